@@ -2,7 +2,7 @@
 
     mean = ps.metrics.Mean()                 # in strategy.scope()
     mean.update_state(losses)                # in the function given to strategy.run
-    mean.result()                            # outside of it: over all replicas of all workers
+    mean.result()                            # outside of it: over all replicas of all workers, asynchronous ones too
 
 Names and meanings are those of `tf.keras.metrics`; sums are kept in float64, so that long epochs are counted.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +84,10 @@ class Coordinated:
     def start(self, worker: int) -> None:
         """Starts a worker."""
         self._workers.append(self._pool.submit(self._serve, worker))
+
+    def lose(self) -> None:
+        """Waits for a worker that ends by an error, as its test has it."""
+        self._workers = [*wait(self._workers, SECONDS, FIRST_EXCEPTION).not_done]
 
     def _open(self, job: str, index: int) -> tuple[Any, SimpleNamespace]:
         resolver = ps.SimpleClusterResolver(self._spec, task_type=job, task_id=index)

@@ -141,7 +141,7 @@ def test_a_reset_or_an_assignment_is_of_all():
 
 @pytest.mark.parametrize("later", ["async", "sync"])
 def test_a_checkpoint_has_what_all_have_made(tmp_path, later):
-    """A worker saves what both have; each worker of a later job restores that, whatever its consistency, and goes on."""
+    """A worker saves what both have; each worker of a later job restores that, asynchronous or not, and goes on."""
     both, paths = threading.Barrier(2), []
 
     def save(strategy, worker):

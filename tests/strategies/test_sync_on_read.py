@@ -18,6 +18,9 @@ COMBINING = [AGGREGATION.SUM, AGGREGATION.MEAN, AGGREGATION.ONLY_FIRST_REPLICA]
 pytestmark = kinds("mirrored-1", "mirrored-2", "servers-2x2", soak=KINDS[1:])
 """Outside of every scope there are no copies: `test_variable_rules` has what is then."""
 
+ASYNCHRONOUS_TOO = kinds("mirrored-1", "mirrored-2", "servers-2x2", "async-2x2", soak=KINDS[1:])
+"""Where workers are asynchronous servers have the aggregate: `test_asynchronous_totals` has that of several."""
+
 
 def on_read(strategy, aggregation=AGGREGATION.SUM, value=0.0, **options):
     return variable(strategy, value, synchronization=ON_READ, aggregation=aggregation, **options)
@@ -39,12 +42,14 @@ def read_across(aggregation, copies):
     return combined[aggregation.name.lower()]
 
 
+@ASYNCHRONOUS_TOO
 @pytest.mark.parametrize("aggregation", COMBINING)
 def test_a_replica_reads_its_own_copy_and_all_else_the_aggregate(strategy, aggregation):
     """In a replica function, in merge_call, in the scope, outside of it, and in any form of reading. Every copy begins
-    with the initial value: a sum that begins with 1 reads R, and a mean 1. Another strategy cannot combine the
-    copies."""
-    assert float(on_read(strategy, aggregation, 1.0)) == read_across(aggregation, [1.0] * replicas(strategy))
+    with the initial value: a sum that begins with 1 reads R, and a mean 1; where workers are asynchronous 1, as with
+    TensorFlow's parameter servers. Another strategy cannot combine the copies."""
+    begins = 1 if getattr(strategy, "consistency", None) == ps.Async() else replicas(strategy)
+    assert float(on_read(strategy, aggregation, 1.0)) == read_across(aggregation, [1.0] * begins)
     n, v = replicas(strategy), on_read(strategy, aggregation)
     fill(strategy, v)
     own = [float(replica + 1) for replica in range(n)]
@@ -100,6 +105,7 @@ def test_replicas_assign_what_they_are_given(strategy):
     assert of_replicas(strategy, own) == [0.5 + replica for replica in range(n)]
 
 
+@ASYNCHRONOUS_TOO
 @pytest.mark.parametrize("aggregation", COMBINING)
 def test_across_replicas_one_value_is_shared_out(strategy, aggregation):
     """A sum in equal parts, so that it reads the same again; all else whole."""
@@ -131,6 +137,7 @@ def test_what_is_shared_out_fits(strategy):
         assert in_replicas(strategy, lambda _: int(count)) == (part,) * n
 
 
+@ASYNCHRONOUS_TOO
 @pytest.mark.parametrize("aggregation", AGGREGATION)
 def test_across_replicas_each_copy_is_added_to(strategy, aggregation):
     """As in TensorFlow, of the other aggregations: what is read changes by as much. To a sum nothing is added, nor
@@ -153,6 +160,7 @@ def test_across_replicas_each_copy_is_added_to(strategy, aggregation):
     assert of_replicas(strategy, v) == [i + 2.0 for i in range(n)]
 
 
+@ASYNCHRONOUS_TOO
 @pytest.mark.parametrize("aggregation", COMBINING)
 def test_a_read_has_the_variable_s_dtype(strategy, aggregation):
     """Also where a mean is worked out in another one; truth values are the first replica's."""

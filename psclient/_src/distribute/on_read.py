@@ -112,8 +112,9 @@ class Copies:
 
     def read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:
         """Returns what all replicas of all workers have made of variables. In cross-replica context."""
-        self.hand_in()
-        return self._read(variables)
+        with variables[0].strategy.scope():  # which another strategy's refuses
+            self.hand_in()
+            return self._read(variables)
 
     def _read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:
         return self._sender.read_now([variable.saved.handle for variable in variables])

@@ -560,7 +560,7 @@ class SyncOnReadVariable(CopiedVariable):
 
     def handed_in(self) -> None:
         """Servers have what the copies are now."""
-        self._handed_in = [copy.cell.array for copy in self.values]
+        self._handed_in = [copy.cell.array for copy in self.values] if self.is_shared else []
 
     def take_over(self, value: Array) -> None:
         """Gives each copy a value, of which there is nothing to be handed in."""

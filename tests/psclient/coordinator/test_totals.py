@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient.coordinator.worker import Worker
 from tests.kit.coordinated import coordinated, here
 
 AGGREGATION = ps.VariableAggregation
@@ -180,3 +181,22 @@ def test_a_checkpoint_has_what_all_have_added(tmp_path):
         job.run(move, 0.5)
         assert (job.mine.mean.result(), job.mine.average.numpy().tolist()) == (2.5, [8.5] * 2)
         assert (float(job.mine.total.numpy()), int(job.mine.count)) == (12.5, 5)
+
+
+def test_what_a_lost_worker_has_handed_in_counts_once(monkeypatch):
+    """Its function is run again by another worker, which finds what the first has handed in."""
+    tell, lost = Worker._tell, []
+
+    def dies(worker, taken, *said):
+        if taken.function == "update" and not lost:
+            lost.append(worker)
+            raise ps.errors.RoundTimeout("it dies before it has told what came of the function")
+        return tell(worker, taken, *said)
+
+    monkeypatch.setattr(Worker, "_tell", dies)
+    with coordinated(metrics, *FUNCTIONS, workers=2, servers=2) as job:
+        job.run(update, 3.0)
+        job.lose()
+        assert len(lost) == 1
+        job.run(update, 5.0)
+        assert (job.mine.mean.result(), job.mine.sum.result(), int(job.mine.count)) == (4.0, 16.0, 2)
