@@ -132,7 +132,7 @@ class Waiters:
                 self._fresh += 1
             case Watch():
                 self._looked = None
-            case Owed() if not self._rounds.clocks.answers(row.said.session, row.said.round):
+            case Owed() if not self._may_go(row.said):
                 row = Ahead(row.session, row.future, row.record, row.said)
             case Read(asked=Asked(variables=ids)):
                 if len(set(ids)) != len(ids):
@@ -167,8 +167,7 @@ class Waiters:
 
     def hold(self, record: Record, waiters: list[Answering]) -> list[Answering]:
         """Holds back the answers of a round that have to wait for other workers; returns those that may go."""
-        clocks = self._rounds.clocks
-        late = [waiter for waiter in waiters if not clocks.answers(waiter[0].session, waiter[0].round)]
+        late = [waiter for waiter in waiters if not self._may_go(waiter[0])]
         for said, future in late:
             self.add(Owed(said.session, future, record, said))
         return [waiter for waiter in waiters if waiter not in late] if late else waiters
@@ -200,7 +199,12 @@ class Waiters:
         return answers
 
     def _is_near(self, row: Ahead) -> bool:
-        return self._rounds.clocks.answers(row.said.session, row.said.round)
+        return self._may_go(row.said)
+
+    def _may_go(self, said: Contribution) -> bool:
+        """Returns whether the answer of a round need not wait for the clocks of others; what a worker makes beside
+        the rounds that it counts never does."""
+        return said.alone or self._rounds.clocks.answers(said.session, said.round)
 
     def _can_go(self, row: Owed) -> bool:
         reads = bool(row.said.want or row.said.lookups)

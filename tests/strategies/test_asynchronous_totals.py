@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.script import add_all
+from tests.kit.strategies import opened
 from tests.kit.workers import PATIENT, in_threads
 
 AGGREGATION = ps.VariableAggregation
@@ -90,7 +92,7 @@ def test_all_read_what_all_have_made(mode, replicas):
 
 @MODE
 def test_what_a_worker_has_made_stays_when_it_leaves(mode):
-    """Also what it made in its last step."""
+    """Also what it made in its last step, and in a run that an error ended."""
     left = threading.Event()
 
     def work(strategy, worker):
@@ -98,7 +100,9 @@ def test_what_a_worker_has_made_stays_when_it_leaves(mode):
         made.step(1.0 + worker)
         if worker:
             made.step(5.0)
-            made.strategy.close()
+            with pytest.raises(ZeroDivisionError):
+                strategy.run(lambda: 1 / int(made.count.assign_add(10).numpy() - made.count.numpy()))
+            strategy.close()
             left.set()
             return None
         assert left.wait(PATIENT.round)
@@ -106,7 +110,7 @@ def test_what_a_worker_has_made_stays_when_it_leaves(mode):
         return made.read()
 
     found, _ = in_threads(work, consistency=MODES[mode])
-    assert found == pytest.approx((3.0, 1.0, 12.0, 4, 4.5))
+    assert found == pytest.approx((3.0, 1.0, 12.0, 14, 4.5))
 
 
 def test_a_reset_or_an_assignment_is_of_all():
@@ -213,3 +217,18 @@ def test_a_worker_that_comes_back_adds_to_what_there_is():
         found, (before, total) = in_threads(work, cluster=cluster, consistency=ps.Async())
     assert before == [0.0, total / 2]  # the other may not have made its step
     assert found == pytest.approx((3.0, 1.0, 9.0, 3, 2.0 + (5.0 - before[1]) / 2))
+
+
+def test_a_thread_that_makes_no_rounds_reads_what_is_on_servers():
+    """It waits for nothing, and hands in nothing that a replica is at work on: that is not lost."""
+    with opened("async-2x1") as strategy, ThreadPoolExecutor(1) as pool:
+        made = Made(strategy)
+        made.step(1.0)
+
+        def replica():
+            made.total.assign_add(2.0)
+            read = pool.submit(lambda: float(made.total.numpy())).result(PATIENT.round)
+            made.total.assign_add(read + 1.0)
+
+        strategy.run(replica)
+        assert float(made.total.numpy()) == 1.0 + 2.0 + 1.0 + 1.0

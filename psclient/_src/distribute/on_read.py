@@ -29,6 +29,11 @@ class Sender(Protocol):
         """Sends the updates that a function records: a round of this process alone, which counts as no step."""
         ...
 
+    @property
+    def makes_rounds(self) -> bool:
+        """True in the thread that makes the rounds of this process, or where none was made."""
+        ...
+
     def read_now(self, handles: Sequence[PlacedVariable]) -> list[Array]:
         """Returns the values that servers have now."""
         ...
@@ -103,17 +108,23 @@ class Copies:
 
         So what it adds counts once, whichever workers have run it, and whatever the coordinator has set meanwhile.
         """
-        shared = [v for v in self._all if v.aggregation is not VariableAggregation.SUM]
-        found = dict(zip(shared, self._read(shared), strict=True)) if shared else {}
+        shared = [each for each in self._all if each.aggregation is not VariableAggregation.SUM]
+        for variable, value in zip(shared, self._read(shared) if shared else (), strict=True):
+            variable.take_over(value)
         for variable in self._all:
-            variable.take_over(found.get(variable, np.zeros(variable.shape, variable.dtype)))
+            if variable.aggregation is VariableAggregation.SUM:
+                variable.take_over(np.zeros(variable.shape, variable.dtype))
 
     # ---- The whole ----
 
     def read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:
-        """Returns what all replicas of all workers have made of variables. In cross-replica context."""
+        """Returns what all replicas of all workers have made of variables. In cross-replica context.
+
+        A thread that makes no rounds gets what is on servers: replicas may be at work meanwhile.
+        """
         with variables[0].strategy.scope():  # which another strategy's refuses
-            self.hand_in()
+            if self._sender.makes_rounds:
+                self.hand_in()
             return self._read(variables)
 
     def _read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:

@@ -449,6 +449,11 @@ class RemoteBackend(_RemoteVariables):
                 self.drop()
                 raise
 
+    @property
+    def makes_rounds(self) -> bool:
+        """Implements `distribute.on_read.Sender`."""
+        return self._exchange.mine
+
     def read_now(self, handles: Sequence[Handle]) -> list[Array]:
         """Implements `distribute.on_read.Sender`."""
         self._creation.send()
