@@ -318,8 +318,8 @@ def for_a_value(site: Site) -> Iterator[Said]:
     return of_a_busy_server(site, lambda s: variable(s, "u").numpy, f"variable 'u' of {PS0}")
 
 
-def save(strategy: Any) -> None:
-    checkpoint = ps.train.Checkpoint(v=variable(strategy))
+def save(strategy: Any, made: Any = None) -> None:
+    checkpoint = made or ps.train.Checkpoint(v=variable(strategy))
     checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
 
 
@@ -355,8 +355,15 @@ def for_a_checkpoint_to_be_read(site: Site) -> Iterator[Said]:
 def for_who_saves(site: Site) -> Iterator[Said]:
     """One process says what a checkpoint has; the others wait in the same round."""
     gate = site.gate()
-    site.work(W0, lambda strategy: (step(strategy), gate.wait(), save(strategy)))
-    site.work(W1, lambda strategy: (step(strategy), save(strategy)))
+
+    def script(strategy: Any, waits: Callable[[], object]) -> None:
+        made = ps.train.Checkpoint(v=variable(strategy))
+        step(strategy)
+        waits()
+        save(strategy, made)
+
+    site.work(W0, lambda strategy: script(strategy, gate.wait))
+    site.work(W1, lambda strategy: script(strategy, lambda: None))
     yield Said(f"{W1} waits in round 1 for {W0}")
     gate.set()
 

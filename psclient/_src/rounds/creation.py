@@ -42,7 +42,7 @@ NO_VALUE: Array = np.empty(0)
 
 
 class Creation:
-    """Creates variables with the first values of the lowest task that begins the job.
+    """Creates variables with the first values of the lowest live task that creates them there.
 
     One thread at a time creates; any may send what was recorded.
 

@@ -1,7 +1,9 @@
 """First values of variables: those of the lowest task that runs the script, so that all begin as it does.
 
-Who creates a variable beside it waits for its value, as with TensorFlow, whoever comes first. In a running job nobody
-waits: a process that came late, or that has made a round, gives what it has where there is no value yet.
+Who creates a variable beside it waits for its value, as with TensorFlow, whoever comes first: also in a running job,
+but not for longer than one round. A lower task that has come to a round which this process has not made creates nothing
+before it. Where each worker makes rounds of its own, which say nothing of the others' places, the lower task gives its
+value until it makes its next round, or `PS_TIMEOUT_WORD` has passed.
 """
 
 from __future__ import annotations
@@ -87,17 +89,21 @@ class FirstValues:
             RoundTimeout: whose turn it is does not create them.
         """
         session, ahead = self._session, self._group.ahead() if missing else ()
-        deadline, said, pause = session.deadline(session.timeouts.round), time.monotonic(), PAUSES[0]
-        first, look, gap = ahead[0].task if ahead else None, said + LOOKS[0], LOOKS[0]
+        briefly = self._group.alone and self._group.runs
+        limit = session.timeouts.word if briefly else session.timeouts.round
+        deadline, said, pause = session.deadline(limit), time.monotonic(), PAUSES[0]
+        first, gap = ahead[0].task if ahead else None, LOOKS[0]
+        look = said + gap
+        seen: dict[tuple[int, Task], int] = {}
         while ahead and missing:
             if time.monotonic() >= look:
-                first, gap = self._first(ahead), min(2 * gap, LOOKS[1])
+                first, gap = self._first(ahead, seen), min(2 * gap, LOOKS[1])
                 look = time.monotonic() + gap
             # Asked behind that: who has come to a round by now has given its values before.
             if len(ask(missing[:1])) == 0 or first is None:
                 missing = ask(missing)
-                deadline, pause = session.deadline(session.timeouts.round), PAUSES[0]
-            if first is None or not missing:
+                deadline, pause = session.deadline(limit), PAUSES[0]
+            if first is None or not missing or (briefly and deadline.left() <= 0):
                 break
             if deadline.left() <= 0:
                 raise missing[0].named(
@@ -114,21 +120,33 @@ class FirstValues:
             pause = min(2 * pause, PAUSES[1])
         return missing
 
-    def _first(self, ahead: Sequence[Member]) -> Task | None:
-        """Returns the first of those before this process who can still give a value; None if nobody can."""
+    def _first(self, ahead: Sequence[Member], seen: dict[tuple[int, Task], int]) -> Task | None:
+        """Returns the first of those before this process who can still give a value; None if nobody can.
+
+        Args:
+            ahead: those before it.
+            seen: the rounds of its own that each was at when this was asked first, by the server that says so.
+        """
         ended = {member.session for member in self._session.ended()}
         here = [member.task for member in ahead if member.session not in ended]
         # Who has come to a round creates nothing before it: the two would wait for each other.
-        past = self._at_rounds(here) if here else set()
+        past = self._at_rounds(here, seen) if here else set()
         return next((task for task in here if task not in past), None)
 
-    def _at_rounds(self, tasks: Sequence[Task]) -> set[Task]:
-        """Returns which of some members wait in a round, or have made one without this process."""
-        found: set[Task] = set()
-        for server in self._session.live:
+    def _at_rounds(self, tasks: Sequence[Task], seen: dict[tuple[int, Task], int]) -> set[Task]:
+        """Returns which of some members wait in a round, or have made one, that this process has not come to."""
+        group, found = self._group, set[Task]()
+        briefly = group.alone and group.runs
+        for index, server in enumerate(self._session.live):
             status = server.status()
-            found |= {place.task for place in status.places if place.round >= 0}
-            for item in status.waiting:
-                if item.missing:  # of others it is not known yet who has come
+            if group.alone:
+                at = dict.fromkeys(tasks, -1) | {place.task: place.round for place in status.places}
+                # Of its own the first round, or in a running job the next one.
+                found |= {t for t in tasks if at[t] > (seen.setdefault((index, t), at[t]) if briefly else -1)}
+            elif status.round >= group.round:
+                found |= set(tasks)  # rounds have gone on without this process
+            for item in () if briefly else status.waiting:
+                # Of others it is not known yet who has come; earlier rounds of this process may still wait.
+                if item.missing and (group.alone or item.round >= group.round):
                     found |= set(tasks) - set(item.missing)
         return found
