@@ -1,5 +1,10 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
+# ruff: noqa: E402
+import pswire.process as _process
+
+_process.begin_command()
+
 from psclient import (
     cluster_resolver,
     compat,
@@ -140,6 +145,4 @@ __all__ = [
 def __getattr__(name: str) -> str:
     if name != "__version__":
         raise AttributeError(f"module 'psclient' has no attribute {name!r}")
-    from pswire import versions  # reads the metadata of the distribution, for which no import waits
-
-    return versions.version()
+    return _process.version()  # reads the metadata of the distribution, for which no import waits

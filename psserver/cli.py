@@ -38,6 +38,7 @@ from pswire.errors import ConfigError, PSError
 from pswire.flags import flag, flags
 from pswire.model.places import NOWHERE
 from pswire.model.status import ServerStatus
+from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import DEFAULT_ROOT, ServerOptions
 from pswire.sizes import human
@@ -427,12 +428,13 @@ def leave_scipy_out() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the console script; exits with 0 after a clean end, with 2 where the server could not start."""
-    tune_allocator()
-    leave_scipy_out()
     try:
+        take_interrupts()
+        tune_allocator()
+        leave_scipy_out()
         code = command.main(args, prog_name="psserver", standalone_mode=False)
     except click.ClickException as error:
         code = _refuse(error.format_message())
-    except click.Abort:
-        code = 130
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
     sys.exit(code)

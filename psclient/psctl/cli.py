@@ -21,6 +21,7 @@ from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
 from pswire.errors import ConfigError, PSError
+from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.given import printable
 
 GROUP = "paramserver.psctl"
@@ -96,6 +97,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with 0, with 1 where faults or differences were found, with 2 after an error."""
     settings = CommandSettings(json="--json" in (sys.argv[1:] if args is None else args))
     try:
+        take_interrupts()
         given = with_values(sys.argv[1:] if args is None else args)
         code = command.main(given, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
@@ -107,7 +109,7 @@ def main(args: Sequence[str] | None = None) -> None:
         words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         code = _fail(settings, type(error).__name__, words)
     except (click.Abort, KeyboardInterrupt):
-        code = 130
+        code = INTERRUPTED
     except Exception as error:  # a bug of ours is one line, too, and leaves no half of a JSON document behind
         code = _fail(settings, type(error).__name__, f"internal error: {error!r}; please report it")
     sys.exit(code)

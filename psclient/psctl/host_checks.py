@@ -10,9 +10,9 @@ from pathlib import Path
 from psclient._src.arrays.devices import gpu_report
 from psclient._src.transport.lane import SHARED
 from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
+from pswire.process import versions
 from pswire.telemetry.views.numbers import size
 from pswire.transport.shared_memory import CLIENT_BYTES, Segment
-from pswire.versions import versions
 
 MEMINFO = Path("/proc/meminfo")
 

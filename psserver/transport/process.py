@@ -8,7 +8,7 @@ from pathlib import Path
 
 from psserver.transport.lane_server import LaneServer
 from pswire.model.status import ProcessStatus
-from pswire.versions import versions
+from pswire.process import versions
 
 STARTED = time.monotonic()
 """Time of the process's start, nearly, in monotonic seconds."""

@@ -17,8 +17,8 @@ from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
 from pswire.model.log import Examples, Position
 from pswire.model.saved import SavedTable
 from pswire.model.tensor import TensorSpec
+from pswire.process import version
 from pswire.strict_json import Malformed
-from pswire.versions import version
 
 MANIFEST = "manifest.json"
 """Its name. A directory without one is no checkpoint: it is what a crash has left behind."""

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Generic, Literal, TypeVar
 
 from pswire.cluster import Task
-from pswire.versions import versions
+from pswire.process import versions
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds for what takes from half a millisecond to a minute."""

@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from pswire.cluster import Task
+from pswire.process import versions
 from pswire.traces.traceparent import span_of, trace_of
-from pswire.versions import versions
 
 EXPORTERS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",

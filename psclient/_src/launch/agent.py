@@ -25,7 +25,7 @@ from typing import Any
 from psclient._src.config import child_environ
 from psclient._src.processes.process import exit_code
 from pswire.encoding.protocol import PROTOCOL
-from pswire.versions import version
+from pswire.process import version
 
 MODULE = "psclient._src.launch.agent"
 """Its name for `python -m`."""

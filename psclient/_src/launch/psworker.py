@@ -45,6 +45,7 @@ from pswire.cluster import EVALUATOR, TaskConfig, check_addresses
 from pswire.errors import ConfigError, PSError
 from pswire.flags import flag, flags
 from pswire.options import flag_name, said
+from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
@@ -349,9 +350,18 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     """
     end_on_sigterm()
     printer = Printer(colour=wants_colour())
-    with _cluster(invocation, config, printer) as cluster:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: cluster.interrupt(number))
+    cluster, started = _cluster(invocation, config, printer), False
+
+    def told(number: int, _: object) -> None:
+        # What is raised while it starts may be lost in a callback of anybody; then `wait` ends it.
+        cluster.interrupt(number)
+        if not started:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, told)
+    with cluster:
+        started = True
         outcome = cluster.wait()
     printer.finish()
     if outcome.report:
@@ -421,18 +431,19 @@ def run(invocation: Invocation) -> int:
         say(config.task if config else None, f"error: {' '.join(str(error).split())}")
         return code_of(error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with the script's code, or 2 where it could not start."""
     code: Any = 2
     try:
+        take_interrupts()
         code = command.main(args, prog_name="psworker", standalone_mode=False)
     except click.ClickException as error:
         say(None, f"error: {error.format_message()}")
     except ConfigError as error:
         say(None, f"error: {error}")
-    except click.Abort:
-        code = 130
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
     sys.exit(run(code) if isinstance(code, Invocation) else code)

@@ -16,7 +16,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any, cast
 
-from pswire.versions import version
+from pswire.process import version
 
 ENTRY = "paramserver_kernel"
 """The name of the function in the machine code."""

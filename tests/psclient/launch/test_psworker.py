@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
-from psclient._src.config import task_config
+from psclient._src.config import LaunchConfig, task_config
 from psclient._src.launch import psworker as module
 from psclient._src.launch.hosts_file import Host, load_hosts
 from psclient._src.launch.joining import Joined, Joiner, RunningJob, _check_reachable, certified_task
@@ -151,6 +153,67 @@ def test_a_script_sees_that_it_failed_at_exit(tmp_path):
     text = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
     done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
     assert done.stdout == "KeyError('x')\n"
+
+
+INTERRUPTS = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+for _ in range(1000): pass
+"""
+"""In place of NumPy, which all of them import: Ctrl-C comes meanwhile."""
+
+
+@pytest.mark.parametrize("module", ["psclient", "psserver", "psclient.psctl"])
+@pytest.mark.parametrize("script", [False, True], ids=["python -m", "console script"])
+def test_ctrl_c_while_a_command_is_imported_says_nothing(tmp_path, module, script):
+    """It ends with 130. A script of one's own that imports the package is interrupted as any other."""
+    (tmp_path / "numpy.py").write_text(INTERRUPTS)
+    name = {"psclient": "psworker", "psserver": "psserver"}.get(module, "psctl")
+    where = {"psworker": "psclient._src.launch.psworker", "psserver": "psserver.cli"}.get(name, "psclient.psctl")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+    def run(*words):
+        command = [sys.executable, "-P", *words]
+        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    text = f"from {where} import main\nmain()\n"
+    (tmp_path / name).write_text(text)
+    done = run(name, "--version") if script else run("-m", module, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    if script:
+        (tmp_path / "own.py").write_text(text)
+        assert "KeyboardInterrupt" in run("own.py").stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_signal_while_a_cluster_starts_ends_it(monkeypatch, number, lost):
+    """Also where what a handler raises is lost in a callback, as in those of the garbage collector."""
+
+    class Starting(module.Cluster):
+        def start(self):
+            with suppress(BaseException) if lost else nullcontext():
+                os.kill(os.getpid(), number)
+                time.sleep(SECONDS)
+
+        def stop(self, grace=0.0, number=0):
+            stopped.append(number)
+
+    stopped = []
+    monkeypatch.setattr(module, "Cluster", Starting)
+    monkeypatch.setattr(module, "end_on_sigterm", lambda: None)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    said = Invocation("x.py", (), LaunchConfig(), 0, "warning", "text", False)
+    try:
+        if lost:
+            assert module.run_cluster(said, LaunchConfig()) == 128 + number
+            assert number in stopped
+        else:
+            with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+                module.run_cluster(said, LaunchConfig())
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_sigterm_is_an_ordinary_exit(tmp_path):
