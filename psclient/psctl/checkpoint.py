@@ -167,7 +167,10 @@ def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
 @as_json
 @settings
 def compact_checkpoint(settings: CommandSettings, path: str) -> int:
-    """Makes the delta at PATH a whole checkpoint, which needs no other one any more; the files are checked before."""
+    """Makes the delta at PATH a whole checkpoint, which needs no other one any more; the files are checked before.
+
+    Removes what a killed compaction has left there, also where it is whole.
+    """
     found = open_saved(path)
     bases = [base.name for base in found.bases]
     whole = compact(found)

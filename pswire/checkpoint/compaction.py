@@ -16,9 +16,11 @@ from pswire.checkpoint.manifest import MANIFEST, Manifest, shard_name
 from pswire.checkpoint.merged_tables import MergedTable
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.safetensors_stream import told
+from pswire.checkpoint.storage import parted, storage_at
 from pswire.checkpoint.table_layers import ALL
 from pswire.checkpoint.table_tensors import BESIDE, beside, kinds_of
 from pswire.checkpoint.writer import Column, sweep, write_file
+from pswire.errors import CheckpointError
 from pswire.model.plan import ShardOf
 from pswire.model.saved import PartOf, Shard
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
@@ -65,7 +67,8 @@ def _columns(table: MergedTable, buckets: range) -> Iterator[Column]:
 def compact(saved: SavedCheckpoint) -> SavedCheckpoint:
     """Makes a delta whole, where it is: its files are written anew, then its manifest, and then the old ones removed.
 
-    Deltas to which it is the base stay what they are. What it had the changes to is not needed by it any more.
+    Deltas to which it is the base stay what they are. What it had the changes to is not needed by it any more. Files
+    that no checkpoint has are removed with the old ones, also where it is whole: a killed compaction has left them.
 
     Args:
         saved: the delta.
@@ -75,10 +78,11 @@ def compact(saved: SavedCheckpoint) -> SavedCheckpoint:
 
     Raises:
         DamagedCheckpoint: a file of it, or of a base, is not as it was saved. Nothing has changed.
-        CheckpointError: a file cannot be read or written. What was there is there.
+        CheckpointError: a file cannot be read or written, or another process compacts it. What was there is there.
     """
     place, manifest = saved.place, saved.manifest
     if manifest.base is None:
+        _sweep(saved, manifest)
         return saved
     saved.check_rest(())
     tables = {name: MergedTable.of(saved, name) for name in manifest.tables}
@@ -89,6 +93,7 @@ def compact(saved: SavedCheckpoint) -> SavedCheckpoint:
             name = shard_name(number, len(manifest.shards), save)
             tensors, nbytes = write_file(place, str(PurePosixPath(saved.path) / name), columns)
             shards.append(Shard(saved.full, name, manifest.round, manifest.positions, tensors, nbytes))
+        _check_alone(saved, shards)
     except BaseException:
         for number in range(len(manifest.shards)):
             with suppress(Exception):  # the first error is the one to raise
@@ -97,10 +102,29 @@ def compact(saved: SavedCheckpoint) -> SavedCheckpoint:
     whole = _whole(manifest, shards)
     with told(place.full(saved.path), "written"):
         place.put(str(PurePosixPath(saved.path) / MANIFEST), whole.text().encode())
-    directory = PurePosixPath(saved.path)
-    files = frozenset(manifest.shards) | {shard.file for shard in shards} | {MANIFEST}
-    sweep(place, directory, whole, {directory.name: files}, (), ())
+    _sweep(saved, whole)
     return SavedCheckpoint.at(place, saved.path)
+
+
+def _check_alone(saved: SavedCheckpoint, shards: Sequence[Shard]) -> None:
+    """Raises `CheckpointError` if another process has compacted it meanwhile, which removes what this one has written."""
+    place, found = saved.place, SavedCheckpoint.at(saved.place, saved.path)
+    try:
+        kept = all(place.size(str(PurePosixPath(saved.path) / shard.file)) == shard.nbytes for shard in shards)
+    except FileNotFoundError:
+        kept = False
+    if found.manifest != saved.manifest or not kept:
+        raise CheckpointError(f"{saved.full} was compacted by another process meanwhile; this one has changed nothing")
+
+
+def _sweep(saved: SavedCheckpoint, whole: Manifest) -> None:
+    """Removes all files that saves make and that the manifest does not name."""
+    place, directory = saved.place, PurePosixPath(saved.path)
+    if directory.name == "":  # the place is the checkpoint itself
+        above, name = parted(saved.full)
+        place, directory = storage_at(above), PurePosixPath(name)
+    listed = place.listing(str(directory.parent)).get(directory.name, frozenset())
+    sweep(place, directory, whole, {directory.name: listed}, (), ())
 
 
 def _whole(manifest: Manifest, shards: Sequence[Shard]) -> Manifest:

@@ -7,6 +7,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from safetensors.numpy import load_file
 
 from psclient.psctl.checkpoint_diff import CHUNK, compare
 from pstesting import forks
+from pswire.checkpoint import compaction
 from pswire.checkpoint.manifest import latest_text
 from pswire.checkpoint.reader import open_saved
+from pswire.checkpoint.storage import Directory
+from pswire.errors import CheckpointError
 from pswire.model.tables import CounterFilter, TableSpec
 from pswire.model.tensor import DTYPES, Array
 from tests.kit.storage import write_checkpoint
@@ -436,6 +440,54 @@ def test_a_delta_is_compacted(run, job):
         path.unlink()
     assert job.restored("c-3", 2).state().equals(expected)
     assert run("ls", "--json", job.root).json["checkpoints"][0]["base"] is None
+
+
+@pytest.mark.parametrize("after", ["shard being written", "shard", "manifest"])
+def test_a_killed_compaction_leaves_nothing_once_another_has_ended(run, job, monkeypatch, after):
+    """Wherever it was killed: the next one removes what is not part of the checkpoint, which is whole as ever."""
+    expected, directory = job.state(), job.root / "c-3"
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compaction, "suppress", lambda *_: nullcontext())
+        patch.setattr(Directory, "remove", killed)
+        if after == "shard being written":
+            patch.setattr(os, "replace", killed)
+            patch.setattr(Path, "unlink", lambda *_, **__: None)
+        else:
+            patch.setattr(compaction, "_check_alone" if after == "shard" else "_sweep", killed)
+        with pytest.raises(Killed):
+            compaction.compact(open_saved(str(directory)))
+    left = {path.name for path in directory.iterdir()}
+    assert run("verify", directory).code == 0
+    assert run("compact", directory).code == 0
+    whole = {path.name for path in directory.iterdir()}
+    assert whole == {"manifest.json", *open_saved(str(directory)).manifest.shards}
+    assert left - whole, "it had left nothing"
+    assert job.restored("c-3", 2).state().equals(expected)
+
+
+def test_of_two_compactions_at_a_time_one_changes_nothing(run, job, monkeypatch):
+    """Each would remove the files of the other one."""
+    directory, write = str(job.root / "c-3"), compaction.write_file
+    expected = job.state()
+
+    def overtaken(*args):
+        written = write(*args)
+        monkeypatch.undo()
+        compaction.compact(open_saved(directory))
+        return written
+
+    monkeypatch.setattr(compaction, "write_file", overtaken)
+    with pytest.raises(CheckpointError, match="was compacted by another process meanwhile"):
+        compaction.compact(open_saved(directory))
+    assert run("verify", directory).code == 0
+    assert job.restored("c-3", 2).state().equals(expected)
 
 
 def test_names_in_a_checkpoint_steer_no_terminal(run, tmp_path):
