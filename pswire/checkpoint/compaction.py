@@ -107,7 +107,7 @@ def compact(saved: SavedCheckpoint) -> SavedCheckpoint:
 
 
 def _check_alone(saved: SavedCheckpoint, shards: Sequence[Shard]) -> None:
-    """Raises `CheckpointError` if another process has compacted it meanwhile, which removes what this one has written."""
+    """Raises `CheckpointError` if another process has compacted it meanwhile: that removes what this one has made."""
     place, found = saved.place, SavedCheckpoint.at(saved.place, saved.path)
     try:
         kept = all(place.size(str(PurePosixPath(saved.path) / shard.file)) == shard.nbytes for shard in shards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 
@@ -15,6 +16,9 @@ METRICS = "metrics"
 
 ADMIN = "admin"
 """The name of an observer that takes no part in the job: `psctl`."""
+
+_TASK = re.compile("(chief|evaluator|ps|ps-spare|worker)-(0|[1-9][0-9]{0,8})")
+"""A name of a task, or of a spare server."""
 
 SOON_SECONDS = 14 * 86400.0
 """Seconds before their end from which on certificates are warned of."""
@@ -41,5 +45,9 @@ def certificate_name(name: str) -> str:
 
 
 def named(dns_names: Iterable[str]) -> frozenset[str]:
-    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for."""
-    return frozenset(name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN)) - {METRICS}
+    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for; also `ADMIN` and spares.
+
+    Other names stand for nobody, such as `*.paramserver`, which means all of them to who checks names of hosts.
+    """
+    found = (name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN))
+    return frozenset(name for name in found if name == ADMIN or _TASK.fullmatch(name))

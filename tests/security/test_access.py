@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psserver.transport.access import Access
+from psserver.transport.access import DNS_NAMES, Access
 from tests.kit.internals import (
     TOKEN_KEY,
     VERBS,
@@ -153,3 +153,33 @@ def test_the_token_comes_first(access: Access) -> None:
     assert access.admit(good, lambda: shown) == {"worker-1"}
     assert access.admit(good, dict) == frozenset()
     assert Access(PS0, Security(), Registry(PS0)).admit((), dict) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "*",
+        "*-0",
+        "ps-*",
+        "",
+        "metrics",
+        "ps",
+        "ps-",
+        "ps-x",
+        "ps-00",
+        "ps-0.ps-1",
+        "worker-0 ",
+        "PS-0",
+        "ps-0\0",
+        "boss-0",
+    ],
+)
+def test_a_certificate_of_no_task_stands_for_nobody(access: Access, name: str) -> None:
+    """A wildcard, which other checks of names take for every task, is none; its holder may not even look."""
+    shown = {DNS_NAMES: [f"{name}.paramserver".encode()]}
+    names = access.admit([(TOKEN_KEY, bearer(SECURED.token))], lambda: shown)
+    assert names == frozenset()
+    with pytest.raises(Forbidden, match="the caller's certificate is of no task"):
+        access.check(VERBS["Status"], None, names)
+    shown[DNS_NAMES] += [b"ps-10.paramserver", b"ps-spare-2.paramserver", b"admin.paramserver", b"ps-1.example"]
+    assert access.admit([(TOKEN_KEY, bearer(SECURED.token))], lambda: shown) == {"ps-10", "ps-spare-2", "admin"}

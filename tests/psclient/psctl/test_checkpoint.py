@@ -479,8 +479,9 @@ def test_of_two_compactions_at_a_time_one_changes_nothing(run, job, monkeypatch)
 
     def overtaken(*args):
         written = write(*args)
-        monkeypatch.undo()
-        compaction.compact(open_saved(directory))
+        if "-00002-of-00003" in args[1]:  # the last of them
+            monkeypatch.undo()
+            compaction.compact(open_saved(directory))
         return written
 
     monkeypatch.setattr(compaction, "write_file", overtaken)
