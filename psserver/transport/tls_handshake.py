@@ -25,7 +25,7 @@ class Handshake:
         over: called at the end with the encrypted connection, or None if the handshake has failed.
 
     Attributes:
-        failure: how the other end has failed; "" if it did not.
+        failure: how the other end has failed; "" if it did not, or has said nothing.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class Handshake:
         except BlockingIOError:
             return
         except OSError as error:
-            self.failure = getattr(error, "reason", None) or str(error)
-            self.close(self.failure)
+            why = getattr(error, "reason", None) or str(error)
+            # Who goes without a word has looked whether the port is open, as `psctl doctor` and load balancers do.
+            self.failure = why if self._sealed.heard else ""
+            self.close(why)
         else:
             self._let_go()
             self._over(self, self._sealed)

@@ -29,9 +29,13 @@ class Sealed:
         sock: a connected socket.
         context: the certificates that this end shows, and asks for.
         name: name that the other end's certificate must have; None for the end that was connected to.
+
+    Attributes:
+        heard: True once anything has come from the other end.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str | None = None) -> None:
+        self.heard = False
         self._sock = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=name is None, server_hostname=name)
@@ -128,6 +132,7 @@ class Sealed:
         try:
             count = self._sock.recv_into(buffer)
             self._incoming.write(buffer[:count])
+            self.heard = self.heard or count > 0
         finally:
             scratch.give_back(buffer)
         return count

@@ -273,6 +273,23 @@ def test_a_lane_to_another_server(certificates: Certificates) -> None:
             stranger(thread, certificates.of_other("worker-0"))
 
 
+def test_who_looks_whether_a_port_is_open_is_not_refused(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `psctl doctor` does: no line and no count, unlike for one that begins and goes."""
+    with guarded(certificates.of("ps-0")) as thread:
+        lanes = thread._server._lanes
+        for _ in range(3):
+            stranger(thread, None).close()
+        began = stranger(thread, None)
+        began.sendall(b"\x16\x03\x01\x02\x00\x01")
+        began.close()
+        eventually(lambda: lanes.access.refused.counts["handshake"] == 1)
+        eventually(lambda: not lanes._handshakes)
+        assert lanes.access.refused.counts["handshake"] == 1
+    assert [message for message in caplog.messages if "refuses a caller" in message and "3 more" in message] == []
+
+
 def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is waited for as long as is said, and no longer, also where gRPC listens; meanwhile others get in."""
     monkeypatch.setattr(server, "HANDSHAKE_MS", 300)
