@@ -23,6 +23,7 @@ from pswire.api import RestoreOrder
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.safetensors_stream import told
 from pswire.checkpoint.storage import Storage
 from pswire.errors import CheckpointError, PSError
 from pswire.limits import PART_BYTES
@@ -131,14 +132,20 @@ class Handover:
             wanted = [(name, v) for name, v in arrays.items() if name in saved.manifest.variables]
             read = read_arrays(saved, [(name, v.spec.tensor) for name, v in wanted])
             parts = [table.restored(saved, self._store.native) for table in tables]
-            with self._place.open(f"{order.path}/{LATER}") as file:
+            path = f"{order.path}/{LATER}"
+            with told(self._place.full(path)), self._place.open(path) as file:
                 later = Later.of(file.read(PART_BYTES))
             checkpoint = SavedCheckpoint.open(self._place, later.path, PART_BYTES) if later.path else None
             put = self._store.device.put
             values = {v.id: put(array) for (_, v), array in zip(wanted, read, strict=True)}
             shard = Shard(saved.full, "", saved.manifest.round, saved.manifest.positions, ())
             for file_name in (MANIFEST, LATER, *saved.manifest.shards):
-                self._place.remove(f"{order.path}/{file_name}")
+                try:
+                    self._place.remove(f"{order.path}/{file_name}")
+                except Exception as error:  # object stores have errors of their own; all is read
+                    log.warning(
+                        "cannot remove %s, which is not needed any more: %s", f"{saved.full}/{file_name}", error
+                    )
         return _HandedOver(values, parts, later, checkpoint, shard)
 
     def _put(

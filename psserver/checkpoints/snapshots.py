@@ -22,6 +22,7 @@ from psserver.state.missed import Unsettled, arrays, pieces
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.checkpoint.assembly import base_of
+from pswire.checkpoint.safetensors_stream import told
 from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import Frozen, FrozenTable, remove_shard, write_manifest, write_shard
 from pswire.cluster import Task
@@ -376,7 +377,9 @@ class Snapshots:
     def _write_shard(self, frozen: Frozen, later: Later | None, let_go: Callable[[str], None]) -> Shard:
         with naming(self._store.task):
             if later is not None:
-                self._place.put(str(frozen.directory / LATER), later.text())  # the same from each server
+                path = str(frozen.directory / LATER)
+                with told(self._place.full(path), "written"):
+                    self._place.put(path, later.text())  # the same from each server
             return write_shard(self._place, frozen, self._get, let_go)
 
     def _get(self, value: Array | HeldTable | Unsettled) -> Iterator[Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -101,6 +102,30 @@ def test_a_server_that_dies_while_it_is_taken_back(caplog):
         job.rounds(5)
         come_back(job, PS1)
         lose(job, PS0)
+        assert job.finish() == [job.steps] * 2
+
+
+def test_a_full_disk_while_a_server_comes_back_is_named(caplog):
+    """By the file; the server is asked again, and has its variables once there is room."""
+
+    def full(path, *_):
+        if str(path).endswith("later.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise AssertionError(path)
+
+    with World() as job:
+        job.rounds(5)
+        lose(job, PS1)
+        place = job.servers[0].core.machine.snapshots._place
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, "put", full)
+            job.start(PS1)
+            job.until(lambda: f"without {PS1}, which could not be taken back" in caplog.text)
+        (said,) = {line for line in caplog.messages if "could not be taken back" in line}
+        assert "later.json cannot be written: [Errno 28] No space left on device" in said
+        assert "internal error" not in caplog.text
+        job.until(lambda: job.is_back(PS1))
+        job.rounds(5)
         assert job.finish() == [job.steps] * 2
 
 
