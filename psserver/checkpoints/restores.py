@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from pswire.errors import Diverged, InvalidRequest, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, Turn
 from pswire.model.tensor import Array
+
+log = logging.getLogger("psserver")
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,8 @@ class Restores:
             self._committed = wish.turn
             self._replace(prepared)
             self._tally.restores["restored"] += 1
+            if self._store.leads(commit.servers):
+                log.info("restored %s, saved after round %d", prepared.saved.full, prepared.saved.manifest.round)
             if wish.order.late:
                 self._late = self._left(prepared)
             self._prepared = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -102,8 +103,12 @@ def test_a_look_changes_nothing(job, worker):
 # ---- What is there ----
 
 
-def test_a_directory_of_checkpoints_means_its_newest(job, worker):
-    """The one with the greatest number, whatever the clocks say; those without a manifest do not count."""
+def test_a_directory_of_checkpoints_means_its_newest(job, worker, caplog):
+    """The one with the greatest number, whatever the clocks say; those without a manifest do not count.
+
+    The log says which one was restored.
+    """
+    caplog.set_level(logging.INFO, "psserver")
     variable = job.variable(worker, np.array(1))
     job.save(worker, "run/ckpt-10")
     add(job, worker, variable)
@@ -113,6 +118,8 @@ def test_a_directory_of_checkpoints_means_its_newest(job, worker):
     eventually((job.servers.root / "run/ckpt-11").is_dir)
     assert job.restore(worker).path == "run/ckpt-10"
     assert values(job, worker, variable) == [1]
+    (said,) = [message for message in caplog.messages if message.startswith("restored ")]
+    assert "/run/ckpt-10, saved after round " in said
 
 
 MANIFESTS = {"no JSON": b"{", "no tensors": b'{"format": 1, "positions": []}', "no text": b"\xff\xfe\x00"}

@@ -48,7 +48,7 @@ def test_the_others_go_on_after_a_lease(mode, told):
 
 
 def test_a_worker_that_comes_back_begins_where_the_others_are(told):
-    """It joins at a round, with the values of that; then it is waited for as before."""
+    """It joins at a round, with the values of that; then it is waited for as before. The log has a line of each."""
     with World(workers=3, copies=0) as job:
         for _ in range(3):
             job.rounds(7)
@@ -61,6 +61,9 @@ def test_a_worker_that_comes_back_begins_where_the_others_are(told):
             assert back.joined > before
             assert back.made[back.joined] == job.workers[W0].made[back.joined]
         assert job.finish()[0] == job.last
+    said = [record.getMessage() for record in told.records if record.levelno >= logging.WARNING]
+    assert [line for line in said if "goes on without" in line] == [f"goes on without {W1}, which is lost"] * 3
+    assert [line for line in said if "is back" in line] == [f"{W1} is back, and takes part again"] * 3
 
 
 def test_all_workers_die_and_new_ones_come():

@@ -19,7 +19,7 @@ from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.counters import Driven
 from psclient._src.chief.decisions import Decision, decide, undone
 from psclient._src.chief.differences import Differences
-from psclient._src.chief.epochs import Beginning, came
+from psclient._src.chief.epochs import Beginning, came, told_of
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leaving import LeaveSaves, StepDown
@@ -365,8 +365,11 @@ class Chief:
         back = self._returns.look()
         traced = None if self.traces is None else self.traces.approve(watched.traces)
         entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save, back))
-        for epoch in (entry.epoch for entry in entries if isinstance(entry, EpochClosed)):
+        closed = [entry.epoch for entry in entries if isinstance(entry, EpochClosed)]
+        for epoch in closed:
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
+        for line in told_of(state, closed[-1], watched.sessions) if closed else ():
+            log.warning("%s", line)
         done = entries[-1:] == [Done()]
         gives_up = None if done else self._abandoned(watched.sessions)
         if gives_up is not None:

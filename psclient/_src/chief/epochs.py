@@ -70,6 +70,10 @@ class Beginning:
         return EpochClosed(Epoch(self.number, tuple(map(change.moved, self.members)), here, start))
 
 
+WAYS = {"lost": "is lost", "failed": "has failed", "hung": "has held up a round for longer than PS_TIMEOUT_ROUND"}
+"""How a member may go that did not leave, in words."""
+
+
 def came(sessions: Sequence[SessionState]) -> set[Task]:
     """The tasks that are here, or have done their part."""
     return {session.member.task for session in sessions if session.state in ("open", "left")}
@@ -229,3 +233,16 @@ def _closed(current: Epoch, members: Sequence[Member], join_point: str = "") -> 
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
     return tuple(sorted(members, key=lambda member: member.task))
+
+
+def told_of(state: JobState, epoch: Epoch, sessions: Sequence[SessionState]) -> list[str]:
+    """Returns lines for the log: which members are lost by an epoch that is about to be closed, and which are back."""
+    if state.epoch is None:
+        return []
+    before, now = ({m.session: m.task for m in each.everybody} for each in (state.epoch, epoch))
+    ends = {session.member.session: session.state for session in sessions}
+    lost = [(task, ends.get(number, "lost")) for number, task in before.items() if number not in now]
+    lines = [f"goes on without {task}, which {WAYS[end]}" for task, end in lost if end in WAYS]
+    earlier = {member.task for each in state.epochs.values() for member in each.members}
+    back = [task for number, task in now.items() if number not in before and task in earlier]
+    return lines + [f"{task} is back, and takes part again" for task in back]
