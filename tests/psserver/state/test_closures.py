@@ -150,15 +150,16 @@ def test_arguments_and_results_come_in_pieces(server):
 
 
 def test_a_failure_cancels_what_waits_and_is_told_once(server):
-    """What runs is run to its end; nothing is taken before the coordinator was told."""
+    """What runs is run to its end, if its worker lives; nothing is taken before the coordinator was told."""
     for number in range(1, 5):
         server.add(number)
-    server.take(10)
-    server.take(11)
+    for session in (10, 11, 12):
+        server.take(session)
     join = server.schedule(ClosureOrder(joins=True))
     server.finish(10, 1, "ValueError")
+    server.end(12)
     assert not join.done()  # one is run
-    assert server.fetch(3).result().state == "cancelled"
+    assert [server.fetch(number).result(0).state for number in (3, 4)] == ["cancelled"] * 2
     refused = server.add(5).result()
     assert refused.number == 4
     assert refused.failure.text == "text of ValueError"
