@@ -93,6 +93,9 @@ class Plain(Loop):
     def step(self) -> None:
         self.strategy.run(self.replica)
 
+    def clear(self) -> None:
+        """Clears what the interrupted step has left, if there is something."""
+
     def values(self) -> list[Any]:
         return [v.numpy() for v in self.variables]
 
@@ -138,6 +141,12 @@ class Torch(Loop):
         loss = -(net.small.sum() + net.a.sum() + net.b.sum() + float(self.over) * net.stop.sum())
         loss.backward()
         self.optimizer.step()
+
+    def clear(self) -> None:
+        """What comes before the next forward, after an interrupt in `step()`: parameters have its values then."""
+        made = self.made()
+        self.optimizer.zero_grad()
+        assert self.made() == made + self.strategy.num_replicas_in_sync
 
     def values(self) -> list[Any]:
         return [p.detach().numpy() for p in self.net.parameters()]
@@ -282,6 +291,7 @@ def idle(kind: str) -> None:
                     loop.made()
             except KeyboardInterrupt:
                 say("interrupted")
+                loop.clear()
         while loop.made() < 20:
             loop.step()
         say("made", loop.made())
