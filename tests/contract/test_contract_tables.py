@@ -193,8 +193,8 @@ def test_a_limit_is_an_error_for_all(job, two):
     assert looked_up(job, two[0], table, 29_999, after=3) == [1.5]
 
 
-def test_a_table_grows_up_to_the_memory_of_its_server(serve):
-    """Then its rounds are refused, and change nothing."""
+def test_a_table_grows_up_to_the_memory_of_its_server(serve, monkeypatch):
+    """Then its rounds are refused, and change nothing; wherever there is none."""
     job = Job(serve(1, memory_limit=1 << 20))
     (worker,) = job.join(A)
     table = table_of(job, worker)
@@ -204,6 +204,18 @@ def test_a_table_grows_up_to_the_memory_of_its_server(serve):
     with pytest.raises(MemoryLimit, match="--memory-limit"):
         push(worker, plan, list(range(100_000))).result(SOON)
     assert size(job, worker, table) == 1000
+    worker.round += 1
+    with monkeypatch.context() as patch:
+        patch.setattr("psserver.execution.table_rounds.TableRounds.run", no_memory)
+        with pytest.raises(MemoryLimit, match="no more"):
+            push(worker, plan, [1]).result(SOON)
+    worker.round += 1
+    together(push(worker, plan, [1]))
+    assert looked_up(job, worker, table, 1, 2, after=3) == [2.5, 1.5]
+
+
+def no_memory(*args):
+    raise MemoryError("no more")
 
 
 def test_tables_of_one_round_share_the_room(serve):

@@ -156,6 +156,18 @@ def test_a_round_waits_at_the_limit(tmp_path, monkeypatch, caplog, copied):
         assert held(job) == 0
 
 
+@pytest.mark.parametrize("limit", [0, NBYTES])
+def test_what_fits_is_held_for_the_loss_of_a_server(tmp_path, limit):
+    """Until the whole checkpoint is there: others are still writing."""
+    with job_on(tmp_path, True, snapshot_limit=limit) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        (a,) = variables(job, worker, 1)
+        _, shard = order(job, worker)
+        together(adding(job, worker, a))
+        shard.result(SOON)
+        assert held(job) == NBYTES
+
+
 def test_a_round_that_waits_is_looked_at_when_it_may_run(tmp_path, monkeypatch):
     """Not with each variable that is written: there may be thousands of small ones, and a look counts them all."""
     gate = Gate(monkeypatch)

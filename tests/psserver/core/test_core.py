@@ -494,5 +494,7 @@ def test_what_is_refused_changes_nothing(told):
     with pytest.raises(PSError):
         told.tell("create", 99, 1, -1, VariableSpec("w", VALUE), (0,))
     with pytest.raises(PSError):
+        told.tell("watch", 99, 0, -1, Future())
+    with pytest.raises(PSError):
         told.tell("approve", 12345, 0, [], {})
     assert told.machine.status(told.now) == before

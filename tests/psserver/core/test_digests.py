@@ -11,7 +11,7 @@ from psserver.core import digests
 from psserver.core.digests import MAX_NAMES
 from psserver.effects import Work
 from psserver.plans import backlog
-from pswire.errors import PSError, ServerGone
+from pswire.errors import CheckpointError, PSError, ServerGone
 from pswire.model.log import EpochClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
 from tests.kit.contributions import Mail, Voters
@@ -322,7 +322,8 @@ def test_a_server_that_is_back_is_compared_anew(tmp_path):
 
 def test_a_server_that_reads_that_it_is_gone_ends(copies, tmp_path):
     """The chief tells it so where it answers still: also the server that keeps the log, which may have more of it. A
-    new process that reads of the loss of the one before goes on: it is no part of the job yet."""
+    new process that reads of the loss of the one before goes on: it is no part of the job yet, and has to read nothing
+    that no plan has saved for it."""
     copies.rounds(3)
     for one in copies.cores:
         server, token = one.server, copies.job.token
@@ -336,6 +337,8 @@ def test_a_server_that_reads_that_it_is_gone_ends(copies, tmp_path):
     assert one.approve(1, 0, log) == 2
     assert one.approve(1, 2, [Gone(1, "was lost again")]) == 3
     assert one.machine.outlived is None
+    with pytest.raises(CheckpointError, match="nothing was handed over"):
+        one.snapshot(1, b"", "").result(SOON)
 
 
 # ---- Catching up: it votes in rounds, and makes them once it has its variables ----

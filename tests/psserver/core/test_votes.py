@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from psserver.core.links import Links
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
+from pswire.cluster import Task
 from pswire.errors import Fenced, MemoryLimit, NonfiniteError, ProgramError, PushAgain
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
@@ -16,6 +19,7 @@ from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Approved, Epoch, EpochClosed, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
+from pswire.model.status import MissedPeer
 from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
@@ -292,7 +296,10 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
     two.hear()
     assert errors(first[0]) == [PushAgain]
     assert errors(half) == [Fenced]
-    again = two.push(two.a, 0)
+    rest = Payload((), ONE.nbytes)
+    again = [two.cores[0].push(replace(said, session=two.a.session), rest)]
+    assert two.cores[0].machine.runner._execution is None
+    rest.add(0, memoryview(ONE.tobytes()))
     two.hear()
     assert errors(first[1]) == [PushAgain], "it had run with both"
     again += two.push(two.a, 1)
@@ -491,3 +498,13 @@ def test_rows_that_are_looked_up_are_those_of_the_verdict(tabled):
     assert set(rows.ravel().tolist()) == {4.0}
     assert first.done()
     assert other.done()
+
+
+def test_a_new_job_counts_anew_for_how_long_a_server_is_not_reached():
+    """What was there before is another process."""
+    rounds = SimpleNamespace(votes=SimpleNamespace(kept=lambda server: 3), strands={None: SimpleNamespace(last=5)})
+    links = Links(Task("ps", 0), rounds)
+    links.miss(1, "refused", 10.0)
+    links.clear()
+    links.miss(1, "no route", 50.0)
+    assert links.missed(60.0) == (MissedPeer(1, 3, 10.0, "no route"),)

@@ -288,7 +288,7 @@ def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(compiled, "compile_numba", broken)
     for smallest, told in ((None, 0), (0, 1)):
         kernels = Kernels(Device(), patience=1, **({} if smallest is None else {"smallest": smallest}))
-        for fn in (adam, lambda w, m, s, g: w.assign(m + s + g)):
+        for fn in (adam, lambda w, m, s, g: w.assign(m + s + g), lambda w, m, s, g: w.assign(m - s - g)):
             program, operands = traced(fn, [VECTOR] * 3, [VECTOR])
             job = job_of(plan_of(program), [floats(1)], operands)
             first, second = run_twice(kernels, job, dict(enumerate(floats(3))))

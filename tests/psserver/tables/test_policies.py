@@ -75,12 +75,14 @@ def test_a_filter_admits_at_the_third_time(admission):
 
 
 def test_a_bloom_filter_errs_as_seldom_as_it_says():
-    """With as many keys as it is made for, few come in too early, and none too late."""
+    """With as many keys as it is made for, few come in too early, none too late; one counter for each key will do."""
     table = table_of(admission=CBFFilter(2, 20_000, 0.01))
     for round, part in enumerate(np.arange(20_000).reshape(10, -1), 1):
         touch(table, round, part)
     assert len(table) < 0.01 * 20_000
     assert touch(table, 11, np.arange(20_000)) == 0
+    coarse = table_of(admission=CBFFilter(2, 1000, 0.5))
+    assert [touch(coarse, round, np.arange(10)) for round in (1, 2)] == [10, 0]
 
 
 def test_a_bloom_filter_forgets():

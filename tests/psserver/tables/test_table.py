@@ -278,6 +278,8 @@ def test_a_state_says_what_it_is_of():
             Table(SPEC, buckets=buckets)
     with pytest.raises(InvalidRequest, match="another seed"):
         Table(replace(SPEC, hash_seed=2)).apply([table.delta(2)])
+    with pytest.raises(InvalidRequest, match="fit"):
+        Table(SPEC, MOMENTUM).apply([table.delta(2)])
     with pytest.raises(InvalidRequest, match="nothing has changed since round 7"):
         table.delta(7)
     with pytest.raises(InvalidRequest, match="does not follow"):

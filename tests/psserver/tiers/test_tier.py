@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 from psserver.tables import reserved
+from psserver.tables.native import Native
 from psserver.tables.reserved import CHUNK, ReservedArray
+from psserver.tables.table import Table
 from psserver.tiers import paging
 from psserver.tiers.mapped import STEP, DiskFull, MappedFile, Use
 from psserver.tiers.paging import PAGE
 from psserver.tiers.tier import Tier
 from pstesting import forks
 from pswire.errors import ConfigError
+from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import address_of
 from tests.kit.lanes import eventually
 from tests.kit.storage import disk, on_small_disk
@@ -75,6 +78,14 @@ def test_rows_are_as_they_were_written_wherever_they_lie(tier):
     assert tier.nbytes >= 11 * BOUND
     assert tier.left > 5 * BOUND
     assert (array.array == expected[:, None]).all()
+
+
+def test_what_lies_beside_rows_in_files_takes_no_memory(tier):
+    """A server that has none left takes it."""
+    table = Table(TableSpec((2,)), native=Native(tier=tier))
+    table.begin(1, np.arange(100))
+    table.commit()
+    assert table.put_beside(SlotTensor("m", "float32", (2,)), room=0) == 1
 
 
 @pytest.mark.parametrize("told", [True, False])

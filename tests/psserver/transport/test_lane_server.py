@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
 import mmap
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from psserver.core.waiting import Read
 from psserver.transport import lane_connection as connection_of
 from psserver.transport import lane_server as server_lanes
 from psserver.transport import unix_socket
+from psserver.transport.client_memory import ClientMemory
 from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
@@ -606,6 +609,22 @@ def test_free_places_wake_the_loop_seldom(stack: ExitStack, monkeypatch: pytest.
     assert guest.hear(len(guest.places)) == guest.places
     site.whole([1, 2], first)
     assert woken.count("_tell_freed") < len(guest.places) // 10
+
+
+def test_much_that_is_free_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is less waits for the next message."""
+    monkeypatch.setattr("psserver.transport.client_memory.TELL_SECONDS", 2 * SOON)
+    told: list[int] = []
+
+    async def read(*sizes: int) -> None:
+        channel: Any = SimpleNamespace(let_go=lambda place, size: size, tell_freed=lambda: told.append(size))
+        memory = ClientMemory(memoryview(bytearray(64 << 10)), 64 << 10, lambda: channel)
+        for size in sizes:
+            memory.read(0, size, 0)
+            await asyncio.sleep(0)
+
+    asyncio.run(read(4 << 10, 8 << 10))
+    assert told == [8 << 10]
 
 
 def test_free_places_are_told_with_the_answer(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
