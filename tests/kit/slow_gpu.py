@@ -134,6 +134,9 @@ class Gpu:
                 self.device = SimpleNamespace(id=gpu.device)
                 self.data = data or Memory(self.nbytes)
 
+            def __len__(self) -> int:
+                return self.shape[0]
+
             def reshape(self, shape: tuple[int, ...]) -> ndarray:
                 """The same memory in another shape."""
                 return ndarray(shape, self.dtype, self.data)

@@ -144,8 +144,9 @@ class Process:
     def member(self) -> Member:
         return Member(self.session.task, self.session.number, self.session.replicas, self.session.consistency)
 
-    def create(self, name: str, server: int = 0) -> Any:
-        return self.exchange.creation.create(inside.VariableSpec(name, NUMBER), (server,), np.asarray(0), now=True)
+    def create(self, name: str, server: int = 0, **more: Any) -> Any:
+        spec = inside.VariableSpec(name, NUMBER, **more)
+        return self.exchange.creation.create(spec, (server,), np.asarray(0), now=True)
 
     def add(self, plan: Any, value: int) -> None:
         self.exchange.enter(plan)

@@ -14,17 +14,20 @@ import psclient as ps
 from psclient._src.chief.decisions import decide
 from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
+from psclient._src.distribute.strands import Marks, PlanCutter
 from psclient._src.processes.sigterm import Leaving, Notice
-from psclient._src.rounds.rounds import Exchange
+from psclient._src.rounds.awaited import Awaited
+from psclient._src.rounds.rounds import Exchange, Outgoing
 from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
-from pswire.api import Watched
+from pswire.api import Contribution, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.status import SessionState
+from pswire.transport.payload import Payload
 from tests.kit.rig import SOON, WORKERS, Job, eventually, sum_into
 from tests.kit.strategies import refused
 from tests.kit.workers import Process, began
@@ -89,11 +92,12 @@ def test_who_is_taken_in_before_a_batch_knows_that_there_is_one(job):
     with began(job, "sync", 1) as (one,):
         plan = approved(job, one.create("v"))
         one.add(plan, 1)
-        late = Process(job, B, "sync")
+        late = Process(job, B, "sync", 2)
         late.create("v")
         job.close([one.member])
         entered = Epoch(3, (late.member,), "dataset:2", Start(3, 1))
         job.append(EpochClosed(entered))
+        assert late.group.replicas == 2
         late.group.enter("dataset:2")
         assert (late.group.any_more(2), late.group.any_more(1)) == (True, None)
         late.group.advance(2, 0, 1, True, frozenset())
@@ -185,6 +189,27 @@ def test_an_asynchronous_worker_waits_at_no_boundary(job):
         assert other.session.number in job.servers.cores[0].machine.rounds.fenced
 
 
+def test_a_server_is_told_of_rounds_that_do_not_come_to_it(job):
+    """Else the others would wait for a worker with bounded staleness that has made them."""
+    with began(job, "bounded", 1) as (one,):
+        plan = approved(job, one.create("v"))
+        one.group.enter("dataset:0")
+        one.add(plan, 1)
+        assert one.session.clock.say(1, False) == one.group.round == 1
+
+
+def test_an_asynchronous_worker_waits_for_no_round_of_another(job):
+    """That one waits for the chief, which is not what this one names."""
+    with began(job, "async", 1, 1) as (one, other):
+        v, _ = other.create("v"), one.create("v")
+        other.add(approved(job, v), 1)
+        said = Contribution(other.session.number, 1, 1, sum_into(v, v).id, (1.0, 1.0))
+        job.verbs[0].push(said, Payload.pack([np.asarray(1)] * 2))
+        assert job.verbs[0].status().waiting
+        assert Awaited(one.session, one.group).names(0) == [str(PS0)]
+        assert Awaited(other.session, other.group).names(0) == ["the chief"]
+
+
 def test_a_step_computes_with_one_value(job):
     """An asynchronous worker's reads are kept for a step; one that is not of a step sees what there is now."""
     with began(job, "async", 1, 1) as (one, other):
@@ -227,6 +252,20 @@ def test_a_section_is_out_of_date_by_what_it_was_computed_with(job, asks, replic
         assert not late.exchange.enter(plan), "it takes part by now"
         assert int(late.exchange.reads.read(v)) == 2
         late.session.leave()
+
+
+def test_of_a_section_that_is_out_of_date_a_worker_s_own_part_counts(job):
+    """Of what all make together nothing does."""
+    with began(job, "sync", 1) as (one,):
+        v, w = one.create("v"), one.create("w", alone=True)
+        plan, marks = sum_into(v, w, returned=False), Marks()
+        marks.reductions, marks.applies = {1}, {1}
+        for part in PlanCutter().cut(plan, marks):
+            job.append(Approved(part.plan))
+        one.exchange.enter(plan)
+        one.exchange.make(Outgoing(plan, (1.0, 1.0), (np.asarray(1),) * 2, ()), marks, observes=True)
+        one.exchange.settle()
+        assert [int(one.exchange.reads.read(each, now=True)) for each in (v, w)] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,19 @@ def alone(job):
 
 
 def test_values_are_taken_in_the_order_of_the_rounds(alone):
-    """Whichever is looked at first; each look at one under way is a wait, of the thread that sent it alone."""
+    """Whichever is looked at first; each look at one under way is a wait, of the thread that sent it alone. Beats tell
+    the oldest that is not answered."""
     _, one, plan = alone
     rounds = [send(one, plan, number) for number in range(4)]
     waits = one.exchange.measures.waits
     assert [round.values for round in rounds] == [None] * 4
     assert value_of(one, rounds[2]) == 2
     assert [round.values is None for round in rounds] == [False, False, False, True]
+    assert one.session.waits == (rounds[3].number, plan.id)
     assert value_of(one, rounds[1]) == 1
     assert one.exchange.measures.waits == waits + 1
     assert value_of(one, rounds[3]) == 3
-    assert one.exchange.measures.waits == waits + 2
+    assert (one.exchange.measures.waits, one.session.waits) == (waits + 2, (-1, b""))
     assert one.exchange.window.last_round.number == one.group.round - 1
     send(one, plan, 1)
     found = []

@@ -15,9 +15,11 @@ import pytest
 from psclient._src.transport.lane import Silence
 from psclient._src.transport.patience import Patience
 from psclient._src.transport.session import BEATS, until_beat
+from psclient._src.transport.worker_clock import WorkerClock
 from psserver.transport import grpc_service
 from psserver.transport.lane_connection import BACKLOG
 from pstesting.clock import Clock
+from pswire.api import RESTS
 from pswire.encoding import protocol
 from pswire.errors import Fenced, ServerLost
 from pswire.model.status import Pace
@@ -370,3 +372,13 @@ def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
         clock.now += BEAT
         patience.heard(0)
     assert deadline.left() == PATIENT
+
+
+def test_a_worker_is_at_rest_some_beats_after_its_pass():
+    """Not before its first one, nor at once behind another; whoever goes on says so first."""
+    clock = WorkerClock(1)
+    clock.passed(0, 7)
+    assert [clock.say(0, True) for _ in range(4)] == [7] * 4
+    clock.end()
+    assert [clock.say(0, True) for _ in range(3)] == [7, RESTS, RESTS]
+    assert clock.begin()

@@ -23,7 +23,7 @@ from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
-from pswire.errors import ConfigError, InvalidRequest, Unreachable
+from pswire.errors import ConfigError, InvalidRequest, ServerLost, Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -151,6 +151,29 @@ def test_a_stream_that_cannot_go_on_fails_no_call():
         job.round()
         job.round()
         assert (job.stream, job.calls._streams) == (None, False)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_server_that_stops_is_told_of(streams):
+    """Who waits learns at once why."""
+    with pair(streams=streams) as job:
+        pull = job.server.pull(job.workers[1].session, [job.variables[0].id], 5)
+        push = job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        job.thread.stop()
+        for waiting in (push, pull):
+            with pytest.raises(ServerLost, match="was stopped"):
+                waiting.result(SOON)
+
+
+def test_a_call_that_is_interrupted_is_cancelled():
+    """Its server does not go on with what nobody takes."""
+    with pair() as job:
+        ask = pb.PullRequest(session=job.workers[0].session, variables=[job.variables[0].id], after=5)
+        call = job.calls._start("Pull", ask.SerializeToString(), SOON)
+        with pytest.raises(KeyboardInterrupt), job.calls._endable(call):
+            raise KeyboardInterrupt
+        assert call.code() is grpc.StatusCode.CANCELLED
 
 
 def test_a_second_call_at_the_same_time_is_one_of_its_own():

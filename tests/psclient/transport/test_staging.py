@@ -17,6 +17,7 @@ import pytest
 import psclient as ps
 from psclient._src.arrays import devices
 from psclient._src.arrays.devices import Device, Download
+from psclient._src.distribute.extended import bring
 from psclient._src.distribute.reduction import combine
 from psclient._src.transport import staging
 from psclient._src.transport.staging import StagedParts
@@ -150,6 +151,13 @@ def test_arrays_of_several_devices_are_summed_on_the_first(gpu):
         assert found.array.wait().tobytes() == expected.array.tobytes()
 
 
+def test_rows_are_brought_to_each_device(gpu):
+    """Of the host all have the same."""
+    rows = ps.IndexedSlices(np.ones((2, 3)), [0, 4], (5, 3))
+    assert [devices.device_of(each.values) for each in bring(rows, (GPU, OTHER)).values] == [GPU, OTHER]
+    assert all(each is rows for each in bring(rows, (Device("cpu", 0), Device("cpu", 1))).values)
+
+
 def test_a_server_brings_arrays_there_and_back(gpu):
     """Whatever their shape; and keeps no pinned memory that nobody reads."""
     device = ServerDevice.parse("gpu:1")
@@ -191,12 +199,17 @@ def test_a_staged_payload_is_that_of_the_host_arrays(gpu):
 
 
 def test_on_the_host_nothing_is_staged():
-    """The payload is whole at once, over the arrays' own memory."""
+    """The payload is whole at once, over the arrays' own memory. Nobody can look at what is still computed."""
     host = np.arange(5.0)
     payload = staging.pack([host])
     assert type(payload) is Payload
     assert np.shares_memory(np.frombuffer(payload.chunks[0][1]), host)
     staging.fill([host, None], [payload])
+    coming = devices.Coming(host.nbytes)
+    with pytest.raises(ValueError, match="still computed"):
+        staging.host(coming)
+    coming.give(host)
+    assert staging.host(coming) is host
 
 
 def test_a_copy_that_fails_says_so(gpu):
