@@ -260,7 +260,9 @@ def test_a_second_backward_is_told_where_gradients_have_left():
         twice(alone, torch.optim.SGD(alone.parameters(), lr=1e-4))
         assert apart(module, alone) < 1e-5
         module = Wide(3)
-        with pytest.raises(RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate.*without early=True"):
+        with pytest.raises(
+            RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate.*without early=True"
+        ):
             twice(module, sgd(strategy, module))
 
     assert_ends(work, r"the gradient of 'layers\.2\.weight' was computed by a second backward")
