@@ -73,6 +73,7 @@ def _check_worker(page: Page) -> None:
     assert page("worker_rounds_total", outcome="completed") == page("worker_round") == ROUNDS
     assert page("worker_phase_seconds_count", phase="waiting") == ROUNDS
     assert page("worker_phase_seconds_count", phase="computing") == ROUNDS - 1
+    assert page("worker_contributions_left_out_total") == 0
     assert _moved(page, "worker", "sent") >= ROUNDS << 14
 
 

@@ -88,7 +88,8 @@ def decayed(v, m, g, rate=0.5):
 
 
 def test_a_lazy_update_is_for_the_given_rows_alone(strategy):
-    """As a loop in NumPy over the rows that are touched, step after step; all others stay."""
+    """As a loop in NumPy over the rows that are touched, step after step; all others stay. Nobody can write to what was
+    read."""
     start = np.arange(21, dtype="float32").reshape(SHAPE)
     v = variable(strategy, start)
     m = variable(strategy, np.ones(SHAPE, "float32"), beside=v)
@@ -108,6 +109,7 @@ def test_a_lazy_update_is_for_the_given_rows_alone(strategy):
             table[id] = table[id] - np.float32(0.5) * moment[id] - np.float32(0.25) * table[id]
     np.testing.assert_array_equal(v.numpy(), table)
     np.testing.assert_array_equal(m.numpy(), moment)
+    assert not v.numpy().flags.writeable
 
 
 def test_two_gradients_of_rows_are_whole_in_an_update(strategy):

@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -143,6 +144,7 @@ def test_an_interval_counts_steps(kind):
             step.assign(at)
             saves += [manager.save()]
         assert [path is not None for path in saves] == [True, False, False, True, False, False, True, False]
+        assert not getattr(manager._shared_step, "trainable", False)
         assert manager.save(check_interval=False, checkpoint_number=70) == "run/ckpt-70"
         assert manager.restore_or_initialize() == "run/ckpt-70"
         assert manager.save() is None
@@ -306,8 +308,8 @@ def test_a_copy_deletes_nothing_of_what_it_was_copied_from(kind):
 
 
 def flip(directory):
-    shard = next(directory.glob("shard-*"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    for shard in directory.glob("shard-*"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
 
 
 def cut(directory):
@@ -387,14 +389,15 @@ def test_several_in_a_row(kind):
 @KINDS
 def test_where_all_are_damaged_nothing_begins_anew(kind):
     """An error names them all; nothing is renamed, for nothing else was restored. Nor is anything where a script names
-    one that is damaged: that one is never passed over."""
+    one that is damaged: that one is never passed over. Of servers the first says what it has found."""
     run = saved(kind, 1, 2)
     flip(run / "ckpt-2")
     with opened(kind) as strategy:
         manager = managed(strategy)
         manager.checkpoint.v.assign(np.full(40, 9.0))
-        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*not those that were saved"):
+        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*not those that were saved") as told:
             manager.checkpoint.restore("run/ckpt-2")
+        assert told.value.task in ("", "/job:ps/task:0")
         cut(run / "ckpt-1")
         with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*not those that.*ckpt-1: .*is no manifest"):
             manager.restore_or_initialize()
@@ -507,8 +510,13 @@ def test_what_one_server_cannot_read_counts_for_more(tmp_path):
     assert on_disk("servers-2x1") == numbered(1, 2)
 
 
-def test_by_a_url():
-    """Where nothing can be renamed all files are copied before any is removed."""
+def test_by_a_url(monkeypatch):
+    """Where nothing can be renamed all files are copied before any is removed, the manifest last, and that is removed
+    first: whatever is there with a manifest is whole."""
+    moved, memory = [], fsspec.get_filesystem_class("memory")
+    for how in ("cp_file", "rm_file"):
+        own = getattr(memory, how)
+        monkeypatch.setattr(memory, how, lambda fs, key, *to, own=own: (moved.append(key), own(fs, key, *to))[1])
     url = f"memory://{uuid.uuid4()}"
     saved("mirrored-1", 1, 2, directory=url)
     there = storage.storage_at(url)
@@ -518,7 +526,9 @@ def test_by_a_url():
     there.put(f"ckpt-2/{shard}", data[:-1] + b"?")
     with opened("mirrored-1") as strategy:
         manager = managed(strategy, directory=url)
+        moved.clear()
         assert manager.restore_or_initialize() == f"{url}/ckpt-1"
+        assert [key.rpartition("/")[2] for key in moved] == [shard, "manifest.json", "manifest.json", shard]
         assert value(manager) == 1
     assert there.listing(".").keys() == {"ckpt-1", "ckpt-2.damaged"}
     assert there.listing(".")["ckpt-2.damaged"] == {shard, "manifest.json"}

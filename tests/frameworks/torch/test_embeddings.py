@@ -217,10 +217,12 @@ def test_zero_grad_forgets_rows(strategy):
     assert changed_rows(module.table) == [0, 2, 3]
 
 
-def test_a_table_in_memory_takes_no_hints(strategy):
+def test_a_table_in_memory_takes_no_hints(strategy, calls_of):
     """A module says what its table says, and hands on what it is told; a copy of it has the same table."""
     module = torch.nn.Sequential(pst.Embedding(static(strategy)), torch.nn.Linear(DIM, 1).double())
+    hints = calls_of("hint_ahead", module[0].table)
     module[0].hint_ahead(torch.tensor([2, 3]), torch.tensor([4]))
+    assert [[ids.tolist() for ids in call] for call in hints] == [[[2, 3], [4]]]
     assert not module[0].takes_hints
     made = copy.deepcopy(module)  # as a moving average of a model makes one
     assert made[0].table is module[0].table
@@ -398,6 +400,16 @@ WRONG = {
         "two tables.*have one name",
     ),
 }
+
+
+def test_a_table_that_is_not_trainable_is_not_trained(strategy):
+    """The step says so, and changes no row."""
+    with strategy.scope():
+        table = ps.Variable(FIRST.numpy(), trainable=False)
+    module = pst.Embedding(table)
+    with pytest.raises(ValueError, match="not trainable"):
+        train(module, pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy), ids(1))
+    assert changed_rows(table) == []
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -351,7 +351,7 @@ def test_what_lies_beside_does_not_matter(caplog):
         (root / "run/secret").mkdir(mode=0o300 if os.geteuid() else 0o700)
         with unprivileged():
             where = storage_at(root)
-            assert [FoundCheckpoint.within(where, "run").latest for _ in range(2)] == ["ckpt-1"] * 2
+            assert [FoundCheckpoint.within(where, "run").latest for _ in range(3)] == ["ckpt-1"] * 3
         assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
         assert {name for name in ("elsewhere", "secret") if f"run/{name} is passed over: " in caplog.text} == {
             *("elsewhere", "secret")
