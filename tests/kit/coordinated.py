@@ -56,10 +56,10 @@ class Coordinated:
         self._coordinator: ps.coordinator.ClusterCoordinator | None = None
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Within, one of the workers is busy."""
+    def holding(self, fn: Callable[..., Any] | None = None, *args: Any) -> Iterator[None]:
+        """Within, one of the workers is busy: with a function that calls `hold`, or with that alone."""
         _holds[:] = [threading.Event(), threading.Event()]
-        waits = self.coordinator.schedule(hold)
+        waits = self.coordinator.schedule(fn or hold, args)
         assert _holds[0].wait(SECONDS)
         yield
         _holds[1].set()

@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from psclient.coordinator.worker import Worker
-from tests.kit.coordinated import coordinated, here
+from tests.kit.coordinated import coordinated, here, hold
 
 AGGREGATION = ps.VariableAggregation
 LABELS, SCORES = np.array([0, 0, 1, 1]), np.array([0.0, 0.5, 0.3, 0.9], "float32")
@@ -55,6 +55,11 @@ def set_to(name, value):
     ps.get_strategy().run(lambda: getattr(here(), name).assign(value))
 
 
+def set_and_wait(name, value):
+    set_to(name, value)
+    hold()
+
+
 def move(rate):
     """A moving average, as of BatchNorm: towards 11."""
     v = here().average
@@ -68,7 +73,7 @@ def reset(where):
         ps.get_strategy().run(here().mean.reset_state)
 
 
-FUNCTIONS = update, fails_behind, seen, set_to, move, reset
+FUNCTIONS = update, fails_behind, seen, set_to, set_and_wait, move, reset
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,10 @@ def test_there_is_one_mean_and_one_first_value(job):
     average.assign_add(np.float32(1))
     job.run(set_to, "first", 4.0)
     assert (average.numpy().tolist(), float(first.numpy())) == ([11.0] * 2, 4.0)
+    with job.holding(set_and_wait, "average", np.float32([7, 8])):
+        job.run(set_to, "average", np.float32([9, 9]))
+        assert average.numpy().tolist() == [9.0] * 2
+    assert average.numpy().tolist() == [7.0, 8.0]  # of two at the same time the last one counts
 
 
 def test_a_checkpoint_has_what_all_have_added(tmp_path):
