@@ -162,7 +162,8 @@ class ClusterCoordinator:
         """Schedules a function, and returns at once; waits only while the queue is full. In any context.
 
         On a worker it runs in cross-replica context, as within `strategy.scope()`: it may call `strategy.run`, and
-        optimizers. Variables are those that every process has created.
+        optimizers. Variables are those that every process has created; what functions create, such as the state of an
+        optimizer in its first step, all processes find by its name.
 
         Args:
             fn: a function that is registered by `ps.coordinator.function`.

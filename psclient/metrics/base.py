@@ -80,7 +80,8 @@ class Metric:
         return self.result()
 
     def reset_state(self) -> None:
-        """Begins anew. In replica or cross-replica context."""
+        """Begins anew. In replica context for this replica; in cross-replica context for all, where workers are
+        asynchronous also if one process alone calls it."""
         for v in self.variables:
             v.assign(np.zeros(v.shape))
 

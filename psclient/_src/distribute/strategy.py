@@ -290,7 +290,8 @@ class Strategy(Unpicklable):
     ) -> DistributedDataset:
         """Splits each global batch evenly over all replicas of all workers. In any context.
 
-        With `AutoShardPolicy.DYNAMIC` a batch goes to one worker, whichever asks next.
+        With `AutoShardPolicy.DYNAMIC` a batch goes to one worker, whichever asks next. Workers that run what a
+        coordinator schedules share no batches: each has all of them, for its own replicas.
 
         Args:
             dataset: gives global batches, nests of arrays, anew each time it is iterated: an `ArrayDataset`, grain's
@@ -317,8 +318,9 @@ class Strategy(Unpicklable):
         """Makes one dataset on each worker, with batches of one replica's size. In any context.
 
         Args:
-            dataset_fn: called once, with an `InputContext`; returns what `experimental_distribute_dataset` takes, with
-                batches of one replica's size.
+            dataset_fn: called with an `InputContext`, once, or again in a coordinator's worker that has another place
+                than the script knew; returns what `experimental_distribute_dataset` takes, with batches of one
+                replica's size.
             options: the device that batches are put on; None for the defaults.
         """
         group, container = self.backend.group, self._container
