@@ -46,10 +46,10 @@ class Table:
     def reply(self, row):
         return [Reply(row.future, "the answer")]
 
-    def add(self, kind, session=ONE, after=0):
-        """The future of a call that waits; `after` is the round of one that is owed."""
+    def add(self, kind, session=ONE, after=0, alone=False):
+        """The future of a call that waits; `after` is the round of one that is owed, `alone` if it counts as no step."""
         future = Future()
-        said = SimpleNamespace(session=session, round=after, want=(), lookups=())
+        said = SimpleNamespace(session=session, round=after, want=(), lookups=(), alone=alone)
         more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
             kind
         ]
@@ -201,6 +201,17 @@ def test_an_answer_ahead_waits_until_the_last_has_come_near(table):
     table.store.lent = set()
     table.progress()
     assert done(*futures) == [True, True]
+
+
+def test_a_round_that_counts_as_no_step_waits_for_no_clock(table):
+    """Its number says nothing of how far its worker is."""
+    bounded(table, 2)
+    table.rounds.clocks.over(ONE, 1, False)
+    futures = [table.add(Owed, ONE, 1), table.add(Owed, ONE, 7, alone=True)]
+    said = SimpleNamespace(session=ONE, round=7, alone=True)
+    assert table.waiters.hold("record", [(said, futures[1])]) == [(said, futures[1])]
+    table.progress()
+    assert done(*futures) == [False, True]
 
 
 def test_who_is_ahead_is_looked_at_when_the_last_moves(table):

@@ -16,7 +16,9 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import diverged
 from pswire.api import Contribution
+from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest
+from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import MAX_ROWS, row_specs
@@ -330,3 +332,17 @@ def test_processes_with_different_functions_are_told_which(tmp_path, beats):
         at(two[0], BASE)
         with pytest.raises(Diverged, match=r"= subtract\(.*= add\("):
             at(two[1], other).result(SOON)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_an_asynchronous_worker_makes_rounds_that_count_as_no_step(mode):
+    """Of any variables; a worker whose rounds all make together may not, and nobody saves or restores so."""
+    plan = Plan((Reduction("sum", NUMBER, (0,)),))
+    said = said_of(plan, (1.0,), (), alone=True)
+    member = Member(Task("worker", 0), 1, 1, mode)
+    PreparedPlan(plan, 0).check(said, 8, member)
+    saves = replace(plan, snapshot=SnapshotOrder("run/ckpt", (0,)))
+    for wrong, sender in ((plan, replace(member, mode="whole")), (plan, None), (saves, member)):
+        prepared = PreparedPlan(wrong, 0)
+        with pytest.raises(InvalidRequest, match="a round of one worker alone is of variables"):
+            prepared.check(replace(said, plan_id=wrong.id), 8, sender)
