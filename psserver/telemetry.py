@@ -84,6 +84,11 @@ def _tier_moves(seen: Seen) -> Values:
     return {("in",): tier.came, ("out",): tier.left} if tier else {("in",): 0, ("out",): 0}
 
 
+def _tier_hits(seen: Seen) -> Values:
+    tier = seen.core.machine.store.native.tier
+    return {ALL: tier.hit_rate if tier else 1.0}
+
+
 def _tier_pages(seen: Seen) -> Values:
     tier = seen.core.machine.store.native.tier
     return _by_label(tier.outcomes if tier else {"hinted": 0, "hit": 0, "waited": 0})
@@ -249,6 +254,12 @@ ROWS: tuple[Row[Seen], ...] = (
         "Pages of these files that hints brought into memory, that were looked up there, and that rounds waited for.",
         _tier_pages,
         OUTCOME,
+    ),
+    Row(
+        SERVER + "tier_hit_ratio",
+        "gauge",
+        "Share of the pages that rounds needed lately that were in memory; 1 where all rows are.",
+        _tier_hits,
     ),
     # Checkpoints.
     Row(

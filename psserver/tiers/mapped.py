@@ -79,6 +79,7 @@ class MappedFile:
         self._here: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that are in memory, as far as is known
         self._counts: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)  # updates of late, also of pages on the disk alone
         self._wanted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that were looked up, and not updated since
+        self._known: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that were touched before
         self._leaving: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that are being written, to leave then
         self._hinted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that a hint brought, not looked up since
 
@@ -105,6 +106,7 @@ class MappedFile:
                 self._here = np.concatenate([self._here, np.zeros(more, np.bool_)])
                 self._counts = np.concatenate([self._counts, np.zeros(more, np.uint8)])
                 self._wanted = np.concatenate([self._wanted, np.zeros(more, np.bool_)])
+                self._known = np.concatenate([self._known, np.zeros(more, np.bool_)])
                 self._leaving = np.concatenate([self._leaving, np.zeros(more, np.bool_)])
                 self._hinted = np.concatenate([self._hinted, np.zeros(more, np.bool_)])
         self.reserved = end
@@ -133,6 +135,7 @@ class MappedFile:
             gone = slice(start // PAGE, None)
             self.resident -= int(np.count_nonzero(self._here[gone]))
             self._here[gone] = self._wanted[gone] = self._leaving[gone] = self._hinted[gone] = False
+            self._known[gone] = False
             self._counts[gone] = 0
         self.reserved = start
 
@@ -143,7 +146,7 @@ class MappedFile:
         """Number of pages that it has."""
         return self.reserved // PAGE
 
-    def touch(self, pages: Int64s, use: Use) -> tuple[Int64s, int]:
+    def touch(self, pages: Int64s, use: Use) -> tuple[Int64s, int, int, int]:
         """Notes that pages are about to be touched.
 
         Args:
@@ -151,13 +154,16 @@ class MappedFile:
             use: what for.
 
         Returns:
-            Those that are not in memory, each once, in order; and of those that are, if this is a lookup, how many a
-            hint had brought there.
+            Those that are not in memory, each once, in order; of those that are, if this is a lookup, how many a hint
+            had brought there; how many are needed, as often as they are given: not by an update of what was looked up
+            before, nor by a pass; and how many of these had left memory.
         """
         with self._lock:
             here, hits = self._here[pages], 0
+            needed = ~self._wanted[pages] if use is Use.UPDATE else np.full(pages.size, use is Use.LOOKUP)
+            used, back = int(np.count_nonzero(needed)), int(np.count_nonzero(needed & ~here & self._known[pages]))
             missing = np.unique(pages[~here])
-            self._here[missing] = True
+            self._here[missing] = self._known[missing] = True
             self.resident += missing.size
             if use is Use.LOOKUP:
                 hits = np.unique(pages[here & self._hinted[pages]]).size
@@ -167,7 +173,7 @@ class MappedFile:
                 counts = self._counts[pages]
                 self._counts[pages] = counts + (counts < MOST)
                 self._wanted[pages] = False
-        return missing, hits
+        return missing, hits, used, back
 
     def take_hint(self, pages: Int64s, room: int) -> Int64s:
         """Keeps pages that are going to be looked up where they are in memory, and reads the others, which takes time.

@@ -8,6 +8,7 @@ it only if they touch new pages faster than the disk takes old ones.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,9 @@ from psserver.tiers.mapped import MOST, DiskFull, MappedFile, Use
 from psserver.tiers.paging import PAGE
 from pswire.errors import ConfigError
 from pswire.model.rows import Int64s
+from pswire.sizes import human
+
+log = logging.getLogger("psserver")
 
 TRIAL = 16 << 20
 """Bytes that a disk must have room for at the beginning."""
@@ -47,6 +51,12 @@ PATROL, PATROL_SECONDS = 16, 1.0
 REST, MOST_UNREST = 0.003, 0.03
 """Seconds without a round that touches pages, after which hints are followed, and for how long they wait for that."""
 
+WATCHED, FEWEST_WATCHED = 4, 1 << 12
+"""The hit rate is taken of so many pages that rounds need for each that may stay in memory; and of so many at least."""
+
+THRASHES = 0.5
+"""It is told if the hit rate is below this."""
+
 PAUSE = 0.005
 """Seconds to wait where the disk is still writing all that could leave."""
 
@@ -63,6 +73,8 @@ class Tier:
 
     Attributes:
         memory: the bound.
+        hit_rate: of the pages that rounds needed lately, each as often as it was needed, the share that was in memory,
+            or is new.
 
     Raises:
         ConfigError: the directory is missing, cannot be written to, lies in memory itself, or its disk is full.
@@ -74,6 +86,9 @@ class Tier:
         self._directory = directory
         self._bound = memory // PAGE
         self._files: list[weakref.ref[MappedFile]] = []
+        self.hit_rate = 1.0
+        self._used = self._back = 0  # pages that rounds needed since the hit rate was taken, and that had left memory
+        self._told = False
         self._came = self._left = self._hinted = self._hit = self._waited = 0  # pages
         self._lock = threading.Lock()  # guards the list of files, what has come, and the hints
         self._paging = threading.Lock()  # held by who takes pages out
@@ -151,8 +166,9 @@ class Tier:
             later: True if there is time until then.
         """
         self._touched = time.monotonic()
-        missing, hits = file.touch(pages, use)
+        missing, hits, used, back = file.touch(pages, use)
         self._hit += hits
+        self._watch(used, back)
         if use is Use.UPDATE:
             self._updates += pages.size
             if self._updates > MEMORY_OF_COUNTS * self._bound:
@@ -170,6 +186,23 @@ class Tier:
             self._check()
         if not later:
             wait([self._asked])  # to fault pages in one by one takes longer than all together
+
+    def _watch(self, used: int, back: int) -> None:
+        """Takes the hit rate now and then; says once that rounds need more pages than there is memory for."""
+        self._used += used
+        self._back += back
+        if self._used < max(WATCHED * self._bound, FEWEST_WATCHED):
+            return
+        self.hit_rate, back, used = 1 - self._back / self._used, self._back, self._used
+        self._used = self._back = 0
+        if self.hit_rate < THRASHES and not self._told:
+            self._told = True
+            log.warning(
+                "rows of dynamic tables thrash: %d of the last %d pages that rounds needed had left memory, and were "
+                "read again from %s. Rounds need more than --tier-memory, %s: raise it, or add servers; see "
+                "paramserver_server_tier_hit_ratio",
+                *(back, used, self._directory, human(self.memory)),
+            )
 
     def hint(self, file: MappedFile, pages: Int64s) -> None:
         """Pages of a file are going to be looked up: a thread reads them, and keeps them until then, if there is room.

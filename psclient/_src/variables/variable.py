@@ -236,7 +236,8 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     Args:
         initial_value: array, number, nest of numbers, or a function without arguments that returns one,
-            called once. The first process's value wins, and in replica context the first replica's.
+            called once. The value of the lowest live task that creates it here, and in replica context of its first
+            replica.
         trainable: True if optimizers should train it; by default True, but for ON_READ.
         name: unique in the strategy; a repeated name gets a number.
         dtype: a key of `pswire.model.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,

@@ -382,6 +382,30 @@ def status(name: str) -> int:
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.parametrize("share", [0.5, 4.0])
+def test_a_tier_that_is_too_small_says_so_once(tier, caplog, share):
+    """Where rounds need more pages than may stay, most of them are read again and again; not where they fit, nor where
+    rows are new, are passed over, or were looked up before their update."""
+    rows = int(share * BOUND) // (WIDTH * 4)
+    array = array_of(tier, rows)
+    for number in range(int(40 / share)):
+        for first in range(0, rows, 200):
+            some = np.arange(first, min(first + 200, rows))
+            array.touch(some, Use.LOOKUP)
+            array.touch(some, Use.UPDATE)
+            array.array[some] = number
+            array.touch(some, Use.PASS)
+        tier.settle()
+    told = [record.getMessage() for record in caplog.records if "thrash" in record.getMessage()]
+    if share < 1:
+        assert tier.hit_rate == 1.0
+        assert not told
+    else:
+        assert tier.hit_rate < 0.5
+        (line,) = told
+        assert "--tier-memory, 4 MiB: raise it" in line
+
+
 def test_growth_moves_nothing_and_reserves_no_memory():
     """Room for 256 GiB costs none of it; an old view sees what is written through a new one."""
     before = status("VmRSS")
