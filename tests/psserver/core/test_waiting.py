@@ -47,7 +47,7 @@ class Table:
         return [Reply(row.future, "the answer")]
 
     def add(self, kind, session=ONE, after=0, alone=False):
-        """The future of a call that waits; `after` is the round of one that is owed, `alone` if it counts as no step."""
+        """The future of a call that waits; `after` is the round of one that is owed, `alone` one that is no step."""
         future = Future()
         said = SimpleNamespace(session=session, round=after, want=(), lookups=(), alone=alone)
         more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
