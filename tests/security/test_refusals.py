@@ -313,6 +313,41 @@ def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch
                     pass
 
 
+def answer_until_closed(sock: Any) -> None:
+    """Speaks HTTP/2 as who calls nothing: acknowledges settings and pings until the server ends the connection."""
+    sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    kept = b""
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        while came := sock.recv(1 << 16):
+            kept += came
+            while len(kept) >= 9 and len(kept) >= 9 + (size := int.from_bytes(kept[:3], "big")):
+                kind, acknowledged, body = kept[3], kept[4] & 1, kept[9 : 9 + size]
+                kept = kept[9 + size :]
+                if kind in (4, 6) and not acknowledged:
+                    said = body if kind == 6 else b""
+                    sock.sendall(len(said).to_bytes(3, "big") + bytes([kind, 1, 0, 0, 0, 0]) + said)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_who_calls_nothing_keeps_no_connection(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    """However well it answers pings: else strangers without the token would take all connections that there may be."""
+    assert server.IDLE_MS == 30_000
+    monkeypatch.setattr(server, "IDLE_MS", 300)
+    shown = certificates.of("ps-0") if tls else inside.Security(token="t" * 32)
+    with guarded(shown) as thread, contextlib.ExitStack() as stack:
+        host, _, port = thread.address.rpartition(":")
+        socks = [stack.enter_context(socket.create_connection((host, int(port)), SOON)) for _ in range(3)]
+        if tls:
+            context = certificates.of("worker-0").client_context()
+            context.set_alpn_protocols(["h2"])
+            socks = [context.wrap_socket(each, server_hostname="ps-0.paramserver") for each in socks]
+        with at_once():
+            for sock in socks:
+                answer_until_closed(sock)
+
+
 class Server:
     """A psserver process with a token, and what it says."""
 
