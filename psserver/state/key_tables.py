@@ -199,6 +199,7 @@ class TableTensor:
     Attributes:
         stored: the table.
         slot: the tensor beside the rows that it is; None for the rows.
+        reserved: bytes that its filter takes, used or not; 0 of a tensor beside the rows.
         begins: rows that it takes together with its place; None for its first value alone.
         dtype, shape: as programs have them: a table has no size.
     """
@@ -206,6 +207,7 @@ class TableTensor:
     def __init__(self, stored: StoredTable, variable: PlacedVariable, part: TablePart) -> None:
         self.stored = stored
         self.slot = part.slot
+        self.reserved = part.nbytes
         self.begins: KeyedRows | None = None
         self.dtype: np.dtype[Any] = DTYPES[variable.spec.tensor.dtype]
         self.shape = variable.spec.tensor.shape
@@ -214,11 +216,6 @@ class TableTensor:
     def nbytes(self) -> int:
         """Bytes of memory that the table may have, without a tier's; 0 of a tensor beside the rows. For any thread."""
         return self.stored.table.in_memory if self.slot is None else 0
-
-    @property
-    def reserved(self) -> int:
-        """Bytes of these that its filter takes, used or not; 0 of a tensor beside the rows."""
-        return self.stored.table.filter_bytes if self.slot is None else 0
 
     @property
     def number(self) -> int:

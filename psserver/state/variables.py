@@ -138,18 +138,9 @@ class Store:
         self.variables[variable.id] = variable
 
     def _check_room(self, spec: VariableSpec, nbytes: int) -> None:
-        if not self.memory_limit or self.nbytes + nbytes <= self.memory_limit:
-            return
-        ways = "raise --memory-limit" + (" or add a server" if nbytes <= self.memory_limit else "")
-        needs = f"needs {human(nbytes)}" + ("" if spec.part is None else " for its filter")
-        needs = "has no room" if spec.part is not None and not nbytes else needs
-        reserved = self._tier_bytes + sum(tensor.reserved for tensor in self._parts.values())
-        of_these = f", {human(reserved)} of these reserved for filters and --tier-memory" if reserved else ""
-        raise MemoryLimit(
-            f"variable {spec} {needs}, and this server holds {human(self.nbytes)} of its limit of "
-            f"{human(self.memory_limit)}{of_these}; {ways}",
-            str(self.task),
-        )
+        if self.memory_limit and self.nbytes + nbytes > self.memory_limit:
+            reserved = self._tier_bytes + sum(tensor.reserved for tensor in self._parts.values())
+            raise MemoryLimit(_no_room(spec, nbytes, self.nbytes, reserved, self.memory_limit), str(self.task))
 
     def _table_of(self, variable: PlacedVariable, part: TablePart) -> StoredTable:
         """Returns the table that a variable is a tensor of; a new one for its rows."""
@@ -477,3 +468,14 @@ _ALONE = _holders({0: np.empty(0)}, 0)
 
 _COUNTED = next(map(sys.getrefcount, map({0: np.empty(0)}.__getitem__, (0,))))
 """The same for an array that is counted without a line of Python."""
+
+
+def _no_room(spec: VariableSpec, nbytes: int, held: int, reserved: int, limit: int) -> str:
+    """Says that a variable has no room beside what a server holds; `reserved` is what of that is counted unused."""
+    ways = "raise --memory-limit" + (" or add a server" if nbytes <= limit else "")
+    needs = f"needs {human(nbytes)}" + ("" if spec.part is None else " for its filter")
+    needs = "has no room" if spec.part is not None and not nbytes else needs
+    of_these = f", {human(reserved)} of these reserved for filters and --tier-memory" if reserved else ""
+    return (
+        f"variable {spec} {needs}, and this server holds {human(held)} of its limit of {human(limit)}{of_these}; {ways}"
+    )

@@ -213,13 +213,9 @@ class Table:
     @property
     def in_memory(self) -> int:
         """Bytes of memory that the table may have, without the rows that a tier bounds for all tables."""
-        return self._contents.rows.in_memory + self._contents.index.nbytes + self.filter_bytes
-
-    @property
-    def filter_bytes(self) -> int:
-        """Bytes of these that a filter takes, which are counted from the beginning."""
         sketch = self._contents.filter
-        return sketch.counters.nbytes if isinstance(sketch, Sketch) else 0
+        counters = sketch.counters.nbytes if isinstance(sketch, Sketch) else 0
+        return self._contents.rows.in_memory + self._contents.index.nbytes + counters
 
     @property
     def arrays(self) -> list[Array]:

@@ -121,7 +121,7 @@ def mistakes(families: Iterable[Metric]) -> list[str]:
             found.append(f"{family.name} has no sentence")
         if family.type == "counter":
             found += [f"{s.name} is no total" for s in family.samples if not s.name.endswith(("_total", "_created"))]
-        elif unit not in ("seconds", "bytes", *COUNTED):
+        elif unit not in ("seconds", "bytes", "ratio", *COUNTED):
             found.append(f"{family.name} has no unit")
         if family.type not in ("counter", "gauge", "histogram"):
             found.append(f"{family.name} is of type {family.type}")

@@ -88,8 +88,8 @@ class FirstValues:
         Raises:
             RoundTimeout: whose turn it is does not create them.
         """
-        session, ahead = self._session, self._group.ahead() if missing else ()
-        briefly = self._group.alone and self._group.runs
+        session, ahead = self._session, self._ahead() if missing else ()
+        briefly = self._group.alone and self._runs
         limit = session.timeouts.word if briefly else session.timeouts.round
         deadline, said, pause = session.deadline(limit), time.monotonic(), PAUSES[0]
         first, gap = ahead[0].task if ahead else None, LOOKS[0]
@@ -120,6 +120,23 @@ class FirstValues:
             pause = min(2 * pause, PAUSES[1])
         return missing
 
+    @property
+    def _runs(self) -> bool:
+        """True once this process has made a round, or the others have taken it in."""
+        group = self._group
+        return group.round > group.start or (group.epoch is not None and group.late and not group.outside)
+
+    def _ahead(self) -> Sequence[Member]:
+        """Returns those before this process, in task order, that may create a variable at the same place."""
+        group, me = self._group, self._session.task
+        if group.apart or group.epoch is None or not self._runs:
+            return group.ahead()
+        members = group.epoch.members
+        if group.alone:  # it does not take in who has come since
+            states = self._session.look().sessions
+            members = tuple(state.member for state in states if state.state == "open" and not state.drives)
+        return sorted((member for member in members if member.task < me), key=lambda member: member.task)
+
     def _first(self, ahead: Sequence[Member], seen: dict[tuple[int, Task], int]) -> Task | None:
         """Returns the first of those before this process who can still give a value; None if nobody can.
 
@@ -136,7 +153,7 @@ class FirstValues:
     def _at_rounds(self, tasks: Sequence[Task], seen: dict[tuple[int, Task], int]) -> set[Task]:
         """Returns which of some members wait in a round, or have made one, that this process has not come to."""
         group, found = self._group, set[Task]()
-        briefly = group.alone and group.runs
+        briefly = group.alone and self._runs
         for index, server in enumerate(self._session.live):
             status = server.status()
             if group.alone:

@@ -297,28 +297,16 @@ class Group(Follower):
         self._settle()
         return self.epoch is not None and self.epoch.members[0].session == self.session.number
 
-    @property
-    def runs(self) -> bool:
-        """True once this process has made a round, and for one that came late."""
-        return self.round > self.start or self.late
-
     def ahead(self) -> Sequence[Member]:
-        """Returns those before this process, in task order, that may create a variable at the same place as it.
+        """Returns those before this process, in task order, of the members that began the job with it.
 
-        They are of the members that began the job with it, of which it waits until all are there; in a running job of
-        those of now. Empty in a closure, and for a process that came late, until the others have taken it in.
+        Empty once this process has made a round, for one that came late, and in a closure. Waits until all that begin
+        together are there.
         """
         me = self.session.task
-        if self.apart or (self.round <= self.start and me == min(self._expected, default=me)):
+        if self.apart or self.round > self.start or me == min(self._expected, default=me) or self.late:
             return ()
-        if not self.runs:
-            members = self._first_epoch.members
-        elif self.alone:
-            states = self.session.look().sessions
-            members = tuple(state.member for state in states if state.state == "open" and not state.drives)
-        else:
-            members = () if self.outside or self.epoch is None else self.epoch.members
-        return sorted((member for member in members if member.task < me), key=lambda member: member.task)
+        return [member for member in self._first_epoch.members if member.task < me]
 
     def saves(self) -> bool:
         """Returns whether this process says, for those that make rounds together, what a checkpoint has but variables.

@@ -68,15 +68,15 @@ def create(strategy: ps.ParameterServerStrategy, name: str, value: float, size: 
 def each_begins(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
     """Creates variables between rounds, after the others have; with slots, and with one that is not beside others."""
     a_round(strategy)
-    found = []
+    found, have = [], 0
     for n in range(3):
-        before = job.created() if me == 0 else 0
         if me == 0 and n:
-            until(lambda before=before: job.created() > before)  # another one has created it
+            until(lambda have=have: job.created() > have)  # another one has created it
         late = create(strategy, f"late{n}", 7.0 + me, size=6)
         with strategy.scope(), strategy.extended.colocate_vars_with(late):
             slot = ps.Variable(np.full(6, 17.0 + me, "float32"), name=f"slot{n}")
         found += [*np.unique(late.numpy()), *np.unique(slot.numpy())]
+        have = job.created()  # the others create no more before this one's round
         a_round(strategy)
     return found
 
