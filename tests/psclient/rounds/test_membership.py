@@ -24,11 +24,13 @@ from pswire.api import Contribution, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
+from pswire.model.changes import Change
+from pswire.model.closures import ClosureName
 from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.status import SessionState
 from pswire.transport.payload import Payload
-from tests.kit.rig import SOON, WORKERS, Job, eventually, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, eventually, serving, sum_into
 from tests.kit.strategies import refused
 from tests.kit.workers import Process, began
 
@@ -117,6 +119,36 @@ def test_a_process_whose_session_is_over_comes_to_no_entry(job):
     with began(job, "sync", 1) as (one,):
         one.session.end(Fenced("it was given up"))
         refused(Fenced, "it was given up", lambda: one.group.enter("dataset:0"))
+
+
+def test_a_process_hears_between_two_beats_that_a_server_has_ended_its_session(job):
+    """A call that it holds there is answered."""
+    one = Process(job, A, "sync", timeouts=Timeouts(beat=1e4))
+    job.verbs[0].leave(one.session.number, "it was given up")
+    with pytest.raises(Fenced, match="this session was ended"):
+        eventually(one.session.check)
+    one.session.leave("it was given up")
+
+
+def test_a_closure_is_over_once_its_rounds_are_answered(tmp_path):
+    """Also those whose values nobody has looked at: else its result would come before what it has pushed."""
+    with serving("core", 1, tmp_path) as servers, began(job := Job(servers), "async", 1) as (one,):
+        plan = approved(job, one.create("v"))
+        with one.exchange.closure(ClosureName(1, 1, 1, (1,))):
+            for _ in range(2):  # the first of a plan is waited for anyhow
+                one.exchange.enter(plan)
+                one.exchange.send(Outgoing(plan, (1.0,), (np.asarray(1),), ()))
+        assert one.exchange.measures.rounds["completed"] == 2
+
+
+def test_who_comes_late_makes_no_change_of_consistency(job):
+    """The others have made it, or come to it later; it goes on to where they take it in, and asks for nothing."""
+    with began(job, "sync", 1) as (one,):
+        one.group.enter("dataset:0")
+        late = Process(job, B, "sync", timeouts=Timeouts(beat=60.0, round=0.3))
+        assert not late.group.change(Change(0, 0, "async"))
+        assert not any(state.join_point for state in one.session.look().sessions)
+        late.session.leave()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
