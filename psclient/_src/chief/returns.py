@@ -139,9 +139,11 @@ class Returns:
             for address in sorted(here | self._homes_of(server) - {there.address}):
                 self._begin_to_look(server, address)
         wait([look.answer for look in self._looks.values()], LOOK_SECONDS)
+        gone = self._log.state.gone
+        living = {own for server, own in enumerate(self._session.incarnations) if server not in gone}
         for look in self._looks.values():
             if look.answer.done() and look.answer.exception() is None:
-                if look.answer.result().incarnation in self._session.incarnations:
+                if look.answer.result().incarnation in living:
                     continue  # another server by now
                 try:
                     self._log.prepare(look.there)
