@@ -157,7 +157,7 @@ class State:
             raise RuntimeError(f"this optimizer keeps no {name}: that comes with loss_scale_factor=DynamicLossScale()")
         if not self._shared:
             raise RuntimeError(
-                "the optimizer has no state in this process yet; call optimizer.build(variables) in strategy.scope(), "
+                "the optimizer has no state yet in this process; call optimizer.build(variables) in strategy.scope(), "
                 "as a coordinator does for what its workers train, or apply gradients first"
             )
         return (self._first_of(False) or self._shared[0])[name]

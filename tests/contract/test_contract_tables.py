@@ -220,7 +220,7 @@ def no_memory(*args):
 
 def test_tables_of_one_round_share_the_room(serve):
     """What each of them alone would have is not there for both: none of them grows, whichever was first."""
-    job = Job(serve(1, memory_limit=8 << 20))
+    job = Job(serve(1, memory_limit=6 << 20))
     (worker,) = job.join(A)
     tables = [create_part(job, worker, part_of(n, SPEC, name=f"t{n}", table=f"t{n}")) for n in range(2)]
     plan, keys = job.approve(by_keys(*tables), worker), list(range(60_000))

@@ -112,9 +112,9 @@ def certified_task(options: SecurityOptions) -> Task | None:
             )
     names = options.names()
     found = sorted(int(match[1]) for name in names if (match := _WORKER.fullmatch(name)))
-    if names and len(found) != 1:
+    if options.tls_cert and len(found) != 1:
         raise ConfigError(
-            f"{options.tls_cert} is of {', '.join(sorted(names))}, and a worker joins as the one worker that its "
+            f"{options.tls_cert} is of {', '.join(sorted(names)) or 'no task'}, and a worker joins as the one worker that its "
             "certificate names; psctl certs OUT --extra-workers N makes certificates of the next ones"
         )
     return Task("worker", found[0]) if found else None
