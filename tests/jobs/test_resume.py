@@ -31,6 +31,8 @@ def learn(resume, style):
     checkpoint = ps.train.Checkpoint(w=w, u=u, optimizer=optimizer)
     if resume:
         say("restored", checkpoint.restore(resume).assert_consumed().restored)
+        tests = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(30)).batch(12))
+        say("tested", [len([*tests]) for _ in range(2)])
     say("begins", [w.numpy(), int(optimizer.iterations)])
 
     def step(x, y):
@@ -69,13 +71,15 @@ def rows_by_epoch(job):
 
 @pytest.mark.parametrize(("servers", "style"), [(1, "epochs"), pytest.param(3, "range", marks=pytest.mark.soak)])
 def test_a_new_cluster_goes_on_bit_by_bit(tmp_path, uninterrupted, servers, style):
-    """With another number of servers: the same weights, slots and step count, and each row once in each pass."""
+    """With another number of servers: the same weights, slots and step count, and each row once in each pass. A test
+    set, though the script makes it first, has all of its batches."""
     root, before = uninterrupted
     keys = {"ps": servers, "workers": 2, "server": ServerOptions(checkpoint_root=str(root))}
     with ProcessCluster(learn, tmp_path, ("run", style), **keys) as job:
         job.finish()
     for task in (W0, W1):
         assert job.said(task, "restored") == [True]
+        assert job.said(task, "tested") == [[3, 3]]
         assert job.said(task, "begins")[0][1] == SAVED
         for what in ("weights", "slots"):
             assert job.said(task, what) == before.said(W0, what)

@@ -78,7 +78,7 @@ class Worker:
         self.next[dataset] = Position(dataset, epoch, index, returned)
         self.more, self.empty, self.others_more = more, empty, None
 
-    def restored(self, dataset: int) -> Position | None:
+    def restored(self, dataset: int, source: int) -> Position | None:
         return None
 
     def finish(self, dataset: int) -> None:

@@ -87,6 +87,23 @@ def test_a_loop_over_epochs_goes_on_where_the_same_dataset_was_saved(opened, cap
     assert not caplog.records
 
 
+@pytest.mark.parametrize("make", [arrays, listed])
+def test_a_script_may_make_another_dataset_before(opened, caplog, make):
+    """A test set, which has the number that the other one had: each is known by its examples. A checkpoint that is
+    saved between the loops has the place of both, and so have workers that join then."""
+    save(opened, make)
+    strategy, checkpoint = opened()
+    tests, data = distributed(strategy, lambda: arrays(rows=4, first=50)), distributed(strategy, make)
+    made = checkpoint()
+    made.restore(f"{PATH}-1").expect_partial()
+    assert [len(seen(tests)) for _ in range(2)] == [2, 2]
+    between = made.save("between/ckpt")
+    made.sync()
+    made.restore(between).expect_partial()
+    assert [(epoch, seen(data)) for epoch in data.epochs(3)] == [(1, REST), (2, WHOLE)]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("make", [arrays, listed, from_function])
 def test_a_loop_that_does_not_ask_for_it_gets_each_batch(opened, make):
     """As often as it goes over the dataset, whatever was restored, and once more after each restore."""

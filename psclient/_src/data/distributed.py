@@ -154,8 +154,8 @@ class _Distributed(Unpicklable):
     def _go_on(self) -> None:
         """Goes on from where a checkpoint was restored, if the script asks for that, and it is the same dataset."""
         saved = self._number if self._saved is None and self._asks else self._saved
-        found = None if saved is None else self._group.restored(saved)
-        if saved is None or found is None:
+        found = None if saved is None else self._group.restored(saved, self.digest)
+        if found is None:
             return
         if self._saved is None and found.source not in (0, self.digest):
             log.warning(
@@ -163,9 +163,9 @@ class _Distributed(Unpicklable):
                 "or other examples; to go on from it all the same, give the dataset to the Checkpoint: data=dataset",
                 self._number,
             )
-            self._group.forget(self._number)
+            self._group.forget(found)
             return
-        self._group.go_on(self._number, saved)
+        self._group.go_on(self._number, found)
         self._seen = None
         self._went_on = self._group.position(self._number)
         log.info("dataset %d goes on with batch %d of pass %d, as saved", self._number, found.index, found.epoch)

@@ -49,16 +49,20 @@ class DatasetGroup(Protocol):
         """Returns where the group stood when this process joined, or what it goes on from; None at the beginning."""
         ...
 
-    def restored(self, dataset: int) -> Position | None:
-        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew."""
+    def restored(self, dataset: int, source: int) -> Position | None:
+        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew.
+
+        It is looked for under its number, then by its digest, since a script may make another dataset before it; what
+        is found last is of another dataset that had its number.
+        """
         ...
 
-    def go_on(self, dataset: int, saved: int) -> None:
-        """A dataset goes on from where the one numbered `saved` stood in the checkpoint that was restored."""
+    def go_on(self, dataset: int, saved: Position) -> None:
+        """A dataset goes on from where one stood in the checkpoint that was restored."""
         ...
 
-    def forget(self, dataset: int) -> None:
-        """A dataset begins anew, wherever it stood in the checkpoint that was restored."""
+    def forget(self, saved: Position) -> None:
+        """No dataset goes on from where one stood in the checkpoint that was restored."""
         ...
 
     def advance(

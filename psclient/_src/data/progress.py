@@ -92,7 +92,8 @@ class Progress:
         self.handed: dict[int, Handed] = {}
         self._begins: dict[int, tuple[Position, ...]] = {}
         self._positions: dict[int, tuple[Position, ...]] = {}
-        self._restored: dict[int, tuple[Position, ...]] = {}  # of checkpoints, for which no loop has asked yet
+        self._restored: dict[tuple[int, int], tuple[Position, ...]] = {}
+        """Of checkpoints, for which no loop has asked yet, by the number and the digest of the dataset then."""
 
     @property
     def under_way(self) -> int | None:
@@ -102,7 +103,12 @@ class Progress:
     @property
     def positions(self) -> tuple[Position, ...]:
         """The batch that each dataset gives next; of one whose batches are handed out it may be in several passes."""
-        return tuple(each for dataset in sorted(self._positions) for each in self._positions[dataset])
+        used = tuple([each for dataset in sorted(self._positions) for each in self._positions[dataset]])
+        if not self._restored:
+            return used
+        # One in use stays where it is, and this is what others are told who come.
+        known = {(each.dataset, each.source) for each in used}
+        return (*used, *(each for key in sorted(self._restored.keys() - known) for each in self._restored[key]))
 
     def position(self, dataset: int) -> Position | None:
         """Returns where a dataset stood when this process joined, or in the checkpoint from which it goes on.
@@ -120,36 +126,40 @@ class Progress:
         """This process comes to others whose datasets stand at these positions."""
         self._begins, self._restored = {}, {}
         for position in sorted(positions, key=lambda each: (each.dataset, each.epoch)):
-            held = self._restored if position.restored else self._begins
-            held[position.dataset] = (*held.get(position.dataset, ()), position)
-        self._positions |= self._begins | self._restored
+            if position.restored:
+                self._wait(position)
+            else:
+                self._begins[position.dataset] = (*self.begins(position.dataset), position)
+        self._positions |= self._begins
 
     def restore(self, positions: Sequence[Position]) -> None:
         """A checkpoint was restored that has these positions: datasets go on from them whose loops ask for it."""
         self._restored = {}
         for position in sorted(positions, key=lambda each: (each.dataset, each.epoch)):
-            before = self._restored.get(position.dataset, ())
-            self._restored[position.dataset] = (*before, replace(position, restored=True))
-        for dataset, found in self._restored.items():
-            # One that is in use stays where it is, and this is what others are told who come.
-            if all(each.restored for each in self._positions.get(dataset, ())):
-                self._positions[dataset] = found
+            self._wait(replace(position, restored=True))
 
-    def restored(self, dataset: int) -> Position | None:
-        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew."""
-        found = self._restored.get(dataset)
-        return found[-1] if found else None
+    def _wait(self, position: Position) -> None:
+        key = position.dataset, position.source
+        self._restored[key] = (*self._restored.get(key, ()), position)
 
-    def go_on(self, dataset: int, saved: int) -> None:
+    def restored(self, dataset: int, source: int) -> Position | None:
+        """Returns where a dataset stood in the checkpoint that was restored; see `DatasetGroup.restored`."""
+        own = [key for key in self._restored if key[0] == dataset]
+        same = [key for key in own if key[1] in (0, source)] or [key for key in self._restored if key[1] == source]
+        found = min(same or own, default=None)
+        return None if found is None else self._restored[found][-1]
+
+    def go_on(self, dataset: int, saved: Position) -> None:
         """A dataset goes on from where one stood in the checkpoint that was restored."""
         self.restores += 1
-        found = (replace(each, dataset=dataset, restored=False) for each in self._restored.pop(saved))
-        self._begins[dataset] = self._positions[dataset] = tuple(found)
+        found = self._restored.pop((saved.dataset, saved.source))
+        self._begins[dataset] = self._positions[dataset] = tuple(
+            [replace(each, dataset=dataset, restored=False) for each in found]
+        )
 
-    def forget(self, dataset: int) -> None:
-        """A dataset begins anew, wherever it stood in the checkpoint that was restored."""
-        self._restored.pop(dataset, None)
-        self._positions.pop(dataset, None)
+    def forget(self, saved: Position) -> None:
+        """No dataset goes on from where one stood in the checkpoint that was restored."""
+        self._restored.pop((saved.dataset, saved.source), None)
 
     def stand(self) -> None:
         """Asks where the datasets stand of which batches are handed out; called before a checkpoint."""
@@ -171,7 +181,8 @@ class Progress:
         source: int = 0,
     ) -> None:
         """Notes what an iterator took: see `DatasetGroup.advance`."""
-        self._restored.pop(dataset, None)
+        for known in (0, source):  # what waits of another one, which had this number, does so on
+            self._restored.pop((dataset, known), None)
         self._positions[dataset] = (Position(dataset, epoch, index, returned, source),)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)

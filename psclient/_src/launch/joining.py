@@ -113,9 +113,10 @@ def certified_task(options: SecurityOptions) -> Task | None:
     names = options.names()
     found = sorted(int(match[1]) for name in names if (match := _WORKER.fullmatch(name)))
     if options.tls_cert and len(found) != 1:
+        whose = ", ".join(sorted(names)) or "no task"
         raise ConfigError(
-            f"{options.tls_cert} is of {', '.join(sorted(names)) or 'no task'}, and a worker joins as the one worker that its "
-            "certificate names; psctl certs OUT --extra-workers N makes certificates of the next ones"
+            f"{options.tls_cert} is of {whose}, and a worker joins as the one worker that its certificate names; "
+            "psctl certs OUT --extra-workers N makes certificates of the next ones"
         )
     return Task("worker", found[0]) if found else None
 

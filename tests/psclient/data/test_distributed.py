@@ -477,7 +477,7 @@ def test_who_joins_before_a_loop_asks_is_as_the_others_are():
     joins.begin_at(one.positions)
     assert joins.position(0) is None
     for each in (one, joins):
-        each.go_on(0, 0)
+        each.go_on(0, position)
         assert each.position(0) == position
     joins.begin_at(one.positions)
     assert joins.position(0) == position

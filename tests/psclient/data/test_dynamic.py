@@ -48,7 +48,7 @@ class Job:
     def restore(self, position: Position) -> None:
         """A checkpoint was restored that has this position, and a loop has asked for it."""
         self.group.restore((position,))
-        self.group.go_on(position.dataset, position.dataset)
+        self.group.go_on(position.dataset, position)
 
     def asked(self) -> list[ChunkAsk]:
         asked: list[ChunkAsk] = []
@@ -276,8 +276,9 @@ def test_each_batch_is_read_once(job):
 def test_synchronous_workers_go_on_with_what_was_not_done():
     """A checkpoint is the same as one of backup workers."""
     with ps.ParameterServerStrategy() as strategy:
-        strategy.backend.group.restore((Position(0, 0, 3, (Examples(1, 0, 4),)),))
-        strategy.backend.group.go_on(0, 0)
+        position = Position(0, 0, 3, (Examples(1, 0, 4),))
+        strategy.backend.group.restore((position,))
+        strategy.backend.group.go_on(0, position)
         batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(20)).batch(4))
         seen = sorted(row for rows in batches for row in rows.tolist())
     assert seen == [*range(4, 8), *range(12, 20)]
