@@ -396,3 +396,30 @@ def test_rounds_need_more_workers_than_they_may_leave_out():
         ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=2), cluster_resolver=resolver)
     with pytest.raises(ps.errors.ConfigError, match="with backup_workers the time decides whom a round has"):
         ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=1), deterministic=True)
+
+
+def test_parts_of_a_batch_of_different_sizes_are_refused_without_an_axis():
+    """On all workers alike, and all go on; numbers, arrays of one shape, and a reduction along the axis are reduced."""
+
+    def work(strategy, worker):
+        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(10.0)).batch(8))
+        found = []
+        for batch in batches:
+            own = strategy.run(lambda x: {"x": x, "sum": x.sum(), "pair": np.ones(2)}, args=(batch,))
+            try:
+                found.append(strategy.reduce("sum", own, axis=None)["x"].tolist())
+            except ValueError as error:
+                found.append(str(error))
+            found.append(float(strategy.reduce("sum", own["x"], axis=0)))
+            found.append(float(strategy.reduce("sum", own["sum"], axis=None)))
+            found.append(strategy.reduce("sum", own["pair"], axis=None).tolist())
+        return found
+
+    says = (
+        "replicas reduce arrays of shapes (1,), (1,), (0,): the batch in use has 2 examples for 3 replicas; give "
+        "axis=0, or leave such batches out: batch(..., drop_remainder=True)"
+    )
+    for found in in_threads(work, 3, 2):
+        assert found[1:4] == [28.0, 28.0, [3.0, 3.0]]
+        assert "(3,), (3,), (2,): the batch in use has 8 examples" in found[0]
+        assert found[4:] == [says, 17.0, 17.0, [2.0, 2.0]]

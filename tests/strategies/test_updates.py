@@ -352,13 +352,14 @@ def test_only_variables_and_parameter_devices_are_places(strategy):
 
 def test_non_slot_variables_are_beside_all_that_is_trained(strategy):
     """On each parameter device that holds one of the list, and on no other: an update of any of them finds its copy.
-    They are updated there, by a closure or as arguments."""
+    They are updated there, by a closure or as arguments. Of an empty list they are on all."""
     extended = strategy.extended
     trained = [variable(strategy, beside=(device,)) for device in extended.parameter_devices]
     assert set(extended.non_slot_devices(trained)) <= set(extended.parameter_devices)
-    for some in (trained, trained[:1], trained[-1:]):
+    assert extended.non_slot_devices([]) == tuple(extended.parameter_devices)
+    for some in (trained, trained[:1], trained[-1:], []):
         where = extended.non_slot_devices(some)
-        assert where == tuple(d for d in extended.parameter_devices if any(d in v.devices for v in some))
+        assert where == tuple(d for d in extended.parameter_devices if any(d in v.devices for v in some or trained))
         with strategy.scope(), extended.colocate_vars_with(where):
             count = ps.Variable(0.0, trainable=False)
         assert count.devices == where

@@ -68,6 +68,11 @@ class GlobalBatch:
         has = f"batch {self.index} of epoch {self.epoch} has {self.batch.examples} examples"
         return f"{has} ({chosen})" if chosen else has
 
+    @property
+    def examples(self) -> int:
+        """How many examples it has, for all workers together."""
+        return self.batch.examples
+
 
 class Description(NamedTuple):
     """The words that tell a dataset from others.

@@ -21,6 +21,11 @@ class SharedBatch(Protocol):
         """Which batch it is: the same words on every worker that reads the same one."""
         ...
 
+    @property
+    def examples(self) -> int:
+        """How many examples it has, for all workers together."""
+        ...
+
 
 @dataclass(eq=False)
 class Pass:

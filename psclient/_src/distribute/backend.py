@@ -11,6 +11,7 @@ from psclient._src.arrays.devices import Device, Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data import dynamic
+from psclient._src.data.progress import SharedBatch
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.options import Consistency
 from psclient._src.variables.compression import Compressed
@@ -97,6 +98,11 @@ class ReplicaGroup(dynamic.ChunkGroup, Protocol):
     @property
     def fraction(self) -> float | None:
         """Of the examples of the batch in use those that this process has; None where it is not known, or none is."""
+        ...
+
+    @property
+    def batch(self) -> SharedBatch | None:
+        """The global batch in use; None where the others do not read the same one, or none is."""
         ...
 
     def holding_back(self) -> AbstractContextManager[None]:

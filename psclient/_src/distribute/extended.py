@@ -213,7 +213,7 @@ class StrategyExtended:
         reads it.
 
         Args:
-            var_list: the variables being optimized.
+            var_list: the variables being optimized; none for all parameter devices.
 
         Returns:
             Devices, for `colocate_vars_with` and `update_non_slot`.
@@ -228,7 +228,7 @@ class StrategyExtended:
                 raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
             variable.check_strategy(self._strategy)
         place = sorted({device for variable in variables for device in variable.place})
-        return tuple(self.parameter_devices[device] for device in place)
+        return tuple([self.parameter_devices[device] for device in place]) or tuple(self.parameter_devices)
 
     def _placed(self, where: Variable | Sequence[str]) -> ServerIds:
         whole = container(where)
@@ -311,6 +311,8 @@ class StrategyExtended:
         """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
         with self._cross_replica("reduce"):
             local = nest.map_leaves(lambda leaf: self._local(op, leaf, axis), value)
+            if axis is None:
+                self._place().check_one_shape(local, self._backend.group)
             return nest.pack_sequence_as(value, list(map(_reduced_here, self._here(local))))
 
     def gather(self, value: Nest, axis: SupportsIndex) -> Any:
@@ -319,14 +321,16 @@ class StrategyExtended:
             number = check_axis(axis)
             local = len(self.worker_devices)
             arrays = nest.map_leaves(lambda leaf: [*map(host_array, of_each(leaf, local, own_value))], value)
-            first, replicas = self._backend.group.slice()
-            # Replicas without examples give their empty arrays: what others hold back is no part of this.
-            with self._backend.group.holding_back():
-                total = lambda array: self._brought(combine("sum", [array], EVERYONE, None))  # noqa: E731
-                found = Place(first, replicas, total).gather(arrays, number)
-            for array in found:
-                array.flags.writeable = False
-            return nest.pack_sequence_as(value, [array.view(HostArray) for array in found])
+            found = self._place().gather(arrays, number)
+            return nest.pack_sequence_as(value, list(map(_read_only, found)))
+
+    def _place(self) -> Place:
+        return Place.of(self._backend.group, self._total)
+
+    def _total(self, array: Array) -> Array:
+        """Sums what each process gives. Replicas without examples give theirs; what others hold back is no part."""
+        with self._backend.group.holding_back():
+            return self._brought(combine("sum", [array], EVERYONE, None))
 
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """As `gather`, and gives each local replica the result on its device."""
@@ -536,6 +540,11 @@ def _fit_of(destination: object) -> Fit | None:
     """Returns what makes rows fit a variable for which they are reduced, and checks them; None for no variable."""
     whole = destination.variable if isinstance(destination, Uncompressed) else destination
     return whole.fit_slices if isinstance(whole, Variable) else None
+
+
+def _read_only(array: Array) -> HostArray:
+    array.flags.writeable = False
+    return array.view(HostArray)
 
 
 def _reduced_here(value: Value) -> Value:

@@ -18,7 +18,8 @@ import numpy as np
 
 from psclient._src.arraylike import Readable
 from psclient._src.arrays.devices import Value, to_numpy
-from psclient._src.distribute.reduction import check_value
+from psclient._src.distribute.backend import ReplicaGroup
+from psclient._src.distribute.reduction import LocalRows, LocalValue, check_value
 from psclient._src.values import DistributedValues, unwrap
 from pswire.limits import MAX_NDIM
 from pswire.model.tensor import DTYPES, Array, portable, spec_of
@@ -67,6 +68,12 @@ class Place:
     replicas: int
     total: Total
 
+    @staticmethod
+    def of(group: ReplicaGroup, total: Total) -> Place:
+        """Returns the place of this process in its group, as of now."""
+        first, replicas = group.slice()
+        return Place(first, replicas, total)
+
     def gather(self, arrays: Sequence[Sequence[Array]], axis: int) -> list[Array]:
         """Concatenates the arrays of all replicas, in the order of the replicas.
 
@@ -87,7 +94,38 @@ class Place:
             for own in arrays:
                 check_alike([_row(array) for array in own], axis)
             return [np.concatenate(own, axis=axis) for own in arrays]
-        token = secrets.randbits(31) + 1
+        known, here, counted = self._known(arrays)
+        for rows in known:
+            check_alike([rows[number] for number in here], axis)
+        return self._joined(known, here, arrays if counted else [()] * len(arrays), axis)
+
+    def check_one_shape(self, values: Sequence[LocalValue], group: ReplicaGroup) -> None:
+        """Raises `ValueError`, on all processes, if they reduce parts of a batch that are of different sizes.
+
+        A round of such parts would end the job. Nothing is asked, which takes a round, where all have equally many.
+
+        Args:
+            values: this process's contributions, alike for all its replicas.
+            group: knows the batch in use.
+        """
+        local, examples = len(group.devices), 0 if group.batch is None or group.alone else group.batch.examples
+        shapes = [each.spec.shape for each in values if not isinstance(each, LocalRows)]
+        arrays = [[np.broadcast_to(np.uint8(0), shape)] * local for shape in shapes if shape]
+        if not arrays or self.replicas == local or not examples % self.replicas:
+            return
+        known, here, _ = self._known(arrays)
+        for rows in known:
+            shapes = [_shape(rows[number]) for number in here]
+            if len(set(shapes)) > 1:
+                raise ValueError(
+                    f"replicas reduce arrays of shapes {', '.join(map(str, shapes))}: the batch in use has {examples} "
+                    f"examples for {len(shapes)} replicas; give axis=0, or leave such batches out: "
+                    "batch(..., drop_remainder=True)"
+                )
+
+    def _known(self, arrays: Sequence[Sequence[Array]]) -> tuple[Array, list[int], bool]:
+        """Returns rows about all replicas' arrays, the replicas that are here, and whether these are among them."""
+        local, token = len(arrays[0]), secrets.randbits(31) + 1
         table = np.zeros((len(arrays), self.replicas, _SIZES + MAX_NDIM), np.int64)
         # A process that comes late may have no place yet; the sum that it takes part in does not count it either.
         mine, placed = slice(self.first, self.first + local), self.first + local <= self.replicas
@@ -96,10 +134,7 @@ class Place:
                 row[:] = _row(array, token)
         known = self.total(table)
         here = [number for number in range(self.replicas) if known[0, number, _TOKEN]]
-        for rows in known:
-            check_alike([rows[number] for number in here], axis)
-        counted = placed and bool((known[:, mine, _TOKEN] == token).all())
-        return self._joined(known, here, arrays if counted else [()] * len(arrays), axis)
+        return known, here, placed and bool((known[:, mine, _TOKEN] == token).all())
 
     def _joined(self, known: Array, here: Sequence[int], arrays: Sequence[Sequence[Array]], axis: int) -> list[Array]:
         """Sends the bytes of the arrays, and joins those of all replicas that are here both times."""
