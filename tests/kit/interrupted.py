@@ -67,6 +67,9 @@ class Loop:
         """Returns whether a worker has asked all to end."""
         return bool(np.asarray(self.values()[-1])[0] > 0)
 
+    def clear(self) -> None:
+        """Clears what an interrupted step has left, if there is something."""
+
     def made(self) -> int:
         """Returns how many steps the variables have, of all workers together."""
         found = {float(end) for value in map(np.asarray, self.values()[:-1]) for end in (value.min(), value.max())}
@@ -92,9 +95,6 @@ class Plain(Loop):
 
     def step(self) -> None:
         self.strategy.run(self.replica)
-
-    def clear(self) -> None:
-        """Clears what the interrupted step has left, if there is something."""
 
     def values(self) -> list[Any]:
         return [v.numpy() for v in self.variables]
