@@ -62,7 +62,8 @@ def test_all_begin_with_those_of_the_lowest_task(tmp_path, mode):
                 job.hear_error(task, f"{task} waits for {W0} to give variable 'later' its first value")
             job.open("later")
         first = job.hear(W1, "later")
-        assert first == (10 if mode == "sync" else 11)  # worker 0 makes no round of its own for long
+        # Asynchronous ones wait a while for lower tasks, and this one may have been late.
+        assert first in ([10] if mode == "sync" else [11, 12])
         assert job.hear(W2, "later") == first
         if mode != "sync":
             job.open("later")

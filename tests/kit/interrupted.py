@@ -32,7 +32,7 @@ SEED = 7
 SIZES = (3, 200_000)
 """Numbers in the variables."""
 
-AGAIN = 30.0
+AGAIN = 5.0
 """Seconds after which an interrupt comes once more."""
 
 SECONDS = 900.0

@@ -55,6 +55,13 @@ def batches():
     finally:
         seen.append("left")
 
+class Pass:
+    def __iter__(self):
+        return self
+    def __next__(self):
+        comes()
+        raise StopIteration
+
 def runs(fn):
     try:
         call(fn)
@@ -128,6 +135,45 @@ def test_an_error_of_the_call_gives_way(ours):
     interrupted(handles)
     interrupted(ours.fails)
     assert ours.seen == ["whole", "whole"]
+
+
+def loops(batches: Any) -> None:
+    for _ in batches:
+        pass
+
+
+def unpacks(batches: Any) -> None:
+    [*batches]
+
+
+def comprehends(batches: Any) -> None:
+    [number for number in batches]
+
+
+def delegates(batches: Any) -> None:
+    def inner() -> Iterator[Any]:
+        yield from batches
+
+    for _ in inner():
+        pass
+
+
+def asks(batches: Any) -> None:
+    next(batches)
+
+
+def handles(batches: Any) -> None:
+    try:
+        next(batches)
+    except StopIteration:
+        return
+
+
+@pytest.mark.parametrize("passes", [loops, unpacks, comprehends, delegates, asks, handles])
+def test_the_call_that_ends_a_pass_is_as_any_other(ours, passes):
+    """However the script asks for batches: the interrupt comes behind the loop."""
+    interrupted(lambda: passes(ours.Pass()))
+    assert ours.seen == ["whole"]
 
 
 @pytest.mark.parametrize("ends", ["enter", "exit"])

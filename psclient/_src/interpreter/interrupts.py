@@ -173,8 +173,10 @@ class Interrupts:
             self._outer, self._tracers = None, (None, None)
             sys.settrace(tracer)
 
-    def _goes_on(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame is self._outer:  # at an opcode, an error of the call, or a return: all within the blocks of the call
+    def _goes_on(self, frame: FrameType, event: str, arg: Any) -> Any:
+        # Python clears whatever a tracer raises at the end of a `for`: the next opcode follows, or the frame returns.
+        ends_a_loop = event == "exception" and issubclass(arg[0], StopIteration)
+        if frame is self._outer and not ends_a_loop:  # so it is within the blocks of the call
             self._raise(frame)
         return None
 
