@@ -98,6 +98,10 @@ class InProcessCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the servers; does nothing where they have ended."""
         self._stack.close()
 
     def resolver(self, worker: int = 0) -> ps.ClusterResolver:

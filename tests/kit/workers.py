@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -389,7 +389,12 @@ def in_threads(
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, index) for index in range(workers)]
-        return [future.result(2 * SOON) for future in futures]
+        done = wait(futures, 2 * SOON, FIRST_EXCEPTION).done
+        if len(done) < workers or any(future.exception() for future in done):
+            there.close()  # so that nobody waits for a worker that has failed
+            for future in done:
+                future.result()
+        return [future.result(SOON) for future in futures]
 
 
 def meet(event: threading.Event) -> None:

@@ -51,6 +51,11 @@ class Made:
 
         self.strategy.run(replica)
 
+    def meet(self, others):
+        """Waits until servers have what this worker has made, and for the others."""
+        self.read()
+        others.wait()
+
     def read(self):
         precision = self.precision.result()
         return self.mean.result(), precision, float(self.total.numpy()), int(self.count), float(self.average.numpy())
@@ -77,9 +82,9 @@ def test_all_read_what_all_have_made(mode, replicas):
         for x in (1.0, 2.0, 3.0):
             made.step(x + 20 * worker)
         assert strategy.round == 3
-        both.wait()
+        made.meet(both)
         found = made.read(), own(made)
-        both.wait()
+        made.meet(both)
         return found
 
     sums = replicas * (6.0 + 66.0)
@@ -120,22 +125,22 @@ def test_a_reset_or_an_assignment_is_of_all():
     def work(strategy, worker):
         made = Made(strategy)
         made.step(1.0 + worker)
-        turns.wait()
+        made.meet(turns)
         if worker == 0:
             made.mean.reset_state()
             made.total.assign(100.0)
             made.average.assign(7.0)
             made.average.assign_add(1.0)
-        turns.wait()
+        made.meet(turns)
         after = made.read()
-        turns.wait()
+        made.meet(turns)
         if worker == 1:
             made.strategy.run(lambda: made.mean.update_state([6.0]))
             made.strategy.run(lambda: made.total.assign_add(1.0))
             made.strategy.run(lambda: made.count.assign(10))
-        turns.wait()
+        made.meet(turns)
         found = after, made.read()
-        turns.wait()
+        made.meet(turns)
         return found
 
     for after, at_last in in_threads(work, consistency=ps.Async()):
@@ -151,21 +156,21 @@ def test_a_checkpoint_has_what_all_have_made(tmp_path, later):
     def save(strategy, worker):
         made = Made(strategy)
         made.step(2.0 + 2 * worker)
-        both.wait()
+        made.meet(both)
         if worker == 0:
             paths.append(made.checkpoint.save("run/ckpt"))
-        both.wait()
+        made.meet(both)
 
     def go_on(strategy, worker):
         made = Made(strategy)
         made.checkpoint.restore(paths[0]).assert_consumed()
-        both.wait()
+        made.meet(both)
         restored = made.read()
-        both.wait()
+        made.meet(both)
         made.step(3.0)
-        both.wait()
+        made.meet(both)
         found = restored, made.read()
-        both.wait()
+        made.meet(both)
         return found
 
     in_threads(save, consistency=ps.Async(), root=tmp_path)
@@ -184,12 +189,12 @@ def test_totals_stay_where_the_consistency_changes():
             strategy.set_consistency(consistency)
             found.append(made.read())
             made.step(1.0 + 2 * worker)
-            both.wait()
+            made.meet(both)
             if isinstance(consistency, ps.BoundedStaleness) and worker == 0:
                 made.count.assign(1000)
-            both.wait()
+            made.meet(both)
         found.append(made.read())
-        both.wait()
+        made.meet(both)
         return found
 
     expected = [(0.0, 0.0, 0.0, 0, 0.0), *((2.0, 1.0, 4.0 * n, 2 * n + 994 * (n > 2), 2.0) for n in range(1, 6))]
@@ -213,6 +218,7 @@ def test_a_worker_that_comes_back_adds_to_what_there_is():
             made = Made(again)
             before, total = own(made), made.read()[2]
             made.step(5.0)
+            made.read()  # servers have it
             back.set()
         return before, total
 
