@@ -213,7 +213,7 @@ def test_a_checkpoint_has_what_was_not_done(tmp_path):
         passes = Passes(strategy)
 
         def hold(count):
-            if count == (0, 0, 1)[worker]:  # who has made no step has one more ahead, and worker 2 maybe all of its pass
+            if count == (0, 0, 1)[worker]:  # before its first step a worker has one more ahead, later maybe all
                 passes.visits.numpy()  # the rounds before it are answered
                 holding.wait(SOON)
                 if worker:
