@@ -76,18 +76,18 @@ def endure(rounds: int, size: int) -> None:
     say("ends", ends)
 
 
-def cluster(program: Any, args: tuple[Any, ...], directory: str, replication: int, lane: str) -> ProcessCluster:
+def cluster(program: Any, args: tuple[Any, ...], directory: str, replication_factor: int, lane: str) -> ProcessCluster:
     """Returns a cluster of two servers and two workers that runs a program."""
     keys: dict[str, Any] = {"ps": 2, "workers": 2, "chief": "driver", "lane": lane, "timeouts": CALM}
-    return ProcessCluster(program, Path(directory), args, replication=replication, **keys)
+    return ProcessCluster(program, Path(directory), args, replication_factor=replication_factor, **keys)
 
 
-def rounds(size: int, count: int, replication: int, lane: str) -> list[float]:
+def rounds(size: int, count: int, replication_factor: int, lane: str) -> list[float]:
     """Returns the seconds of each round, of the slower worker."""
     args = size, count, max(count // 4, 2)
     with (
         tempfile.TemporaryDirectory() as directory,
-        cluster(make_rounds, args, directory, replication, lane) as job,
+        cluster(make_rounds, args, directory, replication_factor, lane) as job,
     ):
         job.finish()
         return [max(both) for both in zip(*(job.said(task, "took")[0] for task in (W0, W1)), strict=True)]
@@ -145,7 +145,7 @@ def main(quick: bool, file: Path | None) -> None:
                 count = 500 if size < 1 << 20 else 12
                 for copies in (0, 1):
                     key = found.setdefault(f"{name}, {lane}", {"without": [], "with": []})
-                    key["with" if copies else "without"] += rounds(size, count, copies, lane)
+                    key["with" if copies else "without"] += rounds(size, count, 1 + copies, lane)
     table = Table("round", "without copies, ms", "with copies, ms", "more, ms", "ratio")
     for kind, each in found.items():
         without, copied = (1e3 * statistics.median(each[which]) for which in ("without", "with"))

@@ -52,7 +52,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bounded, 4 rounds": {"mode": "bounded", "staleness": 4},
     "async": {"mode": "async"},
     "sync, 10 to a host": {"per_host": 10},
-    "sync, sums of 10": {"per_host": 10, "aggregation": True},
+    "sync, sums of 10": {"per_host": 10, "local_reduction": True},
 }
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/fanin.py             1 to 64 workers, on each lane
     python benchmarks/fanin.py --quick     fewer rounds of fewer workers, for a first look
-    python benchmarks/fanin.py --aggregation none --aggregation host    each by itself, and in sums of their host
+    python benchmarks/fanin.py --local-reduction                        in sums of their host, beside each by itself
 
 Every client is a worker task with a `ParameterServerStrategy` of its own: its own session, lease and connections, and
 rounds that end when all workers have pushed. A machine of few cores has no room for 64 Python processes that compute,
@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import psclient as ps
-from psclient._src.config import AGGREGATIONS, Aggregation, child_environ
+from psclient._src.config import child_environ
 from psclient._src.launch.cluster import start_server
 from psclient._src.processes.process import send, spawn
 from pswire.transport.traffic import LANES, LaneName
@@ -79,7 +79,7 @@ class Share:
         rounds: how many are measured.
         nbytes: of the variable.
         lane: the fastest that may be used.
-        aggregation: whether they sum what they contribute.
+        local_reduction: whether they sum what they contribute.
     """
 
     server: str
@@ -88,7 +88,7 @@ class Share:
     rounds: int
     nbytes: int
     lane: LaneName
-    aggregation: Aggregation
+    local_reduction: bool
 
 
 def be_clients(share: Share) -> None:
@@ -113,7 +113,7 @@ def be_client(share: Share, worker: int, gate: threading.Barrier) -> list[float]
     """
     cluster = ps.ClusterSpec({"ps": [share.server], "worker": ["127.0.0.1:0"] * share.workers})
     resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=worker)
-    how: dict[str, Any] = {"lane": share.lane, "aggregation": share.aggregation}
+    how: dict[str, Any] = {"lane": share.lane, "local_reduction": share.local_reduction}
     made = ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver, **how)
     with made as strategy, strategy.scope():
         variable = ps.Variable(np.zeros(share.nbytes // 4, "float32"), name="v")
@@ -145,7 +145,7 @@ def _check(value: Any, share: Share) -> None:
 
 
 def measure(
-    aggregation: Aggregation, lane: LaneName, workers: int, processes: int, rounds: int, nbytes: int
+    local_reduction: bool, lane: LaneName, workers: int, processes: int, rounds: int, nbytes: int
 ) -> dict[str, Any]:
     """Starts a server and its clients, has them make rounds, and ends them; one row of the report.
 
@@ -156,7 +156,7 @@ def measure(
         server, address = stack.enter_context(_server())
         alone = Cost.of(server.pid)
         mine = [tuple(range(first, workers, processes)) for first in range(min(workers, processes))]
-        shares = [Share(address, workers, each, rounds, nbytes, lane, aggregation) for each in mine]
+        shares = [Share(address, workers, each, rounds, nbytes, lane, local_reduction) for each in mine]
         clients = [stack.enter_context(_clients(share, len(mine) + 1)) for share in shares]
         _wait_at_gate(clients)
         [before] = at_rest([server.pid])
@@ -169,7 +169,7 @@ def measure(
             client.wait(SECONDS)
     cpu = after.since(before).seconds / rounds
     return {
-        "aggregation": aggregation,
+        "local_reduction": local_reduction,
         "lane": lane,
         "workers": workers,
         "rounds": rounds,
@@ -242,7 +242,7 @@ def by_lane(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each lane; those with sums by themselves."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["lane"] + ", sums" * (row["aggregation"] == "host"), []).append(row)
+        found.setdefault(row["lane"] + ", sums" * (row["local_reduction"]), []).append(row)
     return found
 
 
@@ -254,7 +254,7 @@ def _kb_per_worker(series: Sequence[dict[str, Any]]) -> float:
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lane": lambda row: row["lane"],
-    "sums": lambda row: row["aggregation"],
+    "sums": lambda row: row["local_reduction"],
     "workers": lambda row: str(row["workers"]),
     "ms": lambda row: f"{row['ms']['median']:.3g}",
     "p90": lambda row: f"{row['ms']['p90']:.3g}",
@@ -318,15 +318,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 @click.option(
     "--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True, help="Lanes."
 )
-@click.option(
-    "--aggregation",
-    "kinds",
-    multiple=True,
-    type=click.Choice(AGGREGATIONS),
-    default=AGGREGATIONS[:1],
-    show_default=True,
-    help="Whether workers sum what they contribute.",
-)
+@click.option("--local-reduction", is_flag=True, help="Also with workers that send the sum of their gradients.")
 @click.option("--processes", type=click.IntRange(1), default=PROCESSES, show_default=True, help="For all clients.")
 @click.option("--nbytes", type=click.IntRange(4), default=NBYTES, show_default=True, help="Of the variable.")
 @click.option("--quick", is_flag=True, help=f"A few rounds, of {QUICK_WORKERS} workers.")
@@ -336,7 +328,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 def main(
     workers: tuple[int, ...],
     lanes: tuple[LaneName, ...],
-    kinds: tuple[Aggregation, ...],
+    local_reduction: bool,
     processes: int,
     nbytes: int,
     quick: bool,
@@ -350,7 +342,7 @@ def main(
         return
     console = Console()
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    rows = []
+    rows, kinds = [], (False, True)[: 1 + local_reduction]
     for lane, count, kind in product(lanes, workers or (QUICK_WORKERS if quick else WORKERS), kinds):
         with console.status(f"{lane} lane, {count} workers"):
             rows.append(measure(kind, lane, count, processes, rounds, nbytes))

@@ -62,11 +62,11 @@ PROCESSES = 8
 OPENERS = 8
 """Sessions of one process that are opened at a time."""
 
-BEAT_SECONDS = Timeouts.beat
+BEAT_SECONDS = Timeouts.heartbeat_interval
 BEAT_BYTES, ANSWER_BYTES = 32, 2
 """About the size of a `BeatRequest` and a `BeatReply` of a worker that does nothing."""
 
-TIMEOUTS = Timeouts(lease=60.0)
+TIMEOUTS = Timeouts(session_timeout=60.0)
 """A thousand clients on one machine may wait for its processors for longer than a session lives otherwise. gRPC's
 connections ask for signs of life every 5 s then, and with the usual lease every 2.5 s."""
 
@@ -212,7 +212,7 @@ class Channel:
     """
 
     def __init__(self, server: str) -> None:
-        self._channel = open_channel(server, Security(), "", TIMEOUTS.lease)
+        self._channel = open_channel(server, Security(), "", TIMEOUTS.session_timeout)
         self._call = stub(self._channel, CALL, (False, False))
         self._sent = SimpleQueue[bytes | None]()
         self._ended = threading.Event()

@@ -209,7 +209,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
                 offer = StandingOffer(config, config.join, lambda: core.status().takes_part, over)
             departure = Departure(core, stopped)
             loop.add_signal_handler(signal.SIGTERM, departure.begin)
-            alone = max(config.timeouts.alone, config.timeouts.lease)
+            alone = max(config.timeouts.no_workers_timeout, config.timeouts.session_timeout)
             await _until_end(core, stopped, alone if until_done else math.inf)
         finally:
             held = summary(core.status())
@@ -265,7 +265,7 @@ class Departure:
             self._moving.cancel()
 
     async def _leave(self) -> None:
-        until = time.monotonic() + self._core.config.timeouts.grace
+        until = time.monotonic() + self._core.config.timeouts.termination_grace
         try:
             await self._move(until)
             await self._let_others_leave(until)
@@ -274,13 +274,15 @@ class Departure:
 
     async def _let_others_leave(self, until: float) -> None:
         core, told = self._core, False
-        soon = time.monotonic() + core.config.timeouts.beat  # by then those say so who were told at the same time
+        soon = (
+            time.monotonic() + core.config.timeouts.heartbeat_interval
+        )  # by then those say so who were told at the same time
         while not core.machine.left.done() and time.monotonic() < until:
             leaving = core.seen(core.machine.leaving)
             if leaving and not told:
                 log.warning("%s was told to end: it stays while processes leave that were told as well", core.task)
             if leaving:
-                told, soon = True, time.monotonic() + core.config.timeouts.beat
+                told, soon = True, time.monotonic() + core.config.timeouts.heartbeat_interval
             elif leaving is False or time.monotonic() > soon:
                 return
             await asyncio.sleep(TICK)
@@ -338,7 +340,7 @@ async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[T
         yield pool
     finally:
         ended = asyncio.get_running_loop().run_in_executor(None, pool.shutdown)
-        while not (await asyncio.wait([ended], timeout=config.timeouts.word))[0]:
+        while not (await asyncio.wait([ended], timeout=config.timeouts.report_interval))[0]:
             log.warning("%s ends when it is done: it still %s; another signal kills it", config.task, does)
             for number in ENDS:
                 signal.signal(number, signal.SIG_DFL)
@@ -375,7 +377,7 @@ async def _tick(core: Core, alone: float) -> None:
         silent = silent + TICK if core.tally.signs == signs > 0 else 0.0
         signs = core.tally.signs
     log.warning(
-        "nobody has been here for %g s (PS_TIMEOUT_ALONE), so that this server ends; if the job is not done, the logs "
+        "nobody has been here for %g s (PS_NO_WORKERS_TIMEOUT), so that this server ends; if the job is not done, the logs "
         "of its other processes say why: start all of them again, to go on from a checkpoint",
         alone,
     )

@@ -1,6 +1,6 @@
 """A server's configuration, merged from flags and the environment; flags win.
 
-Of the environment `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, `PS_INSECURE` and `PS_KERNEL_CACHE` are read.
+Of the environment `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, `PS_INSECURE` and `PS_KERNEL_CACHE` are read.
 
 The only module of this package that reads the environment.
 """

@@ -37,14 +37,30 @@ SECONDS = 180.0
 LAST_WORDS = 10.0
 """Seconds until what an ended process has printed is here."""
 
-QUICK = Timeouts(lease=2.0, beat=0.25, call=60.0, round=120.0, word=0.5, chief=120.0, start=120.0)
+QUICK = Timeouts(
+    session_timeout=2.0,
+    heartbeat_interval=0.25,
+    call_timeout=60.0,
+    round_timeout=120.0,
+    report_interval=0.5,
+    chief_timeout=120.0,
+    start_timeout=120.0,
+)
 """For tests that wait until a lease has ended: all other waits are far longer."""
 
 MARGIN = 20.0
 """Seconds beside a lease, within which its end is known on a machine that others use: what has ended a wait by then is
 the lease, and none of the other timeouts."""
 
-CALM = Timeouts(lease=60.0, beat=0.25, call=60.0, round=180.0, word=0.5, chief=120.0, start=120.0)
+CALM = Timeouts(
+    session_timeout=60.0,
+    heartbeat_interval=0.25,
+    call_timeout=60.0,
+    round_timeout=180.0,
+    report_interval=0.5,
+    chief_timeout=120.0,
+    start_timeout=120.0,
+)
 """For tests in which none may end: other tests share the machine."""
 
 CHIEF = Task("chief", 0)

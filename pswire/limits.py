@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pswire import retired
 from pswire.errors import ConfigError
 from pswire.options import SECONDS, option
 
@@ -114,9 +115,6 @@ nothing is known, since something else than its host may have refused."""
 
 REFUSALS: tuple[Refused, ...] = ("lost", "silence")
 
-TIMEOUT_PREFIX = "PS_TIMEOUT_"
-"""`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
-
 
 def _seconds(default: float, about: str) -> Any:
     return option(default, about, SECONDS, 0)
@@ -126,61 +124,65 @@ def _seconds(default: float, about: str) -> Any:
 class Timeouts:
     """Time limits, in seconds.
 
+    `PS_SESSION_TIMEOUT=5` sets `session_timeout`; each of them has such a variable.
+
     Attributes:
-        lease: a session that does not beat for this long is ended.
-        beat: pause between two beats; several must fit into a lease.
-        call: an ordinary call, retries included.
-        round: time that a member that beats may hold up a synchronous round, from its first push on; then it is left
-            out. At least three leases.
-        server: time that a server may be silent: it is waited for, and then counts as lost.
-        word: pause between two log lines that say whom a waiting call waits for.
-        chief: time that a request that needs a chief waits for one.
-        alone: time that a chief whose workers are all gone, and a server that ends with its job and without anybody,
-            wait for one to come back, before they give the job up.
-        first: time that a chief waits for all workers to have come; scripts may do much before they make a strategy.
-        start: time that a process waits at the start for the tasks of its cluster.
-        grace: time that a worker which gets SIGTERM has to come to the beginning of a step, and to leave; then it ends
-            at once.
+        session_timeout: a session without a heartbeat for this long is ended.
+        heartbeat_interval: pause between two heartbeats; several must fit into a session timeout.
+        call_timeout: deadline of an ordinary call, retries included.
+        round_timeout: how long a live worker may hold up a synchronous round, from the first push on, before it is
+            excluded. At least three session timeouts.
+        server_timeout: how long a server may be silent before it counts as lost.
+        report_interval: pause between two log lines that say which task a waiting call waits for.
+        chief_timeout: how long a request that needs a chief waits for one.
+        no_workers_timeout: how long a chief, or a server that ends with its job, waits for a worker to come back after
+            the last one is gone, before it gives the job up.
+        first_worker_timeout: how long a chief waits for all workers to connect; scripts may do much before they make a
+            strategy.
+        start_timeout: how long a process waits at its start for the tasks of its cluster.
+        termination_grace: how long a worker that gets SIGTERM has to reach the beginning of a step, and to leave; then
+            it ends at once.
     """
 
-    lease: float = _seconds(10.0, "Time without a beat after which a session ends.")
-    beat: float = _seconds(2.0, "Pause between two beats; several must fit into a lease.")
-    call: float = _seconds(30.0, "Deadline of an ordinary call, retries included.")
-    round: float = _seconds(600.0, "Time that a live worker may hold up a round; at least three leases.")
-    server: float = _seconds(60.0, "Time that a silent server is waited for before it counts as lost.")
-    word: float = _seconds(10.0, "Pause between two log lines of a call that waits.")
-    chief: float = _seconds(300.0, "Time that a process waits for a chief when it needs one.")
-    alone: float = _seconds(300.0, "Time after which a job without live workers is given up.")
-    first: float = _seconds(3600.0, "Time that a chief waits for all workers to arrive.")
-    start: float = _seconds(120.0, "Time that a process waits at its start for the tasks of its cluster.")
-    grace: float = _seconds(25.0, "Time that a worker has to leave after SIGTERM, before it ends at once.")
+    session_timeout: float = _seconds(10.0, "Time without a heartbeat after which a session ends.")
+    heartbeat_interval: float = _seconds(2.0, "Pause between two heartbeats; several must fit into a session timeout.")
+    call_timeout: float = _seconds(30.0, "Deadline of an ordinary call, retries included.")
+    round_timeout: float = _seconds(
+        600.0, "Time that a live worker may hold up a round; at least three session timeouts."
+    )
+    server_timeout: float = _seconds(60.0, "Time that a server may be silent before it counts as lost.")
+    report_interval: float = _seconds(10.0, "Pause between two log lines of a waiting call.")
+    chief_timeout: float = _seconds(300.0, "Time that a process waits for a chief when it needs one.")
+    no_workers_timeout: float = _seconds(300.0, "Time after which a job without live workers is given up.")
+    first_worker_timeout: float = _seconds(3600.0, "Time that a chief waits for all workers to arrive.")
+    start_timeout: float = _seconds(120.0, "Time that a starting process waits for the tasks of its cluster.")
+    termination_grace: float = _seconds(25.0, "Time that a worker has to leave after SIGTERM, before it ends at once.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:
-        """Reads `PS_TIMEOUT_LEASE` and its like, in seconds.
+        """Reads `PS_SESSION_TIMEOUT` and the others, in seconds.
 
         Raises:
-            ConfigError: a name is unknown, or a value is no positive number.
+            ConfigError: a variable has a retired or misspelled name, or a value is not a positive number.
         """
-        names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls)}
-        found = {key: environ[key] for key in sorted(environ) if key.startswith(TIMEOUT_PREFIX)}
-        refuse_unknown(found, names, "environment variable")
-        _refuse_misspelt(environ)
-        timeouts = dataclasses.replace(cls(), **{names[key]: parse_seconds(key, found[key]) for key in found})
+        check_variables(environ)
+        names = {f"PS_{field.name.upper()}": field.name for field in dataclasses.fields(cls)}
+        found = {name: parse_seconds(key, environ[key]) for key, name in names.items() if key in environ}
+        timeouts = dataclasses.replace(cls(), **found)
         timeouts.check()
         return timeouts
 
     def check(self) -> None:
         """Raises `ConfigError` for times that contradict each other."""
-        if self.round < ROUND_LEASES * self.lease:
+        if self.round_timeout < ROUND_LEASES * self.session_timeout:
             raise ConfigError(
-                f"{TIMEOUT_PREFIX}ROUND={self.round:g} is below {ROUND_LEASES} leases of {self.lease:g} s "
-                f"({TIMEOUT_PREFIX}LEASE): a worker that is only slow would be left out; make it longer"
+                f"PS_ROUND_TIMEOUT={self.round_timeout:g} is below {ROUND_LEASES} session timeouts of "
+                f"{self.session_timeout:g} s (PS_SESSION_TIMEOUT): a slow worker would be excluded; make it longer"
             )
 
     def environ(self) -> dict[str, str]:
         """The variables that `from_environ` reads back."""
-        return {TIMEOUT_PREFIX + name.upper(): repr(value) for name, value in dataclasses.asdict(self).items()}
+        return {f"PS_{name.upper()}": repr(value) for name, value in dataclasses.asdict(self).items()}
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -188,6 +190,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
     known = sorted(known)
     for name in given:
         if name not in known:
+            if retired.OPTIONS.get(name) in known:
+                raise ConfigError(f"{what} {name} {retired.renamed(name, retired.OPTIONS)}")
             begins = [other for other in known if name and other.startswith(name)]
             near = begins or difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known) or 'none'}"
@@ -197,28 +201,32 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
 VARIABLES = frozenset(
     f"PS_{name}"
     for name in (
-        *("AGGREGATION", "CERTS", "CHECKPOINTS", "DOMAIN", "GRPC_STREAM", "INSECURE", "JOB", "KERNEL_CACHE", "LANE"),
-        *("LOG_FORMAT", "LOG_LEVEL"),
-        *("METRICS_HOST", "METRICS_PORT", "PORT", "REFUSED", "REPLICATION", "SAVE_ON_SIGTERM", "SCRIPT_ERROR"),
-        *("SERVERS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TOKEN", "TOKEN_FILE", "TRACES"),
+        *("CERTS", "CHECKPOINTS", "CONNECTION_REFUSED", "DOMAIN", "GRPC_STREAM", "INSECURE", "JOB", "KERNEL_CACHE"),
+        *("LOCAL_REDUCTION", "LOG_FORMAT", "LOG_LEVEL", "METRICS_HOST", "METRICS_PORT", "PORT"),
+        *("REPLICATION_FACTOR", "SAVE_ON_SIGTERM", "SCRIPT_ERROR", "SERVERS", "TLS_CA", "TLS_CERT", "TLS_KEY"),
+        *("TOKEN", "TOKEN_FILE", "TRACES", "TRANSPORT"),
+        *(field.name.upper() for field in dataclasses.fields(Timeouts)),
     )
 )
-"""The environment variables of this library, but for those of `Timeouts`."""
+"""The environment variables of this library."""
 
 
-def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for a variable whose name is almost one of ours.
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for a variable with a retired name, or with one that is almost one of ours.
 
     Others with our prefix may be anything's: of the command `ps`, or what Kubernetes says of a service that is called
     ps, which has numbers, an address, or the word SERVICE.
     """
     for name in sorted(environ):
-        if not name.startswith("PS_") or name in VARIABLES or name.startswith(TIMEOUT_PREFIX):
+        if not name.startswith("PS_") or name in VARIABLES:
             continue
+        if now := retired.renamed(name, retired.VARIABLES):
+            raise ConfigError(f"environment variable {name} {now}")
         of_kubernetes = re.search("[0-9]|_SERVICE", name) or environ[name].startswith(("tcp://", "udp://"))
-        near = [] if of_kubernetes else difflib.get_close_matches(name, VARIABLES, 1, 0.85)
+        near = [] if of_kubernetes else difflib.get_close_matches(name, {*VARIABLES, *retired.VARIABLES}, 1, 0.85)
         if near:
-            raise ConfigError(f"environment variable {name} is unknown; did you mean {near[0]}?")
+            meant = retired.VARIABLES.get(near[0], near[0])
+            raise ConfigError(f"environment variable {name} is unknown; did you mean {meant}?")
 
 
 def parse_seconds(name: str, given: Any) -> float:

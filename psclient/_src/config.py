@@ -1,4 +1,4 @@
-"""Configuration of a client: `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
+"""Configuration of a client: `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
 
 The only module of this package that reads the environment for configuration.
 """
@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from typing import cast
 
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
@@ -42,8 +42,8 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_N
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
 
-AGGREGATION = "PS_AGGREGATION"
-"""The environment variable that says whether workers of one host sum what they contribute."""
+LOCAL_REDUCTION = "PS_LOCAL_REDUCTION"
+"""The environment variable that says whether the workers of a host send the sum of their gradients: 1, or 0."""
 
 GRPC_STREAM = "PS_GRPC_STREAM"
 """The environment variable that says whether pushes and pulls over gRPC share a stream: 1, or 0."""
@@ -61,21 +61,16 @@ JOB = "PS_JOB"
 SAVE_ON_SIGTERM = "PS_SAVE_ON_SIGTERM"
 """The environment variable that says whether a worker that is told to end has a checkpoint saved: 1, or 0."""
 
-REFUSED = "PS_REFUSED"
+REFUSED = "PS_CONNECTION_REFUSED"
 """The environment variable that says what it means that nothing listens at a server's address any more."""
 
-REPLICATION = "PS_REPLICATION"
+REPLICATION_FACTOR = "PS_REPLICATION_FACTOR"
 """The environment variable that says how many copies of each variable there are on other servers."""
 
 TOKEN = "PS_TOKEN"
 """The environment variable that has the job's token."""
 
 JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
-
-Aggregation = Literal["none", "host"]
-"""Whether each worker pushes what it contributes, or those of one host a sum."""
-
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 CHIEFS = ("driver", "script", "none")
 """Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
@@ -107,14 +102,14 @@ class LaunchConfig:
     restarts: int = option(
         0, "Number of failures, in total, after which tasks are restarted; one more ends the cluster.", WHOLE, 0
     )
-    replication: int = option(
-        lambda: replication_from(),
-        "Copies of each variable on other servers: with 1 the job goes on when a server is lost.",
+    replication_factor: int = option(
+        lambda: replication_factor_from(),
+        "Servers that hold each variable: with 2 the job goes on when one of them is lost.",
         WHOLE,
-        0,
-        most=1,
-        variable=REPLICATION,
-        otherwise="0",
+        1,
+        most=2,
+        variable=REPLICATION_FACTOR,
+        otherwise="1",
     )
     script: str = option("", "Path of the script, relative to the working directory of psworker.")
     args: tuple[str, ...] = option((), "Arguments of the script.", LIST)
@@ -136,12 +131,12 @@ class LaunchConfig:
         variable=LANE,
         otherwise=LANES[0],
     )
-    aggregation: str = option(
-        lambda: aggregation_from(),
-        'Whether workers of one host sum what they contribute before one of them sends it ("host").',
-        choices=AGGREGATIONS,
-        variable=AGGREGATION,
-        otherwise=AGGREGATIONS[0],
+    local_reduction: bool = option(
+        lambda: local_reduction_from(),
+        "Sum the gradients of a host's workers in shared memory, and send the sum once.",
+        SWITCH,
+        variable=LOCAL_REDUCTION,
+        otherwise="no",
     )
     log_level: str = logging_setup.LOG_LEVEL.field("")
     log_format: str = logging_setup.LOG_FORMAT.field(logging_setup.FORMATS[0])
@@ -166,15 +161,14 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.ps < 1:
             raise ConfigError(f"a cluster of {self.ps} servers cannot hold variables; ask for at least one")
-        check_replication(self.replication, "replication")
-        if self.replication and self.ps < 2:
-            raise ConfigError("copies need a second server; ask for two, or for no replication")
+        check_replication_factor(self.replication_factor, "replication_factor")
+        if self.replication_factor > self.ps:
+            raise ConfigError("replication_factor=2 needs two servers; ask for two, or for replication_factor=1")
         if self.workers < 0 or self.restarts < 0:
             raise ConfigError("workers and restarts must be numbers from 0")
         if self.chief not in CHIEFS:
             raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
         check_lane(self.lane)
-        check_aggregation(self.aggregation)
         refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
         _check_port("metrics_port", self.metrics_port)
@@ -226,7 +220,7 @@ def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = o
 
 
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
-    """Reads the timeouts of `PS_TIMEOUT_*`; raises `ConfigError` for an unknown name or no number of seconds."""
+    """Reads `Timeouts` from the environment; raises `ConfigError` for an unknown name or no number of seconds."""
     return Timeouts.from_environ(environ)
 
 
@@ -241,19 +235,13 @@ def check_lane(name: str) -> LaneName:
     return LANES[LANES.index(cast(LaneName, name))]
 
 
-def aggregation_from(environ: Mapping[str, str] = os.environ) -> Aggregation:
-    """Whether the workers of a host sum what they contribute, which `PS_AGGREGATION` says; else "none".
+def local_reduction_from(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns True if `PS_LOCAL_REDUCTION` is 1: the workers of a host send the sum of their gradients.
 
     Raises:
-        ConfigError: it says neither "host" nor "none".
+        ConfigError: it is neither 1 nor 0.
     """
-    return check_aggregation(environ.get(AGGREGATION) or AGGREGATIONS[0])
-
-
-def check_aggregation(said: str) -> Aggregation:
-    """Returns a kind of aggregation; raises `ConfigError` if there is none of this name."""
-    refuse_unknown([said], AGGREGATIONS, "aggregation")
-    return AGGREGATIONS[AGGREGATIONS.index(cast(Aggregation, said))]
+    return _switch(LOCAL_REDUCTION, environ.get(LOCAL_REDUCTION) or "0")
 
 
 def job_from(environ: Mapping[str, str] = os.environ) -> str:
@@ -265,7 +253,7 @@ def job_from(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
-    """Reads `PS_REFUSED`: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
+    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
@@ -282,15 +270,15 @@ def ends_with_script(environ: Mapping[str, str] = os.environ) -> bool:
     return said == "end"
 
 
-def replication_from(environ: Mapping[str, str] = os.environ) -> int:
-    """Reads `PS_REPLICATION`, the copies of each variable on other servers: 0, the default, or 1."""
-    return check_replication(environ.get(REPLICATION) or "0", REPLICATION)
+def replication_factor_from(environ: Mapping[str, str] = os.environ) -> int:
+    """Reads `PS_REPLICATION_FACTOR`, the number of servers that hold each variable: 1, the default, or 2."""
+    return check_replication_factor(environ.get(REPLICATION_FACTOR) or "1", REPLICATION_FACTOR)
 
 
-def check_replication(said: object, name: str) -> int:
-    """Returns a number of copies; raises `ConfigError` naming what says it for another than 0 and 1."""
-    if str(said) not in ("0", "1"):
-        raise ConfigError(f"{name}={said} must be 0, for no copies, or 1, for one of each variable on another server")
+def check_replication_factor(said: object, name: str) -> int:
+    """Returns the number; raises `ConfigError`, which names where it was said, for another one than 1 and 2."""
+    if str(said) not in ("1", "2"):
+        raise ConfigError(f"{name}={said} must be 1, or 2 for a copy of each variable on another server")
     return int(str(said))
 
 
@@ -398,7 +386,7 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
 
     Args:
         tasks: number of processes that share this machine's cores.
-        timeouts: handed on as `PS_TIMEOUT_*`; None hands on none.
+        timeouts: handed on as `PS_SESSION_TIMEOUT` and the others; None hands on none.
         more: variables that only this process gets.
     """
     environ = dict.fromkeys(THREADS, str(threads_of(tasks)))
@@ -414,7 +402,7 @@ def handed_to_hosts(timeouts: Timeouts, environ: Mapping[str, str] = os.environ)
     Not the token: others may see an environment. Not the port of metrics, as in `child_environ`.
 
     Args:
-        timeouts: handed on as `PS_TIMEOUT_*`.
+        timeouts: handed on as `PS_SESSION_TIMEOUT` and the others.
         environ: the environment of this process.
     """
     kept = {name: value for name, value in environ.items() if name.startswith("PS_") or name in THREADS}

@@ -209,7 +209,7 @@ class ClusterCoordinator:
 
         Raises:
             ClosureError: one of them has failed; then no function runs any more.
-            RoundTimeout: no worker was there for `PS_TIMEOUT_ROUND`.
+            RoundTimeout: no worker was there for `PS_ROUND_TIMEOUT`.
             ServerLost: a server was lost.
         """
         with self._lock:
@@ -281,8 +281,8 @@ class ClusterCoordinator:
         session = self._session
         future = session.log_server.schedule(session.number, ClosureOrder(told=self._told))
         state = wait(session, future, lambda: None)
-        self._idle = 0.0 if state.workers else self._idle + session.timeouts.word
-        if self._idle > session.timeouts.round:
+        self._idle = 0.0 if state.workers else self._idle + session.timeouts.report_interval
+        if self._idle > session.timeouts.round_timeout:
             raise RoundTimeout(
                 f"{self._task} waits for {state.queued + state.running} closures, and no worker has been there for "
                 f"{self._idle:.0f} s; start the workers again"

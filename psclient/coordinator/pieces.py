@@ -35,7 +35,7 @@ def joined(first: Piece, more: Callable[[int], Piece]) -> bytearray:
 def wait(session: Session, future: Future[T], look: Callable[[], object]) -> T:
     """Waits for an answer without an end; looks now and then whether the wait is of use, which raises if it is not."""
     while True:
-        deadline = session.deadline(session.timeouts.word)
+        deadline = session.deadline(session.timeouts.report_interval)
         try:
             # The deadline comes before a word is said: it is `look` that speaks.
             return session.wait(future, deadline, lambda: StillWaits(""), lambda: "waits", lambda: False)

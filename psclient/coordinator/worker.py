@@ -95,7 +95,7 @@ class Worker:
 
         Raises:
             ConfigError: the coordinator has registered other functions.
-            ChiefLost: there was no chief for `PS_TIMEOUT_CHIEF`.
+            ChiefLost: there was no chief for `PS_CHIEF_TIMEOUT`.
             ServerLost: a server was lost.
         """
         self._exchange.creation.send()  # others may wait for the first values of what the script has created
@@ -109,7 +109,9 @@ class Worker:
         session = self._session
         future: Future[Taken] = session.log_server.take(session.number, self._functions, result, offset)
         if NOTICE.leaving:
-            wait_for([future], session.timeouts.beat)  # until server 0 has the result; it may have no further closure
+            wait_for(
+                [future], session.timeouts.heartbeat_interval
+            )  # until server 0 has the result; it may have no further closure
         with NOTICE.anywhere():
             return wait(session, future, session.check_chief)
 

@@ -45,7 +45,7 @@ def run(
         ps_resources: what a server takes, as Ray names it, such as `{"CPU": 2, "memory": 8e9}`; None for a CPU.
         worker_resources: what a worker takes, such as `{"CPU": 4, "GPU": 1}`; None for a CPU.
         placement: how tasks lie on nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        options: more of a cluster, as the keys of its YAML file: `replication=1`, `restarts=3`, `chief="none"`.
+        options: more of a cluster, as the keys of its YAML file: `replication_factor=2`, `restarts=3`, `chief="none"`.
 
     Raises:
         ConfigError: Ray is not installed or not initialised, or has no room; a node cannot run tasks; an option is

@@ -63,7 +63,7 @@ def end(told: CommandSettings) -> int:
     other job begins, and servers with --until-done end. Checkpoints stay. It needs the chief's certificate.
     """
     cluster = ClusterSpec({"ps": tuple(told.cluster().servers.values())})
-    timeouts = dataclasses.replace(Timeouts(), start=told.seconds, call=told.seconds)
+    timeouts = dataclasses.replace(Timeouts(), start_timeout=told.seconds, call_timeout=told.seconds)
     servers = connect(cluster, timeouts, security=told.paths().read(task_name(CHIEF)), drives=True)
     try:
         name = discard(CHIEF, servers, timeouts)
@@ -121,7 +121,7 @@ def move(told: CommandSettings, task: str, to: str, wait: float) -> int:
     """Moves a server to a process that waits for a place, while the job goes on.
 
     TASK is a server, such as ps:1. Start the process with psserver --join. The server ends once the job goes on with
-    the process. Needs PS_REPLICATION=1.
+    the process. Needs PS_REPLICATION_FACTOR=2.
     """
     server = _server(task)
     return _move_each(told, lambda places, moved: None if moved else (server, to), wait)

@@ -26,7 +26,7 @@ def checkpoints_iterator(
     """Yields the newest checkpoint in a directory, and waits for another one; those in between are left out.
 
     In any context; no servers are asked, so the directory is one of this process. The log says every
-    `PS_TIMEOUT_WORD` for what it waits.
+    `PS_REPORT_INTERVAL` for what it waits.
 
     Source: `tf.train.checkpoints_iterator`.
 
@@ -46,7 +46,7 @@ def checkpoints_iterator(
     last: str | None = None
     directory = storage_at(checkpoint_dir)
     reminder = Reminder(
-        timeouts_from().word,
+        timeouts_from().report_interval,
         lambda: log.warning("waits for a job to save a checkpoint in %s, after %s", checkpoint_dir, last or "none"),
     )
     while True:

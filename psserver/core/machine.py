@@ -116,8 +116,8 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self.registry = Registry(self.task, config.max_sessions)
         self.members = Membership(
             self.registry,
-            timeouts.lease,
-            timeouts.beat,
+            timeouts.session_timeout,
+            timeouts.heartbeat_interval,
             incarnation,
             lambda: self.rounds.epoch,
             self._holds_job,
@@ -132,7 +132,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self._handover = Handover(self.store, self.restores, root, self.rounds, self._cannot_read)
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
-        self._indices = Indices(timeouts.lease, config.max_sessions)
+        self._indices = Indices(timeouts.session_timeout, config.max_sessions)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)

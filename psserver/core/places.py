@@ -48,7 +48,8 @@ class PlaceStimuli:
             raise ConfigError("no job runs on this server: nothing is to be moved", str(self.task))
         if not self.store.copied:
             raise ConfigError(
-                "servers move only in a job whose variables have copies; start it with PS_REPLICATION=1", str(self.task)
+                "servers move only in a job whose variables have copies; start it with PS_REPLICATION_FACTOR=2",
+                str(self.task),
             )
         if server >= self.log.servers:
             raise InvalidRequest(f"the job has {self.log.servers} servers, and none with index {server}")

@@ -57,7 +57,7 @@ ENDED = {
     "failed": "it failed",
     "lost": "its lease ended",
     "replaced": "the task was started again",
-    "hung": "it beat, and held up a round for longer than PS_TIMEOUT_ROUND: its script hangs, or computes for too long",
+    "hung": "it beat, and held up a round for longer than PS_ROUND_TIMEOUT: its script hangs, or computes for too long",
 }
 
 
@@ -169,7 +169,7 @@ class Membership:
         self,
         registry: Registry,
         lease: float,
-        beat: float = Timeouts.beat,
+        beat: float = Timeouts.heartbeat_interval,
         incarnation: int = 0,
         epoch: Callable[[], Epoch | None] = lambda: None,
         held: Callable[[], bool] = lambda: False,

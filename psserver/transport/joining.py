@@ -121,8 +121,8 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
         PSError: a server refuses this process.
     """
     offers, limits = Offers(config, config.join), config.timeouts
-    where, heard, limit = ", ".join(config.join), time.monotonic(), limits.start
-    silent = Reminder(limits.word, lambda: log.warning("no server answers at %s; asks on", where))
+    where, heard, limit = ", ".join(config.join), time.monotonic(), limits.start_timeout
+    silent = Reminder(limits.report_interval, lambda: log.warning("no server answers at %s; asks on", where))
     try:
         while True:
             offered = offers.say(NOWHERE)
@@ -139,7 +139,7 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
             if offered is None:
                 silent.look()
             else:
-                heard, limit = now, limits.server
+                heard, limit = now, limits.server_timeout
                 if offered.place != NOWHERE or (offered.over and until_done):
                     return offered.place, offers.addresses
             if not pause(PAUSE_SECONDS):

@@ -223,7 +223,7 @@ class Link:
         hello = pb.LaneHello(session=self._core.incarnation, token=answer.lane_token, replaces=True, protocol=PROTOCOL)
         tls = self._config.security.client_context() if self._config.security.tls else None
         try:
-            lease = self._config.timeouts.lease
+            lease = self._config.timeouts.session_timeout
             sock = connect(host, answer.data_port, CONNECT_SECONDS, lease, True, tls, self._name)
             try:
                 sock.sendall(Message(Kind.HELLO, header=hello.SerializeToString()).head())

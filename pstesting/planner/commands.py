@@ -146,7 +146,7 @@ def _table(text: str) -> tuple[float, int]:
     "--slots", type=click.IntRange(0), default=2, show_default=True, help="Slot variables: 2 of Adam, 0 of SGD."
 )
 @click.option("--memory", default="0", show_default=True, help="Bytes that a server may hold, such as 64GB; 0: any.")
-@click.option("--copies", is_flag=True, help="Each variable has a copy on another server (PS_REPLICATION=1).")
+@click.option("--copies", is_flag=True, help="Each variable has a copy on another server (PS_REPLICATION_FACTOR=2).")
 @click.option("--lane", type=click.Choice(get_args(LaneName)), default="tcp", show_default=True, help="For pushes.")
 @click.option("--mtbf", default="90d", show_default=True, help="Mean time until a host fails.")
 @click.option("--save-every", default="10min", show_default=True, help="Time between two checkpoints.")

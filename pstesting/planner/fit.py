@@ -63,8 +63,8 @@ def _less_switches(cell: Cell, took: Timed, costs: Costs) -> Timed:
 
 def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
     """Returns what a cell takes in a simulation of so many rounds."""
-    one_host, sums = cell.rate == inf, cell.aggregation
-    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, cell.rate, one_host, aggregation=sums)
+    one_host, sums = cell.rate == inf, cell.local_reduction
+    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, cell.rate, one_host, local_reduction=sums)
     found = SimulatedJob(cluster, rounds).train()
     seconds = found.seconds / (rounds - 1)
     server = seconds * (found.use["the servers' event loops"] + found.use["the servers' array work"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pstesting.hosts import Host, HostCluster, Hosts
 from pstesting.processes import ProcessCluster
@@ -38,14 +38,14 @@ class Cell:
         workload: a training step.
         rate: bytes per second, each way, of the network of hosts of which each process has one; infinite for processes
             that share one host.
-        aggregation: True if its workers, which share a host, sum what they contribute.
+        local_reduction: True if its workers, which share a host, sum what they contribute.
     """
 
     lane: LaneName
     workers: int
     workload: Workload
     rate: float = inf
-    aggregation: bool = False
+    local_reduction: bool = False
 
     @property
     def rounds(self) -> int:
@@ -102,12 +102,12 @@ def _rounds_of(strategy: Any, name: str, dense: float, count: int, ids: int, wid
     return make_round
 
 
-def _train(cells: list[tuple[float, int, int, int, int, int]], aggregation: Literal["none", "host"]) -> None:
+def _train(cells: list[tuple[float, int, int, int, int, int]], local_reduction: bool) -> None:
     """The script of each worker: makes the rounds of one cell after the other, each once all are there."""
     import psclient as ps
     from pstesting.script import gate, say
 
-    with ps.ParameterServerStrategy(["cpu:0"], aggregation=aggregation) as strategy, strategy.scope():
+    with ps.ParameterServerStrategy(["cpu:0"], local_reduction=local_reduction) as strategy, strategy.scope():
         for number, (dense, count, ids, width, warm, rounds) in enumerate(cells):
             make_round = _rounds_of(strategy, f"cell{number}", dense, count, ids, width)
             for turn in range(warm):
@@ -137,10 +137,10 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     """
     first = cells[0]
     servers = first.workload.servers
-    jobs = {(c.lane, c.workers, c.workload.servers, c.workload.copies, c.rate, c.aggregation) for c in cells}
+    jobs = {(c.lane, c.workers, c.workload.servers, c.workload.copies, c.rate, c.local_reduction) for c in cells}
     if len(jobs) > 1:
         raise ValueError(
-            "cells of one job have one lane, network and aggregation, and the same number of workers, servers and "
+            "cells of one job have one lane, network and local_reduction, and the same number of workers, servers and "
             "copies"
         )
     said = [
@@ -158,12 +158,12 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-")))
         keys: dict[str, Any] = {"ps": servers, "workers": first.workers, "chief": "driver", "lane": first.lane}
-        keys["replication"] = first.workload.copies
+        keys["replication_factor"] = 1 + first.workload.copies
         if first.rate < inf:
             keys["launcher"] = partial(HostCluster, *_hosts_of(first, stack))
         helpers = (_rounds_of,)
         gates = [f"go{number}" for number in range(len(cells))]
-        args = said, "host" if first.aggregation else "none"
+        args = said, first.local_reduction
         job = stack.enter_context(ProcessCluster(_train, directory, args, helpers, gates=gates, **keys))
         workers = [Task("worker", index) for index in range(first.workers)]
         pids = [job.cluster.processes[Task("ps", index)].pid for index in range(servers)]

@@ -64,8 +64,8 @@ def cells_of_sums(lane: LaneName) -> list[list[Cell]]:
     small, large = Workload(1, SMALL), Workload(1, LARGE)
     few, many = SUMMED
     return [
-        [Cell(lane, few, small, aggregation=True)],
-        [Cell(lane, many, work, aggregation=True) for work in (small, large)],
+        [Cell(lane, few, small, local_reduction=True)],
+        [Cell(lane, many, work, local_reduction=True) for work in (small, large)],
     ]
 
 

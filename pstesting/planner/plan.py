@@ -94,7 +94,7 @@ class Question:
 
     def lost(self, servers: int, step: float) -> Lost:
         """Returns the time that hosts which fail cost a day, where a step takes so many seconds."""
-        lease, many = Timeouts().lease, DAY / self.between_failures
+        lease, many = Timeouts().session_timeout, DAY / self.between_failures
         noticed = lease + 0.5 + step  # and the step is made again
         server = noticed if self.copies and servers > 1 else self.save_every / 2 + self.restart
         return Lost(self.workers * many * (lease + step), servers * many * server)
@@ -113,7 +113,7 @@ class Lost:
     servers: float
 
 
-CALM = replace(PATIENT, lease=600.0)
+CALM = replace(PATIENT, session_timeout=600.0)
 """Nobody is lost in what is planned, however long a beat waits behind the pushes of its host."""
 
 
@@ -150,7 +150,7 @@ class Plan:
         one_more: with one more.
         other_copies: with copies if there are none, and without them if there are.
         slow, backed: with one worker that is slower by `SLOW`; the same with a backup worker. None for one worker.
-        summed: with `aggregation="host"`, and as many servers as are worth it then; None where no workers share a host,
+        summed: with `local_reduction=True`, and as many servers as are worth it then; None where no workers share a host,
             with rows, and where sums have no price.
     """
 
@@ -164,7 +164,7 @@ class Plan:
 
 
 def predict(
-    question: Question, servers: int, backup_workers: int = 0, slow: float = 1.0, aggregation: bool = False
+    question: Question, servers: int, backup_workers: int = 0, slow: float = 1.0, local_reduction: bool = False
 ) -> Prediction:
     """Simulates a job.
 
@@ -173,7 +173,7 @@ def predict(
         servers: number of servers.
         backup_workers: as of `ps.Sync`.
         slow: by how much worker 0 is slower.
-        aggregation: True if workers of a host sum what they contribute.
+        local_reduction: True if workers of a host sum what they contribute.
 
     Raises:
         ConfigError: it is too large to be simulated.
@@ -199,7 +199,7 @@ def predict(
         question.lane,
         question.rate,
         per_host=question.per_host,
-        aggregation=aggregation,
+        local_reduction=local_reduction,
         backup_workers=backup_workers,
         slow={0: slow} if slow != 1.0 else {},
         timeouts=CALM,
@@ -217,7 +217,7 @@ def plan(question: Question) -> Plan:
     Raises:
         ConfigError: it would be too large to be simulated.
     """
-    chosen, tried = _chosen(question, aggregation=False)
+    chosen, tried = _chosen(question, local_reduction=False)
     servers = chosen.servers
     other = replace(question, copies=not question.copies)
     several = question.workers > 1
@@ -228,18 +228,18 @@ def plan(question: Question) -> Plan:
         predict(other, servers) if servers > 1 else None,
         predict(question, servers, slow=SLOW) if several else None,
         predict(question, servers, backup_workers=1, slow=SLOW) if several else None,
-        _chosen(question, aggregation=True)[0] if question.sums else None,
+        _chosen(question, local_reduction=True)[0] if question.sums else None,
     )
 
 
-def _chosen(question: Question, aggregation: bool) -> tuple[Prediction, dict[int, Prediction]]:
+def _chosen(question: Question, local_reduction: bool) -> tuple[Prediction, dict[int, Prediction]]:
     """Returns what a job does with as many servers as are worth it, and all that was tried, by their number."""
     servers = 1 + question.copies
     while question.memory and question.held(servers) > question.memory:
         servers += 1
-    tried = {servers: predict(question, servers, aggregation=aggregation)}
+    tried = {servers: predict(question, servers, local_reduction=local_reduction)}
     while True:
-        twice = tried[2 * servers] = predict(question, 2 * servers, aggregation=aggregation)
+        twice = tried[2 * servers] = predict(question, 2 * servers, local_reduction=local_reduction)
         if twice.step_seconds > tried[servers].step_seconds * (1 - question.worth):
             return tried[servers], tried
         servers *= 2

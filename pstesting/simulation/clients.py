@@ -124,7 +124,9 @@ class SimulatedSession(Session):
     def __init__(self, scheduler: Scheduler, process: SimulatedProcess, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._scheduler, self._process = scheduler, process
-        self._patience = Patience(self.timeouts.lease, self.timeouts.beat, lambda: scheduler.now)
+        self._patience = Patience(
+            self.timeouts.session_timeout, self.timeouts.heartbeat_interval, lambda: scheduler.now
+        )
         self._standing: set[Process] = set()
         self._broken.add_done_callback(self._wake)
 
@@ -146,7 +148,7 @@ class SimulatedSession(Session):
 
         def beat() -> None:
             while self._process.alive and index not in self.hosting.gone and self._is_now(index, life, number):
-                self._scheduler.sleep(self.timeouts.beat)
+                self._scheduler.sleep(self.timeouts.heartbeat_interval)
                 try:
                     self.beat_now(index)
                     self._patience.heard(index)
@@ -159,7 +161,7 @@ class SimulatedSession(Session):
     def beat_now(self, index: int, by_itself: bool = False) -> None:
         """As `Session.beat_now`: a process that stands still in it keeps its lock."""
         while self._beating[index].locked():
-            self._scheduler.sleep(self.timeouts.beat / 100)
+            self._scheduler.sleep(self.timeouts.heartbeat_interval / 100)
         super().beat_now(index, by_itself)
 
     def _open_first(self, key: int) -> Opened:
@@ -178,7 +180,7 @@ class SimulatedSession(Session):
         process = self._scheduler.current
         while not future.done():
             self.check()
-            until = self._scheduler.now + self.timeouts.word
+            until = self._scheduler.now + self.timeouts.report_interval
             self._standing.add(process)
             process.stand(until, (future,))
             self._standing.discard(process)
@@ -296,7 +298,7 @@ class SimulatedWorker(SimulatedProcess):
         )
         self.group = Group(self.session, (Device.parse("cpu:0"),), members)
         self.exchange = Exchange(self.session, self.group)
-        if cluster.aggregation:
+        if cluster.local_reduction:
             self.exchange.sum_with(near.join(self.strand, self.exchange))  # type: ignore[arg-type]
 
     def _script(self) -> None:

@@ -12,7 +12,7 @@ from pswire.limits import Timeouts
 from pswire.model.log import Mode
 from pswire.server_options import ServerOptions
 
-PATIENT = Timeouts(round=3600.0, start=3600.0)
+PATIENT = Timeouts(round_timeout=3600.0, start_timeout=3600.0)
 """Nobody is given up because a round of many members takes long."""
 
 
@@ -28,7 +28,7 @@ class Cluster:
         rate: bytes per second of each host's network, each way.
         one_host: True if all processes share one host and its cores.
         per_host: workers that share a host where not all do.
-        aggregation: True if workers of a host sum what they contribute.
+        local_reduction: True if workers of a host sum what they contribute.
         mode: how workers make their rounds.
         backup_workers: of a round, the members that it does not wait for.
         staleness: with the mode "bounded" the most rounds that a worker may be ahead of another.
@@ -44,7 +44,7 @@ class Cluster:
     rate: float = inf
     one_host: bool = False
     per_host: int = 1
-    aggregation: bool = False
+    local_reduction: bool = False
     mode: Mode = "sync"
     backup_workers: int = 0
     staleness: int = 0

@@ -91,7 +91,7 @@ class SimulatedServer:
         self.scheduler, self.host, self.index = scheduler, host, index
         self.costs, self.lane = cluster.costs, cluster.lane_costs
         self.share = share = cluster.workload.on(index)
-        self.chunks = 1 if cluster.aggregation else share.chunks  # a sum is taken once it is whole
+        self.chunks = 1 if cluster.local_reduction else share.chunks  # a sum is taken once it is whole
         self.pushed = Sliced.of(share.pushed / self.chunks)
         self.answered = Sliced.of(SMALL + share.answered / self.chunks)
         self.loop, self.arrays = Strand(host, self), Strand(host, self)
@@ -114,7 +114,7 @@ class SimulatedServer:
         self.core._arrays = self  # type: ignore[assignment]
         self.core.others = self
         self.core.done.add_done_callback(self._over)
-        self._tick = cluster.timeouts.lease / 8
+        self._tick = cluster.timeouts.session_timeout / 8
         scheduler.after(self._tick, self._look_at_leases)
 
     @property
@@ -333,7 +333,7 @@ class Line:
 
     def _give_up(self, is_silent: Callable[[], bool]) -> None:
         if is_silent() and self._failure is None:
-            why = f"was lost: no answer at {self.address} for {self._silence:.3g} s (PS_TIMEOUT_SERVER)"
+            why = f"was lost: no answer at {self.address} for {self._silence:.3g} s (PS_SERVER_TIMEOUT)"
             self.fail(ServerLost(f"{why}; restart from a checkpoint", str(self.task)))
 
     def _lost(self) -> ServerLost:

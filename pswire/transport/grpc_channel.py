@@ -51,7 +51,9 @@ def reason(details: str, otherwise: str = "") -> str:
     return next((words for part, words in REASONS.items() if part in details), otherwise or details)
 
 
-def open_channel(address: str, security: Security, name: str, lease: float = Timeouts().lease) -> grpc.Channel:
+def open_channel(
+    address: str, security: Security, name: str, lease: float = Timeouts().session_timeout
+) -> grpc.Channel:
     """Opens a channel to a server.
 
     Args:

@@ -79,7 +79,7 @@ def connect():
 
         def connected(behind):
             thread = stack.enter_context(ServerThread(behind, ServerConfig(Task("ps", 0)), grace=0.0))
-            server = RemoteServer(thread.address, Task("ps", 0), Timeouts(lease=2.0, call=5.0))
+            server = RemoteServer(thread.address, Task("ps", 0), Timeouts(session_timeout=2.0, call_timeout=5.0))
             stack.callback(server.close)
             return server
 
@@ -131,7 +131,9 @@ def test_a_server_has_one_life():
         first = stack.enter_context(ServerThread(core(0, 100), ServerConfig(core(0).task), grace=0.0))
         servers = {}
         for verb in CALLS:
-            servers[verb] = RemoteServer(first.address, core(0).task, Timeouts(lease=20.0, call=SOON, start=SOON))
+            servers[verb] = RemoteServer(
+                first.address, core(0).task, Timeouts(session_timeout=20.0, call_timeout=SOON, start_timeout=SOON)
+            )
             stack.callback(servers[verb].close)
             assert servers[verb].open(Task("worker", len(servers)), 1, 0, False).incarnation == 100
         first.stop()
@@ -172,7 +174,7 @@ def test_a_wait_for_a_round_that_takes_too_long_says_whom_it_waits_for(tmp_path)
         here, _ = job.join(A, B)
         plan = job.approve(checkpoint("run", (0,)), here)
         pushed = here.push(plan)
-        hasty = RemoteServer(patient.address, one.task, Timeouts(round=0.2))
+        hasty = RemoteServer(patient.address, one.task, Timeouts(round_timeout=0.2))
         stack.callback(hasty.close)
         with pytest.raises(RoundTimeout, match=str(B)):
             hasty.snapshot(job.token, plan.id, "").result(SOON)

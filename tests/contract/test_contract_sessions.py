@@ -129,7 +129,7 @@ def test_a_new_first_server_is_no_obstacle(serve):
     for _ in range(3):
         job.begin()
     fresh = core(0, 50, root=servers.root, clock=servers.clock)
-    session = Session(CHIEF, [fresh, servers.verbs[1]], 0, True, Timeouts(beat=60.0))
+    session = Session(CHIEF, [fresh, servers.verbs[1]], 0, True, Timeouts(heartbeat_interval=60.0))
     session.open()
     begun = JobStarted(session.number, session.incarnations)
     for server in session.servers:

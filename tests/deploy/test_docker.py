@@ -128,7 +128,7 @@ def test_each_container_is_a_task_of_one_cluster() -> None:
 def test_containers_have_the_time_to_leave() -> None:
     """Docker's own 10 s are less than a task may take that is told to end; a limit in seconds fits it."""
     for service in RUNS.values():
-        assert int(service["stop_grace_period"].removesuffix("s")) >= Timeouts().grace + LAST_SECONDS
+        assert int(service["stop_grace_period"].removesuffix("s")) >= Timeouts().termination_grace + LAST_SECONDS
 
 
 def test_containers_may_do_little() -> None:

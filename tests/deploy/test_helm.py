@@ -58,11 +58,11 @@ WRONG = {
     '{"servers": {"count": 0}}': "servers.count",
     '{"controller": "deployment"}': "controller",
     '{"servers": {"memoryLimit": "2Gi"}}': "servers.memoryLimit",
-    '{"timeouts": {"leese": 3}}': "leese",
+    '{"timeouts": {"lease": 3}}': "lease",
     '{"checkpoints": {"root": "runs"}}': "checkpoints.root",
     '{"workers": {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": null}}}}': "memory",
-    '{"servers": {"spares": 1}}': "servers.spares needs replication: 1",
-    '{"servers": {"spares": 1}, "replication": 1, "controller": "tfjob"}': "spares needs controller: job or jobset",
+    '{"servers": {"spares": 1}}': "servers.spares needs replicationFactor: 2",
+    '{"servers": {"spares": 1}, "replicationFactor": 2, "controller": "tfjob"}': "spares needs controller: job or jobset",
 }
 
 

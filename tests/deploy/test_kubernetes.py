@@ -159,7 +159,7 @@ def test_spare_servers_wait_for_a_place(variant: str) -> None:
         flags = inside.psserver_command.make_context("psserver", words).params
         assert inside.check_addresses(flags["join"], "--join") == servers
         assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{pod.address}:2222", 2222, True)
-        assert pod.environ["PS_REPLICATION"] == "1"
+        assert pod.environ["PS_REPLICATION_FACTOR"] == "1"
         assert not {"startupProbe", "livenessProbe"} & set(pod.container)  # it serves no metrics yet
 
 
@@ -231,7 +231,7 @@ def test_pods_are_restricted(variant: str) -> None:
         assert pod.spec["automountServiceAccountToken"] is False
         assert pod.spec["serviceAccountName"] == accounts[0]["metadata"]["name"]
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec)
-        assert pod.spec["terminationGracePeriodSeconds"] >= inside.Timeouts().grace + inside.LAST_SECONDS
+        assert pod.spec["terminationGracePeriodSeconds"] >= inside.Timeouts().termination_grace + inside.LAST_SECONDS
         kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
         assert kinds <= {"secret", "projected", "persistentVolumeClaim", "emptyDir"}
         asked = pod.container["resources"]["requests"]

@@ -79,7 +79,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
         tmp_path,
         "ps: 3\nworkers: 4\nchief: none\nrestarts: 2\nscript: a.py\nargs: [--epochs, 3]\nlane: tcp\n"
         "server: {device: 'gpu:1', memory_limit: 4GiB, checkpoint_root: /tmp/x, threads: 2, shared_memory: 0}\n"
-        "timeouts: {lease: 5}\nsecurity: {token_file: 'certs/{task}/token'}\n",
+        "timeouts: {session_timeout: 5}\nsecurity: {token_file: 'certs/{task}/token'}\n",
     )
     assert load_launch_config(path) == LaunchConfig(
         ps=3,
@@ -90,7 +90,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
         args=("--epochs", "3"),
         lane="tcp",
         server=ServerOptions("gpu:1", "4GiB", "/tmp/x", 2, "0"),
-        timeouts=Timeouts(lease=5.0),
+        timeouts=Timeouts(session_timeout=5.0),
         security=SecurityOptions(token_file="certs/{task}/token"),
     )
 
@@ -99,13 +99,14 @@ BAD = {
     "wokers: 2": "key wokers is unknown; did you mean workers?",
     "zebra: 2": "key zebra is unknown; known are aggregation, args, chief",
     "server: {memory: 1}": "key of server memory is unknown; did you mean memory_limit?",
-    "timeouts: {leese: 1}": "key of timeouts leese is unknown; did you mean lease?",
+    "timeouts: {sesion_timeout: 1}": "key of timeouts sesion_timeout is unknown; did you mean session_timeout?",
+    "timeouts: {lease: 1}": "key of timeouts lease is called session_timeout now",
     "security: {tls_crt: a}": "key of security tls_crt is unknown; did you mean tls_cert?",
     "security: {token: abc}": "key of security token is unknown; did you mean token_file?",
-    "timeouts: {lease: soon}": "timeouts.lease must be a positive number of seconds, not 'soon'",
-    "timeouts: {lease: 0}": "timeouts.lease must be a positive number of seconds, not 0",
-    "timeouts: {lease: .inf}": "timeouts.lease must be a positive number of seconds, not inf",
-    "timeouts: {lease: .nan}": "timeouts.lease must be a positive number of seconds, not nan",
+    "timeouts: {session_timeout: soon}": "timeouts.session_timeout must be a positive number of seconds, not 'soon'",
+    "timeouts: {session_timeout: 0}": "timeouts.session_timeout must be a positive number of seconds, not 0",
+    "timeouts: {session_timeout: .inf}": "timeouts.session_timeout must be a positive number of seconds, not inf",
+    "timeouts: {session_timeout: .nan}": "timeouts.session_timeout must be a positive number of seconds, not nan",
     "ps: two": "ps must be a whole number from 1, not 'two'",
     "ps: true": "ps must be a whole number from 1, not True",
     "ps: 0": "ps must be a whole number from 1, not 0",

@@ -106,7 +106,7 @@ def test_a_unit_knows_how_a_task_ends(job: str) -> None:
     assert one["SyslogIdentifier"] == ["%N"]
     if job != "ps":
         (limit,) = one["TimeoutStopSec"]
-        assert int(limit.removesuffix("s")) >= Timeouts().grace + 5
+        assert int(limit.removesuffix("s")) >= Timeouts().termination_grace + 5
         assert (one["KillSignal"], one["KillMode"]) == (["SIGTERM"], ["mixed"])
 
 
@@ -278,7 +278,7 @@ def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> No
     """A worker that fails is left out of it; where all have failed nothing holds the nodes."""
     certified(tmp_path, workers=2)
     (tmp_path / "script.py").write_text(FAILING.format(failing=failing), encoding="utf-8")
-    quick = {"PS_TIMEOUT_ALONE": "12", "PS_TIMEOUT_LEASE": "4", "PS_TIMEOUT_BEAT": "0.5"}
+    quick = {"PS_NO_WORKERS_TIMEOUT": "12", "PS_SESSION_TIMEOUT": "4", "PS_HEARTBEAT_INTERVAL": "0.5"}
     done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=str(free_ports(4)), **quick)
     fails = failing == {0, 1}  # by the chief's code, or by that of a server which is ended because of it
     assert bool(done.returncode) == fails, done.stderr

@@ -197,7 +197,7 @@ def sum_into(strategy, v):
 
 def test_an_open_section_belongs_to_one_thread():
     """Another may read variables, as of the last round; it is told so if it updates, and disturbs nothing."""
-    with opened(timeouts=ps.Timeouts(call=1.0)) as single:
+    with opened(timeouts=ps.Timeouts(call_timeout=1.0)) as single:
         w = variable(single)
         with single.scope():
             result = sum_into(single, w)

@@ -16,9 +16,14 @@ STARTING = 115.0
 """Seconds that starting and ending processes may take on a busy machine, beside the deadline that is tested."""
 
 START = 2.0
-"""PS_TIMEOUT_START: how long a process waits for the others. The default is two minutes."""
+"""PS_START_TIMEOUT: how long a process waits for the others. The default is two minutes."""
 
-QUICK = {"PS_TIMEOUT_START": str(START), "PS_TIMEOUT_ROUND": "6", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}
+QUICK = {
+    "PS_START_TIMEOUT": str(START),
+    "PS_ROUND_TIMEOUT": "6",
+    "PS_SESSION_TIMEOUT": "2",
+    "PS_HEARTBEAT_INTERVAL": "0.3",
+}
 
 CLUSTER = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
 
@@ -62,7 +67,7 @@ CASES = {
     "unknown option, server": ("psserver --prot 1", r"'--prot'.*'--port'"),
     "unknown timeout": (
         "psworker fine.py",
-        r"PS_TIMEOUT_STRAT is unknown; did you mean PS_TIMEOUT_START",
+        r"PS_TIMEOUT_STRAT is unknown; did you mean PS_START_TIMEOUT",
     ),
     "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
     "no GPU, cluster": ("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
@@ -141,7 +146,7 @@ def test_a_port_in_use(tmp_path):
 @pytest.mark.parametrize("silent", [False, True], ids=["nothing listens", "silent"])
 @pytest.mark.parametrize("index", [0, 1], ids=["chief", "worker"])
 def test_a_server_that_cannot_be_reached(tmp_path, silent, index):
-    """A worker, also the one that is chief, gives up after PS_TIMEOUT_START, and names the task and its address."""
+    """A worker, also the one that is chief, gives up after PS_START_TIMEOUT, and names the task and its address."""
     (tmp_path / "fine.py").write_text(FINE)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

@@ -104,7 +104,7 @@ def test_each_pass_gives_each_example_once(dynamic):
     [
         (ps.Sync(), "another", ("ps.BoundedStaleness(1)", "ps.BoundedStaleness(2)", str(W0), str(W1))),
         (ps.Sync(), "rounds", ("ps.BoundedStaleness(1)", "before round 1", f"{W1} makes round 1")),
-        (ps.Async(), "rounds", ("ps.BoundedStaleness(1)", "PS_TIMEOUT_ROUND", f"{W1} did not")),
+        (ps.Async(), "rounds", ("ps.BoundedStaleness(1)", "PS_ROUND_TIMEOUT", f"{W1} did not")),
     ],
 )
 def test_who_does_not_make_the_change_is_named(first, others, words):
@@ -124,7 +124,7 @@ def test_who_does_not_make_the_change_is_named(first, others, words):
         except ps.errors.Diverged as error:
             return str(error)
 
-    timeouts = PATIENT if first == ps.Sync() else replace(PATIENT, lease=2.0, round=6.0)
+    timeouts = PATIENT if first == ps.Sync() else replace(PATIENT, session_timeout=2.0, round_timeout=6.0)
     with InProcessCluster(2, 2, timeouts=timeouts) as cluster:
         for told in in_threads(differ, cluster=cluster, consistency=first, timeouts=timeouts):
             assert all(word in told for word in words), told

@@ -68,7 +68,7 @@ from tests.kit.rig import (
 from tests.kit.storage import BUCKET, object_store
 
 DYING = Path(__file__).parent.parent / "kit" / "faulty_servers.py"
-CALM = Timeouts(lease=60.0, call=10.0, round=180.0)
+CALM = Timeouts(session_timeout=60.0, call_timeout=10.0, round_timeout=180.0)
 
 
 # ---- Processes ----
@@ -315,7 +315,10 @@ def test_a_save_that_takes_longer_than_a_round_may(tmp_path, caplog, monkeypatch
         put(self, path, data)
 
     monkeypatch.setattr(storage.Directory, "put", late)
-    with serving("grpc", 2, str(tmp_path)) as servers, driving(servers, replace(CALM, round=0.2, word=0.2)) as worker:
+    with (
+        serving("grpc", 2, str(tmp_path)) as servers,
+        driving(servers, replace(CALM, round_timeout=0.2, report_interval=0.2)) as worker,
+    ):
         plan = checkpoint("run/ckpt-1", (0, 1))
         if what == "its round":
             servers.verbs[0].propose(worker.session, plan, "", None)

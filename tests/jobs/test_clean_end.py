@@ -50,7 +50,7 @@ def test_a_server_that_starts_a_lease_after_the_others():
             result = pool.submit(work)
             until(lambda: status.status().chief < SECONDS, SECONDS, lambda: str(status.status()))
             began = time.monotonic()
-            until(lambda: time.monotonic() > began + QUICK.lease + 1, SECONDS, lambda: "")
+            until(lambda: time.monotonic() > began + QUICK.session_timeout + 1, SECONDS, lambda: "")
             waited.set()
             servers.append(start_server(1, int(late.rpartition(":")[2]), until_done=False, timeouts=QUICK)[0])
             assert result.result(SECONDS) == (1.0, 1.0)
@@ -62,7 +62,7 @@ def test_a_server_that_starts_a_lease_after_the_others():
             process.stdout.close()
 
 
-ALONE = replace(QUICK, alone=4.0)
+ALONE = replace(QUICK, no_workers_timeout=4.0)
 """Longer than a lease: whoever is lost is known to be lost by then."""
 
 KEYS = {"workers": 2, "chief": "driver", "gates": ["on"], "timeouts": ALONE}
@@ -114,7 +114,7 @@ def test_servers_that_nobody_calls_end(tmp_path):
         job.open("on")
         assert [job.exited(task) for task in (W0, CHIEF)] == [SERVER_LOST] * 2
         for task in left:
-            job.hear_error(task, "nobody has been here for 4 s (PS_TIMEOUT_ALONE), so that this server ends")
+            job.hear_error(task, "nobody has been here for 4 s (PS_NO_WORKERS_TIMEOUT), so that this server ends")
             assert job.exited(task) == 0
 
 
@@ -226,9 +226,9 @@ def train_once(resolver=None):
     return weakref.ref(strategy), float(value[0])
 
 
-def strategies_one_after_the_other(aggregation, count):
+def strategies_one_after_the_other(local_reduction, count):
     """Each is a job of its own: it finds none of the variables of the one before."""
-    os.environ["PS_AGGREGATION"] = aggregation
+    os.environ["PS_LOCAL_REDUCTION"] = local_reduction
     servers = [start_server(task, until_done=False, timeouts=CALM) for task in range(2)]
     spec = ps.ClusterSpec({"ps": tuple(address for _, address in servers), "worker": ("127.0.0.1:0",)})
     check, strategies = holding(), []
@@ -248,8 +248,8 @@ def strategies_one_after_the_other(aggregation, count):
 
 def leave_nothing():
     """In a process of its own: in that of the tests, what other tests have left may begin and end."""
-    strategies_one_after_the_other("none", 4)
-    strategies_one_after_the_other("host", 3)  # a leak of one descriptor for each job is seen by the third
+    strategies_one_after_the_other("0", 4)
+    strategies_one_after_the_other("1", 3)  # a leak of one descriptor for each job is seen by the third
     check = holding()
     for _ in range(3):  # with servers of their own
         assert train_once()[1] == -6.0
@@ -295,7 +295,7 @@ def test_a_script_that_fails_ends_its_job(tmp_path, ps_tasks):
             assert f"the script of {W1} ended with KeyError: 'my bug'" in job.errors(task)
         assert job.exited(W1) == 1
         assert "KeyError: 'my bug'" in job.errors(W1)
-        assert "PS_REPLICATION" not in "".join(map(job.errors, (W0, W1, W2, CHIEF, PS0)))
+        assert "PS_REPLICATION_FACTOR" not in "".join(map(job.errors, (W0, W1, W2, CHIEF, PS0)))
 
 
 def test_others_go_on_where_something_starts_it_again(tmp_path):

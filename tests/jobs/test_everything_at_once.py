@@ -21,8 +21,8 @@ from tests.kit.internals import Task
 
 WORKERS = (W0, W1, W2, Task("worker", 3))
 
-SHORT = ps.Timeouts(lease=2.0, beat=0.25, round=7.0, word=0.5)
-LONG = ps.Timeouts(lease=3.0, beat=0.6, round=10.0)
+SHORT = ps.Timeouts(session_timeout=2.0, heartbeat_interval=0.25, round_timeout=7.0, report_interval=0.5)
+LONG = ps.Timeouts(session_timeout=3.0, heartbeat_interval=0.6, round_timeout=10.0)
 
 
 def recorded():
@@ -143,7 +143,7 @@ def test_a_connection_a_worker_and_a_server_fail(tmp_path, faults):
                 case "pause", [server, round]:
                     job.pause((PS0, PS1)[server])
                     job.open(f"0 at {round}")
-                    time.sleep(2 * timeouts.lease)
+                    time.sleep(2 * timeouts.session_timeout)
                     job.resume((PS0, PS1)[server])
                 case "wake", [round]:  # only now the worker that hung ends, because it is told that it was given up
                     assert job.cluster.processes[W2].poll() is None

@@ -335,10 +335,10 @@ def test_a_worker_that_joins_runs_what_a_coordinator_schedules(tmp_path):
 
 def test_copies_and_the_job_s_name_need_not_be_told(tmp_path):
     """Who joins learns from the servers that variables have copies, and finds those that are left when one is lost."""
-    keys = GOES_ON | {"ps": 2, "replication": 1, "timeouts": QUICK}
+    keys = GOES_ON | {"ps": 2, "replication_factor": 2, "timeouts": QUICK}
     with ProcessCluster(stay, tmp_path, (3,), **keys) as job:
         job.hear(W0, "made", 3)
-        joins(job, W1, server=PS1, PS_REPLICATION="0")
+        joins(job, W1, server=PS1, PS_REPLICATION_FACTOR="1")
         job.kill(PS0)
         job.hear_error(W0, f"goes on without {PS0}")
         joins(job, W2, server=PS1)  # by the server that keeps the sessions now

@@ -14,7 +14,7 @@ from tests.kit import shell
 from tests.kit.internals import VERBS, Done, JobStarted, Lost, Security, ServerConfig, ServerThread, Task
 from tests.kit.rig import CHIEF, core
 
-HASTY = {"PS_TIMEOUT_START": "2", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}
+HASTY = {"PS_START_TIMEOUT": "2", "PS_SESSION_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.3"}
 """A process waits for two seconds for what is not there."""
 
 TOKEN = Security(token="0123456789abcdef")
@@ -76,10 +76,10 @@ class Page(BaseHTTPRequestHandler):
 
 
 def test_nobody_is_there(tmp_path):
-    """After PS_TIMEOUT_START it ends with 1: another attempt may help."""
+    """After PS_START_TIMEOUT it ends with 1: another attempt may help."""
     with silent() as address:
         done = join(tmp_path, address)
-    says = rf"no job to join at {address} for 2 s \(PS_TIMEOUT_START\): no answer at {address} .*correct --join"
+    says = rf"no job to join at {address} for 2 s \(PS_START_TIMEOUT\): no answer at {address} .*correct --join"
     check(done, 1, says)
 
 
@@ -94,7 +94,7 @@ def test_another_program_is_there(tmp_path):
     check(done, 1, r"there is no job to join at 127.0.0.1:\d+ for 2 s .*correct --join")
 
 
-NOT_BEGUN = r"for 2 s \(PS_TIMEOUT_START\): no chief has begun a job there yet; start its servers and its chief"
+NOT_BEGUN = r"for 2 s \(PS_START_TIMEOUT\): no chief has begun a job there yet; start its servers and its chief"
 LOST = r"the job there has lost a server, and is not begun anew yet: was lost; start its servers"
 OLD_CHIEF = r"the chief that began this job is of an older version, .* begun anew with this version"
 NO_TOKEN = r"/job:ps/task:0: .*token.*PS_TOKEN_FILE"
@@ -125,7 +125,7 @@ def test_another_job(tmp_path):
     with server(name="theirs") as thread, silent() as gone:
         done = join(tmp_path, thread.address, PS_JOB="mine")
         check(done, 2, r"to join the job 'mine' \(PS_JOB\), and the servers at .* hold the job 'theirs'; unset PS_JOB")
-        done = join(tmp_path, f"{gone},{thread.address}", PS_TIMEOUT_START="30")
+        done = join(tmp_path, f"{gone},{thread.address}", PS_START_TIMEOUT="30")
     joined(done, '"task": {"type": "worker", "index": 2}', f'"ps": ["{thread.address}"]')
 
 

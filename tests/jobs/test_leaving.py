@@ -18,7 +18,7 @@ from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W
 from pstesting.script import add, add_all, gate, say
 from tests.kit.internals import STEP
 
-SOON = CALM.lease / 2
+SOON = CALM.session_timeout / 2
 """Far above what any of this takes: who waits for a lease is found out."""
 
 KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": CALM}
@@ -106,7 +106,7 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
 def test_a_leaving_worker_that_is_killed(tmp_path):
     """It was to leave with the next step and dies before that: the others wait for its lease, as for anybody's."""
     args = (60, 6, 1, [[0, 3, "go"], [0, 4, "next"]])
-    keys = KEYS | {"timeouts": replace(QUICK, grace=SECONDS)}
+    keys = KEYS | {"timeouts": replace(QUICK, termination_grace=SECONDS)}
     with ProcessCluster(visit, tmp_path, args, gates=["go", "next"], **keys) as job:
         for task in ALL:
             job.hear(task, "at")

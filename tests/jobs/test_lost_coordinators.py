@@ -269,7 +269,7 @@ def test_a_coordinator_that_is_started_again(tmp_path):
 
 def test_nobody_coordinates_any_more(tmp_path):
     """A worker waits for a coordinator as for a chief, and says so then."""
-    keys = KEYS | {"timeouts": replace(QUICK, chief=2.0)}
+    keys = KEYS | {"timeouts": replace(QUICK, chief_timeout=2.0)}
     with ProcessCluster(schedule, tmp_path, [""], gates=["go"], **keys) as job:
         job.hear(CHIEF, "steps")
         job.kill(CHIEF)

@@ -32,7 +32,7 @@ from tests.kit.internals import OUTLIVED, SERVER_LOST, Task
 from tests.kit.telemetry import Page
 
 PS2 = Task("ps", 2)
-KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": CALM, "gates": ["go 20"]}
+KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication_factor": 2, "timeouts": CALM, "gates": ["go 20"]}
 OTHER = {PS0: PS1, PS1: PS0}
 EITHER = pytest.mark.parametrize("lost", [PS0, pytest.param(PS1, marks=pytest.mark.soak)], ids=str)
 
@@ -191,7 +191,7 @@ def test_a_server_without_copies_that_is_replaced(tmp_path, server):
 
     One worker comes back before the chief: it is as new as all others, and drives nothing, since nothing is left.
     """
-    keys = {**KEYS, "replication": 0, "timeouts": QUICK}
+    keys = {**KEYS, "replication_factor": 1, "timeouts": QUICK}
     with ProcessCluster(learn, tmp_path, (22, [20], 3, "run", 4), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", 20)
@@ -203,7 +203,7 @@ def test_a_server_without_copies_that_is_replaced(tmp_path, server):
             assert job.exited(task) == SERVER_LOST
         job.start(W1)
         job.hear_error(W1, "waits for a chief to begin the job")
-        time.sleep(2 * DEPUTY_BEATS * QUICK.beat)
+        time.sleep(2 * DEPUTY_BEATS * QUICK.heartbeat_interval)
         assert "nobody drives the job any more" not in job.errors(W1)
         job.start(CHIEF)
         job.start(W0)
@@ -225,7 +225,7 @@ def test_what_is_saved_without_a_server_is_whole(tmp_path, lost):
         for task in (W0, W1):
             assert job.hear(task, "is") == values(25)
             assert job.exited(task) == 0
-    kept = {**KEYS, "replication": 0, "ps": 1, "gates": []}
+    kept = {**KEYS, "replication_factor": 1, "ps": 1, "gates": []}
     with ProcessCluster(learn, tmp_path, (25, [], 3, "run"), **kept) as job:
         for task in (W0, W1):
             assert job.hear(task, "is") == values(25)
@@ -375,11 +375,11 @@ def test_undisturbed_servers_never_differ(tmp_path):
 @pytest.mark.parametrize("consistency", [ps.Async(), ps.Sync(whole_rounds=False)], ids=str)
 def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
     """Other consistencies are refused at once, with what to write instead."""
-    environ["PS_REPLICATION"] = "1"
+    environ["PS_REPLICATION_FACTOR"] = "1"
     with InProcessCluster(2) as cluster, pytest.raises(ps.errors.ConfigError) as refused:
         ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=consistency)
-    assert "PS_REPLICATION=1 needs rounds that have the same contributions on all servers" in str(refused.value)
-    assert "take consistency=ps.Sync(), or set PS_REPLICATION=0" in str(refused.value)
+    assert "PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers" in str(refused.value)
+    assert "take consistency=ps.Sync(), or set PS_REPLICATION_FACTOR=1" in str(refused.value)
 
 
 # ---- Servers that do not reach one another ----
@@ -400,8 +400,8 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack, words):
     relays = [Relay(stack, APART), Relay(stack, APART)]
     between = [relay.address for relay in relays]
     # What is cut is found when a call has ended; and nobody is lost on a machine that others use.
-    timeouts = dataclasses.replace(QUICK, server=SECONDS)
-    keys = {**KEYS, "replication": 0, "timeouts": timeouts, "gates": ["go 3"], "between": between}
+    timeouts = dataclasses.replace(QUICK, server_timeout=SECONDS)
+    keys = {**KEYS, "replication_factor": 1, "timeouts": timeouts, "gates": ["go 3"], "between": between}
     with ProcessCluster(learn, tmp_path, (8, [3]), **keys) as job:
         for server in (PS0, PS1):
             answer_all(stack, APART, lane_port(job, server), words)

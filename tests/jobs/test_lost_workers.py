@@ -20,7 +20,7 @@ from tests.kit.shell import sockets_of
 
 W3 = Task("worker", 3)
 
-LEASE = QUICK.lease
+LEASE = QUICK.session_timeout
 
 
 def endure(rounds, stops, leaves, elements=4, stall=None, whole=True, rates=None):
@@ -350,7 +350,7 @@ def test_all_die_and_come_back(tmp_path, seed):
     servers = [Task("ps", index) for index in range(3)]
     deaths = dict.fromkeys((W0, W1, W2, CHIEF, *servers), 0)
     rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
-    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication": 1}
+    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication_factor": 2}
     with ProcessCluster(
         endure, tmp_path, (900, [], [], 50_000, None, True, rates), **keys
     ) as job:  # so many that all are there in the end

@@ -142,7 +142,9 @@ def end():
 
 def test_a_lost_answer_at_the_end(tmp_path):
     """A server that has ended is not waited for until a lease is over, or a call's time."""
-    with ProcessCluster(end, tmp_path, ps=2, workers=1, timeouts=ps.Timeouts(lease=90.0, call=90.0)) as job:
+    with ProcessCluster(
+        end, tmp_path, ps=2, workers=1, timeouts=ps.Timeouts(session_timeout=90.0, call_timeout=90.0)
+    ) as job:
         job.hear(W0, "lost", True)
         job.finish()  # in less than these
 

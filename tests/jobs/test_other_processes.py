@@ -306,7 +306,7 @@ def forks_in_a_job():
 
     from tests.kit.children import doubled
 
-    with ps.ParameterServerStrategy(aggregation="host") as strategy:
+    with ps.ParameterServerStrategy(local_reduction=True) as strategy:
         with strategy.scope():
             v = ps.Variable(np.zeros(200_000, "float32"), name="v", aggregation=ps.VariableAggregation.SUM)
         for _ in range(4):

@@ -149,7 +149,7 @@ def test_all_processes_have_one_consistency(one, other):
         meet(told)
 
     with InProcessCluster(1, 2, timeouts=PATIENT) as cluster, ThreadPoolExecutor(1) as pool:
-        alone = replace(PATIENT, first=0.5, alone=0.5)  # the other never comes
+        alone = replace(PATIENT, first_worker_timeout=0.5, no_workers_timeout=0.5)  # the other never comes
         first = pool.submit(in_threads, begin, 1, cluster=cluster, consistency=eval(one), timeouts=alone)
         meet(opened)
         words = f"{W1} runs with {other}, and {W0} with {one}; give every process of the job the same consist"
@@ -306,7 +306,7 @@ def test_a_killed_straggler_releases_the_others_and_comes_back(tmp_path):
         began = time.monotonic()
         job.kill(W1)
         job.hear(W0, "at", 15)
-        assert time.monotonic() - began < 2 * QUICK.lease + MARGIN
+        assert time.monotonic() - began < 2 * QUICK.session_timeout + MARGIN
         job.open("go1")
         job.start(W1)
         # It begins where the other is, and gets two rounds ahead of it.
@@ -333,7 +333,7 @@ def test_workers_on_different_servers_keep_step():
         ended.wait()
         return [v.numpy().tolist() for v in both]
 
-    rare = replace(PATIENT, beat=PATIENT.lease / 3)  # a test that waits for beats takes minutes
+    rare = replace(PATIENT, heartbeat_interval=PATIENT.session_timeout / 3)  # a test that waits for beats takes minutes
     options = {"consistency": ps.BoundedStaleness(0), "ps_strategy": "round_robin", "timeouts": rare}
     began = time.monotonic()
     assert in_threads(push, **options) == [[[10.0] * 2] * 2] * 2
@@ -364,12 +364,12 @@ def test_who_has_no_data_left_is_not_waited_for():
 @pytest.mark.soak
 def test_who_hangs_is_left_out(tmp_path):
     """It holds the others up for as long as a round may take, and no longer."""
-    timeouts = replace(QUICK, lease=2.0, round=6.0)
+    timeouts = replace(QUICK, session_timeout=2.0, round_timeout=6.0)
     keys = {"workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": timeouts}
     with ProcessCluster(learn, tmp_path, (10, "ps.BoundedStaleness(1)", [[1, 1, "go1"]]), **keys) as job:
         job.hear(W0, "done", 10)
         job.open("go1")
         job.open("end")
         assert job.exited(W1) == 1
-        assert "held up a round for longer than PS_TIMEOUT_ROUND" in job.errors(W1)
+        assert "held up a round for longer than PS_ROUND_TIMEOUT" in job.errors(W1)
         assert job.exited(W0) == 0

@@ -33,7 +33,7 @@ def count(rounds, lives):
     say("sums", [float(v[0]), float(u[0])])
 
 
-TIMEOUTS = dataclasses.replace(QUICK, server=2 * QUICK.lease)
+TIMEOUTS = dataclasses.replace(QUICK, server_timeout=2 * QUICK.session_timeout)
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": TIMEOUTS, "gates": ["go0", "go1"]}
 
@@ -71,7 +71,7 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, second):
 
 def test_a_server_with_copies_is_replaced_alone(tmp_path):
     """The job goes on without it meanwhile, and takes it back; nobody else is started again."""
-    keys = {**KEYS, "replication": 1, "restarts": 1}
+    keys = {**KEYS, "replication_factor": 2, "restarts": 1}
     with ProcessCluster(count, tmp_path, (40, 1), **keys) as job, ThreadPoolExecutor(1) as pool:
         for task in (W0, W1):
             job.hear(task, "at")
@@ -92,7 +92,7 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
 @pytest.mark.parametrize("restarts", [2, pytest.param(0, marks=pytest.mark.soak)], ids=["replaced", "not replaced"])
 def test_a_server_and_its_copy_are_lost(tmp_path, restarts):
     """The job goes back to its checkpoint, bit for bit; without restarts every process ends, and says what was lost."""
-    keys = {**KEYS, "replication": 1, "restarts": restarts, "gates": ["go 20"]}
+    keys = {**KEYS, "replication_factor": 2, "restarts": restarts, "gates": ["go 20"]}
     with ProcessCluster(learn, tmp_path, (24, [20], 3, "run", 5), **keys) as job, ThreadPoolExecutor(1) as pool:
         for task in (W0, W1):
             assert job.hear(task, "begins") == 0

@@ -185,9 +185,9 @@ def test_a_task_that_fails_is_started_again(cluster: Callable[..., SshCluster]) 
     """On its host, and a server at its address; with the variables of this package, and the working directory."""
     text = (
         "import socket\nif me and not os.path.exists('m'):\n    open('m', 'w')\n    sys.exit(3)\n"
-        "print(me, os.environ['PS_TIMEOUT_CALL'], os.getcwd() == os.path.dirname(os.path.abspath('script.py')))"
+        "print(me, os.environ['PS_CALL_TIMEOUT'], os.getcwd() == os.path.dirname(os.path.abspath('script.py')))"
     )
-    with cluster(text, restarts=2, timeouts=Timeouts(call=77.0)) as running:
+    with cluster(text, restarts=2, timeouts=Timeouts(call_timeout=77.0)) as running:
         before = dict(running.addresses)
         running.kill(Task("ps", 1))
         assert running.wait(SOON) == Outcome(0)

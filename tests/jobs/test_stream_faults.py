@@ -105,7 +105,7 @@ class Streams(Site):
 
     def again(self, *interceptors):
         """The other member's push on a connection of its own."""
-        timeouts = Timeouts(lease=4.0, call=10.0, round=SOON)
+        timeouts = Timeouts(session_timeout=4.0, call_timeout=10.0, round_timeout=SOON)
         server = RemoteServer(self.thread.address, self.core.task, timeouts, interceptors)
         self._stack.callback(server.close)
         return self.push(self.other, 10, server)

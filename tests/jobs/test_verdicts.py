@@ -77,7 +77,9 @@ def standing_by(job):
 def test_a_chief_whose_place_is_taken_by_one_that_stands_by(tmp_path):
     """At once, whether it was told to end or was killed: no worker takes over; all sums are exact."""
     stops = KNOWN, (1, 0), (2, 0)
-    unhurried = replace(CALM, beat=3.0)  # a worker waits for two beats, one that stands by for little more than one
+    unhurried = replace(
+        CALM, heartbeat_interval=3.0
+    )  # a worker waits for two beats, one that stands by for little more than one
     with driven(tmp_path, *stops, timeouts=unhurried) as job, job.server(PS0) as server:
         first = standing_by(job)
         job.open("0.2")
@@ -91,7 +93,7 @@ def test_a_chief_whose_place_is_taken_by_one_that_stands_by(tmp_path):
             chief.send_signal(number or signal.SIGKILL)
             job.open(f"{stop[0]}.{stop[1]}")
             job.until(lambda known=known: server.status().log > known)  # the first decision of the next chief
-            assert time.monotonic() - began < CALM.lease / 2
+            assert time.monotonic() - began < CALM.session_timeout / 2
         for task in (W0, W1):
             assert job.hear(task, "sums") == SUMS
             assert job.exited(task) == 0
@@ -192,7 +194,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
     anybody is there, and told that it is over.
     """
     stops, gates = [(0, 5, "0 at 5"), (0, 8, "0 at 8")], ["0 at 5", "0 at 8"]
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": QUICK}
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "replication_factor": 2, "timeouts": QUICK}
     with ProcessCluster(learn, tmp_path, (20, "ps.Sync()", stops), **keys, gates=gates) as job:
         servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
         psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
@@ -304,11 +306,17 @@ def ended(job):
 
 
 def test_a_refused_connection_may_be_silence(tmp_path):
-    """Behind a proxy nobody knows who refuses: with PS_REFUSED=silence it takes as long as silence does."""
-    timeouts = dataclasses.replace(QUICK, server=4.0)
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "more": {"PS_REFUSED": "silence"}}
+    """Behind a proxy nobody knows who refuses: with PS_CONNECTION_REFUSED=silence it takes as long as silence does."""
+    timeouts = dataclasses.replace(QUICK, server_timeout=4.0)
+    keys = {
+        "ps": 2,
+        "workers": 2,
+        "chief": "driver",
+        "timeouts": timeouts,
+        "more": {"PS_CONNECTION_REFUSED": "silence"},
+    }
     with ProcessCluster(learn, tmp_path, (20, "ps.Sync()", [(1, 5, "1 at 5")]), **keys, gates=["1 at 5"]) as job:
         job.hear(W1, "at", 5)
         job.kill(PS1)
-        assert "PS_TIMEOUT_SERVER" in job.hear_error(W0, f"error: {PS1}: was lost")
-        assert "PS_TIMEOUT_SERVER" in job.hear_error(CHIEF, f"error: {PS1}: was lost")
+        assert "PS_SERVER_TIMEOUT" in job.hear_error(W0, f"error: {PS1}: was lost")
+        assert "PS_SERVER_TIMEOUT" in job.hear_error(CHIEF, f"error: {PS1}: was lost")

@@ -44,10 +44,21 @@ from tests.kit.storage import write_checkpoint
 CHIEF, PS0 = Task("chief", 0), Task("ps", 0)
 W0, W1 = Task("worker", 0), Task("worker", 1)
 
-PATIENT = ps.Timeouts(beat=0.1, call=SOON, round=SOON, word=0.05, chief=SOON, start=SOON, alone=SOON, first=SOON)
+PATIENT = ps.Timeouts(
+    heartbeat_interval=0.1,
+    call_timeout=SOON,
+    round_timeout=SOON,
+    report_interval=0.05,
+    chief_timeout=SOON,
+    start_timeout=SOON,
+    no_workers_timeout=SOON,
+    first_worker_timeout=SOON,
+)
 """Waits end when the other comes."""
 
-HASTY = replace(PATIENT, round=0.5, chief=0.5, start=0.5, alone=0.5, first=0.5)
+HASTY = replace(
+    PATIENT, round_timeout=0.5, chief_timeout=0.5, start_timeout=0.5, no_workers_timeout=0.5, first_worker_timeout=0.5
+)
 """Waits end at their deadlines."""
 
 
@@ -516,7 +527,7 @@ def heard(caplog, environ, leaves_soon):
     """What background work says is no warning; a worker whose script fails is started again."""
     caplog.set_level("INFO")
     environ["PS_SCRIPT_ERROR"] = "leave"
-    environ["PS_TIMEOUT_WORD"] = str(PATIENT.word)
+    environ["PS_REPORT_INTERVAL"] = str(PATIENT.report_interval)
 
 
 def named(site: Site, caplog: pytest.LogCaptureFixture, text: str) -> bool:

@@ -149,7 +149,7 @@ class Losses:
             relay.cut()
         go_on.touch()  # what it pushes now arrives nowhere
         if one and self._lags == 1:
-            time.sleep(1.5 * QUICK.lease)
+            time.sleep(1.5 * QUICK.session_timeout)
             assert max(self._job.said(W0, "did")) < round
         else:
             self._await(round)
@@ -264,13 +264,13 @@ def test_a_worker_of_the_host_is_lost(tmp_path, how, elements, sends, server):
     All that was answered to the lost worker counts, and at most one contribution more. The others push by themselves
     what it has gathered and not sent. A worker that stood still is told that it is out.
     """
-    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "aggregation": "host", "gates": ["never"]}
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "local_reduction": True, "gates": ["never"]}
     with ProcessCluster(endure_in_sums, tmp_path, (elements, sends, server), **keys) as job:
         job.until(lambda: any(job.said(task, "holds") for task in WORKERS))
         gone = next(task for task in WORKERS if job.said(task, "holds"))
         others = [task for task in WORKERS if task != gone]
         job.kill(gone, how)
-        goes_on(job, others, 3 * QUICK.lease)
+        goes_on(job, others, 3 * QUICK.session_timeout)
         if how == signal.SIGSTOP:
             job.kill(gone, signal.SIGCONT)
             job.kill(gone)

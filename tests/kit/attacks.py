@@ -402,7 +402,7 @@ class Process(Site):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PS_TIMEOUT_LEASE": "600", "PS_TIMEOUT_ROUND": "1800"},
+            env={**os.environ, "PS_SESSION_TIMEOUT": "600", "PS_ROUND_TIMEOUT": "1800"},
         )
         stack.callback(_end, popen)
         assert popen.stdout is not None

@@ -24,7 +24,7 @@ from tests.kit.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")
 PS0 = Task("ps", 0)
-HASTY = inside.Timeouts(start=60.0, call=10.0, lease=10.0, round=30.0)
+HASTY = inside.Timeouts(start_timeout=60.0, call_timeout=10.0, session_timeout=10.0, round_timeout=30.0)
 """A refusal has to come long before these."""
 
 

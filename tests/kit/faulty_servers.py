@@ -94,7 +94,7 @@ def main(point: str, kind: str, *args: str) -> None:
 
         config = parse_tf_config(args[0])
         assert config is not None
-        drive(config, Timeouts(lease=60.0), security_from("chief-0"), "", "lost")
+        drive(config, Timeouts(session_timeout=60.0), security_from("chief-0"), "", "lost")
 
 
 if __name__ == "__main__":

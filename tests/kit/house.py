@@ -163,7 +163,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     # A coordinator, and a worker whose closure needs a result; one that is idle waits for the coordinator's script.
     "psclient.coordinator.pieces.wait": ("for_closures",),
     "psclient._src.chief.driver.Chief.stop": ("for_others_that_never_came", "for_others_to_leave"),
-    # A chief alone. It waits for its workers until PS_TIMEOUT_FIRST, or PS_TIMEOUT_ALONE.
+    # A chief alone. It waits for its workers until PS_FIRST_WORKER_TIMEOUT, or PS_NO_WORKERS_TIMEOUT.
     "psclient._src.chief.driver.Chief._watch": ("for_workers",),
     "psclient._src.chief.checkpoints.CheckpointCommitter._awaited": ("for_a_shard",),
     # Whoever starts processes. Scripts may take as long as they like.
@@ -287,7 +287,7 @@ BRIEF: dict[str, str] = {
     "psserver.transport.joining._answer": "at most ASK_SECONDS",
     "psserver.transport.joining.StandingOffer._run": "the pause between two offers",
     "psserver.transport.joining.StandingOffer.close": "at most twice ASK_SECONDS",
-    "psserver.cli._until_end": "for the end of the job, on purpose without one where it has none; PS_TIMEOUT_ALONE",
+    "psserver.cli._until_end": "for the end of the job, on purpose without one where it has none; PS_NO_WORKERS_TIMEOUT",
     "psserver.cli._tick": "the pause between two looks",
     "psserver.transport.health.Health._look": "the pause between two looks",
     "psserver.transport.server.serve": "for whoever runs the server to end it",

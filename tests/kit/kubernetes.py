@@ -282,7 +282,7 @@ LARGE = {
     "args": ["--threads=4"],
     "resources": {"requests": {"cpu": "4", "memory": "12Gi"}, "limits": {"memory": "16Gi"}},
 }
-SPARE = {"replication": 1, "servers": {"spares": 1}}
+SPARE = {"replicationFactor": 2, "servers": {"spares": 1}}
 ISSUED = {"certificates": {"source": "cert-manager"}}
 WATCHED = {"serviceMonitor": {"enabled": True}, "alarms": {"enabled": True}}
 BUCKET = {"checkpoints": {"root": "s3://bucket/run"}, "environment": {"AWS_REGION": "eu-central-1"}}

@@ -181,7 +181,7 @@ class Site:
 
     def connect(self, lane: LaneName, security: Security | None = None) -> RemoteServer:
         """One more connection."""
-        timeouts = inside.Timeouts(lease=self.lease, call=10.0, round=SOON)
+        timeouts = inside.Timeouts(session_timeout=self.lease, call_timeout=10.0, round_timeout=SOON)
         server = RemoteServer(
             self._address, inside.Task("ps", 0), timeouts, lane=lane, security=security or self._security
         )

@@ -23,7 +23,7 @@ from tests.kit.internals import ALL, Core, Input, PlacedVariable, Plan, Program,
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
-BEAT = inside.Timeouts.beat
+BEAT = inside.Timeouts.heartbeat_interval
 SOON = 60.0
 """Seconds within which whatever can be answered is, on a machine that others use."""
 
@@ -58,7 +58,7 @@ def core(
         Task("ps", server),
         memory_limit=memory_limit,
         checkpoint_root=str(root),
-        timeouts=inside.Timeouts(lease=lease),
+        timeouts=inside.Timeouts(session_timeout=lease),
         **{"kernel_cache": os.environ.get("PS_KERNEL_CACHE", ""), **more},
     )
     made = Core(config, incarnation or 100 + server, clock or Clock(), submit, files)
@@ -145,7 +145,7 @@ def remote(
 ) -> Iterator[inside.RemoteServer]:
     """A core behind a real connection."""
     with inside.ServerThread(behind, inside.ServerConfig(behind.task, port=port), grace=0.0) as thread:
-        timeouts = inside.Timeouts(lease=4.0, call=10.0, round=SOON)
+        timeouts = inside.Timeouts(session_timeout=4.0, call_timeout=10.0, round_timeout=SOON)
         server = inside.RemoteServer(thread.address, behind.task, timeouts, lane=lane, streams=streams)
         try:
             yield server

@@ -55,7 +55,15 @@ COSTS = Costs(
     row=0.0, step_row=0.0, vote=20 * US, call=50 * US, beat=50 * US,
 )  # fmt: skip
 
-QUICK = Timeouts(lease=2.0, beat=0.25, call=60.0, round=120.0, word=0.5, chief=120.0, start=120.0)
+QUICK = Timeouts(
+    session_timeout=2.0,
+    heartbeat_interval=0.25,
+    call_timeout=60.0,
+    round_timeout=120.0,
+    report_interval=0.5,
+    chief_timeout=120.0,
+    start_timeout=120.0,
+)
 """Simulated seconds."""
 
 BASE = 1000.0
@@ -97,7 +105,7 @@ class TrainingWorker(SimulatedWorker):
         if not job.cluster.copied:
             self.lines[0]._decides = True
         for line in self.lines:
-            line._silence = job.cluster.timeouts.server
+            line._silence = job.cluster.timeouts.server_timeout
         self.made: dict[int, float] = {}
         self.count, self.last = 0, -1
         self.joined: int | None = None
@@ -153,7 +161,7 @@ class TrainingWorker(SimulatedWorker):
 
     def tell(self) -> None:
         """It gets SIGTERM."""
-        self._notice.told(self._cluster.timeouts.grace)
+        self._notice.told(self._cluster.timeouts.termination_grace)
         for index in self.session.hosting.live:
             self._job.scheduler.spawn(partial(self.session.beat_now, index))
 
@@ -190,7 +198,11 @@ class DrivingChief(SimulatedChief):
     def __init__(self, job: World, task: Task, host: Host, takes_over: bool = False, stands_by: bool = False) -> None:
         super().__init__(job.scheduler, host, job.servers, job.cluster, job.spec)
         timeouts = job.cluster.timeouts
-        silence = min(timeouts.server, timeouts.lease + 0.5) if job.cluster.copied else timeouts.server
+        silence = (
+            min(timeouts.server_timeout, timeouts.session_timeout + 0.5)
+            if job.cluster.copied
+            else timeouts.server_timeout
+        )
         for line in self.lines:
             line._silence = silence
         self.chief.task = task
@@ -511,4 +523,4 @@ class World:
 
 def with_lease(lease: float, **more: float) -> Timeouts:
     """The timeouts of a job, with another lease."""
-    return replace(QUICK, lease=lease, **more)
+    return replace(QUICK, session_timeout=lease, **more)

@@ -127,7 +127,7 @@ def team(split: Sequence[int]) -> list[Worker]:
 
 
 NUMBER = TensorSpec("int64", ())
-SLOW = Timeouts(beat=60.0)
+SLOW = Timeouts(heartbeat_interval=60.0)
 
 
 class Process:
@@ -355,7 +355,14 @@ class ModelHost:
 
 T = TypeVar("T")
 
-PATIENT = Timeouts(beat=0.25, lease=SOON, call=SOON, round=3 * SOON, first=SOON, start=SOON)
+PATIENT = Timeouts(
+    heartbeat_interval=0.25,
+    session_timeout=SOON,
+    call_timeout=SOON,
+    round_timeout=3 * SOON,
+    first_worker_timeout=SOON,
+    start_timeout=SOON,
+)
 """Of workers in threads, of which none is to be taken for dead."""
 
 

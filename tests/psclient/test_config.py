@@ -16,7 +16,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 import psclient as ps
 from psclient._src.arrays import devices
 from psclient._src.arrays.devices import Device
-from psclient._src.config import LaunchConfig, aggregation_from, child_environ, metrics_from, task_config, timeouts_from
+from psclient._src.config import (
+    LaunchConfig,
+    child_environ,
+    local_reduction_from,
+    metrics_from,
+    task_config,
+    timeouts_from,
+)
 from psclient._src.options import Async, AutoShardPolicy, InputContext, InputOptions, RunOptions, Sync, ValueContext
 from psclient._src.rounds import counters
 from psclient._src.rounds.counters import RoundCounters
@@ -46,24 +53,24 @@ def test_tf_config_is_read_at_each_call(monkeypatch):
 
 def test_timeouts_and_aggregation_travel():
     """What a launcher hands on is what a child reads; a name that is close is said."""
-    timeouts = Timeouts(lease=3.25, round=9.75, beat=1e-3)
+    timeouts = Timeouts(session_timeout=3.25, round_timeout=9.75, heartbeat_interval=1e-3)
     assert timeouts_from(timeouts.environ()) == timeouts
     assert timeouts_from({}) == Timeouts()
-    assert (aggregation_from({}), aggregation_from({"PS_AGGREGATION": ""})) == ("none", "none")
-    assert aggregation_from({"PS_AGGREGATION": "host"}) == "host"
-    with pytest.raises(ConfigError, match="aggregation hots is unknown; did you mean host"):
-        aggregation_from({"PS_AGGREGATION": "hots"})
+    found = [local_reduction_from({"PS_LOCAL_REDUCTION": said}) for said in ("", "0", "1")]
+    assert found == [False, False, True]
+    with pytest.raises(ConfigError, match="PS_LOCAL_REDUCTION must be 1 or 0, not 'host'"):
+        local_reduction_from({"PS_LOCAL_REDUCTION": "host"})
 
 
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"PS_TIMEOUT_LEESE": "1"}, "PS_TIMEOUT_LEASE"),
-        ({"PS_TIMEOUT_LEASE": "soon"}, "'soon' must be a positive number"),
-        ({"PS_TIMEOUT_LEASE": "5", "PS_TIMEOUT_ROUND": "14.9"}, "PS_TIMEOUT_ROUND=14.9 is below 3 leases of 5 s"),
-        ({"PS_TIMEOUT_LEASE": "-1"}, "positive"),
-        ({"PS_TIMEOUT_LEASE": "nan"}, "positive"),
-        ({"PS_TIMEOUT_LEASE": "inf"}, "positive"),
+        ({"PS_SESION_TIMEOUT": "1"}, "PS_SESSION_TIMEOUT"),
+        ({"PS_SESSION_TIMEOUT": "soon"}, "'soon' must be a positive number"),
+        ({"PS_SESSION_TIMEOUT": "5", "PS_ROUND_TIMEOUT": "14.9"}, "PS_ROUND_TIMEOUT=14.9 is below 3 leases of 5 s"),
+        ({"PS_SESSION_TIMEOUT": "-1"}, "positive"),
+        ({"PS_SESSION_TIMEOUT": "nan"}, "positive"),
+        ({"PS_SESSION_TIMEOUT": "inf"}, "positive"),
     ],
 )
 def test_bad_timeouts_are_named(environ, said):
@@ -329,7 +336,11 @@ def test_a_page_without_sources_has_the_process_alone(expiry):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("PS_REPLICATON", "PS_REPLICATION"), ("PS_TLS_CERTS", "PS_TLS_CERT"), ("PS_METRICS_PROT", "PS_METRICS_PORT")],
+    [
+        ("PS_REPLICATION_FACTR", "PS_REPLICATION_FACTOR"),
+        ("PS_TLS_CERTS", "PS_TLS_CERT"),
+        ("PS_METRICS_PROT", "PS_METRICS_PORT"),
+    ],
 )
 def test_a_variable_that_is_misspelt_is_told(name, meant):
     """It would count as absent."""

@@ -114,7 +114,7 @@ def test_without_a_lifeline_stdin_does_not_matter():
         (["--device", "tpu"], {}, "write cpu or gpu:0"),
         (["--threads", "0"], {}, "--threads"),
         ([], {"TF_CONFIG": WORKER}, "psworker"),
-        ([], {"PS_TIMEOUT_LEASE": "x"}, "PS_TIMEOUT_LEASE"),
+        ([], {"PS_SESSION_TIMEOUT": "x"}, "PS_SESSION_TIMEOUT"),
         (["--checkpoint-root", __file__], {}, "test_cli.py is a file; name a directory"),
         (["--checkpoint-root", "nonsense://x"], {}, "nonsense://x cannot be opened: Protocol not known"),
         (["--snapshot-limit", "some"], {}, "--snapshot-limit"),
@@ -148,7 +148,7 @@ def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     flags = "--join", "127.0.0.1:1", "--port", port
-    with psserver(*flags, PS_TIMEOUT_START="3", PS_TIMEOUT_WORD="0.2") as process:
+    with psserver(*flags, PS_START_TIMEOUT="3", PS_REPORT_INTERVAL="0.2") as process:
         assert first_line(process) == f"psserver waits at 127.0.0.1:{port} for the place of a server of 127.0.0.1:1\n"
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, out) == (2, "")
@@ -224,5 +224,5 @@ def test_the_commands_say_their_version():
 
 def test_flags_win():
     """A flag is stronger than TF_CONFIG; timeouts come from the environment, as the clients read them."""
-    config = server_config(task=0, host="127.0.0.2", port=9, environ={"TF_CONFIG": SECOND, "PS_TIMEOUT_LEASE": "3"})
-    assert (config.task.index, config.host, config.port, config.timeouts.lease) == (0, "127.0.0.2", 9, 3.0)
+    config = server_config(task=0, host="127.0.0.2", port=9, environ={"TF_CONFIG": SECOND, "PS_SESSION_TIMEOUT": "3"})
+    assert (config.task.index, config.host, config.port, config.timeouts.session_timeout) == (0, "127.0.0.2", 9, 3.0)

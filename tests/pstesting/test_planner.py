@@ -97,8 +97,8 @@ def test_of_several_turns_the_medians_count() -> None:
     assert found == [(cells[0], Timed(2.0, 2.0, 6.0)), (cells[1], Timed(2.0, 2.0, 2.0))]
     with pytest.raises(ValueError, match="one lane"):  # cells of one job are alike
         time_cells([cells[0], replace(cells[0], lane="grpc")])
-    with pytest.raises(ValueError, match="aggregation"):
-        time_cells([cells[1], replace(cells[1], aggregation=True)])
+    with pytest.raises(ValueError, match="local_reduction"):
+        time_cells([cells[1], replace(cells[1], local_reduction=True)])
 
 
 def test_a_real_job_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_servers_have_room() -> None:
 
 def test_time_that_hosts_which_fail_cost() -> None:
     """A lease for each worker, and for each server with copies; without, half of what is between two checkpoints."""
-    day, lease = 86400.0, Timeouts().lease
+    day, lease = 86400.0, Timeouts().session_timeout
     often = replace(JOB, between_failures=day / 2, save_every=600.0, restart=60.0)
     assert often.lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * 360)
     assert replace(often, copies=True).lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * (lease + 1.5))

@@ -62,7 +62,7 @@ def test_workers_in_threads_train_on_servers_in_threads(tmp_path):
 
 def test_leases_end_in_one_process(tmp_path):
     """A worker that falls silent is lost after its lease, as with server processes."""
-    timeouts = ps.Timeouts(lease=0.5, beat=0.1)
+    timeouts = ps.Timeouts(session_timeout=0.5, heartbeat_interval=0.1)
     with InProcessCluster(checkpoint_root=tmp_path, timeouts=timeouts) as cluster:
         (core,) = cluster.cores
         for task in (W0, W1):

@@ -189,7 +189,7 @@ def test_a_node_that_is_lost_takes_no_job_with_it(
 ) -> None:
     """With copies: its tasks are started on the other one, where a server waits for the place of the lost one."""
     needs = Resources(ps={"CPU": 3.0}, worker={"CPU": 0.5}, placement="SPREAD")
-    running = cluster(COUNTING, needs, replication=1, restarts=9, timeouts=Timeouts(lease=2.0))
+    running = cluster(COUNTING, needs, replication_factor=2, restarts=9, timeouts=Timeouts(session_timeout=2.0))
     with occupied(4.0):  # so that each node has room for one server
         running.start()
     try:
@@ -218,10 +218,10 @@ def test_a_node_that_is_lost_takes_no_job_with_it(
 
 def test_no_room(tmp_path: Path) -> None:
     """It says what is asked for, what there is, and ends."""
-    done = psworker(tmp_path, "", "--workers", "3", "--worker-resources", "CPU=7,GPU=1", PS_TIMEOUT_START="3")
+    done = psworker(tmp_path, "", "--workers", "3", "--worker-resources", "CPU=7,GPU=1", PS_START_TIMEOUT="3")
     assert done.code == 2
     (line,) = done.errors[-1:]
-    assert "error: Ray has had no room for 5 tasks of CPU 22.1, GPU 3 (PACK) within 3 s (PS_TIMEOUT_START): " in line
+    assert "error: Ray has had no room for 5 tasks of CPU 22.1, GPU 3 (PACK) within 3 s (PS_START_TIMEOUT): " in line
     assert "it has CPU 16, GPU 0, of which CPU 16, GPU 0 are free; ask for less with --ps-resources" in line
 
 

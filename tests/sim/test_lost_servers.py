@@ -50,7 +50,7 @@ def test_a_server_that_wakes_up_too_late_answers_nobody(lost, caplog):
         job.rounds(10)
         before = job.round
         job.pause(lost)
-        job.wait(0.9 * QUICK.lease)
+        job.wait(0.9 * QUICK.session_timeout)
         assert job.round <= before + 1
         job.resume(lost)
         job.rounds(5)
@@ -104,7 +104,7 @@ def test_a_server_is_lost_while_a_worker_opens_its_session(lost):
     """Between two servers. The one that keeps the sessions now knows only the worker's dead process, which has a lease.
 
     The worker waits for that, and takes part. Without copies it learns of the loss as all others do, and not only when
-    `PS_TIMEOUT_START` is over.
+    `PS_START_TIMEOUT` is over.
     """
     with World() as job:
         open_half(job)
@@ -117,7 +117,7 @@ def test_a_server_is_lost_while_a_worker_opens_its_session(lost):
         job.kill(PS1)
         began = job.scheduler.now
         job.until(lambda: W1 in job.failures())
-        assert job.scheduler.now - began < QUICK.lease
+        assert job.scheduler.now - began < QUICK.session_timeout
         assert_lost(job.failures()[W1], PS1, "")
 
 
@@ -174,7 +174,7 @@ def test_without_copies_every_process_ends(lost):
         began = job.scheduler.now
         job.kill(lost)
         job.until(lambda: {W0, CHIEF} <= job.failures().keys())  # one waits in a round, one for news
-        assert job.scheduler.now - began < QUICK.lease
+        assert job.scheduler.now - began < QUICK.session_timeout
         job.go_on(job.workers[W1])
         job.until(lambda: W1 in job.failures())
         for error in job.failures().values():
@@ -193,7 +193,7 @@ def assert_lost(error: PSError, server: Task, why: str) -> None:
 def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
     """One that pauses for two leases is waited for: nobody ends, no session does, and all goes on where it was.
 
-    After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting. Nobody
+    After `PS_SERVER_TIMEOUT` every process ends, and says which server, for how long, and by which setting. Nobody
     knows what another server has missed: a new job begins, and has nothing of the old one. But nobody could write to
     the log that server 0 is lost, and it is not: its variables count, with all rounds that were complete, what was
     under way at most once, and all that the next lives do.
@@ -202,7 +202,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
         job.rounds(5)
         before = job.round
         job.pause(lost)
-        job.wait(2 * QUICK.lease)
+        job.wait(2 * QUICK.session_timeout)
         assert job.round <= before + 1
         job.resume(lost)
         assert job.finish() == [job.steps] * 2
@@ -214,7 +214,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
         assert job.failures() == {}
         job.until(lambda: len(job.failures()) == 3, 2.0)
         for error in job.failures().values():
-            assert_lost(error, lost, "for 6 s (PS_TIMEOUT_SERVER")
+            assert_lost(error, lost, "for 6 s (PS_SERVER_TIMEOUT")
         job.resume(lost)
         old, job.lives = job.lives, [] if lost == PS1 else job.lives
         job.deaths |= {W0: 1, W1: 1}
@@ -231,7 +231,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
 
 
 def test_servers_that_never_reach_each_other(caplog):
-    """No round is made, and nobody waits for ever: after `PS_TIMEOUT_SERVER` every process ends, and names both."""
+    """No round is made, and nobody waits for ever: after `PS_SERVER_TIMEOUT` every process ends, and names both."""
     with World(copies=0, timeouts=with_lease(2.0, server=6.0)) as job:
         job.cut(PS0, PS1)
         job.until(lambda: len(job.failures()) == 3)

@@ -10,7 +10,7 @@ from pstesting.processes import CHIEF, PS1, W0, W1, W2
 from tests.kit.internals import Abandoned, ServerLost
 from tests.kit.simulated import QUICK, World, with_lease
 
-LEASE = QUICK.lease
+LEASE = QUICK.session_timeout
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_a_hung_worker_is_left_out(told):
         job.rounds(5)
         job.go_on(hung)
         job.until(lambda: hung.failure)
-        assert "PS_TIMEOUT_ROUND" in str(hung.failure)
+        assert "PS_ROUND_TIMEOUT" in str(hung.failure)
         assert hung.count == at
         there, dead, slow = job.finish()
         assert there == slow == job.last
@@ -194,7 +194,7 @@ def test_a_chief_and_a_server_are_lost(heir):
 
 
 def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
-    """When they have been gone for `PS_TIMEOUT_ALONE`, and not before; it says what became of each, and servers end."""
+    """When they have been gone for `PS_NO_WORKERS_TIMEOUT`, and not before; it says what became of each, and servers end."""
     with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=10.0)) as job:
         job.rounds(5)
         began = job.scheduler.now
@@ -208,7 +208,7 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
 
 
 def test_a_job_to_which_nobody_comes_is_given_up():
-    """After `PS_TIMEOUT_FIRST`."""
+    """After `PS_FIRST_WORKER_TIMEOUT`."""
     with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=1.0, first=20.0)) as job:
         job.kill(W0, W1)
         job.until(lambda: job.failures())

@@ -110,7 +110,7 @@ def test_what_a_worker_has_made_stays_when_it_leaves(mode):
             strategy.close()
             left.set()
             return None
-        assert left.wait(PATIENT.round)
+        assert left.wait(PATIENT.round_timeout)
         made.step(4.0)
         return made.read()
 
@@ -210,7 +210,7 @@ def test_a_worker_that_comes_back_adds_to_what_there_is():
         made = Made(strategy)
         made.step(2.0)
         if worker == 0:
-            assert back.wait(PATIENT.round)
+            assert back.wait(PATIENT.round_timeout)
             return made.read()
         strategy.close()
         options = {"cluster_resolver": cluster.resolver(1), "consistency": ps.Async(), "timeouts": PATIENT}
@@ -236,7 +236,7 @@ def test_a_thread_that_makes_no_rounds_reads_what_is_on_servers():
 
         def replica():
             made.total.assign_add(2.0)
-            read = pool.submit(lambda: float(made.total.numpy())).result(PATIENT.round)
+            read = pool.submit(lambda: float(made.total.numpy())).result(PATIENT.round_timeout)
             made.total.assign_add(read + 1.0)
 
         strategy.run(replica)

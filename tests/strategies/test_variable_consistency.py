@@ -361,7 +361,7 @@ def test_what_is_no_consistency(two, monkeypatch):
             ps.Variable(0.0, synchronization=ps.VariableSynchronization.ON_READ, consistency=ps.Async())
         with monkeypatch.context() as patched:
             patched.setattr(two._session, "copied", True)
-            with pytest.raises(ps.errors.ConfigError, match="PS_REPLICATION=1 needs rounds"):
+            with pytest.raises(ps.errors.ConfigError, match="PS_REPLICATION_FACTOR=2 needs rounds"):
                 ps.Variable(0.0, consistency=ps.Async())
     assert not ps.Variable(1.0, consistency=ps.Async()).alone
     with ps.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, strategy.scope():

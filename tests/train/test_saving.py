@@ -102,7 +102,7 @@ def test_who_waited_too_long_waits_again():
         timeouts = session.timeouts
         with held_up(strategy) as go:
             path = checkpoint.save("run/ckpt")
-            session.timeouts = replace(timeouts, round=0.1)
+            session.timeouts = replace(timeouts, round_timeout=0.1)
             for wait in (checkpoint.sync, checkpoint.sync, lambda: checkpoint.save("run/ckpt")):
                 with pytest.raises(ps.errors.RoundTimeout, match="the checkpoint was not complete in time"):
                     wait()

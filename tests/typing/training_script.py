@@ -74,4 +74,4 @@ def handle(error: ps.errors.ServerLost) -> str:
 def build(cluster: Mapping[str, list[str]]) -> ps.ParameterServerStrategy:
     """Builds a strategy from addresses."""
     resolver = ps.SimpleClusterResolver(ps.ClusterSpec(dict(cluster)), task_type="worker", task_id=0)
-    return ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=ps.Timeouts(round=60.0))
+    return ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=ps.Timeouts(round_timeout=60.0))

@@ -27,7 +27,8 @@ class AbandonmentTimer:
 
     Args:
         expected: the tasks that begin the job together.
-        timeouts: `alone` counts once all of these have come, and before that `first`, if it is longer.
+        timeouts: `no_workers_timeout` counts once all of these have connected, before that `first_worker_timeout`, if it
+            is longer.
     """
 
     def __init__(self, expected: Set[Task], timeouts: Timeouts) -> None:
@@ -46,16 +47,16 @@ class AbandonmentTimer:
         self._silent += min(now - self._looked, STEP) if self._looked is not None else 0.0
         self._looked = now
         ends = {session.member.task: session.state for session in sessions}
-        if any(is_here(session, self._timeouts.lease) for session in sessions):
+        if any(is_here(session, self._timeouts.session_timeout) for session in sessions):
             self._silent = 0.0
-        limit, name = self._timeouts.alone, "ALONE"
-        if not self._expected <= ends.keys() and self._timeouts.first > limit:
-            limit, name = self._timeouts.first, "FIRST"
+        limit, name = self._timeouts.no_workers_timeout, "PS_NO_WORKERS_TIMEOUT"
+        if not self._expected <= ends.keys() and self._timeouts.first_worker_timeout > limit:
+            limit, name = self._timeouts.first_worker_timeout, "PS_FIRST_WORKER_TIMEOUT"
         if self._silent < limit:
             return None
         ends = dict.fromkeys(self._expected, "never came") | {t: SILENT.get(state, state) for t, state in ends.items()}
         told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
         return Abandoned(
-            f"no worker has been here for {self._silent:.0f} s (PS_TIMEOUT_{name}): {told}. The job is given up: "
+            f"no worker has been here for {self._silent:.0f} s ({name}): {told}. The job is given up: "
             "their logs say why; start it again, to go on from a checkpoint"
         )

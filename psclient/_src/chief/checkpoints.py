@@ -127,7 +127,10 @@ class CheckpointCommitter:
 
     def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
         """Waits for a server's part of a checkpoint, while its round and disk take their time; repeats the question."""
-        said, seconds = "%s still writes its part of a checkpoint, or waits for its round", self._session.timeouts.word
+        said, seconds = (
+            "%s still writes its part of a checkpoint, or waits for its round",
+            self._session.timeouts.report_interval,
+        )
         reminder = Reminder(seconds, lambda: log.info(said, Task("ps", server)))
         while True:
             if wait([future], seconds).done:

@@ -92,7 +92,7 @@ class Differences:
         if not found.agreed:
             self._leave(pair, found, f"they began with the same, and so compute differently; {ADVICE}")
             return False
-        return self._clock() - last >= LEASES * self._session.timeouts.lease
+        return self._clock() - last >= LEASES * self._session.timeouts.session_timeout
 
     def _leave(self, pair: Pair, found: Difference, why: str) -> None:
         self._left.add(pair)

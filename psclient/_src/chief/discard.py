@@ -32,7 +32,7 @@ def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) 
         PSError: a server does not answer.
     """
     status = _keeper(servers)
-    here = sorted({str(s.member.task) for s in status.sessions if is_here(s, timeouts.lease)})
+    here = sorted({str(s.member.task) for s in status.sessions if is_here(s, timeouts.session_timeout)})
     if here:
         raise ConfigError(f"{', '.join(here)} of the job are here; end these processes first, then discard it")
     session = Session(task, servers, 0, True, timeouts, job=status.job, copied=bool(status.losses))
@@ -41,7 +41,7 @@ def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) 
     try:
         log = JobLog(servers, session, takes_over=True)
         log.attach()
-        log.insist(Done(), timeouts.call)
+        log.insist(Done(), timeouts.call_timeout)
         log.copy()
         error = ""
     finally:

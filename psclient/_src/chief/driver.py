@@ -96,10 +96,10 @@ class Chief:
         self._begin()
         self._missing: set[Task] = set()
         self._presence = AbandonmentTimer(self._expected, timeouts)
-        self._leave_saves = LeaveSaves(timeouts.lease)
+        self._leave_saves = LeaveSaves(timeouts.session_timeout)
         self._gives_up: Abandoned | None = None
         self._sessions: Sequence[SessionState] = ()  # as they were last seen; replaced, never changed
-        self._reminder = Reminder(timeouts.word, self._say_who_is_missing)
+        self._reminder = Reminder(timeouts.report_interval, self._say_who_is_missing)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -133,7 +133,7 @@ class Chief:
     @property
     def _period(self) -> float:
         """Seconds between two looks at all servers' rounds: a small part of what a round may take."""
-        return min(max(self._timeouts.round / 40, PAUSE / 4), 5.0)
+        return min(max(self._timeouts.round_timeout / 40, PAUSE / 4), 5.0)
 
     @property
     def addresses(self) -> dict[Task, str]:
@@ -187,7 +187,7 @@ class Chief:
         if steps_down:
             self.steps_down.tell()
         while self._thread and self._thread.is_alive():
-            self._thread.join(self._timeouts.word)
+            self._thread.join(self._timeouts.report_interval)
             if self._thread.is_alive():
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
                 log.warning("%s has done its part, and drives the job on: waits for %s", self.task, awaited)
@@ -377,7 +377,7 @@ class Chief:
         leaving = self._returns.leaving(entries)
         farewells = [self._returns.farewell(gone.server) for gone in leaving]
         if leaving:
-            self._log.lose(leaving, entries, self._timeouts.call)
+            self._log.lose(leaving, entries, self._timeouts.call_timeout)
             self._watching, self._version = None, 0
         elif entries and not self._log.append(entries):
             return False
@@ -408,7 +408,7 @@ class Chief:
         gives_up = self._presence.look(sessions, time.monotonic())
         if gives_up is None:
             return None
-        here = any(is_here(session, self._timeouts.lease) for session in self._session.look().sessions)
+        here = any(is_here(session, self._timeouts.session_timeout) for session in self._session.look().sessions)
         writes = any(server.status().saving for server in self._session.live)
         return None if here or writes else gives_up
 

@@ -70,7 +70,7 @@ class Beginning:
         return EpochClosed(Epoch(self.number, tuple(map(change.moved, self.members)), here, start))
 
 
-WAYS = {"lost": "is lost", "failed": "has failed", "hung": "has held up a round for longer than PS_TIMEOUT_ROUND"}
+WAYS = {"lost": "is lost", "failed": "has failed", "hung": "has held up a round for longer than PS_ROUND_TIMEOUT"}
 """How a member may go that did not leave, in words."""
 
 

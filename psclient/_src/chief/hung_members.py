@@ -44,7 +44,7 @@ class HungMembers:
         self._period = period
         self._threads = threads
         self._differences = differences
-        self._stalls = Stalls(timeouts.lease, period)
+        self._stalls = Stalls(timeouts.session_timeout, period)
         self._asked: list[Future[ServerStatus]] = []
         self._ask_at = self._spoke = 0.0
 
@@ -66,15 +66,15 @@ class HungMembers:
         answers, self._asked = self._asked, []
         statuses = [asked.result() for asked in answers]
         self._ask_at = now + self._period
-        lease = self._timeouts.lease + SLACK
-        limit = min(self._timeouts.server, lease) if self._session.copied else self._timeouts.server
+        lease = self._timeouts.session_timeout + SLACK
+        limit = min(self._timeouts.server_timeout, lease) if self._session.copied else self._timeouts.server_timeout
         if (lost := cut_off(statuses, limit) or self._differences.look(statuses)) is not None:
             raise lost
         stall = self._stalls.look(statuses, now)
         if stall is None or not stall.missing:
             return False
         self._speak(stall, now)
-        late = stall.seconds >= self._timeouts.round
+        late = stall.seconds >= self._timeouts.round_timeout
         members = epoch.everybody
         hung = {member.session for member in members if member.task in stall.missing} if late else set()
         new = hung - self.sessions
@@ -83,13 +83,13 @@ class HungMembers:
 
     def _speak(self, stall: Stall, now: float) -> None:
         """Names those who hold the job up, from a tenth of their time on."""
-        if stall.seconds < self._timeouts.round / 10 or now - self._spoke < self._timeouts.word:
+        if stall.seconds < self._timeouts.round_timeout / 10 or now - self._spoke < self._timeouts.report_interval:
             return
         self._spoke = now
         log.warning(
-            "round %d has waited for %s for %.0f s; who does not come within %g s (PS_TIMEOUT_ROUND) is left out",
+            "round %d has waited for %s for %.0f s; who does not come within %g s (PS_ROUND_TIMEOUT) is left out",
             stall.round,
             ", ".join(map(str, stall.missing)),
             stall.seconds,
-            self._timeouts.round,
+            self._timeouts.round_timeout,
         )

@@ -174,7 +174,7 @@ def copies_by(domains: Sequence[str]) -> tuple[int, ...]:
     """
     count = len(domains)
     if count < 2:
-        raise ConfigError("PS_REPLICATION=1 needs two servers: one has the copies of the other; add a ps task")
+        raise ConfigError("PS_REPLICATION_FACTOR=2 needs two servers: one has the copies of the other; add a ps task")
     found = list[int]()
     for server, domain in enumerate(domains):
         behind = [(server + step) % count for step in range(1, count)]

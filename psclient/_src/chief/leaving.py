@@ -68,6 +68,6 @@ class StepDown:
         here = [session for session in sessions if session.state == "open"]
         if any(session.pace.leaving for session in here):
             self._left = now
-        late = now - self._began >= self._timeouts.grace
-        self.over = late or not here or now - self._left >= self._timeouts.beat
+        late = now - self._began >= self._timeouts.termination_grace
+        self.over = late or not here or now - self._left >= self._timeouts.heartbeat_interval
         return self.over

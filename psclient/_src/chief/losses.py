@@ -42,7 +42,7 @@ class Losses:
             lives = self._log.state.survives(gone)
             ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
             try:
-                self._log.lose(losses, ends, self._session.timeouts.call)
+                self._log.lose(losses, ends, self._session.timeouts.call_timeout)
             except (ServerGone, ServerLost) as another:
                 error = another
             else:
@@ -56,7 +56,7 @@ class Losses:
         if not lost:
             return  # server 0 keeps the log: each process sees for itself
         try:
-            self._log.insist(Lost(lost, error.message), self._session.timeouts.call)
+            self._log.insist(Lost(lost, error.message), self._session.timeouts.call_timeout)
         except (PSError, TimeoutError) as failure:
             log.warning("the chief cannot say that %s is lost: %s", error.task, failure)
 

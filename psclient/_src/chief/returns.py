@@ -220,7 +220,7 @@ class Returns:
         self._away = {server: self._away.get(server, now) for server in gone}
         given = {spare.place for spare in self._spares}
         for server, since in self._away.items():
-            if now - since >= self._session.timeouts.lease and server not in given and NOWHERE in given:
+            if now - since >= self._session.timeouts.session_timeout and server not in given and NOWHERE in given:
                 self._away[server] = now  # else it is asked for again at once
                 with suppress(PSError):  # somebody else was faster
                     self._servers[self._session.hosting.keeper].move(server, self._choose(server))
@@ -247,7 +247,7 @@ class Returns:
     def _may_return(self, server: int, address: str, status: ServerStatus, now: float) -> bool:
         """Returns whether a process in the place of a server is a new one that holds nothing else, and all know how."""
         failed = self._failed.get(status.incarnation)
-        if failed is not None and now - failed < 2 * self._session.timeouts.lease:
+        if failed is not None and now - failed < 2 * self._session.timeouts.session_timeout:
             return False
         free = status.log == 0 or server in status.gone or not status.takes_part
         is_new = status.incarnation not in self._session.incarnations
@@ -315,7 +315,7 @@ class Returns:
         raise PSError("the members go on without it")
 
     def _give_up(self, back: Return, why: str) -> None:
-        task, seconds = Task("ps", back.server), 2 * self._session.timeouts.lease
+        task, seconds = Task("ps", back.server), 2 * self._session.timeouts.session_timeout
         if back.server in self._log.state.gone:
             log.warning("the job goes on without %s, which could not be taken back: %s", task, why)
         else:

@@ -39,7 +39,7 @@ def outlook(status: ServerStatus, timeouts: Timeouts) -> Outlook:
     if chief.state == "left":
         return "over"
     # Sooner than a worker is told to drive. Where the chief is only late, its server refuses another one.
-    return "driven" if chief.state == "open" and chief.silent <= SILENT_BEATS * timeouts.beat else "gone"
+    return "driven" if chief.state == "open" and chief.silent <= SILENT_BEATS * timeouts.heartbeat_interval else "gone"
 
 
 def taken_over_by(server: ParameterServer, task: Task) -> Task | None:
@@ -71,7 +71,9 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
     since: float | None = None  # when no server was found any more that keeps the sessions of the job
     for server in servers:
         look_again(server)
-    reminder = Reminder(timeouts.word, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief")))
+    reminder = Reminder(
+        timeouts.report_interval, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief"))
+    )
     while True:
         time.sleep(LOOK_SECONDS)
         try:
@@ -82,7 +84,9 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
         seen = outlook(status, timeouts)
         if status.incarnations and not (status.sessions or status.over or status.broken):
             since = time.monotonic() if since is None else since
-            if time.monotonic() - since > timeouts.lease:  # a chief that was there would have told of its loss
+            if (
+                time.monotonic() - since > timeouts.session_timeout
+            ):  # a chief that was there would have told of its loss
                 return "gone"
         else:
             since = None

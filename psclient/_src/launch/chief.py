@@ -48,7 +48,7 @@ def drive(
         servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused, copied=copied)
         chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
         # Before it has driven, and while it stands by, SIGTERM ends it at once.
-        begun = partial(NOTICE.take_part, chief.steps_down.tell, timeouts.grace, False, DRIVES_ON)
+        begun = partial(NOTICE.take_part, chief.steps_down.tell, timeouts.termination_grace, False, DRIVES_ON)
         exporter = Exporter(config.task, security)
         exporter.add_chief(chief)
         try:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from psclient._src.config import (
-    AGGREGATION,
     JOB,
     LANE,
-    REPLICATION,
+    LOCAL_REDUCTION,
+    REPLICATION_FACTOR,
     SCRIPT_ERROR,
     TF_CONFIG,
     LaunchConfig,
@@ -202,7 +202,7 @@ class Cluster:
         deadline = None if timeout is None else time.monotonic() + timeout
         scripts = self._scripts() or list(self.processes)
         running, told = scripts, False
-        reminder = Reminder(self.config.timeouts.word, lambda: self._say_who_runs(running))
+        reminder = Reminder(self.config.timeouts.report_interval, lambda: self._say_who_runs(running))
         while True:
             if self._signals:
                 return self._interrupted()
@@ -290,7 +290,11 @@ class Cluster:
 
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
-        how = {LANE: self.config.lane, AGGREGATION: self.config.aggregation, REPLICATION: str(self.config.replication)}
+        how = {
+            LANE: self.config.lane,
+            LOCAL_REDUCTION: str(int(self.config.local_reduction)),
+            REPLICATION_FACTOR: str(self.config.replication_factor),
+        }
         how |= {SCRIPT_ERROR: "leave"} if self.config.restarts else {}
         return {**how, JOB: self.job, TF_CONFIG: self.tf_config(task)}
 
@@ -312,7 +316,7 @@ class Cluster:
     def _failed(self) -> list[Task]:
         """Tasks that failed, in the order in which that was seen; one that has only not saved stops nobody."""
         failed = [task for task, process in self.processes.items() if process.poll() not in (None, 0, NOT_SAVED)]
-        if self.config.replication:
+        if self.config.replication_factor > 1:
             failed = self._beside_lost(failed)
         self._ended += [task for task in failed if task not in self._ended]
         return [task for task in self._ended if task in failed]
@@ -394,7 +398,7 @@ class Cluster:
     def _ask(self, task: Task) -> ServerStatus | None:
         """Returns what a server says of itself; None where it does not answer."""
         security = self.security(self.clients()[0])
-        server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS), security=security)
+        server = RemoteServer(self.addresses[task], task, Timeouts(call_timeout=TERM_SECONDS), security=security)
         try:
             return server.status()
         except PSError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
-from psclient._src.config import JOB, REPLICATION, TF_CONFIG
+from psclient._src.config import JOB, REPLICATION_FACTOR, TF_CONFIG
 from psclient._src.transport.patience import until_free
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.tls_diagnosis import names_shown
@@ -95,7 +95,7 @@ class Joined:
         task = {"type": self.task.job, "index": self.task.index}
         config = json.dumps({"cluster": self.cluster.as_dict(), "task": task})
         named = {JOB: self.job.name} if self.job.name else {}
-        return {TF_CONFIG: config, REPLICATION: str(int(self.job.copied))} | named
+        return {TF_CONFIG: config, REPLICATION_FACTOR: str(1 + self.job.copied)} | named
 
 
 def certified_task(options: SecurityOptions) -> Task | None:
@@ -171,10 +171,12 @@ class Joiner:
             TaskTaken: another process is the task that this one has to be, and does not end.
             ConfigError, Unauthenticated, Forbidden: the servers refuse this process.
         """
-        until = time.monotonic() + self._timeouts.start
+        until = time.monotonic() + self._timeouts.start_timeout
         why = ""
         where = ", ".join(self._addresses)
-        reminder = Reminder(self._timeouts.word, lambda: log.warning("waits for a job at %s: %s", where, why))
+        reminder = Reminder(
+            self._timeouts.report_interval, lambda: log.warning("waits for a job at %s: %s", where, why)
+        )
         while True:
             try:
                 with self._lock:
@@ -184,7 +186,7 @@ class Joiner:
                 why = error.message.partition("; ")[0]  # what to do is said below
             if time.monotonic() > until:
                 raise Unreachable(
-                    f"there is no job to join at {where} for {self._timeouts.start:g} s (PS_TIMEOUT_START): {why}; "
+                    f"there is no job to join at {where} for {self._timeouts.start_timeout:g} s (PS_START_TIMEOUT): {why}; "
                     "start its servers and its chief, or correct --join"
                 )
             reminder.look()
@@ -208,7 +210,7 @@ class Joiner:
         self._thread.start()
 
     def _hold(self, always: bool) -> None:
-        while not self._ended.wait(self._timeouts.beat):
+        while not self._ended.wait(self._timeouts.heartbeat_interval):
             joined = self.joined
             if joined is None:
                 continue
@@ -321,7 +323,7 @@ class Joiner:
     def _connect(self, address: str, task: Task) -> RemoteServer:
         key = address, task
         if key not in self._servers:
-            timeouts = replace(self._timeouts, call=min(self._timeouts.call, LOOK_SECONDS))
+            timeouts = replace(self._timeouts, call_timeout=min(self._timeouts.call_timeout, LOOK_SECONDS))
             self._servers[key] = RemoteServer(address, task, timeouts, security=self._security)
         return self._servers[key]
 

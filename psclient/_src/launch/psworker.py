@@ -20,7 +20,7 @@ from psclient._src.config import (
     job_from,
     metrics_from,
     refused_from,
-    replication_from,
+    replication_factor_from,
     security_from,
     security_options,
     set_lane,
@@ -298,9 +298,9 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     timeouts = timeouts_from()
     if invocation.parent:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
-        timeouts = dataclasses.replace(timeouts, first=math.inf)
+        timeouts = dataclasses.replace(timeouts, first_worker_timeout=math.inf)
     security = security_from(task_name(config.task))
-    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby, replication_from() > 0)
+    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby, replication_factor_from() > 1)
     return 0
 
 

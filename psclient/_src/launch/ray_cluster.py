@@ -172,7 +172,7 @@ class RayCluster(RemoteCluster):
         return DRIVES if task.job == "chief" and self.config.chief == "driver" else self.resources.worker
 
     def _await_room(self, bundles: list[dict[str, float]]) -> None:
-        limit = self.config.timeouts.start
+        limit = self.config.timeouts.start_timeout
         until = time.monotonic() + limit
 
         asked = _summed(bundles)
@@ -183,14 +183,14 @@ class RayCluster(RemoteCluster):
             return f"it has {_said(has)}, of which {_said(free)} are free"
 
         word = Reminder(
-            self.config.timeouts.word,
+            self.config.timeouts.report_interval,
             lambda: self._tell(self._order[0], f"psworker: waits for Ray to have {wanted}: {there()}"),
         )
         while not self._group.wait(SLICE_SECONDS):
             word.look()
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"Ray has had no {wanted} within {limit:g} s (PS_TIMEOUT_START): {there()}; ask for less with "
+                    f"Ray has had no {wanted} within {limit:g} s (PS_START_TIMEOUT): {there()}; ask for less with "
                     "--ps-resources and --worker-resources, or add nodes"
                 )
 
@@ -220,7 +220,7 @@ class RayCluster(RemoteCluster):
 
     def _settle(self, task: Task, unwanted: Callable[[], bool] = lambda: False) -> None:
         """Makes the actor of a task that is started again; where its node is gone, Ray moves its bundle first."""
-        until = time.monotonic() + self.config.timeouts.start
+        until = time.monotonic() + self.config.timeouts.start_timeout
         while True:
             try:
                 self._make_actor(task)
@@ -240,7 +240,7 @@ class RayCluster(RemoteCluster):
         """
         ray = ray_package()
         asked = self._waiting[task].look.remote(os.getcwd(), self.config.script)
-        until = time.monotonic() + self.config.timeouts.start
+        until = time.monotonic() + self.config.timeouts.start_timeout
         while not ray.wait([asked], timeout=SLICE_SECONDS)[0]:
             if time.monotonic() > until or self._signals or unwanted():
                 ray.kill(self._waiting.pop(task))
@@ -270,7 +270,7 @@ class RayCluster(RemoteCluster):
     def _server(self, task: Task, port: int) -> RemoteProcess:
         if task in self._waiting:
             return super()._server(task, port)
-        if self.config.replication:
+        if self.config.replication_factor > 1:
             # The job goes on meanwhile, and is watched.
             return self._again(task, lambda: self._order_of_server(task, port))
         before = self.place(task).address

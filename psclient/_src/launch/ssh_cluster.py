@@ -129,7 +129,7 @@ class SshCluster(RemoteCluster):
             ConfigError: a host cannot be reached, or cannot run a task; it names the host. Or as of `RemoteCluster`.
             Unreachable: a server did not listen in time.
         """
-        check_hosts(self._hosts, self.remote, self.config.script, self.config.timeouts.start)
+        check_hosts(self._hosts, self.remote, self.config.script, self.config.timeouts.start_timeout)
         super().start()
 
     def place(self, task: Task) -> Place:
@@ -175,7 +175,7 @@ def check_hosts(hosts: Sequence[Host], remote: Remote, script: str, seconds: flo
                 out, err = look.communicate(order, timeout=max(until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 raise ConfigError(
-                    f"{host.name} did not answer through ssh within {seconds:g} s (PS_TIMEOUT_START); try "
+                    f"{host.name} did not answer through ssh within {seconds:g} s (PS_START_TIMEOUT); try "
                     f"{as_words([*remote.ssh, *host.target, 'true'])}"
                 ) from None
             _judge(host, remote, look.returncode, out.decode(errors="replace"), err.decode(errors="replace"))

@@ -156,10 +156,12 @@ def await_listening(process: Process, task: Task, timeouts: Timeouts) -> str:
     assert process.stdout is not None  # we asked for the pipe
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    deadline = time.monotonic() + timeouts.start
-    while not poll.poll(1000 * max(min(deadline - time.monotonic(), timeouts.word), 0.0)):
+    deadline = time.monotonic() + timeouts.start_timeout
+    while not poll.poll(1000 * max(min(deadline - time.monotonic(), timeouts.report_interval), 0.0)):
         if time.monotonic() >= deadline:
-            raise Unreachable(f"the server did not listen within {timeouts.start:g} s; see its output", str(task))
+            raise Unreachable(
+                f"the server did not listen within {timeouts.start_timeout:g} s; see its output", str(task)
+            )
         log.warning("waits for %s to listen", task)
     line = process.stdout.readline().decode()
     if not line:

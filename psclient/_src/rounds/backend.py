@@ -334,7 +334,7 @@ class RemoteBackend(_RemoteVariables):
             RuntimeError: another thread records one all that time, or the strategy is closed.
         """
         self.check_open()
-        until = time.monotonic() + self._exchange.session.timeouts.call
+        until = time.monotonic() + self._exchange.session.timeouts.call_timeout
         with self._opening:
             while self._section is None or not self._section.mine:
                 if self._section is None:

@@ -68,7 +68,7 @@ class ServerCheckpoints:
             return
         order, path = self._saving
         session = self._exchange.session
-        done = self._group.snapshotted(order, session.deadline(session.timeouts.round))
+        done = self._group.snapshotted(order, session.deadline(session.timeouts.round_timeout))
         self._saving = None
         if done.error:
             self._failed.add(path)

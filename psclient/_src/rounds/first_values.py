@@ -3,7 +3,7 @@
 Who creates a variable beside it waits for its value, as with TensorFlow, whoever comes first: also in a running job,
 but not for longer than one round. A lower task that has come to a round which this process has not made creates nothing
 before it. Where each worker makes rounds of its own, which say nothing of the others' places, the lower task gives its
-value until it makes its next round, or `PS_TIMEOUT_WORD` has passed.
+value until it makes its next round, or `PS_REPORT_INTERVAL` has passed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FirstValues:
         """
         session, ahead = self._session, self._ahead() if missing else ()
         briefly = self._group.alone and self._runs
-        limit = session.timeouts.word if briefly else session.timeouts.round
+        limit = session.timeouts.report_interval if briefly else session.timeouts.round_timeout
         deadline, said, pause = session.deadline(limit), time.monotonic(), PAUSES[0]
         first, gap = ahead[0].task if ahead else None, LOOKS[0]
         look = said + gap
@@ -108,11 +108,11 @@ class FirstValues:
             if deadline.left() <= 0:
                 raise missing[0].named(
                     RoundTimeout(
-                        f"variable {missing[0].name} got no first value within {session.timeouts.round:g} s: it waits "
+                        f"variable {missing[0].name} got no first value within {session.timeouts.round_timeout:g} s: it waits "
                         f"for {first}; create the same variables in every process, in the same order"
                     )
                 )
-            if time.monotonic() - said > session.timeouts.word:
+            if time.monotonic() - said > session.timeouts.report_interval:
                 who, what = (session.task, first), missing[0]
                 log.warning("%s waits for %s to give variable %s its first value (%s)", *who, what.name, what.line)
                 said = time.monotonic()

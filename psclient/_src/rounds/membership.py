@@ -69,7 +69,7 @@ class Follower(Progress):
 
     def settle_saves(self) -> None:
         """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
-        deadline = self.session.deadline(self.session.timeouts.round)
+        deadline = self.session.deadline(self.session.timeouts.round_timeout)
         known = self.session.log_status().log
         while self._news.followed < known or self._news.saves:
             self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
@@ -90,7 +90,7 @@ class Follower(Progress):
             return
         session.hosting.moves = {**session.hosting.moves, back.server: back.address}
         self.departure.hand_over(back.path, "", back.epoch)
-        task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round)
+        task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round_timeout)
         late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
         word = f"waits for {task}, which comes back, to read its variables"
         while epoch.awaited is not None:
@@ -455,7 +455,7 @@ class Group(Follower):
                 session.beat_now(index)
         session.propose(join_point=str(change))
         waits = partial(_never_came, session, self._news, change), partial(_word_of_change, session, self._news, change)
-        deadline = session.deadline(session.timeouts.round)
+        deadline = session.deadline(session.timeouts.round_timeout)
         while len(self._news.changed) == made:
             self._follow(deadline, *waits)
         self.epoch = self._news.changed[made]
@@ -479,7 +479,7 @@ class Group(Follower):
         asked = False
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
-        deadline = self.session.deadline(self.session.timeouts.round)
+        deadline = self.session.deadline(self.session.timeouts.round_timeout)
         while self.epoch is None and not self._begin():
             if not (self.alone or asked):  # where each makes rounds of its own, as may have been till now, nobody waits
                 self.session.propose(join_point=join_point)
@@ -491,7 +491,7 @@ class Group(Follower):
 
     def _settle(self) -> None:
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
-        deadline = self.session.deadline(self.session.timeouts.start)
+        deadline = self.session.deadline(self.session.timeouts.start_timeout)
         while not self._news.epochs:
             self._follow(deadline, *self._awaits)
         if self.epoch is None:
@@ -548,7 +548,7 @@ def _never_came(session: Session, news: JobNews, change: Change) -> PSError:
         )
     error = Diverged(
         f"the processes do not run the same program: {session.task} has called set_consistency({change.said}), and for "
-        f"{session.timeouts.round:g} s (PS_TIMEOUT_ROUND) {', '.join(missing)} did not. Every process must call it at "
+        f"{session.timeouts.round_timeout:g} s (PS_ROUND_TIMEOUT) {', '.join(missing)} did not. Every process must call it at "
         "the same place of its program, with the same value"
     )
     session.end(error)

@@ -135,7 +135,7 @@ class Restoring:
 
     def _answer(self, server: int, path: str, future: Future[RestoreReply]) -> RestoreReply:
         session = self._session
-        task, seconds = Task("ps", server), session.timeouts.round
+        task, seconds = Task("ps", server), session.timeouts.round_timeout
         return session.wait(
             future,
             session.deadline(seconds),

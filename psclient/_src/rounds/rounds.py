@@ -213,7 +213,7 @@ class Exchange:
         """Sums what it contributes with other workers of this host, from now on."""
         session, begun = self.session, self.session.begun
         job = repr((begun.job, begun.incarnations)).encode()
-        lease, servers = session.timeouts.lease, len(session.servers)
+        lease, servers = session.timeouts.session_timeout, len(session.servers)
         self.sum_with(HostGroup(job, session.number, lease, servers, self.pushes.once, self._variables.__getitem__))
 
     def sum_with(self, near: HostGroup) -> None:
@@ -456,10 +456,12 @@ class Exchange:
 
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
-        deadline = self.session.deadline(self.session.timeouts.round)
-        reminder = Reminder(self.session.timeouts.word, lambda: _say_who_saves(self.group, self._awaited, plan))
+        deadline = self.session.deadline(self.session.timeouts.round_timeout)
+        reminder = Reminder(
+            self.session.timeouts.report_interval, lambda: _say_who_saves(self.group, self._awaited, plan)
+        )
         while plan.id not in self._proposed and deadline.left() > 0:
-            if not wait(futures, self.session.timeouts.beat).not_done:
+            if not wait(futures, self.session.timeouts.heartbeat_interval).not_done:
                 return
             self.session.check()
             self._propose(plan)

@@ -22,15 +22,13 @@ from psclient._src.chief.standby import taken_over_by
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import (
-    Aggregation,
-    aggregation_from,
-    check_aggregation,
     check_lane,
     ends_with_script,
     job_from,
     lane_from,
+    local_reduction_from,
     refused_from,
-    replication_from,
+    replication_factor_from,
     saves_on_sigterm,
     security_from,
     timeouts_from,
@@ -89,7 +87,7 @@ class ParameterServerStrategy(Strategy):
 
     One thread at a time runs replicas, reduces, updates, creates variables and saves; another waits as long as what
     the first has recorded is not sent, at the end of its scope at the latest, and is refused after
-    `PS_TIMEOUT_CALL`. All threads may read variables: those that make no rounds see what came last. A fork of the
+    `PS_CALL_TIMEOUT`. All threads may read variables: those that make no rounds see what came last. A fork of the
     process has no part in the job: it may only compute with what was read before.
 
     Args:
@@ -98,7 +96,7 @@ class ParameterServerStrategy(Strategy):
         consistency: `Sync()`, the default, `BoundedStaleness(k)` or `Async()`; the same in all processes.
             `set_consistency` changes it while the job runs.
         cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
-        timeouts: by default what `PS_TIMEOUT_*` say.
+        timeouts: by default what `PS_SESSION_TIMEOUT` and the others say.
         ps_strategy: choice of the server for a variable that is not created beside another; the same in all processes.
             "greedy" takes the one with the fewest bytes, "round_robin" the next in turn, as TensorFlow does by
             default; both pass over servers whose memory limit leaves no room.
@@ -111,8 +109,8 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
             dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
             same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
-        aggregation: "host" to sum what the workers of one host contribute to a synchronous round in shared memory,
-            before one of them sends it; "none" for each by itself. By default what `PS_AGGREGATION` says, else "none".
+        local_reduction: True to sum the gradients of the workers of a host in shared memory, in synchronous rounds, so
+            that one of them sends the sum. By default what `PS_LOCAL_REDUCTION` says, else False.
         compression: how contributions travel to trained variables of floating dtypes that do not say it themselves:
             one of `ps.compression`, the same in all processes. None for as they are. See `docs/compression.md`.
 
@@ -136,7 +134,7 @@ class ParameterServerStrategy(Strategy):
         deterministic: bool = False,
         variable_partitioner: PartitionFn | None = None,
         compression: Compression | None = None,
-        aggregation: Aggregation | None = None,
+        local_reduction: bool | None = None,
     ) -> None:
         self._coordinator: object = None  # the `ClusterCoordinator`, once there is one
         check_ps_strategy(ps_strategy)
@@ -144,7 +142,7 @@ class ParameterServerStrategy(Strategy):
         self._deterministic = deterministic
         check_deterministic(deterministic, self._given)
         self._lane = lane_from() if lane is None else check_lane(lane)
-        self._aggregation = aggregation_from() if aggregation is None else check_aggregation(aggregation)
+        self._local_reduction = local_reduction_from() if local_reduction is None else local_reduction
         self._ps_strategy = ps_strategy
         self._partitioner = check_partitioner(variable_partitioner)
         self._compression = check_compression(compression, "ParameterServerStrategy") or None
@@ -186,7 +184,7 @@ class ParameterServerStrategy(Strategy):
         cluster, task = self._config.cluster, self._config.task
         security = self._embedded.security if self._embedded else security_from(task_name(task))
         self._exporter = Exporter(task, security)
-        job, refused, copied = job_from(), refused_from(), replication_from() > 0 and self._embedded is None
+        job, refused, copied = job_from(), refused_from(), replication_factor_from() > 1 and self._embedded is None
         if copied:
             check_copied(self._given)
         self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused, copied=copied)
@@ -213,12 +211,12 @@ class ParameterServerStrategy(Strategy):
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
-        if self._aggregation == "host" and self._embedded is None:
+        if self._local_reduction and self._embedded is None:
             self._exchange.join_host()
         self._exporter.add_worker(self._exchange, self._servers)
         self._exchange.group.departure.save = weakly(self._save_to_leave)
         if task.job == "worker":
-            NOTICE.take_part(self._told, self._timeouts.grace, saves_on_sigterm())
+            NOTICE.take_part(self._told, self._timeouts.termination_grace, saves_on_sigterm())
         limits = [_memory_limit(server) for server in self._servers]
         placement = Placement(self._ps_strategy, limits, self._session.begun.copies)
         nonfinite = self.consistency.nonfinite
@@ -308,9 +306,9 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             Diverged: another process has called it with another value, makes a round first, or has not come within
-                `PS_TIMEOUT_ROUND`.
+                `PS_ROUND_TIMEOUT`.
             RuntimeError: it is called in a replica's function, or amid a pass over a distributed dataset.
-            ConfigError: it does not go together with `deterministic`, `PS_REPLICATION=1`, the number of workers or a
+            ConfigError: it does not go together with `deterministic`, `PS_REPLICATION_FACTOR=2`, the number of workers or a
                 `ClusterCoordinator`, as for a new strategy, or with the consistency of a variable; a server is of a
                 version that cannot.
             TypeError: it is no consistency.

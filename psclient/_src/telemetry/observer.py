@@ -36,7 +36,7 @@ class Servers:
     """
 
     def __init__(self, addresses: Mapping[Task, str], seconds: float, security: Security) -> None:
-        timeouts = Timeouts(call=seconds, round=seconds, lease=2 * seconds)
+        timeouts = Timeouts(call_timeout=seconds, round_timeout=seconds, session_timeout=2 * seconds)
         self._remote = [RemoteServer(address, task, timeouts, security=security) for task, address in addresses.items()]
         self._threads = Threads("observer")
         self._seconds = seconds

@@ -41,5 +41,5 @@ class ChunkCalls:
         def late() -> Unreachable:
             return Unreachable(f"{session.task} has asked server 0 for a batch, and was not answered")
 
-        deadline = session.deadline(2 * session.timeouts.call)
+        deadline = session.deadline(2 * session.timeouts.call_timeout)
         return session.wait(future, deadline, late, lambda: "waits for server 0 to hand out a batch", lambda: False)

@@ -275,14 +275,14 @@ class Hosting:
                 if isinstance(error, ServerLost | ServerGone):  # gone: another server has told of it meanwhile
                     lost[index] = error
                     known.pop(index, None)
-                elif not isinstance(error, Unreachable) or seconds > timeouts.start:
+                elif not isinstance(error, Unreachable) or seconds > timeouts.start_timeout:
                     known[index] = future.result()
                     lost.pop(index, None)
             moved = follow_moves(self._servers, _moved(known, job))
             for index in moved:
                 for found in (asked, known, lost):
                     found.pop(index, None)
-            if not moved and self._take_over(known, lost, job, decides, seconds > timeouts.lease):
+            if not moved and self._take_over(known, lost, job, decides, seconds > timeouts.session_timeout):
                 return
 
     def _take_over(

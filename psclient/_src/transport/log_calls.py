@@ -246,13 +246,13 @@ class LogCalls:
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
-        deadline, entries = self.deadline(self.timeouts.start), list[LogEntry]()
+        deadline, entries = self.deadline(self.timeouts.start_timeout), list[LogEntry]()
         while True:
             watched = self.ask_keeper(
                 partial(self._follow, len(entries)),
                 deadline,
                 lambda: ChiefLost(
-                    f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
+                    f"no chief began the job within {self.timeouts.start_timeout:g} s; start the chief task (psworker with "
                     "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
                 ),
                 lambda: "waits for a chief to begin the job",
@@ -272,7 +272,7 @@ class LogCalls:
         """Takes where copies of variables lie; raises `ConfigError` where this process expects something else."""
         self.begun = next(entry for entry in entries if isinstance(entry, JobStarted))
         if bool(self.begun.copies) != self.copied:
-            here, there = (f"PS_REPLICATION={int(each)}" for each in (self.copied, bool(self.begun.copies)))
+            here, there = (f"PS_REPLICATION_FACTOR={1 + each}" for each in (self.copied, bool(self.begun.copies)))
             raise ConfigError(
                 f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
             )
@@ -287,8 +287,8 @@ class LogCalls:
         log_server = Task("ps", self.hosting.keeper)
         return self.ask_keeper(
             lambda keeper: keeper.watch(self.number, known, 0),
-            self.deadline(self.timeouts.call),
-            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(log_server)),
+            self.deadline(self.timeouts.call_timeout),
+            lambda: Unreachable(f"no news for {self.timeouts.call_timeout:g} s", str(log_server)),
             lambda: f"waits for news of {log_server}",
             lambda: False,
         )
@@ -345,7 +345,7 @@ class LogCalls:
     def check_chief(self) -> None:
         """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
         silent = self.log_status().chief
-        if self.timeouts.chief < silent < float("inf"):
+        if self.timeouts.chief_timeout < silent < float("inf"):
             error = ChiefLost(
                 f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
                 "start the chief again"

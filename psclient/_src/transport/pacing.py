@@ -30,7 +30,7 @@ def goes_on(session: Session, next: int) -> int:
     if session.clock is None or not session.clock.begin():
         return next
     session.clock.come_back(next)
-    deadline = session.deadline(session.timeouts.call)
+    deadline = session.deadline(session.timeouts.call_timeout)
     for index, server in enumerate(session.servers):
         _await_epoch(session, server, deadline)
         session.beat_now(index)

@@ -94,7 +94,7 @@ def until_free(call: Callable[[], T], timeouts: Timeouts, ended: threading.Event
     Raises:
         TaskTaken: it is there.
     """
-    until, told = time.monotonic() + timeouts.lease + 2 * timeouts.beat, False
+    until, told = time.monotonic() + timeouts.session_timeout + 2 * timeouts.heartbeat_interval, False
     while True:
         try:
             return call()
@@ -103,5 +103,5 @@ def until_free(call: Callable[[], T], timeouts: Timeouts, ended: threading.Event
                 raise
             if not told:
                 told = True
-                log.warning("waits for it to end, for at most its lease of %g s: %s", timeouts.lease, error)
-        ended.wait(timeouts.beat / 2)
+                log.warning("waits for it to end, for at most its lease of %g s: %s", timeouts.session_timeout, error)
+        ended.wait(timeouts.heartbeat_interval / 2)

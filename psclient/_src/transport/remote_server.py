@@ -122,7 +122,7 @@ class RemoteServer(PlainCalls):
         """Makes the connection to an address."""
         self.address = address
         decides, streams, told = self._options
-        shown, lease = self._security, self._timeouts.lease
+        shown, lease = self._security, self._timeouts.session_timeout
         self._calls = GrpcCalls(address, self.task, shown, self._name, lease, self._interceptors, self.traffic, streams)
         self._attempts = Attempts(
             address,
@@ -182,7 +182,7 @@ class RemoteServer(PlainCalls):
                 *(self._name, m.buffer_bytes, self._tls, m.protocol >= BEATS),
             )
             old, how = self._lanes.get(m.session), (self._threads, self.traffic, self._lane)
-            self._lanes[m.session] = LaneSelector(str(self.task), offer, self._timeouts.lease, *how)
+            self._lanes[m.session] = LaneSelector(str(self.task), offer, self._timeouts.session_timeout, *how)
             if old is not None:
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
@@ -407,7 +407,7 @@ class RemoteServer(PlainCalls):
         """Returns whom the server waits for, in words, if it can still say it."""
         try:
             status = messages.STATUS.from_pb(
-                parse(pb.StatusReply, self._calls.once("Status", b"", self._timeouts.beat))
+                parse(pb.StatusReply, self._calls.once("Status", b"", self._timeouts.heartbeat_interval))
             )
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
@@ -432,7 +432,7 @@ def elsewhere(server: RemoteServer, address: str, call: float | None = None) -> 
     """
     decides, streams, told = server._options
     how = server._interceptors, server._lane, server._security, decides, streams, told
-    timeouts = server._timeouts if call is None else replace(server._timeouts, call=call)
+    timeouts = server._timeouts if call is None else replace(server._timeouts, call_timeout=call)
     return RemoteServer(address, server.task, timeouts, *how)
 
 
@@ -475,7 +475,7 @@ def connect(
     """
     tasks, streams = cluster.tasks("ps"), grpc_streams()
     if copied and drives:
-        timeouts = replace(timeouts, server=min(timeouts.server, timeouts.lease + 0.5))
+        timeouts = replace(timeouts, server_timeout=min(timeouts.server_timeout, timeouts.session_timeout + 0.5))
     return [
         RemoteServer(
             cluster.address(task),

@@ -131,7 +131,7 @@ class Attempts:
             gone = ends and why == NOBODY
             self._give_up(verb, limit, time.monotonic() - started, why, gone)
             # A server that answers late on purpose is not named here: who waits says for whom.
-            if why != NOT_YET and time.monotonic() - spoke > self._timeouts.word:
+            if why != NOT_YET and time.monotonic() - spoke > self._timeouts.report_interval:
                 spoke = time.monotonic()
                 log.warning("no answer from %s at %s (%s) yet; trying on", self._task, self._address, why)
             self._failed.wait(pause * random.uniform(0.5, 1.0))
@@ -143,7 +143,7 @@ class Attempts:
 
     def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
         """Returns an attempt's time limit. A prompt verb's is half a lease: the network may have lost the answer."""
-        longest = WAIT_SECONDS if verb.waits else self._timeouts.lease / 2 + extra
+        longest = WAIT_SECONDS if verb.waits else self._timeouts.session_timeout / 2 + extra
         return max(min(left, longest), 0.001)
 
     def _unanswered(self, verb: Verb, error: Exception, began: float) -> str | PSError:
@@ -196,9 +196,9 @@ class Attempts:
                     "restart from a checkpoint",
                     self._task,
                 )
-            if silence >= self._timeouts.server:
+            if silence >= self._timeouts.server_timeout:
                 raise ServerLost(
-                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_TIMEOUT_SERVER; {why}); "
+                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_SERVER_TIMEOUT; {why}); "
                     "restart from a checkpoint",
                     self._task,
                 )

@@ -111,7 +111,7 @@ class Session(LogCalls):
         self.window = 1
         """The most rounds that may be under way at a time; the same for all processes of the job."""
         self._drives = drives
-        self._patience = Patience(self.timeouts.lease, self.timeouts.beat)
+        self._patience = Patience(self.timeouts.session_timeout, self.timeouts.heartbeat_interval)
         self._tell = broken
         self.owner = Owner()
         self._broken: Future[None] = Future()
@@ -128,7 +128,7 @@ class Session(LogCalls):
     @property
     def round_limit(self) -> float:
         """Seconds that this process waits for a round: longer than the chief, who drops those that hold it up."""
-        return self.timeouts.round + 2 * self.timeouts.lease
+        return self.timeouts.round_timeout + 2 * self.timeouts.session_timeout
 
     def open(self, waits: bool = True) -> None:
         """Opens the session on every server and begins to beat.
@@ -143,7 +143,7 @@ class Session(LogCalls):
             ServerLost: a server of the running job was lost meanwhile.
         """
         key = secrets.randbits(62) | 1
-        until, opened = time.monotonic() + self.timeouts.start, dict[int, Opened]()
+        until, opened = time.monotonic() + self.timeouts.start_timeout, dict[int, Opened]()
         while True:
             if self.copied:
                 self.hosting.look_around(self._threads, self.timeouts, self.job, self._drives)
@@ -155,7 +155,7 @@ class Session(LogCalls):
                 # Another server keeps the sessions since then. It may have opened this one by the number that it had.
                 key = self.number
                 opened.clear()
-                self.pause(self.timeouts.beat / 2)
+                self.pause(self.timeouts.heartbeat_interval / 2)
             except (ServerGone, ServerLost):
                 # It was lost just now: with copies the job may go on without it.
                 if not self.copied or self._ended.is_set() or time.monotonic() > until:
@@ -321,11 +321,11 @@ class Session(LogCalls):
         """Waits for the beats to end, after `leave`."""
         logging_setup.follow(None)
         for thread in self._beats:
-            thread.join(self.timeouts.beat + self.timeouts.call)
+            thread.join(self.timeouts.heartbeat_interval + self.timeouts.call_timeout)
 
     def _beat(self, index: int, life: int, number: int) -> None:
         while True:
-            woken = self.wakes[index].wait(until_beat(self.timeouts.beat, number, time.time()))
+            woken = self.wakes[index].wait(until_beat(self.timeouts.heartbeat_interval, number, time.time()))
             if index in self.hosting.gone or not self._is_now(index, life, number):
                 return
             self.wakes[index].clear()
@@ -403,7 +403,7 @@ class Session(LogCalls):
         """
         spoken: Future[None] | None = None
         while True:
-            self._reader.wait(future, max(min(deadline.left(), self.timeouts.word), 0), self._lanes)
+            self._reader.wait(future, max(min(deadline.left(), self.timeouts.report_interval), 0), self._lanes)
             if future.done():
                 return self._take(future)
             self.check()

@@ -423,7 +423,7 @@ def _no_chief(drivers: Sequence[TaskView]) -> Problem:
 GONE = {
     "lost": "no sign of life for {silent:.0f} s: its lease ended, and rounds go on without it; start it again",
     "failed": "its process failed {silent:.0f} s ago, and rounds go on without it; see its log, and start it again",
-    "hung": "it beat, and held a round up for PS_TIMEOUT_ROUND; rounds go on without it; end its process",
+    "hung": "it beat, and held a round up for PS_ROUND_TIMEOUT; rounds go on without it; end its process",
     "missing": "it has not come yet; start it with its TF_CONFIG",
 }
 """Messages about a task by the state that is a problem."""

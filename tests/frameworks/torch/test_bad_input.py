@@ -14,7 +14,15 @@ from pstesting.in_process import InProcessCluster
 from tests.kit.modules import apart, batches, mlp, sgd_of_torch, share, steps, values
 from tests.kit.strategies import opened
 
-HASTY = replace(ps.Timeouts(), beat=0.2, lease=1.0, round=4.0, alone=4.0, start=4.0, chief=4.0)
+HASTY = replace(
+    ps.Timeouts(),
+    heartbeat_interval=0.2,
+    session_timeout=1.0,
+    round_timeout=4.0,
+    no_workers_timeout=4.0,
+    start_timeout=4.0,
+    chief_timeout=4.0,
+)
 
 
 def outcomes(fn, workers=2):

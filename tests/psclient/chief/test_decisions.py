@@ -206,7 +206,7 @@ def test_one_checkpoint_is_saved_for_all_who_leave_together():
 
 def test_a_chief_that_is_told_to_end_stays_while_members_leave():
     """One that was told with it says so within a beat; nobody is waited for beyond the grace period."""
-    beat, grace = Timeouts().beat, Timeouts().grace
+    beat, grace = Timeouts().heartbeat_interval, Timeouts().termination_grace
     stays, leaves, gone = [paced(a), paced(b)], [paced(a, LEAVES), paced(b)], [at(a, "left"), at(b, "lost")]
 
     def told():

@@ -27,7 +27,7 @@ from pswire.telemetry.metrics import Histogram
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, core, serving, together
 
 A, B = WORKERS[:2]
-SLOW = Timeouts(beat=60.0)
+SLOW = Timeouts(heartbeat_interval=60.0)
 """No beat tells anything."""
 
 
@@ -134,7 +134,7 @@ def test_an_end_that_is_none_waits_for_nobody():
     behind.close()
 
 
-TIMEOUTS = Timeouts(alone=10.0, first=30.0)
+TIMEOUTS = Timeouts(no_workers_timeout=10.0, first_worker_timeout=30.0)
 
 
 def states(**ends: str) -> list[SessionState]:
@@ -161,16 +161,18 @@ def test_it_waits_for_those_who_are_gone():
     presence = AbandonmentTimer({A, B}, TIMEOUTS)
     now, told = given_up(presence, states(a="lost", b="failed", a2="left"), 100.0, 200.0)
     assert now == 110.0
-    assert told.startswith(f"no worker has been here for 10 s (PS_TIMEOUT_ALONE): {A} left, {B} failed. ")
+    assert told.startswith(f"no worker has been here for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed. ")
 
 
 def test_it_waits_longer_for_those_who_never_came():
     """A script may do much before it makes its strategy, also where another one has failed by then."""
     now, told = given_up(AbandonmentTimer({A, B}, TIMEOUTS), states(a="failed"), 0.0, 100.0)
     assert now == 30.0
-    assert f"(PS_TIMEOUT_FIRST): {A} failed, {B} never came. " in told
-    now, told = given_up(AbandonmentTimer({A}, Timeouts(alone=50.0, first=30.0)), [], 0.0, 100.0)
-    assert (now, "(PS_TIMEOUT_ALONE)" in told) == (50.0, True)
+    assert f"(PS_FIRST_WORKER_TIMEOUT): {A} failed, {B} never came. " in told
+    now, told = given_up(
+        AbandonmentTimer({A}, Timeouts(no_workers_timeout=50.0, first_worker_timeout=30.0)), [], 0.0, 100.0
+    )
+    assert (now, "(PS_NO_WORKERS_TIMEOUT)" in told) == (50.0, True)
 
 
 def test_whoever_is_there_begins_it_anew():
@@ -186,7 +188,7 @@ def test_time_in_which_it_stood_still_does_not_count():
     gone = states(a="lost")
     assert presence.look(gone, 0.0) is None
     assert presence.look(gone, 5000.0) is None
-    assert given_up(presence, gone, 5001.0, 6000.0)[0] == 5000.0 + TIMEOUTS.alone - STEP
+    assert given_up(presence, gone, 5001.0, 6000.0)[0] == 5000.0 + TIMEOUTS.no_workers_timeout - STEP
 
 
 LEASE, PERIOD = 4.0, 1.0
@@ -234,7 +236,7 @@ def test_time_in_which_somebody_stood_still_does_not_count():
     assert stalls.look(servers, 100.0 + PERIOD + LEASE / 2) == Stall(5, PERIOD + LEASE / 2, (B,))
 
 
-TIMES = Timeouts(beat=2.0)
+TIMES = Timeouts(heartbeat_interval=2.0)
 EMPTY = ServerStatus(0, 1, 0, None, -1, (), (), 0, 0, 0, 0.0)
 
 

@@ -114,7 +114,7 @@ class Job:
     def __init__(self):
         self.state, self.clock = JobState(), Clock()
         self.hosting = Hosting(Task("chief", 0), [SimpleNamespace(task=Task("ps", index)) for index in range(4)])
-        session = SimpleNamespace(hosting=self.hosting, timeouts=Timeouts(lease=LEASE))
+        session = SimpleNamespace(hosting=self.hosting, timeouts=Timeouts(session_timeout=LEASE))
         log = SimpleNamespace(state=self.state)
         self.differences = Differences([], session, log, None, self.clock)
         self.state.take([EpochClosed(Epoch(1, ()))])

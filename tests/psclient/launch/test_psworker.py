@@ -136,7 +136,7 @@ def test_a_log_level_is_that_of_all_processes(tmp_path, monkeypatch):
 
 def test_a_chief_without_servers_says_who_it_is(tmp_path, monkeypatch):
     """The errors of a task that only drives are headed by its name, as those of scripts are."""
-    monkeypatch.setenv("PS_TIMEOUT_START", "1")
+    monkeypatch.setenv("PS_START_TIMEOUT", "1")
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -328,7 +328,7 @@ def test_who_follows_a_lost_server_costs_nothing():
     assert restarts.unexplained({A: SERVER_LOST}) == A
 
 
-BEATS = Timeouts(beat=0.02, call=SOON, start=SOON)
+BEATS = Timeouts(heartbeat_interval=0.02, call_timeout=SOON, start_timeout=SOON)
 LEASE = 12.0
 W2 = WORKERS[2]
 
@@ -417,7 +417,7 @@ def test_psworker_keeps_the_place_as_long_as_it_needs_it(job, monkeypatch, resta
     monkeypatch.setattr(module, "set_variables", lambda variables: None)
     monkeypatch.setattr(module, "run_task", lambda *given: keeps())
     monkeypatch.setattr(module, "supervise", lambda *given: keeps())
-    monkeypatch.setenv("PS_TIMEOUT_BEAT", "0.02")
+    monkeypatch.setenv("PS_HEARTBEAT_INTERVAL", "0.02")
     said = Invocation("x.py", (), None, 0, "warning", "text", False, join=(job.verbs[0].address,), restarts=restarts)
     assert module.run_joined(said) == 7
 
@@ -461,7 +461,7 @@ def test_the_script_finds_its_place_as_any_other(monkeypatch, index, workers):
     cluster = ClusterSpec({"ps": ["s:1"], "worker": {0: "a:0", 1: "b:0", index: "d:0"}, "chief": ["c:0"]})
     running = RunningJob("job", ("s:1",), 0, ("a:0", "b:0"), "c:0", True)
     variables = Joined(Task("worker", index), cluster, running).variables()
-    assert (variables["PS_JOB"], variables["PS_REPLICATION"]) == ("job", "1")
+    assert (variables["PS_JOB"], variables["PS_REPLICATION_FACTOR"]) == ("job", "2")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = task_config()

@@ -74,7 +74,7 @@ def psctl_of(monkeypatch, call):
 @pytest.fixture(scope="module")
 def paused(tmp_path_factory):
     """A job whose worker 0 waits for worker 1 in round 5, for tests that look; it ends well, as if nobody had."""
-    patient = replace(CALM, round=600.0)
+    patient = replace(CALM, round_timeout=600.0)
     with ProcessCluster(train, tmp_path_factory.mktemp("paused"), (8, 5), timeouts=patient, **KEYS) as job:
         job.hear(W1, "at", 5)
         yield job
@@ -336,7 +336,7 @@ def domains(run, psctl_of):
 def test_servers_are_spread_drained_and_moved(tmp_path, psctl_of, half):
     """Half of them go to a machine that came; all that are there leave it again; nothing is lost, nobody restarts."""
     with ExitStack() as stack:
-        job = stack.enter_context(ProcessCluster(count, tmp_path, (), ps=2 * half, replication=1, **ONE))
+        job = stack.enter_context(ProcessCluster(count, tmp_path, (), ps=2 * half, replication_factor=2, **ONE))
         run = psctl_of(job)
         run.until(lambda view: view["round"] > 0)
         (here,) = domains(run, psctl_of)
@@ -381,7 +381,7 @@ WRONG = {
 def alone(tmp_path_factory):
     """A job beside which no process waits."""
     directory = tmp_path_factory.mktemp("alone")
-    with ProcessCluster(count, directory, (), ps=2, replication=1, **ONE) as job:
+    with ProcessCluster(count, directory, (), ps=2, replication_factor=2, **ONE) as job:
         with job.server(PS0) as server:
             job.until(lambda: server.status().round >= 0)
         yield job
@@ -405,7 +405,9 @@ def test_a_job_without_copies_moves_no_server(tmp_path, psctl_of):
             run.until(lambda view: view["round"] > 0)
             code, text = run("move", "ps:0", "--to", new.address)
             assert code == 2
-            assert "servers move only in a job whose variables have copies; start it with PS_REPLICATION=1" in text
+            assert (
+                "servers move only in a job whose variables have copies; start it with PS_REPLICATION_FACTOR=2" in text
+            )
             (tmp_path / "enough").touch()
             job.hear(W0, "is")
         for task in (W0, CHIEF, PS0, PS1):

@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_a_late_variable_begins_with_the_value_of_the_lowest_task(name, environ):
     """Also if that one comes last: the others wait for it."""
     if name == "with copies":
-        environ["PS_REPLICATION"] = "1"
+        environ["PS_REPLICATION_FACTOR"] = "1"
     servers, workers, options = LAYOUTS[name]
     with InProcessCluster(servers, workers) as cluster:
         found = Job(cluster, **options).run(*[each_begins] * workers)
@@ -200,7 +200,7 @@ def test_asynchronous_workers_wait_for_one_round_of_a_lower_one():
 
 def test_an_asynchronous_worker_does_not_wait_for_one_that_does_nothing():
     """Which makes no round for longer than a call may wait without a word."""
-    limits = Timeouts(word=0.3)
+    limits = Timeouts(report_interval=0.3)
     with InProcessCluster(1, 2, timeouts=limits) as cluster:
         done: list[float] = []
 

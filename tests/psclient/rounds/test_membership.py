@@ -123,7 +123,7 @@ def test_a_process_whose_session_is_over_comes_to_no_entry(job):
 
 def test_a_process_hears_between_two_beats_that_a_server_has_ended_its_session(job):
     """A call that it holds there is answered."""
-    one = Process(job, A, "sync", timeouts=Timeouts(beat=1e4))
+    one = Process(job, A, "sync", timeouts=Timeouts(heartbeat_interval=1e4))
     job.verbs[0].leave(one.session.number, "it was given up")
     with pytest.raises(Fenced, match="this session was ended"):
         eventually(one.session.check)
@@ -145,7 +145,7 @@ def test_who_comes_late_makes_no_change_of_consistency(job):
     """The others have made it, or come to it later; it goes on to where they take it in, and asks for nothing."""
     with began(job, "sync", 1) as (one,):
         one.group.enter("dataset:0")
-        late = Process(job, B, "sync", timeouts=Timeouts(beat=60.0, round=0.3))
+        late = Process(job, B, "sync", timeouts=Timeouts(heartbeat_interval=60.0, round_timeout=0.3))
         assert not late.group.change(Change(0, 0, "async"))
         assert not any(state.join_point for state in one.session.look().sessions)
         late.session.leave()
@@ -312,7 +312,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
     """The others never come again to where a late process is taken in; it says so while it waits, and fails alone."""
     with began(job, "sync", 1) as (one,):
         one.group.enter("dataset:4")
-        short = Timeouts(beat=60.0, word=0.01, round=0.3)
+        short = Timeouts(heartbeat_interval=60.0, report_interval=0.01, round_timeout=0.3)
         late = Process(job, B, "sync", timeouts=short)
         with pytest.raises(RoundTimeout, match=f"worker/task:1 came late .* did not come to {place} again.* once"):
             late.group.enter(entry)

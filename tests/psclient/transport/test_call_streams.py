@@ -48,7 +48,7 @@ class Pair(Site):
         self.servers = [self.server, self.connect("grpc")]
 
     def connect(self, lane: LaneName, security: Security | None = None) -> RemoteServer:
-        timeouts = Timeouts(lease=self.lease, call=10.0, round=SOON)
+        timeouts = Timeouts(session_timeout=self.lease, call_timeout=10.0, round_timeout=SOON)
         server = RemoteServer(self._address, self.core.task, timeouts, streams=self._streams)
         self._stack.callback(server.close)
         return server
@@ -268,7 +268,7 @@ HOST = "127.0.0.1"
 
 STATUS = VERBS["Status"]
 
-TIMEOUTS = Timeouts(call=0.5, lease=8.0)
+TIMEOUTS = Timeouts(call_timeout=0.5, session_timeout=8.0)
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def losses(*servers: int) -> list[Gone]:
 LIVES = (11, 12, 13)
 """The incarnations of three servers of a job."""
 
-TIMEOUTS = Timeouts(lease=0.3, beat=0.1, start=5.0)
+TIMEOUTS = Timeouts(session_timeout=0.3, heartbeat_interval=0.1, start_timeout=5.0)
 
 
 class Server:
@@ -310,7 +310,7 @@ def test_a_server_that_is_silent_holds_a_chief_up_for_a_lease():
     began = time.monotonic()
     hosting = look("mine", status(0), None, status(2), decides=True)
     assert (hosting.gone, [*hosting.suspects]) == ({1}, [1])
-    assert time.monotonic() - began > TIMEOUTS.lease
+    assert time.monotonic() - began > TIMEOUTS.session_timeout
 
 
 @pytest.mark.parametrize("decides", [True, False])

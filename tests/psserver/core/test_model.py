@@ -56,7 +56,7 @@ from tests.kit.workers import Strand as Thread
 
 VALUE = TensorSpec("int64", ())
 LEASE = 10.0
-TIMEOUTS = Timeouts(lease=LEASE)
+TIMEOUTS = Timeouts(session_timeout=LEASE)
 TURNS = 300
 """Turns after which a job that nobody disturbs any more has ended."""
 
@@ -153,7 +153,7 @@ class Line:
             self._process.strand.pause()
             while self._server in self._model.dead:
                 if self._server == 0 or isinstance(self._process, Driver) or verb == "open":
-                    raise self._model.lost()  # who starts sees it itself, after PS_TIMEOUT_START
+                    raise self._model.lost()  # who starts sees it itself, after PS_START_TIMEOUT
                 self._process.session.check()  # that a server is lost the chief says, and until then it is silent
                 self._process.strand.pause()
             return getattr(self._model.cores[self._server], verb)(*args)

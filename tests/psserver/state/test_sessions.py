@@ -445,10 +445,10 @@ def test_who_is_excluded_while_it_beats_is_told_why(members):
     hung, left, other = opened(members, A), opened(members, B), opened(members, C)
     members.leave(left, "")
     members.exclude({hung, left, 999})
-    with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
+    with pytest.raises(Fenced, match="PS_ROUND_TIMEOUT"):
         members.check(hung)
     assert states(members) == {hung: "hung", left: "left", other: "open"}
-    with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
+    with pytest.raises(Fenced, match="PS_ROUND_TIMEOUT"):
         members.leave(hung, "")
 
 

@@ -122,7 +122,7 @@ def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> No
 def test_workers_of_a_host_send_one_sum(dense: float) -> None:
     """A server's link has one contribution of each host, which does not stream; what is applied is of all workers."""
     rate, hosts, per_host = 1e8, 3, 4
-    cluster = Cluster(hosts * per_host, Workload(2, dense), FREE, rate=rate, per_host=per_host, aggregation=True)
+    cluster = Cluster(hosts * per_host, Workload(2, dense), FREE, rate=rate, per_host=per_host, local_reduction=True)
     job = SimulatedJob(cluster, ROUNDS)
     seen = job.train()
     assert values(job) == [float(hosts * per_host * ROUNDS)] * 2
@@ -133,7 +133,7 @@ def test_what_is_handed_over_takes_its_price() -> None:
     """Of a sum of two the other one's contribution and answer pass twice, between three pieces of work of either."""
     costs = replace(COSTS, cores=0, part=70 * US, hand=500 * US, hand_byte=1e-8)
     alone = trained(Cluster(1, Workload(1), costs))
-    two = trained(Cluster(2, Workload(1), costs, per_host=2, aggregation=True))
+    two = trained(Cluster(2, Workload(1), costs, per_host=2, local_reduction=True))
     handed = 4 * (costs.hand + 4000 * costs.hand_byte) + 2 * LANE.latency
     assert two.round_seconds - alone.round_seconds == pytest.approx(handed + 2 * costs.part, rel=0.02)
 
@@ -212,7 +212,7 @@ def test_a_job_without_copies_ends_with_its_server() -> None:
 def test_a_worker_that_is_killed_is_left_out_after_its_lease() -> None:
     """The others wait for its lease, and go on."""
     lease = 2.0
-    timeouts = Timeouts(lease=lease, beat=0.25, round=600.0)
+    timeouts = Timeouts(session_timeout=lease, heartbeat_interval=0.25, round_timeout=600.0)
     job = SimulatedJob(Cluster(3, Workload(1), COSTS, timeouts=timeouts), 300)
     job.scheduler.after(0.1, job.workers[2].kill)
     seen = job.train(60.0)

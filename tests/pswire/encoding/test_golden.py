@@ -73,7 +73,7 @@ def connect(
     stack: ExitStack, address: str, lane: LaneName = "grpc", lease: float = 600.0, streams: bool = False
 ) -> RemoteServer:
     """A client, whose lanes say by themselves nothing for minutes."""
-    timeouts = Timeouts(lease=lease, call=SECONDS, round=SECONDS, start=SECONDS)
+    timeouts = Timeouts(session_timeout=lease, call_timeout=SECONDS, round_timeout=SECONDS, start_timeout=SECONDS)
     server = RemoteServer(address, samples.PS, timeouts, lane=lane, security=SECURITY, streams=streams)
     stack.callback(server.close)
     return server
