@@ -34,7 +34,7 @@ FORMAT = 2
 SIZES = {"4 KB": 1024, "100 MB": 25_000_000}
 """Numbers of float32 that each worker contributes."""
 
-LANES = "shm", "tcp"
+TRANSPORTS = "shm", "tcp"
 
 
 def make_rounds(size: int, count: int, first: int) -> None:
@@ -76,26 +76,28 @@ def endure(rounds: int, size: int) -> None:
     say("ends", ends)
 
 
-def cluster(program: Any, args: tuple[Any, ...], directory: str, replication_factor: int, lane: str) -> ProcessCluster:
+def cluster(
+    program: Any, args: tuple[Any, ...], directory: str, replication_factor: int, transport: str
+) -> ProcessCluster:
     """Returns a cluster of two servers and two workers that runs a program."""
-    keys: dict[str, Any] = {"ps": 2, "workers": 2, "chief": "driver", "lane": lane, "timeouts": CALM}
+    keys: dict[str, Any] = {"ps": 2, "workers": 2, "chief": "driver", "transport": transport, "timeouts": CALM}
     return ProcessCluster(program, Path(directory), args, replication_factor=replication_factor, **keys)
 
 
-def rounds(size: int, count: int, replication_factor: int, lane: str) -> list[float]:
+def rounds(size: int, count: int, replication_factor: int, transport: str) -> list[float]:
     """Returns the seconds of each round, of the slower worker."""
     args = size, count, max(count // 4, 2)
     with (
         tempfile.TemporaryDirectory() as directory,
-        cluster(make_rounds, args, directory, replication_factor, lane) as job,
+        cluster(make_rounds, args, directory, replication_factor, transport) as job,
     ):
         job.finish()
         return [max(both) for both in zip(*(job.said(task, "took")[0] for task in (W0, W1)), strict=True)]
 
 
-def loss(number: int, lane: str) -> float:
+def loss(number: int, transport: str) -> float:
     """Returns the seconds from the end of a server to that of the next round of both workers."""
-    with tempfile.TemporaryDirectory() as directory, cluster(endure, (1500, 1024), directory, 1, lane) as job:
+    with tempfile.TemporaryDirectory() as directory, cluster(endure, (1500, 1024), directory, 1, transport) as job:
         for task in (W0, W1):
             job.hear(task, "begins")
         time.sleep(1.0)
@@ -113,10 +115,10 @@ def rounds_of(job: ProcessCluster) -> list[float]:
     return [max(both) for both in zip(*ends, strict=True)]
 
 
-def comeback(number: int, size: int, lane: str) -> float:
+def comeback(number: int, size: int, transport: str) -> float:
     """Returns the seconds of the round before which a server is taken back."""
     args = 3000 if size < 1 << 20 else 40, size
-    with tempfile.TemporaryDirectory() as directory, cluster(endure, args, directory, 1, lane) as job:
+    with tempfile.TemporaryDirectory() as directory, cluster(endure, args, directory, 1, transport) as job:
         for task in (W0, W1):
             job.hear(task, "begins")
         time.sleep(1.0)
@@ -141,24 +143,24 @@ def main(quick: bool, file: Path | None) -> None:
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(laps):
         for name, size in SIZES.items():
-            for lane in LANES:
+            for transport in TRANSPORTS:
                 count = 500 if size < 1 << 20 else 12
                 for copies in (0, 1):
-                    key = found.setdefault(f"{name}, {lane}", {"without": [], "with": []})
-                    key["with" if copies else "without"] += rounds(size, count, 1 + copies, lane)
+                    key = found.setdefault(f"{name}, {transport}", {"without": [], "with": []})
+                    key["with" if copies else "without"] += rounds(size, count, 1 + copies, transport)
     table = Table("round", "without copies, ms", "with copies, ms", "more, ms", "ratio")
     for kind, each in found.items():
         without, copied = (1e3 * statistics.median(each[which]) for which in ("without", "with"))
         table.add_row(kind, f"{without:.2f}", f"{copied:.2f}", f"{copied - without:.2f}", f"{copied / without:.2f}")
     Console().print(table)
-    lost = [loss(number, LANES[0]) for number in range(losses)]
+    lost = [loss(number, TRANSPORTS[0]) for number in range(losses)]
     Console().print(
         f"killed server to next round, of {losses}: median {statistics.median(lost):.2f} s, "
         f"least {min(lost):.2f}, most {max(lost):.2f}"
     )
     back: dict[str, list[float]] = {}
     for name, size in SIZES.items():
-        back[name] = [comeback(number, size, LANES[0]) for number in range(2 if quick else 6)]
+        back[name] = [comeback(number, size, TRANSPORTS[0]) for number in range(2 if quick else 6)]
         took = statistics.median(back[name])
         Console().print(f"the round before which a server is taken back, {name}: median {took:.2f} s")
     if file is not None:

@@ -1,6 +1,6 @@
 """Many clients of one server: time of a round against workers, and what a connection costs the server.
 
-    python benchmarks/fanin.py             1 to 64 workers, on each lane
+    python benchmarks/fanin.py             1 to 64 workers, on each transport
     python benchmarks/fanin.py --quick     fewer rounds of fewer workers, for a first look
     python benchmarks/fanin.py --local-reduction                        in sums of their host, beside each by itself
 
@@ -42,7 +42,7 @@ import psclient as ps
 from psclient._src.config import child_environ
 from psclient._src.launch.cluster import start_server
 from psclient._src.processes.process import send, spawn
-from pswire.transport.traffic import LANES, LaneName
+from pswire.network.traffic import TRANSPORTS, TransportName
 
 FORMAT = 3
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
@@ -78,7 +78,7 @@ class Share:
         mine: the numbers of those in this process.
         rounds: how many are measured.
         nbytes: of the variable.
-        lane: the fastest that may be used.
+        transport: the fastest that may be used.
         local_reduction: whether they sum what they contribute.
     """
 
@@ -87,7 +87,7 @@ class Share:
     mine: tuple[int, ...]
     rounds: int
     nbytes: int
-    lane: LaneName
+    transport: TransportName
     local_reduction: bool
 
 
@@ -113,7 +113,7 @@ def be_client(share: Share, worker: int, gate: threading.Barrier) -> list[float]
     """
     cluster = ps.ClusterSpec({"ps": [share.server], "worker": ["127.0.0.1:0"] * share.workers})
     resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=worker)
-    how: dict[str, Any] = {"lane": share.lane, "local_reduction": share.local_reduction}
+    how: dict[str, Any] = {"transport": share.transport, "local_reduction": share.local_reduction}
     made = ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver, **how)
     with made as strategy, strategy.scope():
         variable = ps.Variable(np.zeros(share.nbytes // 4, "float32"), name="v")
@@ -145,7 +145,7 @@ def _check(value: Any, share: Share) -> None:
 
 
 def measure(
-    local_reduction: bool, lane: LaneName, workers: int, processes: int, rounds: int, nbytes: int
+    local_reduction: bool, transport: TransportName, workers: int, processes: int, rounds: int, nbytes: int
 ) -> dict[str, Any]:
     """Starts a server and its clients, has them make rounds, and ends them; one row of the report.
 
@@ -156,7 +156,7 @@ def measure(
         server, address = stack.enter_context(_server())
         alone = Cost.of(server.pid)
         mine = [tuple(range(first, workers, processes)) for first in range(min(workers, processes))]
-        shares = [Share(address, workers, each, rounds, nbytes, lane, local_reduction) for each in mine]
+        shares = [Share(address, workers, each, rounds, nbytes, transport, local_reduction) for each in mine]
         clients = [stack.enter_context(_clients(share, len(mine) + 1)) for share in shares]
         _wait_at_gate(clients)
         [before] = at_rest([server.pid])
@@ -170,7 +170,7 @@ def measure(
     cpu = after.since(before).seconds / rounds
     return {
         "local_reduction": local_reduction,
-        "lane": lane,
+        "transport": transport,
         "workers": workers,
         "rounds": rounds,
         "ms": spread(series[0], 1e3),
@@ -234,15 +234,17 @@ def report(rows: Sequence[dict[str, Any]], processes: int, nbytes: int) -> dict[
         "nbytes": nbytes,
         "processes": processes,
         "rows": list(rows),
-        "server_kb_per_worker": {lane: _kb_per_worker(series) for lane, series in by_lane(rows).items() if series[1:]},
+        "server_kb_per_worker": {
+            transport: _kb_per_worker(series) for transport, series in by_transport(rows).items() if series[1:]
+        },
     }
 
 
-def by_lane(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each lane; those with sums by themselves."""
+def by_transport(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each transport; those with sums by themselves."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["lane"] + ", sums" * (row["local_reduction"]), []).append(row)
+        found.setdefault(row["transport"] + ", sums" * (row["local_reduction"]), []).append(row)
     return found
 
 
@@ -253,7 +255,7 @@ def _kb_per_worker(series: Sequence[dict[str, Any]]) -> float:
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "lane": lambda row: row["lane"],
+    "transport": lambda row: row["transport"],
     "sums": lambda row: row["local_reduction"],
     "workers": lambda row: str(row["workers"]),
     "ms": lambda row: f"{row['ms']['median']:.3g}",
@@ -276,7 +278,7 @@ def table(found: dict[str, Any]) -> Table:
     for row in found["rows"]:
         drawn.add_row(*(write(row) for write in COLUMNS.values()))
     if found["server_kb_per_worker"]:
-        each = ", ".join(f"{lane} {kb:.0f} KB" for lane, kb in found["server_kb_per_worker"].items())
+        each = ", ".join(f"{transport} {kb:.0f} KB" for transport, kb in found["server_kb_per_worker"].items())
         drawn.caption = f"memory of the server for each worker: {each}"
     return drawn
 
@@ -293,13 +295,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (times, memory) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for lane, rows in by_lane(found["rows"]).items():
-        workers, colour = [row["workers"] for row in rows], COLOURS[rows[0]["lane"]]
+    for transport, rows in by_transport(found["rows"]).items():
+        workers, colour = [row["workers"] for row in rows], COLOURS[rows[0]["transport"]]
         medians = [row["ms"]["median"] for row in rows]
-        times.plot(workers, medians, "o-", color=colour, label=f"{lane} lane, a round, median")
+        times.plot(workers, medians, "o-", color=colour, label=f"{transport} transport, a round, median")
         cpu = [row["server_ms"] for row in rows]
-        times.plot(workers, cpu, "o--", color=colour, label=f"{lane} lane, the server's processor time")
-        memory.plot(workers, [row["server_rss_mb"] for row in rows], "o-", color=colour, label=f"{lane} lane")
+        times.plot(workers, cpu, "o--", color=colour, label=f"{transport} transport, the server's processor time")
+        memory.plot(workers, [row["server_rss_mb"] for row in rows], "o-", color=colour, label=f"{transport} transport")
     times.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms")
     counts = sorted({row["workers"] for row in found["rows"]})
     times.set_xticks(counts, counts)
@@ -316,7 +318,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--workers", multiple=True, type=click.IntRange(1), help=f"How many [default: {WORKERS}].")
 @click.option(
-    "--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True, help="Lanes."
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    default=TRANSPORTS[::-1],
+    show_default=True,
+    help="Transports.",
 )
 @click.option("--local-reduction", is_flag=True, help="Also with workers that send the sum of their gradients.")
 @click.option("--processes", type=click.IntRange(1), default=PROCESSES, show_default=True, help="For all clients.")
@@ -327,7 +335,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 @click.option("--as-clients", hidden=True)
 def main(
     workers: tuple[int, ...],
-    lanes: tuple[LaneName, ...],
+    transports: tuple[TransportName, ...],
     local_reduction: bool,
     processes: int,
     nbytes: int,
@@ -343,9 +351,9 @@ def main(
     console = Console()
     rounds = QUICK_ROUNDS if quick else ROUNDS
     rows, kinds = [], (False, True)[: 1 + local_reduction]
-    for lane, count, kind in product(lanes, workers or (QUICK_WORKERS if quick else WORKERS), kinds):
-        with console.status(f"{lane} lane, {count} workers"):
-            rows.append(measure(kind, lane, count, processes, rounds, nbytes))
+    for transport, count, kind in product(transports, workers or (QUICK_WORKERS if quick else WORKERS), kinds):
+        with console.status(f"{transport} transport, {count} workers"):
+            rows.append(measure(kind, transport, count, processes, rounds, nbytes))
     found = report(rows, processes, nbytes)
     publish(console, found, [table(found)], json_file, partial(draw, found, PLOT) if plot else None)
 

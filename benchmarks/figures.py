@@ -35,10 +35,10 @@ SETTINGS = {
     "device": "variables on {}",
     "worker_device": "replicas on {}",
 }
-"""What clusters differ by beside lane and chief: the key in the report, and words. What all have is in the title."""
+"""What clusters differ by beside transport and chief: the key in the report, and words. What all have is in the title."""
 
 AGAINST = {"grpc": ("to_tcp", "TCP"), "tcp": ("to_tcp", "TCP"), "shm": ("to_memcpy", "memcpy")}
-"""What the bytes of a lane are compared with: the key in the report, and its name."""
+"""What the bytes of a transport are compared with: the key in the report, and its name."""
 
 WIDTH = 160
 """Of the tables, in characters, where the terminal is narrower."""
@@ -73,7 +73,7 @@ def tables(found: dict[str, Any]) -> Iterator[Table]:
     title = f"Synchronous rounds, {_common(found)}; GB/s counts pushes and pulls of all workers, CPU is ms for a round"
     rounds = Table(title=title, title_justify="left")
     for heading in cells[0]:
-        left = heading in ("size", "lane", "chief")
+        left = heading in ("size", "transport", "chief")
         rounds.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in cells:
         rounds.add_row(*row.values())
@@ -93,8 +93,8 @@ def _common(found: dict[str, Any]) -> str:
 
 def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
     """One line of the table, by heading."""
-    key, limit = AGAINST[row["lane"]]
-    cells = {name: str(row[name]) for name in ("size", "lane", "chief", *differing)}
+    key, limit = AGAINST[row["transport"]]
+    cells = {name: str(row[name]) for name in ("size", "transport", "chief", *differing)}
     cells |= {name: f"{row['ms'][name]:.4g}" for name in ("median", "p90")}
     if "optimizer" in differing:
         cells["/ sgd"] = f"{row['to_sgd']:.2f}" if row["to_sgd"] else "-"
@@ -142,7 +142,7 @@ def publish(
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draws time of a round against its size, by lane, with the limits as lines.
+    """Draws time of a round against its size, by transport, with the limits as lines.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -155,12 +155,12 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 6))
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in found["rounds"]:
-        of = row["lane"], _kind(row, _differing(found))
+        of = row["transport"], _kind(row, _differing(found))
         series.setdefault(of, []).append((row["nbytes"], row["ms"]["median"]))
     styles = dict(zip(dict.fromkeys(kind for _, kind in series), cycle(STYLES), strict=False))
-    for (lane, kind), points in series.items():
+    for (transport, kind), points in series.items():
         x, y = zip(*sorted(points), strict=True)
-        axes.plot(x, y, styles[kind], color=COLOURS[lane], label=f"{lane} lane, {kind}")
+        axes.plot(x, y, styles[kind], color=COLOURS[transport], label=f"{transport} transport, {kind}")
     _draw_limits(found, axes)
     axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="median of a round, ms")
     sizes = {row["nbytes"]: f"{row['size']} in {row['variables']}" for row in found["rounds"]}
@@ -174,7 +174,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _kind(row: dict[str, Any], differing: Sequence[str]) -> str:
-    """What clusters of one lane differ by, in words."""
+    """What clusters of one transport differ by, in words."""
     chief = "a chief of its own" if row["chief"] == "own" else "worker 0 as chief"
     return ", ".join([chief, *(SETTINGS[key].format(row[key]) for key in differing)])
 

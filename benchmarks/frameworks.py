@@ -47,7 +47,7 @@ from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import spawn
 from pswire.cluster import Task
-from pswire.transport.traffic import LANES
+from pswire.network.traffic import TRANSPORTS
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "examples"))
@@ -152,7 +152,7 @@ def trace(steps: int) -> None:
     model = make_model("large")
     optimizer = pst.Optimizer(model, torch.optim.SGD, lr=0.1, strategy=strategy)
     sent: list[tuple[float, int]] = []
-    for p in model.parameters():  # called after the optimizer's own hook, which hands the gradient to the lane
+    for p in model.parameters():  # called after the optimizer's own hook, which hands the gradient to the transport
         p.register_post_accumulate_grad_hook(lambda _: sent.append((time.perf_counter(), strategy.round)))
     found: dict[str, list[float]] = {event: [] for event in (LEAVES, BACKWARD, STEP)}
     for number in range(TURNS + steps):
@@ -216,8 +216,8 @@ def work_on(work: str, steps: int, warm: int) -> None:
 # ---- In the launcher ----
 
 
-def run_ours(work: str, lane: str, steps: int, warm: int) -> dict[str, list[float]]:
-    """Starts a cluster on one lane; returns what its first worker tells."""
+def run_ours(work: str, transport: str, steps: int, warm: int) -> dict[str, list[float]]:
+    """Starts a cluster on one transport; returns what its first worker tells."""
     found: dict[str, Any] = {}
 
     def hear(line: Line) -> None:
@@ -230,7 +230,7 @@ def run_ours(work: str, lane: str, steps: int, warm: int) -> dict[str, list[floa
         ps=size,
         workers=size,
         chief="none",
-        lane=lane,
+        transport=transport,
         script=__file__,
         args=("--as-worker", work, "--steps", str(steps), "--warm", str(warm)),
     ) as cluster:
@@ -278,7 +278,7 @@ def has_torch(python: str) -> bool:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--work", "works", multiple=True, type=click.Choice(WORKS), default=WORKS)
-@click.option("--lane", type=click.Choice(LANES), default="shm", show_default=True)
+@click.option("--transport", type=click.Choice(TRANSPORTS), default="shm", show_default=True)
 @click.option("--python", "pythons", multiple=True, help="A Python that has torch, for torch RPC [default: this one].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
 @click.option("--quick", is_flag=True, help="A few steps only.")
@@ -288,7 +288,7 @@ def has_torch(python: str) -> bool:
 @click.option("--as-worker", "said", hidden=True)
 def main(
     works: Sequence[str],
-    lane: str,
+    transport: str,
     pythons: tuple[str, ...],
     repeats: int | None,
     quick: bool,
@@ -310,7 +310,7 @@ def main(
     for _ in range(repeats or (1 if quick else 3)):
         for work in works:
             count = max(counts[work] // (10 if quick else 1), TURNS)
-            runs: list[Callable[[], dict[str, list[float]]]] = [partial(run_ours, work, lane, count, warm)]
+            runs: list[Callable[[], dict[str, list[float]]]] = [partial(run_ours, work, transport, count, warm)]
             if work == "cnn":
                 runs.append(partial(run_rpc, python, count, warm))
             for run in runs:
@@ -331,8 +331,16 @@ def main(
         }
         for (work, way), each in laps.items()
     ]
-    figures: dict[str, Any] = {"format": FORMAT, "machine": machine(), "lane": lane, "rows": rows, "left_out": left_out}
-    table = Table("work", "way", title=f"Steps of psclient.torch on {lane}, ms; load {figures['machine']['load']:.1f}")
+    figures: dict[str, Any] = {
+        "format": FORMAT,
+        "machine": machine(),
+        "transport": transport,
+        "rows": rows,
+        "left_out": left_out,
+    }
+    table = Table(
+        "work", "way", title=f"Steps of psclient.torch on {transport}, ms; load {figures['machine']['load']:.1f}"
+    )
     for heading in ("median", "p90", "min"):
         table.add_column(heading, justify="right")
     for row in rows:

@@ -4,7 +4,7 @@
     python benchmarks/growth.py --quick                the same with smaller numbers, for a first look
     python benchmarks/growth.py --part variables       one part alone
 
-Each part starts clusters of real processes on this machine, on the shm lane:
+Each part starts clusters of real processes on this machine, on the shm transport:
 
 - variables: many variables of 4 KB. Creation is from the scope's begin to its end, which sends them; then the first
   step with SGD and its rounds, and the first step with Adam, which creates its slots.
@@ -47,7 +47,7 @@ FORMAT = 1
 SECONDS = 3600
 """How long one cluster may take."""
 
-LANE = "shm"
+TRANSPORT = "shm"
 NBYTES = 4096
 """Of each of many variables."""
 
@@ -192,7 +192,7 @@ def measure(part: str, size: int, laps: int, workers: int = 1, servers: int = 1)
             ps=servers,
             workers=workers,
             chief="none",
-            lane=LANE,
+            transport=TRANSPORT,
             script=str(Path(__file__)),
             args=args,
             restarts=workers - 1,
@@ -209,7 +209,7 @@ def measure(part: str, size: int, laps: int, workers: int = 1, servers: int = 1)
 
 def measure_rounds(workers: int, servers: int, count: int) -> list[Said]:
     """Rounds of 4 KB, as `benchmarks/round.py` makes them."""
-    setting = rounds.Setting(LANE, "worker", workers, servers, "sgd", "tuned", "token", "whole", "arrays", "none")
+    setting = rounds.Setting(TRANSPORT, "worker", workers, servers, "sgd", "tuned", "token", "whole", "arrays", "none")
     found = rounds.measure(setting, rounds.Options(("4KB",), False, count, "greedy"))["4KB"]
     cpu = statistics.median(found.server_cpu)
     return [{"workers": workers, "servers": servers, "round": statistics.median(found.seconds), "server CPU": cpu}]

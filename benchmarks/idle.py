@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """What a server pays for many workers that do nothing at the moment: memory for each, and processor time for beats.
 
-    python benchmarks/idle.py [--quick] [--json FILE] [--lane LANE ...]
+    python benchmarks/idle.py [--quick] [--json FILE] [--transport TRANSPORT ...]
 
-Sessions are opened as a worker opens them: a gRPC connection, its lane, the call that is held until the session ends,
+Sessions are opened as a worker opens them: a gRPC connection, its transport, the call that is held until the session ends,
 and beats. The limit is measured beside them: a server of grpc.aio alone, with as many connections from as many
 processes, each of which has made one call and holds one open stream. Then its clients send messages of a beat's size
 as often as workers beat, first as calls of their own, then on the streams. It answers them and does nothing else.
@@ -41,15 +41,15 @@ from rich.console import Console
 from rich.table import Table
 
 from psclient._src.config import child_environ
+from psclient._src.network.remote_server import connect
+from psclient._src.network.session import Session
 from psclient._src.processes.process import send, spawn, start_server
-from psclient._src.transport.remote_server import connect
-from psclient._src.transport.session import Session
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from pswire.model.status import STILL, Pace
+from pswire.network.grpc_channel import open_channel, stub
+from pswire.network.traffic import TRANSPORTS, TransportName
 from pswire.security.identity import Security
-from pswire.transport.grpc_channel import open_channel, stub
-from pswire.transport.traffic import LANES, LaneName
 
 FORMAT = 1
 SESSIONS, QUICK_SESSIONS = 1000, 40
@@ -91,18 +91,18 @@ class Share:
         server: the server's address.
         sessions: how many there are in all.
         mine: the numbers of those in this process.
-        lane: the fastest that may be used; "" for clients of gRPC alone.
+        transport: the fastest that may be used; "" for clients of gRPC alone.
     """
 
     server: str
     sessions: int
     mine: tuple[int, ...]
-    lane: str
+    transport: str
 
 
 def be_clients(share: Share) -> None:
     """Opens what is to be idle, and does at each gate what the launcher says."""
-    opened: Opened = Sessions(share) if share.lane else Channels(share)
+    opened: Opened = Sessions(share) if share.transport else Channels(share)
     first, *rest = share.mine
     opened.open(first)
     while word := _ask(opened.beats):
@@ -145,9 +145,9 @@ class Sessions:
         self._begin(Task("worker", number), 1, False)
 
     def _begin(self, task: Task, replicas: int, drives: bool) -> None:
-        timeouts, lane = TIMEOUTS, self._share.lane
-        assert lane in LANES
-        servers = connect(self._cluster, timeouts, lane, drives=drives)
+        timeouts, transport = TIMEOUTS, self._share.transport
+        assert transport in TRANSPORTS
+        servers = connect(self._cluster, timeouts, transport, drives=drives)
         session = Session(task, servers, replicas, drives, timeouts, broken=_complain)
         session.pace = self._pace
         session.open()
@@ -285,11 +285,11 @@ async def be_bare() -> None:
 # ---- In the launcher ----
 
 
-def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[str, Any]:
+def measure(transport: str, sessions: int, seconds: float, processes: int) -> dict[str, Any]:
     """Starts a server and its clients, and ends them; one row of the report.
 
     Args:
-        lane: the fastest that sessions may use; "" for gRPC alone.
+        transport: the fastest that sessions may use; "" for gRPC alone.
         sessions: how many.
         seconds: for which beats are counted.
         processes: for all clients.
@@ -298,9 +298,9 @@ def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[st
         ClickException: a process failed.
     """
     with ExitStack() as stack:
-        server, address = stack.enter_context(_server(sessions) if lane else _bare())
+        server, address = stack.enter_context(_server(sessions) if transport else _bare())
         mine = [tuple(range(first, sessions, processes)) for first in range(min(sessions, processes))]
-        clients = [stack.enter_context(_clients(Share(address, sessions, each, lane))) for each in mine]
+        clients = [stack.enter_context(_clients(Share(address, sessions, each, transport))) for each in mine]
         _meet(clients, "")
         time.sleep(REST)
         alone, memory = _while_beating(server, clients, REST), own_bytes(server.pid)
@@ -309,12 +309,14 @@ def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[st
         opening = time.monotonic() - start
         time.sleep(REST)
         kept = own_bytes(server.pid) - memory
-        costs = {how: _beats(server, clients, how, seconds) for how in (("beats",) if lane else ("calls", "streams"))}
+        costs = {
+            how: _beats(server, clients, how, seconds) for how in (("beats",) if transport else ("calls", "streams"))
+        }
         after = Cost.of(server.pid)
     many = sessions - len(mine)
     return {
-        "what": f"sessions, {lane} lane" if lane else "gRPC alone",
-        "lane": lane,
+        "what": f"sessions, {transport} transport" if transport else "gRPC alone",
+        "transport": transport,
         "open_s": opening,
         "kb_each": kept / many / 1e3,
         "threads": after.threads,
@@ -461,7 +463,13 @@ def table(found: dict[str, Any]) -> Table:
 @click.option("--sessions", type=click.IntRange(2), help=f"How many [default: {SESSIONS}].")
 @click.option("--seconds", type=click.FloatRange(1), help=f"For which beats are counted [default: {SECONDS:g}].")
 @click.option(
-    "--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES, show_default=True, help="Lanes."
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    default=TRANSPORTS,
+    show_default=True,
+    help="Transports.",
 )
 @click.option("--processes", type=click.IntRange(1), default=PROCESSES, show_default=True, help="For all clients.")
 @click.option("--quick", is_flag=True, help=f"{QUICK_SESSIONS} sessions, for {QUICK_SECONDS:g} s.")
@@ -471,7 +479,7 @@ def table(found: dict[str, Any]) -> Table:
 def main(
     sessions: int | None,
     seconds: float | None,
-    lanes: tuple[LaneName, ...],
+    transports: tuple[TransportName, ...],
     processes: int,
     quick: bool,
     json_file: Path | None,
@@ -489,9 +497,9 @@ def main(
     many = sessions or (QUICK_SESSIONS if quick else SESSIONS)
     while_beating = seconds or (QUICK_SECONDS if quick else SECONDS)
     rows = []
-    for lane in (*lanes, ""):
-        with console.status(f"{lane} lane" if lane else "gRPC alone"):
-            rows.append(measure(lane, many, while_beating, min(processes, many // 2)))
+    for transport in (*transports, ""):
+        with console.status(f"{transport} transport" if transport else "gRPC alone"):
+            rows.append(measure(transport, many, while_beating, min(processes, many // 2)))
     found = report(rows, many, while_beating, processes)
     publish(console, found, [table(found)], json_file, None)
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """How right the planner is: rounds of real jobs on this host, beside what a simulation of the same jobs predicts.
 
-    python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--lane LANE ...] [--costs FILE]
-    python benchmarks/predictions.py --network 1Gbit --lane tcp    each process on a host of its own; needs root
+    python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--transport TRANSPORT ...] [--costs FILE]
+    python benchmarks/predictions.py --network 1Gbit --transport tcp    each process on a host of its own; needs root
 
 Each turn first runs the jobs of `psctl calibrate`, of one to eight workers. Then it runs jobs of 1 to 64 workers and 1
 to 4 servers, dense and with rows, with copies and without, all on this host. Each of these is simulated, with the cost
@@ -41,7 +41,7 @@ from pstesting.planner.jobs import Cell, time_cells
 from pstesting.planner.measurements import Measured, measure
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.workloads import Workload
-from pswire.transport.traffic import LaneName
+from pswire.network.traffic import TransportName
 
 SIZES = ((1, 1), (2, 2), (4, 1), (8, 2), (16, 4), (64, 2))
 """Workers and servers."""
@@ -93,10 +93,10 @@ def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
     }
 
 
-def kinds_of(lane: LaneName, size: tuple[int, int, int], rate: float) -> dict[str, Cell]:
+def kinds_of(transport: TransportName, size: tuple[int, int, int], rate: float) -> dict[str, Cell]:
     """Returns the jobs of a number of workers, servers and copies, by what their rounds are of."""
     workers, servers, copies = size
-    return {kind: Cell(lane, workers, work, rate) for kind, work in workloads(workers, servers, copies).items()}
+    return {kind: Cell(transport, workers, work, rate) for kind, work in workloads(workers, servers, copies).items()}
 
 
 def tables(rows: list[Row]) -> list[Table]:
@@ -104,12 +104,21 @@ def tables(rows: list[Row]) -> list[Table]:
     drawn = []
     for title, some in (("All", rows), (f"Off by more than {NEAR:.0%}", [r for r in rows if abs(r.error) > NEAR])):
         table = Table(title=f"{title}: {len(some)}")
-        for head in ("lane", "workers", "servers", "rounds of", "copies", "measured, ms", "predicted, ms", "off by"):
+        for head in (
+            "transport",
+            "workers",
+            "servers",
+            "rounds of",
+            "copies",
+            "measured, ms",
+            "predicted, ms",
+            "off by",
+        ):
             table.add_column(head)
         for row in some:
             cell = row.cell
             table.add_row(
-                cell.lane,
+                cell.transport,
                 str(cell.workers),
                 str(cell.workload.servers),
                 row.kind,
@@ -126,7 +135,7 @@ def said_of(row: Row) -> dict[str, Any]:
     """Returns what `--json` says of a row."""
     cell, workload = row.cell, row.cell.workload
     return {
-        "lane": cell.lane,
+        "transport": cell.transport,
         "workers": cell.workers,
         "servers": workload.servers,
         "kind": row.kind,
@@ -142,14 +151,20 @@ def said_of(row: Row) -> dict[str, Any]:
 @click.option("--quick", is_flag=True, help="Few kinds of jobs.")
 @click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Jobs of each kind.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
-@click.option("--lane", "lanes", multiple=True, type=click.Choice(get_args(LaneName)), default=get_args(LaneName))
+@click.option(
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(get_args(TransportName)),
+    default=get_args(TransportName),
+)
 @click.option("--costs", "costs_file", type=click.Path(exists=True, path_type=Path), help="A calibration.")
 @click.option("--network", help="Rate of the link of each process's host, such as 1Gbit; else one host has all.")
 def main(
     quick: bool,
     turns: int,
     json_file: Path | None,
-    lanes: tuple[LaneName, ...],
+    transports: tuple[TransportName, ...],
     costs_file: Path | None,
     network: str | None,
 ) -> None:
@@ -162,12 +177,12 @@ def main(
     for turn in range(turns):
         if costs_file is None:
             with console.status(f"turn {turn}: calibrates"):
-                calibrations.append(measure(lanes))
-        for lane, size in product(lanes, sizes):
+                calibrations.append(measure(transports))
+        for transport, size in product(transports, sizes):
             if turn and size[0] >= MANY:
                 continue
-            cells = kinds_of(lane, size, rate)
-            with console.status(f"turn {turn}: {lane}, {size[0]} workers, {size[1]} servers"):
+            cells = kinds_of(transport, size, rate)
+            with console.status(f"turn {turn}: {transport}, {size[0]} workers, {size[1]} servers"):
                 for job, took in zip(cells.items(), time_cells([*cells.values()]), strict=True):
                     walls[job].append(took.wall)
     costs = Costs.read(costs_file) if costs_file else calibrated(calibrations)

@@ -1,6 +1,6 @@
 """Time of a synchronous round: gradients out, update on the servers, new values back on every worker.
 
-    python benchmarks/round.py             every lane, with both kinds of chief
+    python benchmarks/round.py             every transport, with both kinds of chief
     python benchmarks/round.py --quick     the same in a few seconds each, for a first look
     make bench
 
@@ -60,11 +60,11 @@ from psclient._src.processes.output import Line
 from psclient._src.rounds.placement import PsStrategy
 from psclient.psctl.certificate_authority import Authority, paths
 from pswire.cluster import Task
+from pswire.network.traffic import TRANSPORTS
 from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
 from pswire.traces.options import CHOICES
-from pswire.transport.traffic import LANES
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -115,7 +115,7 @@ class Setting:
     """A cluster to measure.
 
     Attributes:
-        lane: the only one that may be used.
+        transport: the only one that may be used.
         chief: a key of `CHIEFS`.
         workers, servers: how many.
         optimizer: a key of `OPTIMIZERS`.
@@ -129,7 +129,7 @@ class Setting:
         traces: "off", or "otlp" to a collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names.
     """
 
-    lane: str
+    transport: str
     chief: str
     workers: int
     servers: int
@@ -145,7 +145,7 @@ class Setting:
 
     def __str__(self) -> str:
         return (
-            f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
+            f"{self.transport} transport, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
             f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}, "
             f"gradients in {self.gradients}, compression: {self.compression}, variables on {self.device}, "
             f"replicas on {self.worker_device}, traces: {self.traces}"
@@ -253,7 +253,7 @@ class Worker:
         self._buffers = gradients == "buffers"
         self._optimizer = optimizer
         self._gate = gate
-        self._lanes = _Lanes()
+        self._transports = _Transports()
         self._device = Device.parse(worker_device)
         self._strategy = ps.ParameterServerStrategy(
             devices=[worker_device],
@@ -271,7 +271,9 @@ class Worker:
                 if self._strategy.task == FIRST:
                     # Not as a line: many rounds make one that is longer than the launcher takes.
                     report = self._gate.with_name(f"{size}.json")
-                    report.write_text(json.dumps({"size": size, "lane": self._lanes.last, **said}), encoding="utf-8")
+                    report.write_text(
+                        json.dumps({"size": size, "transport": self._transports.last, **said}), encoding="utf-8"
+                    )
                     print(MEASURED, report, flush=True)
 
     def _measure(self, size: str) -> dict[str, Any]:
@@ -325,18 +327,18 @@ class Worker:
         self._strategy.reduce("sum", np.float32(0), axis=None)
 
 
-class _Lanes(logging.Handler):
-    """Hears in the log which lane is used: the one that was asked for may not work, and then the next one is."""
+class _Transports(logging.Handler):
+    """Hears in the log which transport is used: the one that was asked for may not work, and then the next one is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = "grpc"  # of which nothing is said where nothing else is wanted
-        log = logging.getLogger("psclient.lanes")
+        log = logging.getLogger("psclient.transports")
         log.setLevel(logging.INFO)
         log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        match = re.match(r"(\w+) lane to ", record.getMessage())
+        match = re.match(r"(\w+) transport to ", record.getMessage())
         if match:
             self.last = match[1]
 
@@ -348,11 +350,11 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
     """Starts a cluster, has it make rounds of each model, and ends it.
 
     Raises:
-        ClickException: a task failed, or used another lane.
+        ClickException: a task failed, or used another transport.
     """
     found: dict[str, Measured] = {}
     looks: list[list[Cost]] = []
-    lanes = set[str]()
+    transports = set[str]()
 
     def hear(line: Line) -> None:
         if line.task != FIRST or line.error:
@@ -363,7 +365,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
         elif line.text.startswith(MEASURED):
             said = json.loads(Path(line.text.removeprefix(MEASURED).strip()).read_text(encoding="utf-8"))
             found[said["size"]] = Measured.of(said, *looks[-2:])
-            lanes.add(said["lane"])
+            transports.add(said["transport"])
 
     with _gate() as (path, gate), _security(setting) as security:
         cluster = Cluster(
@@ -371,7 +373,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
             ps=setting.servers,
             workers=setting.workers,
             chief=CHIEFS[setting.chief],
-            lane=setting.lane,
+            transport=setting.transport,
             security=security,
             script=str(Path(__file__)),
             args=options.args(setting, path),
@@ -382,8 +384,8 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
             outcome = cluster.wait(SECONDS)
     if outcome.code:
         raise click.ClickException(f"{setting}: {outcome.report}")
-    if lanes != {setting.lane}:
-        raise click.ClickException(f"{setting}: worker 0 used {', '.join(sorted(lanes))}")
+    if transports != {setting.transport}:
+        raise click.ClickException(f"{setting}: worker 0 used {', '.join(sorted(transports))}")
     return found
 
 
@@ -499,7 +501,7 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @_choices("--sizes", list(MODELS), SIZES, "Models to measure.")
-@_choices("--lane", LANES, LANES[::-1], "Lanes to measure.")
+@_choices("--transport", TRANSPORTS, TRANSPORTS[::-1], "Transports to measure.")
 @_choices("--chief", list(CHIEFS), list(CHIEFS), "A chief of its own, or worker 0.")
 @click.option("--workers", multiple=True, type=click.IntRange(1), default=(2,), show_default=True)
 @click.option("--servers", multiple=True, type=click.IntRange(1), default=(1,), show_default=True)

@@ -1,9 +1,9 @@
 """Time of a step that trains some rows of a large variable: gradients of rows out, the rows of the next batch back.
 
-    python benchmarks/rows.py                                  every lane, SGD and Adagrad
+    python benchmarks/rows.py                                  every transport, SGD and Adagrad
     python benchmarks/rows.py --python peers/bin/python        and the peers that this Python has, in turns
     python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer closedadam --optimizer lazyadam    what rows miss
-    python benchmarks/rows.py --table static --table dynamic --lane shm             and of a table without a size
+    python benchmarks/rows.py --table static --table dynamic --transport shm             and of a table without a size
     python benchmarks/rows.py --device cpu --device gpu:0      and with the table on a GPU of the server
     python benchmarks/rows.py --quick                          a few steps of each
 
@@ -42,8 +42,8 @@ from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import spawn
 from pswire.cluster import Task
+from pswire.network.traffic import TRANSPORTS
 from pswire.server_options import ServerOptions
-from pswire.transport.traffic import LANES
 
 FORMAT = 1
 SECONDS = 600
@@ -167,8 +167,8 @@ def train(work: Work, name: str) -> None:
             print(MEASURED, json.dumps(seconds[work.warm :]), flush=True)
 
 
-def run_ours(work: Work, lane: str, optimizer: str, device: str) -> list[float]:
-    """Starts a cluster on one lane, its tables on a device; returns the seconds of each step."""
+def run_ours(work: Work, transport: str, optimizer: str, device: str) -> list[float]:
+    """Starts a cluster on one transport, its tables on a device; returns the seconds of each step."""
     found: list[float] = []
 
     def hear(line: Line) -> None:
@@ -180,14 +180,14 @@ def run_ours(work: Work, lane: str, optimizer: str, device: str) -> list[float]:
         ps=1,
         workers=WORKERS,
         chief="none",
-        lane=lane,
+        transport=transport,
         script=str(Path(__file__)),
         args=("--as-worker", json.dumps(asdict(work)), "--optimizer", optimizer),
         server=ServerOptions(device=device),
     ) as cluster:
         outcome = cluster.wait(SECONDS)
     if outcome.code or not found:
-        raise click.ClickException(f"{lane} lane, {optimizer}: {outcome.report}")
+        raise click.ClickException(f"{transport} transport, {optimizer}: {outcome.report}")
     return found
 
 
@@ -228,7 +228,7 @@ def pythons_of(pythons: Sequence[str]) -> dict[str, str]:
 
 def measure(
     work: Work,
-    lanes: Sequence[str],
+    transports: Sequence[str],
     tables: Sequence[str],
     devices: Sequence[str],
     optimizers: Sequence[str],
@@ -242,7 +242,10 @@ def measure(
     left_out = [f"{name}: no Python that has {PROGRAMS[name][0]} was given" for name in missing]
     peers = [f"{name}, {calls}" for name, calls in product(found, CALLS)]
     total: dict[tuple[str, str], list[list[float]]] = {}
-    ours = {f"{lane}, {table}" + f", {at}" * (at != "cpu"): at for lane, table, at in product(lanes, tables, devices)}
+    ours = {
+        f"{transport}, {table}" + f", {at}" * (at != "cpu"): at
+        for transport, table, at in product(transports, tables, devices)
+    }
     for _, optimizer, system in product(range(repeats), optimizers, (*ours, *peers)):
         name, _, what = system.partition(", ")
         if system in peers and optimizer not in PEERS:
@@ -277,7 +280,14 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True)
+@click.option(
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    default=TRANSPORTS[::-1],
+    show_default=True,
+)
 @click.option("--optimizer", "optimizers", multiple=True, type=click.Choice(list(OPTIMIZERS)), default=PEERS)
 @click.option("--table", "tables", multiple=True, type=click.Choice(TABLES), default=TABLES[:1], show_default=True)
 @click.option("--device", "devices", multiple=True, default=("cpu",), show_default=True, help="The server's.")
@@ -292,7 +302,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 @click.option("--as-worker", "said", hidden=True)
 def main(
-    lanes: tuple[str, ...],
+    transports: tuple[str, ...],
     tables: tuple[str, ...],
     devices: tuple[str, ...],
     optimizers: tuple[str, ...],
@@ -313,7 +323,7 @@ def main(
         return
     work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60, zipf)
     tried = (*pythons, sys.executable)
-    total, left_out = measure(work, lanes, tables, devices, optimizers, tried, repeats or (1 if quick else 3))
+    total, left_out = measure(work, transports, tables, devices, optimizers, tried, repeats or (1 if quick else 3))
     found = report(work, total, left_out)
     table = Table(
         title=f"Steps of {ids} of {rows} rows x {width}, {WORKERS} workers, ms; load {found['machine']['load']:.1f}"

@@ -4,7 +4,7 @@
     python benchmarks/staleness.py --quick             the same for a shorter time, for a first look
     python benchmarks/staleness.py --k 1 --k 3         with these bounds
 
-Each row is a cluster of real processes on this machine: one server, three workers on the shm lane, whose step sleeps
+Each row is a cluster of real processes on this machine: one server, three workers on the shm transport, whose step sleeps
 for 5 ms in place of a computation, reads a variable of 4 KB and pushes as much to it. A slow step sleeps four times
 as long. "one": the last worker's steps are all slow. "in turn": of each worker's steps every fourth is, at another
 place than the others'. The steps of all workers are counted, for as long as all of them work.
@@ -102,7 +102,7 @@ def measure(word: str, scenario: str, seconds: float) -> Said:
 
     args = ("--as-worker", word, "--scenario", scenario, "--seconds", str(seconds))
     with Cluster(
-        sink=hear, ps=1, workers=WORKERS, chief="none", lane="shm", script=str(Path(__file__)), args=args
+        sink=hear, ps=1, workers=WORKERS, chief="none", transport="shm", script=str(Path(__file__)), args=args
     ) as cluster:
         outcome = cluster.wait(LIMIT)
     if outcome.code or len(said) != WORKERS:

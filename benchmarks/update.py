@@ -51,8 +51,8 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Program
 from pswire.model.tensor import TensorSpec, spec_of
-from pswire.transport.parts import parts_of
-from pswire.transport.payload import Payload
+from pswire.network.parts import parts_of
+from pswire.network.payload import Payload
 
 FORMAT = 1
 SIZE = (64 << 20) // 4

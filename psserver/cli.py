@@ -29,9 +29,9 @@ import click
 
 from psserver.config import ListenOptions, ServerConfig, server_config
 from psserver.core.core import Core
+from psserver.network.joining import StandingOffer, await_place
+from psserver.network.server import Server, check_listening, leave_nothing
 from psserver.telemetry import MetricsPort, Rim
-from psserver.transport.joining import StandingOffer, await_place
-from psserver.transport.server import Server, check_listening, leave_nothing
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError

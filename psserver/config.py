@@ -117,7 +117,7 @@ class ListenOptions:
     port: int | None = option(
         None, "Port to listen on; 0 picks a free one.", WHOLE, 0, most=PORTS, otherwise="TF_CONFIG's, else 0"
     )
-    data_port: int = option(0, "Port of the tcp lane; 0 picks a free one.", WHOLE, 0, most=PORTS)
+    data_port: int = option(0, "Port of the tcp transport; 0 picks a free one.", WHOLE, 0, most=PORTS)
     insecure: bool = option(False, "Listen on addresses of other machines without TLS and a token.", SWITCH)
     metrics_host: str | None = option(
         None, "Address on which metrics are served.", variable="PS_METRICS_HOST", otherwise="--host"

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, MemoryLimit, PSError, VariableMismatch
+from pswire.network.payload import Payload
 from pswire.servers.votes import Testimony, Vote
-from pswire.transport.payload import Payload
 
 log = logging.getLogger("psserver")
 

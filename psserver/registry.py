@@ -1,4 +1,4 @@
-"""Sessions by their numbers: the task of each, and the token of its lanes. One registry for a whole server."""
+"""Sessions by their numbers: the task of each, and the token of its transports. One registry for a whole server."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ REMEMBERED = 64
 of all.
 """
 
-LANE_TOKEN_BYTES = 16
-"""Length of a lane's random token, in bytes."""
+TRANSPORT_TOKEN_BYTES = 16
+"""Length of a transport's random token, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Registered:
 
     Attributes:
         task: the task that opened it. No other may use it.
-        lane_token: the token that its client shows to open a lane; the answer to `Open` holds it.
+        transport_token: the token that its client shows to open a transport; the answer to `Open` holds it.
     """
 
     task: Task
-    lane_token: bytes
+    transport_token: bytes
 
 
 class Registry:
@@ -76,14 +76,14 @@ class Registry:
             found = None
         if found is None or number in self._past:
             self.check_room()
-            self._sessions.setdefault(number, Registered(task, secrets.token_bytes(LANE_TOKEN_BYTES)))
+            self._sessions.setdefault(number, Registered(task, secrets.token_bytes(TRANSPORT_TOKEN_BYTES)))
             self._past.pop(number, None)
             self._compare(None)
 
     def _take_back(self, number: int, holder: Task, task: Task) -> None:
         """Takes a session from a task that has opened it and for which it was not made; raises `Forbidden` if it was.
 
-        Its lanes end with it: they were opened with the token of what was registered.
+        Its transports end with it: they were opened with the token of what was registered.
         """
         is_own = is_made_for(task, number) or (task.job == "ps" != holder.job and not is_made_for(holder, number))
         if not is_own:
@@ -113,9 +113,9 @@ class Registry:
         """Returns the task of a session that was opened here."""
         return self._sessions[number].task
 
-    def lane_token(self, number: int) -> bytes:
-        """Returns the lane token of a session that was opened here."""
-        return self._sessions[number].lane_token
+    def transport_token(self, number: int) -> bytes:
+        """Returns the transport token of a session that was opened here."""
+        return self._sessions[number].transport_token
 
     def check(self, number: int, epoch: Epoch | None) -> None:
         """Checks that a session may act on a server that does not give out session numbers.

@@ -19,9 +19,9 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.log import LogEntry
 from pswire.model.status import Happened, ProcessStatus, ServerStatus
+from pswire.network.traffic import Traffic, TransportName
 from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Row, Values
 from pswire.telemetry.views.looked import Looked
-from pswire.transport.traffic import LaneName, Traffic
 
 if TYPE_CHECKING:
     from pswire.telemetry.page.sampler import Source
@@ -34,13 +34,13 @@ class Seen:
     Attributes:
         core: the server proper.
         status: its status.
-        traffic: payload bytes of each lane.
+        traffic: payload bytes of each transport.
         refused: how many callers were refused before they reached the core, by reason.
     """
 
     core: Core
     status: ServerStatus
-    traffic: Mapping[LaneName, Traffic]
+    traffic: Mapping[TransportName, Traffic]
     refused: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -56,8 +56,8 @@ def _phases(seen: Seen) -> Values:
 
 def _payloads(seen: Seen) -> Values:
     moved: dict[tuple[str, ...], float] = {}
-    for lane, each in seen.traffic.items():
-        moved |= {(lane, "received"): each.received, (lane, "sent"): each.sent}
+    for transport, each in seen.traffic.items():
+        moved |= {(transport, "received"): each.received, (transport, "sent"): each.sent}
     return moved
 
 
@@ -204,7 +204,7 @@ ROWS: tuple[Row[Seen], ...] = (
         "counter",
         "Bytes of payloads that travelled, repeats included.",
         _payloads,
-        ("lane", "direction"),
+        ("transport", "direction"),
     ),
     # Variables.
     Row(SERVER + "variables", "gauge", "Variables that it knows.", lambda s: {ALL: s.status.variables}),
@@ -366,7 +366,7 @@ class MetricsPort:
 
     Args:
         core: the server proper.
-        traffic: payload bytes of each lane.
+        traffic: payload bytes of each transport.
         config: the server's configuration.
         port: the port; 0 picks a free one.
         rim: tells what the core does not know; None for no status page.
@@ -382,7 +382,7 @@ class MetricsPort:
     def __init__(
         self,
         core: Core,
-        traffic: Mapping[LaneName, Traffic],
+        traffic: Mapping[TransportName, Traffic],
         config: ServerConfig,
         port: int,
         rim: Rim | None = None,

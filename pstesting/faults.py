@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 
-from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.network.remote_server import RemoteServer
 from pswire.cluster import ClusterSpec
 from pswire.limits import Refused, Timeouts
+from pswire.network.traffic import TransportName
 from pswire.security.identity import Security
-from pswire.transport.traffic import LaneName
 
 Continuation = Callable[[Any, Any], Any]
 
@@ -179,7 +179,7 @@ class Stall(grpc.StreamStreamClientInterceptor):
 
 
 def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[RemoteServer]]:
-    """Returns a function that connects as `psclient._src.transport.remote_server.connect`, with interceptors.
+    """Returns a function that connects as `psclient._src.network.remote_server.connect`, with interceptors.
 
     Args:
         interceptors: interceptors of gRPC, the first outermost.
@@ -189,13 +189,13 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
     def connected(
         cluster: ClusterSpec,
         timeouts: Timeouts,
-        lane: LaneName = "grpc",
+        transport: TransportName = "grpc",
         security: Security | None = None,
         drives: bool = False,
         refused: Refused = "lost",
         copied: bool = False,
     ) -> list[RemoteServer]:
-        # Always by the grpc lane, whatever is asked for: interceptors see no other.
+        # Always by the grpc transport, whatever is asked for: interceptors see no other.
         return [
             RemoteServer(
                 cluster.address(task),

@@ -276,7 +276,7 @@ def _limits(interface: str, host: Host) -> list[str]:
 class HostCluster(Cluster):
     """A cluster of which each task is on a host of its `Hosts`. This process is on none of them.
 
-    Lanes of shared memory are not used: what is on several hosts has none in common.
+    Transports of shared memory are not used: what is on several hosts has none in common.
 
     Args:
         hosts: the hosts, which must be there when the cluster starts, and end after it.
@@ -284,14 +284,14 @@ class HostCluster(Cluster):
         keys: as of `Cluster`; it has a task `ps` or `worker` for each of `where`.
 
     Raises:
-        ConfigError: the lane is `shm`, or a task has no host.
+        ConfigError: the transport is `shm`, or a task has no host.
     """
 
     def __init__(self, hosts: Hosts, where: Mapping[Task, str], **keys: Any) -> None:
         counts = {name: sum(task.job == job for task in where) for name, job in (("ps", "ps"), ("workers", "worker"))}
-        super().__init__(**{"lane": "tcp", **counts, **keys})
-        if self.config.lane == "shm":
-            raise ConfigError("hosts have no memory in common; use the lane tcp, or grpc")
+        super().__init__(**{"transport": "tcp", **counts, **keys})
+        if self.config.transport == "shm":
+            raise ConfigError("hosts have no memory in common; use the transport tcp, or grpc")
         homeless = [task for task in (*self._servers(), *self.clients()) if task not in where]
         if homeless:
             raise ConfigError(f"`where` names no host for {', '.join(map(str, homeless))}")

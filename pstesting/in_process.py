@@ -14,7 +14,7 @@ from typing import Self
 import psclient as ps
 from psserver.config import ServerConfig, kernel_cache
 from psserver.core.core import Core
-from psserver.transport.server import ServerThread
+from psserver.network.server import ServerThread
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 

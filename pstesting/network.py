@@ -1,6 +1,6 @@
 """A network that loses a connection without a word: nothing is refused or reset, and nothing arrives any more.
 
-A test starts a `Relay`. A program of a job has its lanes go `through` it, or takes it for a server.
+A test starts a `Relay`. A program of a job has its transports go `through` it, or takes it for a server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Relay:
 
     Args:
         stack: ends the relay.
-        host: the address of this host on which it listens. Lanes of a server are not at another one than its own, so
+        host: the address of this host on which it listens. Transports of a server are not at another one than its own, so
             that only gRPC reaches it there.
 
     Attributes:
@@ -128,21 +128,21 @@ def _pump(source: socket.socket, sink: socket.socket, silent: threading.Event) -
 
 
 def through(relay: int, server: int) -> None:
-    """Makes the tcp lanes of this process to one server go through a relay.
+    """Makes the tcp transports of this process to one server go through a relay.
 
     Args:
         relay: port of the relay.
         server: index of the server.
     """
-    from psclient._src.transport import lane
+    from psclient._src.network import transport
 
-    connect, name = lane._connect, certificate_name(f"ps-{server}")
+    connect, name = transport._connect, certificate_name(f"ps-{server}")
 
-    def relayed(kind: str, offer: lane.Offer, *rest: object) -> object:
+    def relayed(kind: str, offer: transport.Offer, *rest: object) -> object:
         if kind != "tcp" or offer.name != name:
             return connect(kind, offer, *rest)  # type: ignore[arg-type]
         sock = connect(kind, dataclasses.replace(offer, port=relay), *rest)  # type: ignore[arg-type]
         sock.sendall(offer.port.to_bytes(_PORT_BYTES, "big"))
         return sock
 
-    lane._connect = relayed  # type: ignore[assignment]
+    transport._connect = relayed  # type: ignore[assignment]

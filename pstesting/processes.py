@@ -24,9 +24,9 @@ from typing import Any
 from psclient._src.config import child_environ
 from psclient._src.launch.cluster import NAME_ONLY, Cluster
 from psclient._src.launch.outcome import Outcome
+from psclient._src.network.remote_server import RemoteServer
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import Process, spawn
-from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 from pswire.server_options import ServerOptions
@@ -96,7 +96,7 @@ class ProcessCluster:
             default those at which they listen.
         servers_environ: environment variables that servers get as well.
         launcher: what starts the cluster, such as `functools.partial(HostCluster, hosts, where)`.
-        keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `lane`,
+        keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `transport`,
             `timeouts`, ...
 
     Attributes:

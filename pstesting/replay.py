@@ -24,7 +24,7 @@ from psserver.devices import Device
 from psserver.effects import Effect, Fail, Queue, Reply, Run, Work, attempt, settle
 from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import PSError
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 
 @dataclass(frozen=True)

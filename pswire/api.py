@@ -1,6 +1,6 @@
 """The verbs between clients and servers.
 
-`ParameterServer` stands at both ends: `Core` of `psserver.core` is one, `RemoteServer` of `psclient._src.transport`
+`ParameterServer` stands at both ends: `Core` of `psserver.core` is one, `RemoteServer` of `psclient._src.network`
 speaks it over gRPC. A verb that may wait returns a future; all others answer at once. Every verb raises `PSError` only,
 and may be sent again: its idempotency key is named at the verb, and a resend gets the recorded answer.
 """
@@ -23,10 +23,10 @@ from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
+from pswire.network.payload import Payload
 from pswire.servers.chunks import ChunkServer
 from pswire.servers.closures import ClosureServer
 from pswire.servers.places import PlaceServer
-from pswire.transport.payload import Payload
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,15 @@ def modules(room: str, names: str) -> set[str]:
 
 
 ONLY_IN = {
-    "grpc": modules("psserver.transport", "grpc_service server health small_requests joining peers")
-    | modules("psclient._src.transport", "retries grpc_calls remote_server")
-    | {"pswire.transport.grpc_channel", "psclient.psctl.health", "pstesting.faults"},
+    "grpc": modules("psserver.network", "grpc_service server health small_requests joining peers")
+    | modules("psclient._src.network", "retries grpc_calls remote_server")
+    | {"pswire.network.grpc_channel", "psclient.psctl.health", "pstesting.faults"},
     "cupy": {"psserver.devices", "psclient._src.arrays.devices"},
-    "grpc_health": {"psserver.transport.health", "psclient.psctl.health"},
-    "grpc_reflection": {"psserver.transport.health"},
+    "grpc_health": {"psserver.network.health", "psclient.psctl.health"},
+    "grpc_reflection": {"psserver.network.health"},
     "prometheus_client": {"pswire.telemetry.prometheus"},
-    "google": modules("psclient._src.transport", "remote_server plain_calls")
-    | {"psserver.transport.grpc_service", "pswire.encoding.mapper", "pswire.encoding.verbs"},
+    "google": modules("psclient._src.network", "remote_server plain_calls")
+    | {"psserver.network.grpc_service", "pswire.encoding.mapper", "pswire.encoding.verbs"},
     "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
     "opentelemetry": {"pswire.traces.tracer"},
     "pickle": set(),
@@ -53,7 +53,7 @@ FORBIDDEN = {
     "psclient": {"psserver", "pstesting"},
     "pstesting": set(),
 }
-HAVE_LOCKS = modules("pswire.transport", "payload shared_memory tls_socket sockets traffic") | {
+HAVE_LOCKS = modules("pswire.network", "payload shared_memory tls_socket sockets traffic") | {
     *("pswire.telemetry.web_server", "pswire.telemetry.page.sampler", "pswire.security.rotation")
 }
 """What is filled by one thread and read by another needs one; of the contract only the port of metrics starts some."""
@@ -157,12 +157,12 @@ def environment_lines(module: str) -> list[int]:
 WALL_CLOCK_IN = {
     "pswire.checkpoint.assembly",  # when a checkpoint was saved, for people
     "pswire.security.names",  # certificates
-    "psserver.transport.process",  # what its clock says, for psctl doctor
+    "psserver.network.process",  # what its clock says, for psctl doctor
     "psclient._src.telemetry.observer",  # the same
     "psclient.psctl.page",  # how long a link is good, by the clock of the server that checks it
     "pswire.telemetry.page.status_page",  # the same
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
-    "psclient._src.transport.session",  # which beats come together
+    "psclient._src.network.session",  # which beats come together
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard
     "pswire.traces.tracer",  # when spans began

@@ -60,7 +60,7 @@ def quantile(metric: str, by: str = "") -> str:
 
 SERVER, WORKER, CHIEF = "paramserver_server_", "paramserver_worker_", "paramserver_chief_"
 COMPLETED, OTHERWISE = 'outcome="completed"', 'outcome!="completed"'
-COMPUTING, GRPC = 'phase="computing"', 'lane="grpc"'
+COMPUTING, GRPC = 'phase="computing"', 'transport="grpc"'
 
 ROWS: dict[str, Sequence[Panel]] = {
     "Job": (
@@ -220,14 +220,14 @@ ROWS: dict[str, Sequence[Panel]] = {
     ),
     "Bytes": (
         Panel(
-            "Payload, by lane",
+            "Payload, by transport",
             "Bytes per second that servers send and receive.",
-            {"{{lane}} {{direction}}": f"sum by (lane, direction) ({rate(SERVER + 'payload_bytes_total')})"},
+            {"{{transport}} {{direction}}": f"sum by (transport, direction) ({rate(SERVER + 'payload_bytes_total')})"},
             unit="Bps",
         ),
         Panel(
             "Share of gRPC",
-            "Payload that goes over gRPC although a faster lane may exist.",
+            "Payload that goes over gRPC although a faster transport may exist.",
             {
                 "{{job}}": f"sum by (job) ({rate(SERVER + 'payload_bytes_total', GRPC)})"
                 f" / sum by (job) ({rate(SERVER + 'payload_bytes_total')})"

@@ -37,7 +37,7 @@ AREAS = {
                        "psclient/_src/rounds"],
     "update rules": ["psserver/programs", "psserver/execution", "psclient/optimizers", "psclient/_src/tracing",
                      "psserver/tables"],
-    "wire": ["pswire/encoding", "pswire/transport", "pswire/model", "psserver/transport", "psclient/_src/transport"],
+    "wire": ["pswire/encoding", "pswire/network", "pswire/model", "psserver/network", "psclient/_src/network"],
     "checkpoints": ["pswire/checkpoint", "psserver/checkpoints", "psclient/train"],
     "front ends": ["psclient/_src/distribute", "psclient/_src/data", "psclient/_src/variables", "psclient/torch",
                    "psclient/jax", "psclient/_src/strategies"],

@@ -70,7 +70,7 @@ class Peer:
         name: for people.
         package: what must be importable.
         command: its program in this directory, and what follows the rounds on its command line.
-        beside: our lane that it is to be compared with.
+        beside: our transport that it is to be compared with.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Row:
 
     Attributes:
         name: for people.
-        beside: the lane that it has, or is to be compared with.
+        beside: the transport that it has, or is to be compared with.
         version: of the package.
         ms: for each model and lap the least, median and 90th percentile of a round.
     """
@@ -170,7 +170,7 @@ def run_peer(peer: Peer, python: str, asked: Sequence[Work]) -> dict[str, dict[s
 
 
 def run_ours(sizes: Sequence[str], quick: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Has `round.py` make its rounds; returns milliseconds for each lane, without and with buffers, and model."""
+    """Has `round.py` make its rounds; returns milliseconds for each transport, without and with buffers, and model."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "round.json"
         setting = ["--workers", str(WORKERS), "--servers", "1", "--chief", "worker", "--repeats", "1"]
@@ -180,8 +180,8 @@ def run_ours(sizes: Sequence[str], quick: bool) -> dict[str, dict[str, dict[str,
         rows = json.loads(file.read_text(encoding="utf-8"))["rounds"]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
-        lane = row["lane"] + " lane" + ", buffers" * (row["gradients"] == "buffers")
-        found.setdefault(lane, {})[row["size"]] = row["ms"]
+        transport = row["transport"] + " transport" + ", buffers" * (row["gradients"] == "buffers")
+        found.setdefault(transport, {})[row["size"]] = row["ms"]
     return found
 
 
@@ -196,7 +196,7 @@ class Comparison:
         sizes: keys of `MODELS`.
         quick: whether to measure a few rounds only.
         pythons: that may have the peers' packages.
-        rows: by a name for each system and lane.
+        rows: by a name for each system and transport.
         left_out: systems that were not measured, and why.
         failed: whether one was left out because it failed.
         limits: of the machine.

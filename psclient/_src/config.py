@@ -14,12 +14,12 @@ from typing import cast
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import REFUSALS, Refused, Timeouts, refuse_unknown
+from pswire.network.traffic import TRANSPORTS, TransportName
 from pswire.options import LIST, SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
 from pswire.traces.options import TRACES, VARIABLE, TraceOptions
-from pswire.transport.traffic import LANES, LaneName
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
@@ -39,8 +39,8 @@ LOCAL_HOST, PORTS = "127.0.0.1", 65535
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 """Environment variables that say in how many threads libraries compute."""
 
-LANE = "PS_LANE"
-"""The environment variable that says which lane to begin with."""
+TRANSPORT = "PS_TRANSPORT"
+"""The environment variable that says which transport to begin with."""
 
 LOCAL_REDUCTION = "PS_LOCAL_REDUCTION"
 """The environment variable that says whether the workers of a host send the sum of their gradients: 1, or 0."""
@@ -124,12 +124,12 @@ class LaunchConfig:
     server: ServerOptions = field(default_factory=ServerOptions)
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
     debug: bool = option(False, "Show tracebacks of this package's errors.", SWITCH)
-    lane: str = option(
-        lambda: lane_from(),
-        "Fastest lane that workers may use.",
-        choices=LANES,
-        variable=LANE,
-        otherwise=LANES[0],
+    transport: str = option(
+        lambda: transport_from(),
+        "Fastest transport that workers may use.",
+        choices=TRANSPORTS,
+        variable=TRANSPORT,
+        otherwise=TRANSPORTS[0],
     )
     local_reduction: bool = option(
         lambda: local_reduction_from(),
@@ -168,7 +168,7 @@ class LaunchConfig:
             raise ConfigError("workers and restarts must be numbers from 0")
         if self.chief not in CHIEFS:
             raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
-        check_lane(self.lane)
+        check_transport(self.transport)
         refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
         _check_port("metrics_port", self.metrics_port)
@@ -224,15 +224,15 @@ def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
     return Timeouts.from_environ(environ)
 
 
-def lane_from(environ: Mapping[str, str] = os.environ) -> LaneName:
-    """The fastest lane that may be used, which `PS_LANE` says, else any; raises `ConfigError` for an unknown one."""
-    return check_lane(environ.get(LANE, LANES[0]))
+def transport_from(environ: Mapping[str, str] = os.environ) -> TransportName:
+    """The fastest transport that may be used, which `PS_TRANSPORT` says, else any; raises `ConfigError` for an unknown one."""
+    return check_transport(environ.get(TRANSPORT, TRANSPORTS[0]))
 
 
-def check_lane(name: str) -> LaneName:
-    """Returns the lane of a name; raises `ConfigError` if there is none."""
-    refuse_unknown([name], LANES, "lane")
-    return LANES[LANES.index(cast(LaneName, name))]
+def check_transport(name: str) -> TransportName:
+    """Returns the transport of a name; raises `ConfigError` if there is none."""
+    refuse_unknown([name], TRANSPORTS, "transport")
+    return TRANSPORTS[TRANSPORTS.index(cast(TransportName, name))]
 
 
 def local_reduction_from(environ: Mapping[str, str] = os.environ) -> bool:
@@ -302,9 +302,9 @@ def _switch(name: str, value: str) -> bool:
     return value == "1"
 
 
-def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `PS_LANE` for this process and its children."""
-    environ[LANE] = check_lane(name)
+def set_transport(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_TRANSPORT` for this process and its children."""
+    environ[TRANSPORT] = check_transport(name)
 
 
 def grpc_streams(environ: Mapping[str, str] = os.environ) -> bool:

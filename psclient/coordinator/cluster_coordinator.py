@@ -14,9 +14,9 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.nest import Nest
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.config import task_config
+from psclient._src.network.session import Session
 from psclient._src.options import InputContext
 from psclient._src.strategies.parameter_server import ParameterServerStrategy
-from psclient._src.transport.session import Session
 from psclient.coordinator import functions
 from psclient.coordinator.content import decode, encode
 from psclient.coordinator.pieces import error_of, pieces_of, result_of, wait

@@ -19,7 +19,7 @@ from psclient._src.values import DistributedValues
 from psclient._src.variables.variable import Variable
 from pswire.errors import InvalidRequest
 from pswire.model.tensor import Array, TensorSpec, align, portable, spec_of
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 HEAD = 8
 """Bytes of the length."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
-from psclient._src.transport.session import Session
+from psclient._src.network.session import Session
 from pswire.errors import ClosureCancelled, ClosureError, PSError
 from pswire.limits import PIECE_BYTES
 from pswire.model.closures import Failure, Fetched, Piece

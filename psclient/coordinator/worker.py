@@ -15,10 +15,10 @@ from typing import Any
 
 import psclient._src
 from psclient._src.interpreter.interrupts import call
+from psclient._src.network.session import FATAL
 from psclient._src.options import InputContext
 from psclient._src.processes.sigterm import NOTICE
 from psclient._src.strategies.parameter_server import ParameterServerStrategy, open_strategies
-from psclient._src.transport.session import FATAL
 from psclient.coordinator import functions
 from psclient.coordinator.cluster_coordinator import HOW, check_asynchronous
 from psclient.coordinator.content import decode, encode

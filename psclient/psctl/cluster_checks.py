@@ -10,8 +10,8 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.tls_diagnosis import mismatch
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.tls_diagnosis import mismatch
 from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
 from pswire.cluster import ClusterSpec, TFConfig, check_address, is_loopback, parse_tf_config
 from pswire.errors import ConfigError
@@ -103,7 +103,7 @@ def _resolve(found: Looked, host: str, port: int, patient: Patient) -> Iterator[
 
 
 def ports(patient: Patient) -> Iterator[Finding]:
-    """Returns whether the servers can be connected to: over gRPC, and on their lanes."""
+    """Returns whether the servers can be connected to: over gRPC, and on their transports."""
     yield from _at_once(patient, _connect)
 
 
@@ -116,10 +116,10 @@ def _connect(found: Looked, host: str, port: int, patient: Patient) -> Iterator[
         yield fail(f"{who}: no connection to {found.address} ({error.strerror or error})", advice)
     else:
         yield ok(f"{who}: {found.address} can be connected to")
-        yield from _lanes(found, host, patient)
+        yield from _transports(found, host, patient)
 
 
-def _lanes(found: Looked, host: str, patient: Patient) -> Iterator[Finding]:
+def _transports(found: Looked, host: str, patient: Patient) -> Iterator[Finding]:
     process = found.status.process if found.status else None
     if process is None:
         return
@@ -127,11 +127,11 @@ def _lanes(found: Looked, host: str, patient: Patient) -> Iterator[Finding]:
     error = _refused(host, port, patient.seconds)
     if error is not None:
         text = f"{who}: no connection to its data port {port} ({error.strerror or error}), so rounds go over gRPC"
-        yield warn(text, "open that port; the server's --data-port says which one it is, --lane grpc does without")
+        yield warn(text, "open that port; the server's --data-port says which one it is, --transport grpc does without")
     else:
-        yield ok(f"{who}: its data port {port} can be connected to (tcp lane)")
+        yield ok(f"{who}: its data port {port} can be connected to (tcp transport)")
     if process.data_path and os.path.exists(process.data_path):
-        yield ok(f"{who}: it shares memory with us (shm lane)")
+        yield ok(f"{who}: it shares memory with us (shm transport)")
 
 
 def _refused(host: str, port: int, seconds: float) -> OSError | None:

@@ -9,12 +9,12 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2
 
-from psclient._src.transport.tls_diagnosis import PROTOCOL, mismatch
+from psclient._src.network.tls_diagnosis import PROTOCOL, mismatch
 from psclient.psctl.settings import CommandSettings, options, settings
 from pswire.cluster import check_address
+from pswire.network.grpc_channel import open_channel, reason, stub
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name
-from pswire.transport.grpc_channel import open_channel, reason, stub
 
 PATH = "/grpc.health.v1.Health/Check"
 """Of the method, in the health service's own .proto."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from psclient._src.arrays.devices import gpu_report
-from psclient._src.transport.lane import SHARED
+from psclient._src.network.transport import SHARED
 from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
+from pswire.network.shared_memory import CLIENT_BYTES, Segment
 from pswire.process import versions
 from pswire.telemetry.views.numbers import size
-from pswire.transport.shared_memory import CLIENT_BYTES, Segment
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -88,23 +88,23 @@ def _limit(path: Path) -> int:
 
 
 def shared_memory(patient: Patient) -> Iterator[Finding]:
-    """Returns whether the shm lane can be used: its sockets are in a directory, its data in memory without a name."""
+    """Returns whether the shm transport can be used: its sockets are in a directory, its data in memory without a name."""
     host = patient.host
     if host.segments:
-        yield fail(f"there is no memory to share ({host.segments})", "allow memfd_create, or use --lane tcp")
+        yield fail(f"there is no memory to share ({host.segments})", "allow memfd_create, or use --transport tcp")
     else:
         yield ok("processes can share memory")
     if host.shared_free < 0 or not host.shared_writable:
         what = "is not there" if host.shared_free < 0 else "may not be written"
         advice = "mount a tmpfs there that this user may write; containers of one host need the same one (--ipc)"
-        yield warn(f"{host.shared} {what}: only processes with one temporary directory have a shm lane", advice)
+        yield warn(f"{host.shared} {what}: only processes with one temporary directory have a shm transport", advice)
     elif host.shared_free < 1 << 20:
-        yield warn(f"{host.shared} is full", "remove what is in it; the lane's sockets are there")
+        yield warn(f"{host.shared} is full", "remove what is in it; the transport's sockets are there")
     else:
         yield ok(f"{host.shared} may be written, {size(host.shared_free)} free")
     if 0 < host.memory_limit < 2 * SHARED_BYTES:
         text = f"this container may use {size(host.memory_limit)}, and memory that is shared counts"
-        yield warn(text, "give servers here less: --shared-memory 128MiB, or 0 for no shm lane")
+        yield warn(text, "give servers here less: --shared-memory 128MiB, or 0 for no shm transport")
 
 
 def gpu(patient: Patient) -> Iterator[Finding]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import click
 
 from psclient._src.chief.discard import discard
+from psclient._src.network.remote_server import connect
 from psclient._src.telemetry.observer import Servers
-from psclient._src.transport.remote_server import connect
 from psclient.psctl.settings import CommandSettings, connected, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout

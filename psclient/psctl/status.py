@@ -74,7 +74,7 @@ DISPENSABLE = (
     "epoch",
     "up",
     "variables",
-    "lanes",
+    "transports",
     "memory",
     "old values",
     "a round's time",

@@ -147,7 +147,7 @@ class Steps:
     def _buffers(self, variables: Sequence[Variable]) -> list[Buffer]:
         """Returns the buffers in which the next contributions are computed."""
         own = [v for v in variables if isinstance(v, ServerVariable)]
-        if len(own) < len(variables):  # those in shards have no one place in a lane's memory
+        if len(own) < len(variables):  # those in shards have no one place in a transport's memory
             return [Buffer(self._backend.buffer(v, 0)) for v in variables]
         return self._backend.exchange.buffers.give_all([v.handle for v in own], self._backend.group.devices[0])
 

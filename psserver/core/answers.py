@@ -17,7 +17,7 @@ from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import Fenced, PSError
 from pswire.model.plan import Ref
 from pswire.model.tensor import Array, TensorSpec, as_bytes, layout
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 
 class GrowingAnswer:

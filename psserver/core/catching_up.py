@@ -22,7 +22,7 @@ from psserver.state.pending_round import Waiter
 from psserver.state.rounds import Rounds
 from psserver.state.strands import Given, Record
 from pswire.errors import PSError
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 log = logging.getLogger("psserver")
 

@@ -50,8 +50,8 @@ from pswire.model.places import Offered, Spare
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
+from pswire.network.payload import Payload
 from pswire.servers.votes import Testimony, Vote
-from pswire.transport.payload import Payload
 
 T = TypeVar("T")
 

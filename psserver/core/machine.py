@@ -63,7 +63,7 @@ from pswire.model.log import LogEntry, Member, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Pace, ServerStatus
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 log = logging.getLogger("psserver")
 

@@ -21,10 +21,10 @@ from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Member, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened
+from pswire.network.payload import Payload
 from pswire.security.session_numbers import count_of
 from pswire.servers.votes import Testimony, Vote
 from pswire.sizes import human
-from pswire.transport.payload import Payload
 
 KEPT = 100
 """How many are kept."""

@@ -21,7 +21,7 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import Gone
 from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 MAX_CALLS = 256
 """Maximum number of calls of one kind that wait for one session. The oldest ones beyond it fail: their clients may be

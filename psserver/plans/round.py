@@ -15,8 +15,8 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Member, Position
 from pswire.model.plan import Plan
+from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
-from pswire.transport.payload import Payload
 
 BRIEF_BYTES = 1 << 25
 """Most bytes that a synchronous round may take and compute for an event loop to run it: a few milliseconds, in which

@@ -9,7 +9,7 @@ from psserver.plans.round import MemberShare
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
 from pswire.model.log import Member
-from pswire.transport.payload import EMPTY, Payload
+from pswire.network.payload import EMPTY, Payload
 
 
 def check_sum(said: Contribution) -> None:

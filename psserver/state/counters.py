@@ -67,7 +67,7 @@ class ServerCounters:
         signs: signs of life: opened sessions, and beats of sessions that have not ended.
         waiting: seconds of a round from its first contribution to its end, less those for which it ran.
         applying: seconds for which rounds ran.
-        answering: seconds from a round's end until its answers were handed to the lanes.
+        answering: seconds from a round's end until its answers were handed to the transports.
         staleness: of an asynchronous round, the number of others' rounds since its worker's read.
         shards: this server's shards of checkpoints by outcome: "saved" or "failed".
         shard_bytes: bytes of saved shards.

@@ -20,7 +20,7 @@ from pswire.limits import PART_BYTES
 from pswire.model.log import Epoch
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array, layout
-from pswire.transport.payload import EMPTY, Payload
+from pswire.network.payload import EMPTY, Payload
 
 TAKEN = RoundReply(0, Epoch(0, ()), False, (), EMPTY)
 """The answer to first values: each variable has one now, these or those of another process."""

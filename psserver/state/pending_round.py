@@ -15,7 +15,7 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.model.log import ALONE, Member, Mode, Position
 from pswire.model.status import OpenRound
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 Waiter = tuple[Contribution, Future[RoundReply]]
 

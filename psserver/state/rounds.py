@@ -44,8 +44,8 @@ from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.changes import change_of
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
+from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
-from pswire.transport.payload import Payload
 
 LATER = "a later section; it made none here"
 """The section, in words, of a member that has left out a round."""

@@ -19,8 +19,8 @@ from pstesting.planner import network as networks
 from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
 from pswire.errors import ConfigError
+from pswire.network.traffic import TransportName
 from pswire.sizes import human, parse_bytes
-from pswire.transport.traffic import LaneName
 
 if TYPE_CHECKING:
     from pstesting.planner.plan import Prediction
@@ -33,13 +33,13 @@ BUSY = 0.5
 
 @click.command()
 @click.option(
-    "--lane",
-    "lanes",
+    "--transport",
+    "transports",
     multiple=True,
-    type=click.Choice(get_args(LaneName)),
-    default=get_args(LaneName),
+    type=click.Choice(get_args(TransportName)),
+    default=get_args(TransportName),
     show_default=True,
-    help="Lanes to measure.",
+    help="Transports to measure.",
 )
 @click.option(
     "--output",
@@ -59,11 +59,16 @@ BUSY = 0.5
 @click.option("--answer", "answers", help="Only answer another host's --peer, once: the PORT, or HOST:PORT, for that.")
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 def calibrate(
-    lanes: tuple[LaneName, ...], output: Path, turns: int, peer: str | None, answers: str | None, as_json: bool
+    transports: tuple[TransportName, ...],
+    output: Path,
+    turns: int,
+    peer: str | None,
+    answers: str | None,
+    as_json: bool,
 ) -> int:
     """Measures this host: what a push, a round, a variable and a byte cost.
 
-    Runs small jobs of one to eight workers on it, for about a minute for each lane and turn, and writes a cost model,
+    Runs small jobs of one to eight workers on it, for about a minute for each transport and turn, and writes a cost model,
     with which simulations tell how long rounds take. Nothing else should use the host meanwhile. With --peer it
     measures the network to another host as well, which takes ten seconds.
     """
@@ -87,7 +92,7 @@ def calibrate(
             f"psctl: others use this host (load {load:.1f} for each core): its costs come out too high", err=True
         )
     found = None if pair is None else networks.measure(*pair)  # first: what is wrong is told at once
-    costs = calibrated([measure(lanes) for _ in range(turns)])
+    costs = calibrated([measure(transports) for _ in range(turns)])
     if found is not None:
         costs = replace(costs, network=found.rate, network_latency=found.latency)
     costs.write(output)
@@ -147,7 +152,9 @@ def _table(text: str) -> tuple[float, int]:
 )
 @click.option("--memory", default="0", show_default=True, help="Bytes that a server may hold, such as 64GB; 0: any.")
 @click.option("--copies", is_flag=True, help="Each variable has a copy on another server (PS_REPLICATION_FACTOR=2).")
-@click.option("--lane", type=click.Choice(get_args(LaneName)), default="tcp", show_default=True, help="For pushes.")
+@click.option(
+    "--transport", type=click.Choice(get_args(TransportName)), default="tcp", show_default=True, help="For pushes."
+)
 @click.option("--mtbf", default="90d", show_default=True, help="Mean time until a host fails.")
 @click.option("--save-every", default="10min", show_default=True, help="Time between two checkpoints.")
 @click.option("--restart", default="1min", show_default=True, help="Time until a job that is started again trains.")
@@ -175,7 +182,7 @@ def plan(
     slots: int,
     memory: str,
     copies: bool,
-    lane: LaneName,
+    transport: TransportName,
     mtbf: str,
     save_every: str,
     restart: str,
@@ -218,7 +225,7 @@ def plan(
             slots,
             parse_bytes(memory, "--memory"),
             copies,
-            lane,
+            transport,
             worth,
             _seconds(mtbf, "--mtbf") or math.inf,
             _seconds(save_every, "--save-every"),
@@ -278,18 +285,18 @@ def _lacking(command: str, error: ImportError) -> ConfigError:
 
 
 def _drawn(costs: Costs) -> Table:
-    """The costs of pushes and their answers on each lane, in microseconds and nanoseconds for each KB."""
+    """The costs of pushes and their answers on each transport, in microseconds and nanoseconds for each KB."""
     rows = []
-    for name, lane in costs.lanes.items():
-        worker, server = lane.send + lane.take, lane.receive + lane.answer
-        bytes_of = lane.send_byte + lane.take_byte, lane.receive_byte + lane.answer_byte
+    for name, transport in costs.transports.items():
+        worker, server = transport.send + transport.take, transport.receive + transport.answer
+        bytes_of = transport.send_byte + transport.take_byte, transport.receive_byte + transport.answer_byte
         rows.append(
             [
                 name,
                 f"{1e6 * worker:.0f}",
                 f"{1e6 * server:.0f}",
                 *(f"{1e12 * each:.0f}" for each in bytes_of),
-                f"{1e6 * lane.latency:.0f}",
+                f"{1e6 * transport.latency:.0f}",
             ]
         )
     rows.append(

@@ -15,7 +15,7 @@ import numpy as np
 from pstesting.planner.jobs import Cell, Timed
 from pstesting.planner.measurements import AllTimed, Measured, middle
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.costs import Costs, TransportCosts
 from pstesting.simulation.jobs import SimulatedJob
 
 ALONE = 3.0
@@ -37,12 +37,14 @@ def fitted(timed: AllTimed, kernel_byte: float) -> Costs:
     What a byte costs that is summed is given: the more contributions a round has, the more bytes come as well, so that
     times of rounds do not tell the two apart.
     """
-    few = {lane: [pair for pair in found if _pushes(pair[0]) < MANY] for lane, found in timed.items()}
+    few = {transport: [pair for pair in found if _pushes(pair[0]) < MANY] for transport, found in timed.items()}
     many = [pair for found in timed.values() for pair in found if _pushes(pair[0]) >= MANY]
     costs = _without_switches(few, kernel_byte)
     for _ in range(TURNS):
         costs = replace(costs, switch=_switch(costs, many))
-        alone = {lane: [(cell, _less_switches(cell, took, costs)) for cell, took in f] for lane, f in few.items()}
+        alone = {
+            transport: [(cell, _less_switches(cell, took, costs)) for cell, took in f] for transport, f in few.items()
+        }
         costs = replace(_without_switches(alone, kernel_byte), switch=costs.switch)
     return costs
 
@@ -64,7 +66,7 @@ def _less_switches(cell: Cell, took: Timed, costs: Costs) -> Timed:
 def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
     """Returns what a cell takes in a simulation of so many rounds."""
     one_host, sums = cell.rate == inf, cell.local_reduction
-    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, cell.rate, one_host, local_reduction=sums)
+    cluster = Cluster(cell.workers, cell.workload, costs, cell.transport, cell.rate, one_host, local_reduction=sums)
     found = SimulatedJob(cluster, rounds).train()
     seconds = found.seconds / (rounds - 1)
     server = seconds * (found.use["the servers' event loops"] + found.use["the servers' array work"])
@@ -72,7 +74,7 @@ def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
 
 
 def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
-    """Returns the costs of rounds and steps, which are those of the lane in the middle, and with them of each lane."""
+    """Returns the costs of rounds and steps, which are those of the transport in the middle, and with them of each transport."""
     adding = {KERNEL: kernel_byte}
     servers = [_costs(_server_row, found, [took.server for _, took in found], adding) for found in timed.values()]
     workers = [_costs(_worker_row, found, [took.worker for _, took in found]) for found in timed.values()]
@@ -82,17 +84,17 @@ def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
     settle = min(max(-median(idle), 0.0), round)  # what a server does once its answers have left
     of_server = dict(enumerate((round, variable, apply, row, table)))
     of_worker = dict(enumerate((step, step_variable, step_row, step_table)))
-    lanes: dict[str, LaneCosts] = {}
-    for (lane, found), rest in zip(timed.items(), idle, strict=True):
+    transports: dict[str, TransportCosts] = {}
+    for (transport, found), rest in zip(timed.items(), idle, strict=True):
         *_, push, nbyte, piece = _costs(_server_row, found, [took.server for _, took in found], of_server | adding)
         *_, send, send_byte, send_piece = _costs(_worker_row, found, [took.worker for _, took in found], of_worker)
-        lanes[lane] = LaneCosts(
+        transports[transport] = TransportCosts(
             send / 2, send_byte / 2, push / 2, nbyte / 2, push / 2, nbyte / 2, send / 2, send_byte / 2,
             (piece + send_piece) / 2, max(rest / 2, 0.0),
         )  # fmt: skip
-    push = max(lane.receive for lane in lanes.values())
+    push = max(transport.receive for transport in transports.values())
     return Costs(
-        lanes, step, step_variable, round - settle, variable, kernel_byte, apply, row, step_row,
+        transports, step, step_variable, round - settle, variable, kernel_byte, apply, row, step_row,
         vote=push, call=4 * push, beat=4 * push, table=table, step_table=step_table, settle=settle,
         cores=os.cpu_count() or 1, machine=f"{platform.node()}, {platform.machine()}",
     )  # fmt: skip
@@ -100,8 +102,10 @@ def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
 
 def calibrated(turns: Sequence[Measured]) -> Costs:
     """Returns a machine's costs, by the medians of several turns: its speed changes from one to the next."""
-    lanes = {lane: middle([turn.lanes[lane] for turn in turns]) for lane in turns[0].lanes}
-    costs = fitted(lanes, median(turn.adding for turn in turns))
+    transports = {
+        transport: middle([turn.transports[transport] for turn in turns]) for transport in turns[0].transports
+    }
+    costs = fitted(transports, median(turn.adding for turn in turns))
     return with_sums(costs, middle([turn.sums for turn in turns]))
 
 

@@ -17,7 +17,7 @@ from pstesting.processes import ProcessCluster
 from pstesting.processor_time import await_rest, processor_seconds
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
-from pswire.transport.traffic import LaneName
+from pswire.network.traffic import TransportName
 
 ROUND_BYTES = 4e8
 """Bytes of contributions that the timed rounds of a worker have in all, about."""
@@ -33,7 +33,7 @@ class Cell:
     """A job whose rounds are timed, all of it on this machine.
 
     Attributes:
-        lane: by which its pushes travel.
+        transport: by which its pushes travel.
         workers: number of workers.
         workload: a training step.
         rate: bytes per second, each way, of the network of hosts of which each process has one; infinite for processes
@@ -41,7 +41,7 @@ class Cell:
         local_reduction: True if its workers, which share a host, sum what they contribute.
     """
 
-    lane: LaneName
+    transport: TransportName
     workers: int
     workload: Workload
     rate: float = inf
@@ -137,10 +137,10 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     """
     first = cells[0]
     servers = first.workload.servers
-    jobs = {(c.lane, c.workers, c.workload.servers, c.workload.copies, c.rate, c.local_reduction) for c in cells}
+    jobs = {(c.transport, c.workers, c.workload.servers, c.workload.copies, c.rate, c.local_reduction) for c in cells}
     if len(jobs) > 1:
         raise ValueError(
-            "cells of one job have one lane, network and local_reduction, and the same number of workers, servers and "
+            "cells of one job have one transport, network and local_reduction, and the same number of workers, servers and "
             "copies"
         )
     said = [
@@ -157,7 +157,12 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     found: list[Timed] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-")))
-        keys: dict[str, Any] = {"ps": servers, "workers": first.workers, "chief": "driver", "lane": first.lane}
+        keys: dict[str, Any] = {
+            "ps": servers,
+            "workers": first.workers,
+            "chief": "driver",
+            "transport": first.transport,
+        }
         keys["replication_factor"] = 1 + first.workload.copies
         if first.rate < inf:
             keys["launcher"] = partial(HostCluster, *_hosts_of(first, stack))

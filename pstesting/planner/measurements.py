@@ -11,9 +11,9 @@ import numpy as np
 
 from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.simulation.workloads import Workload
-from pswire.transport.traffic import LaneName
+from pswire.network.traffic import TransportName
 
-AllTimed = Mapping[LaneName, Sequence[tuple[Cell, Timed]]]
+AllTimed = Mapping[TransportName, Sequence[tuple[Cell, Timed]]]
 
 SMALL = 4000.0
 """Bytes of a round whose bytes cost nothing."""
@@ -35,44 +35,44 @@ class Measured:
     """What a machine took, once.
 
     Attributes:
-        lanes: the cells of `cells_of`, by lane.
+        transports: the cells of `cells_of`, by transport.
         sums: those of `cells_of_sums`.
         adding: seconds of adding a byte.
     """
 
-    lanes: AllTimed
+    transports: AllTimed
     sums: Sequence[tuple[Cell, Timed]]
     adding: float
 
 
-def cells_of(lane: LaneName) -> list[list[Cell]]:
-    """Returns the cells by which the costs of a lane are told apart, by the jobs that time them."""
+def cells_of(transport: TransportName) -> list[list[Cell]]:
+    """Returns the cells by which the costs of a transport are told apart, by the jobs that time them."""
     small, many, large = Workload(1, SMALL), Workload(1, 64 * SMALL, 64), Workload(1, LARGE)
     stream, rows, few_rows = Workload(1, 32e6, 8), Workload(1, 0.0, 0, 4096, 64), Workload(1, 0.0, 0, 512, 16)
     return [
-        [Cell(lane, 1, work) for work in (small, many, large, stream, rows, few_rows)],
-        [Cell(lane, 2, work) for work in (small, large, stream)],
-        [Cell(lane, 1, Workload(2, 2 * SMALL, 2)), Cell(lane, 1, Workload(2, LARGE, 4))],
-        [Cell(lane, 2, Workload(2, 2 * SMALL, 2))],
-        [Cell(lane, 8, work) for work in (small, large)],
-        [Cell(lane, 4, Workload(2, 2 * SMALL, 2))],
+        [Cell(transport, 1, work) for work in (small, many, large, stream, rows, few_rows)],
+        [Cell(transport, 2, work) for work in (small, large, stream)],
+        [Cell(transport, 1, Workload(2, 2 * SMALL, 2)), Cell(transport, 1, Workload(2, LARGE, 4))],
+        [Cell(transport, 2, Workload(2, 2 * SMALL, 2))],
+        [Cell(transport, 8, work) for work in (small, large)],
+        [Cell(transport, 4, Workload(2, 2 * SMALL, 2))],
     ]
 
 
-def cells_of_sums(lane: LaneName) -> list[list[Cell]]:
+def cells_of_sums(transport: TransportName) -> list[list[Cell]]:
     """Returns the cells by which it is told what sums cost, by the jobs that time them."""
     small, large = Workload(1, SMALL), Workload(1, LARGE)
     few, many = SUMMED
     return [
-        [Cell(lane, few, small, local_reduction=True)],
-        [Cell(lane, many, work, local_reduction=True) for work in (small, large)],
+        [Cell(transport, few, small, local_reduction=True)],
+        [Cell(transport, many, work, local_reduction=True) for work in (small, large)],
     ]
 
 
-def measure(lanes: Sequence[LaneName]) -> Measured:
+def measure(transports: Sequence[TransportName]) -> Measured:
     """Times jobs on this machine; raises `PSError` where a process failed."""
-    timed = {lane: _timed(cells_of(lane)) for lane in lanes}
-    return Measured(timed, _timed(cells_of_sums(lanes[0])), seconds_of_adding())
+    timed = {transport: _timed(cells_of(transport)) for transport in transports}
+    return Measured(timed, _timed(cells_of_sums(transports[0])), seconds_of_adding())
 
 
 def middle(turns: Sequence[Sequence[tuple[Cell, Timed]]]) -> list[tuple[Cell, Timed]]:

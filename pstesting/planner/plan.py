@@ -12,7 +12,7 @@ from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
-from pswire.transport.traffic import LaneName
+from pswire.network.traffic import TransportName
 
 ROUNDS = 6
 """Rounds that are simulated; the first one is not looked at."""
@@ -43,7 +43,7 @@ class Question:
         slots: slot variables of each variable: 2 for Adam, 0 for SGD.
         memory: bytes that a server may hold; 0 for as many as are needed.
         copies: True if each variable has a copy on another server.
-        lane: by which pushes travel.
+        transport: by which pushes travel.
         worth: the part of a step that twice as many servers have to save.
         between_failures: mean seconds until a host fails; infinite for hosts that never do.
         save_every: seconds between two checkpoints.
@@ -63,7 +63,7 @@ class Question:
     slots: int = 0
     memory: float = 0.0
     copies: bool = False
-    lane: LaneName = "tcp"
+    transport: TransportName = "tcp"
     worth: float = 0.1
     between_failures: float = inf
     save_every: float = 600.0
@@ -71,10 +71,10 @@ class Question:
     per_host: int = 1
 
     def __post_init__(self) -> None:
-        if self.lane not in self.costs.lanes:
+        if self.transport not in self.costs.transports:
             raise ConfigError(
-                f"the cost model has no lane {self.lane}; it has {', '.join(self.costs.lanes) or 'none'}: measure it "
-                f"with psctl calibrate --lane {self.lane}"
+                f"the cost model has no transport {self.transport}; it has {', '.join(self.costs.transports) or 'none'}: measure it "
+                f"with psctl calibrate --transport {self.transport}"
             )
         if self.workers < 1:
             raise ConfigError("a job has one worker at least; give --workers")
@@ -196,7 +196,7 @@ def predict(
         question.workers,
         workload,
         question.costs.between_hosts,
-        question.lane,
+        question.transport,
         question.rate,
         per_host=question.per_host,
         local_reduction=local_reduction,

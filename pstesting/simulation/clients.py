@@ -16,13 +16,13 @@ import numpy as np
 from psclient._src.arrays.devices import Device
 from psclient._src.chief import checkpoints, differences, driver, farewells, hung_members, returns, standby
 from psclient._src.chief.driver import Chief
+from psclient._src.network import hosting, patience, session
+from psclient._src.network.patience import Deadline, Patience, until_free
+from psclient._src.network.session import Session
 from psclient._src.processes import sigterm
 from psclient._src.rounds import counters, creation, first_values, read_cache, rounds
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.transport import hosting, patience, session
-from psclient._src.transport.patience import Deadline, Patience, until_free
-from psclient._src.transport.session import Session
 from psserver.core import core
 from psserver.programs.kernels import compiler
 from pstesting.simulation.clusters import Cluster
@@ -34,8 +34,8 @@ from pstesting.simulation.workloads import TINY
 from pswire.api import Opened
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import PSError
+from pswire.network.futures import settle
 from pswire.telemetry import reminder
-from pswire.transport.futures import settle
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.costs import Costs, TransportCosts
 from pstesting.simulation.workloads import Workload
 from pswire.limits import Timeouts
 from pswire.model.log import Mode
@@ -24,7 +24,7 @@ class Cluster:
         workers: number of workers.
         workload: a training step; it says how many servers there are.
         costs: of the machines.
-        lane: by which pushes travel: "shm", "tcp" or "grpc".
+        transport: by which pushes travel: "shm", "tcp" or "grpc".
         rate: bytes per second of each host's network, each way.
         one_host: True if all processes share one host and its cores.
         per_host: workers that share a host where not all do.
@@ -40,7 +40,7 @@ class Cluster:
     workers: int
     workload: Workload
     costs: Costs
-    lane: str = "tcp"
+    transport: str = "tcp"
     rate: float = inf
     one_host: bool = False
     per_host: int = 1
@@ -53,9 +53,9 @@ class Cluster:
     root: str = ServerOptions.checkpoint_root
 
     @property
-    def lane_costs(self) -> LaneCosts:
-        """What pushes cost on its lane."""
-        return self.costs.lanes[self.lane]
+    def transport_costs(self) -> TransportCosts:
+        """What pushes cost on its transport."""
+        return self.costs.transports[self.transport]
 
     @property
     def copied(self) -> bool:

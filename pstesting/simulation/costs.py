@@ -18,8 +18,8 @@ OF_FRAMES = 0.956
 
 
 @dataclass(frozen=True)
-class LaneCosts:
-    """Costs of a push and of its answer on one lane, in seconds, and in seconds a byte.
+class TransportCosts:
+    """Costs of a push and of its answer on one transport, in seconds, and in seconds a byte.
 
     Attributes:
         send, send_byte: processor time of the worker for a push to one server.
@@ -47,7 +47,7 @@ class Costs:
     """The cost model of a machine.
 
     Attributes:
-        lanes: by the lane's name.
+        transports: by the transport's name.
         step: processor time of a worker for a round, beside its pushes, in seconds.
         step_variable: the same, for each variable of the round.
         round: processor time of a server for a round, beside its pushes.
@@ -69,10 +69,10 @@ class Costs:
         machine: which one it was, for people.
         network: bytes per second, each way, between this host and another, headers included; 0 where it was not
             measured.
-        network_latency: seconds that a message needs between them, one way, beyond what lanes say.
+        network_latency: seconds that a message needs between them, one way, beyond what transports say.
     """
 
-    lanes: Mapping[str, LaneCosts]
+    transports: Mapping[str, TransportCosts]
     step: float
     step_variable: float
     round: float
@@ -104,8 +104,11 @@ class Costs:
     @property
     def between_hosts(self) -> Self:
         """The same, where each message goes from one host to another."""
-        later = {name: replace(lane, latency=lane.latency + self.network_latency) for name, lane in self.lanes.items()}
-        return replace(self, lanes=later, network_latency=0.0)
+        later = {
+            name: replace(transport, latency=transport.latency + self.network_latency)
+            for name, transport in self.transports.items()
+        }
+        return replace(self, transports=later, network_latency=0.0)
 
     def write(self, path: Path) -> None:
         """Writes it as JSON."""
@@ -118,7 +121,7 @@ class Costs:
             said: dict[str, Any] = json.loads(path.read_text())
             if said.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            said["lanes"] = {name: LaneCosts(**costs) for name, costs in said["lanes"].items()}
+            said["transports"] = {name: TransportCosts(**costs) for name, costs in said["transports"].items()}
             return cls(**said)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path} is no calibration ({error}); make one with psctl calibrate") from error

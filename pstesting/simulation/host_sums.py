@@ -35,7 +35,7 @@ class HostSums:
         self.number = number
         self._scheduler = scheduler
         self._costs, self._workload = cluster.costs, cluster.workload
-        self._latency = cluster.lane_costs.latency
+        self._latency = cluster.transport_costs.latency
         self._members: list[HostMember] = []
         self._gathered: dict[tuple[int, int], dict[HostMember, Own]] = {}
 

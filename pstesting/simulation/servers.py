@@ -18,9 +18,9 @@ from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
+from pswire.network.payload import Payload
 from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.servers.votes import Testimony, Vote
-from pswire.transport.payload import Payload
 
 RESET_SECONDS = 0.1
 """Until a client knows that nothing listens any more where a server was: it tries once more."""
@@ -89,7 +89,7 @@ class SimulatedServer:
 
     def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster, life: int = 0) -> None:
         self.scheduler, self.host, self.index = scheduler, host, index
-        self.costs, self.lane = cluster.costs, cluster.lane_costs
+        self.costs, self.transport = cluster.costs, cluster.transport_costs
         self.share = share = cluster.workload.on(index)
         self.chunks = 1 if cluster.local_reduction else share.chunks  # a sum is taken once it is whole
         self.pushed = Sliced.of(share.pushed / self.chunks)
@@ -159,7 +159,7 @@ class SimulatedServer:
         for strand in (self.loop, self.arrays):
             strand.resume()
         for index in list(self._links):
-            self.scheduler.after(self.lane.latency, self._introduce, index)
+            self.scheduler.after(self.transport.latency, self._introduce, index)
 
     def _look_at_leases(self) -> None:
         if self.alive:
@@ -206,7 +206,7 @@ class SimulatedServer:
 
     def _answer_piece(self, lines: Sequence[Line], nbytes: float) -> None:
         for line in lines:
-            self.loop.do_part(self.lane.piece + nbytes * self.lane.answer_byte, line.take_piece, nbytes)
+            self.loop.do_part(self.transport.piece + nbytes * self.transport.answer_byte, line.take_piece, nbytes)
 
     def _files(self, piece: Callable[[], object]) -> None:
         self.arrays.do(self.costs.call, piece)
@@ -221,7 +221,7 @@ class SimulatedServer:
                 del self._links[index]
                 if peer.incarnation == other.core.incarnation:
                     self._links[index] = other
-                    self.scheduler.after(self.lane.latency, self._introduce, index)
+                    self.scheduler.after(self.transport.latency, self._introduce, index)
 
     def _introduce(self, index: int) -> None:
         """Connects to another server, which may know that the job goes on without this one."""
@@ -249,7 +249,7 @@ class SimulatedServer:
     def mend(self, server: int) -> None:
         """It reaches another server again."""
         self._cut.discard(server)
-        self.scheduler.after(self.lane.latency, self._introduce, server)
+        self.scheduler.after(self.transport.latency, self._introduce, server)
 
     def miss(self, other: SimulatedServer, why: str) -> None:
         """It finds that it does not reach another server."""
@@ -258,7 +258,7 @@ class SimulatedServer:
 
     def _send(self, other: SimulatedServer, call: Callable[..., object], *args: Any) -> None:
         do, seconds = other.loop.do, other.costs.vote
-        travel(self.scheduler, self.host, other.host, SMALL, self.lane.latency, do, seconds, call, *args)
+        travel(self.scheduler, self.host, other.host, SMALL, self.transport.latency, do, seconds, call, *args)
 
     def _hear(self, sender: SimulatedServer, said: Vote | Testimony) -> None:
         try:
@@ -282,7 +282,7 @@ class Line:
         self, server: SimulatedServer, host: Host, strand: Strand, decides: bool, silence: float = inf
     ) -> None:
         self.task, self.address = server.core.task, f"ps-{server.index}:2222"
-        self._host, self._strand, self._lane = host, strand, server.lane
+        self._host, self._strand, self._transport = host, strand, server.transport
         self._scheduler = server.scheduler
         self._decides, self._silence = decides, silence
         self._failure: PSError | None = None
@@ -402,17 +402,17 @@ class Line:
     def _up(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """A message goes to the server, which works on it."""
         do, host = self._server.loop.do, self._server.host
-        travel(self._scheduler, self._host, host, nbytes, self._lane.latency, do, seconds, call, *args)
+        travel(self._scheduler, self._host, host, nbytes, self._transport.latency, do, seconds, call, *args)
 
     def _down(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """An answer comes from the server; the client works on it."""
         do, host = self._strand.do, self._server.host
-        travel(self._scheduler, host, self._host, nbytes, self._lane.latency, do, seconds, call, *args)
+        travel(self._scheduler, host, self._host, nbytes, self._transport.latency, do, seconds, call, *args)
 
     def _down_part(self, nbytes: float, seconds: float) -> None:
         """As `_down`, for a part of an answer."""
         do, host = self._strand.do_part, self._server.host
-        travel(self._scheduler, host, self._host, nbytes, self._lane.latency, do, seconds, nothing)
+        travel(self._scheduler, host, self._host, nbytes, self._transport.latency, do, seconds, nothing)
 
     def _made(self, answer: Future[Any], verb: partial[Any]) -> None:
         made: Future[Any] = UnlockedFuture()
@@ -433,33 +433,38 @@ class Line:
     def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes: the worker's time, then the link, then the server's time; and back."""
         answer: Future[RoundReply] = self._asked()
-        pushed, lane, strand = self._server.pushed, self._lane, self._strand
+        pushed, transport, strand = self._server.pushed, self._transport, self._strand
         if said.first_values:
-            strand.do(lane.send, self._leave, said, payload, float(payload.size), answer)
+            strand.do(transport.send, self._leave, said, payload, float(payload.size), answer)
             return answer
         part, slice = pushed.nbytes, pushed.slice
         for piece in range(self._server.chunks - 1):
-            strand.do_part(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
+            strand.do_part(transport.piece + part * transport.send_byte, self._leave_piece, said.round, piece, part)
         for _ in range(pushed.slices - 1):
-            strand.do_part(slice * lane.send_byte, self._leave_slice, slice)
-        strand.do(lane.send + slice * lane.send_byte, self._leave, said, payload, SMALL + slice, answer)
+            strand.do_part(slice * transport.send_byte, self._leave_slice, slice)
+        strand.do(transport.send + slice * transport.send_byte, self._leave, said, payload, SMALL + slice, answer)
         return answer
 
     def _leave_slice(self, nbytes: float) -> None:
-        do, host, latency = self._server.loop.do_part, self._server.host, self._lane.latency
-        travel(self._scheduler, self._host, host, nbytes, latency, do, nbytes * self._lane.receive_byte, nothing)
+        do, host, latency = self._server.loop.do_part, self._server.host, self._transport.latency
+        travel(self._scheduler, self._host, host, nbytes, latency, do, nbytes * self._transport.receive_byte, nothing)
 
     def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
-        seconds, epoch = self._lane.piece + nbytes * self._lane.receive_byte, self._server.core.machine.rounds.epoch
+        seconds, epoch = (
+            self._transport.piece + nbytes * self._transport.receive_byte,
+            self._server.core.machine.rounds.epoch,
+        )
         members = len(epoch.members) if epoch else 0
         self._up(nbytes, seconds, self._server.streamed, self, round, piece, members)
 
     def take_piece(self, nbytes: float) -> None:
         """A piece of an answer leaves the server."""
-        self._down_part(nbytes, self._lane.piece + nbytes * self._lane.take_byte)
+        self._down_part(nbytes, self._transport.piece + nbytes * self._transport.take_byte)
 
     def _leave(self, said: Contribution, payload: Payload, nbytes: float, answer: Future[RoundReply]) -> None:
-        seconds = self._lane.receive + nbytes * self._lane.receive_byte + len(said.parts) * self._server.costs.part
+        seconds = (
+            self._transport.receive + nbytes * self._transport.receive_byte + len(said.parts) * self._server.costs.part
+        )
         self._up(nbytes, seconds, self._arrive, said, payload, answer)
 
     def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:
@@ -472,13 +477,13 @@ class Line:
         made.add_done_callback(partial(self._answer_all, sliced, answer))
 
     def _answer_all(self, sliced: Sliced, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
-        slice, lane, loop = sliced.slice, self._lane, self._server.loop
+        slice, transport, loop = sliced.slice, self._transport, self._server.loop
         for _ in range(sliced.slices - 1):
-            loop.do_part(slice * lane.answer_byte, self._down_part, slice, slice * lane.take_byte)
-        loop.do(lane.answer + slice * lane.answer_byte, self._return, slice, answer, made)
+            loop.do_part(slice * transport.answer_byte, self._down_part, slice, slice * transport.take_byte)
+        loop.do(transport.answer + slice * transport.answer_byte, self._return, slice, answer, made)
 
     def _return(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
-        self._down(nbytes, self._lane.take + nbytes * self._lane.take_byte, self._answer, answer, made)
+        self._down(nbytes, self._transport.take + nbytes * self._transport.take_byte, self._answer, answer, made)
 
     def close(self) -> None:
         """Closes the connection."""

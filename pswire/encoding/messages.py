@@ -70,10 +70,10 @@ from pswire.model.tables import (
     Unknown,
 )
 from pswire.model.tensor import TensorSpec
+from pswire.network.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers.votes import Digest, Testimony, Vote
 from pswire.traces.traceparent import well_formed
-from pswire.transport.payload import Payload
 
 # ---- What is not as the fields' types say ----
 

@@ -1,6 +1,6 @@
-"""The number of the protocol: the meaning and the bytes of the verbs, of gRPC's frames, and of the lanes.
+"""The number of the protocol: the meaning and the bytes of the verbs, of gRPC's frames, and of the transports.
 
-Both ends say theirs when a session opens, a client again on each lane. Each end serves its own number and that of the
+Both ends say theirs when a session opens, a client again on each transport. Each end serves its own number and that of the
 version before, so that servers and workers may be replaced one after the other. A change of the bytes that the other
 end has to know, or of what they mean, is a new number.
 """
@@ -41,7 +41,7 @@ CHANGES = 4
 """The first number whose servers change the consistency of a job that runs."""
 
 BEATS = 4
-"""The first number whose servers take beats on lanes."""
+"""The first number whose servers take beats on transports."""
 
 ALONE = 4
 """The first number whose servers know rounds of one worker in a job whose workers make rounds together."""

@@ -180,12 +180,12 @@ def refusal(error: PSError) -> tuple[str, str, Metadata]:
 
 
 def refusal_to_pb(error: PSError) -> pb.Refusal:
-    """An error as it travels on a lane."""
+    """An error as it travels on a transport."""
     return pb.Refusal(error=_named(error), message=_details(error), task=error.task)
 
 
 def refusal_from_pb(message: pb.Refusal) -> PSError:
-    """The error that a server refused a call on a lane with."""
+    """The error that a server refused a call on a transport with."""
     return BY_NAME.get(message.error, PSError)(message.message, message.task)
 
 

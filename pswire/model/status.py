@@ -138,10 +138,10 @@ class ProcessStatus:
         clock: its wall clock, in seconds since 1970.
         resident: resident memory of the process, in bytes.
         versions: versions of this package, of Python, and of its requirements, by name.
-        data_port: the port of the tcp lane.
-        data_path: the Unix socket of the shm lane; "" where there is none.
-        lanes: kind of lane by session, of sessions with a lane other than grpc.
-        traffic: payload bytes so far by lane and direction, "shm received" and its like.
+        data_port: the port of the tcp transport.
+        data_path: the Unix socket of the shm transport; "" where there is none.
+        transports: kind of transport by session, of sessions with a transport other than grpc.
+        traffic: payload bytes so far by transport and direction, "shm received" and its like.
         uptime: seconds since it began.
         page: URL of its status page, "" for none.
     """
@@ -151,7 +151,7 @@ class ProcessStatus:
     versions: Mapping[str, str]
     data_port: int
     data_path: str
-    lanes: Mapping[int, str]
+    transports: Mapping[int, str]
     traffic: Mapping[str, int]
     uptime: float
     page: str = ""

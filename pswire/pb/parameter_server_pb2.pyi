@@ -153,7 +153,7 @@ class OpenRequest(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes", "domain", "takes_hints")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "transport_token", "in_flight", "term", "protocol", "window", "buffer_bytes", "domain", "takes_hints")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -161,7 +161,7 @@ class OpenReply(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     DATA_PATH_FIELD_NUMBER: _ClassVar[int]
-    LANE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -176,7 +176,7 @@ class OpenReply(_message.Message):
     device: str
     data_port: int
     data_path: str
-    lane_token: bytes
+    transport_token: bytes
     in_flight: int
     term: int
     protocol: int
@@ -184,7 +184,7 @@ class OpenReply(_message.Message):
     buffer_bytes: int
     domain: str
     takes_hints: bool
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ..., takes_hints: _Optional[bool] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transport_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ..., takes_hints: _Optional[bool] = ...) -> None: ...
 
 class EnlistRequest(_message.Message):
     __slots__ = ("key", "task", "protocol")
@@ -206,7 +206,7 @@ class EnlistReply(_message.Message):
     protocol: int
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., opened: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
 
-class LaneHello(_message.Message):
+class TransportHello(_message.Message):
     __slots__ = ("session", "token", "lease", "replaces", "protocol")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -220,7 +220,7 @@ class LaneHello(_message.Message):
     protocol: int
     def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ..., lease: _Optional[float] = ..., replaces: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
 
-class LaneAlive(_message.Message):
+class TransportAlive(_message.Message):
     __slots__ = ("received", "paused")
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
@@ -297,14 +297,14 @@ class IntroduceRequest(_message.Message):
     def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class IntroduceReply(_message.Message):
-    __slots__ = ("data_port", "lane_token", "protocol")
+    __slots__ = ("data_port", "transport_token", "protocol")
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
-    LANE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     data_port: int
-    lane_token: bytes
+    transport_token: bytes
     protocol: int
-    def __init__(self, data_port: _Optional[int] = ..., lane_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, data_port: _Optional[int] = ..., transport_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("spare", "protocol")
@@ -1671,7 +1671,7 @@ class Saving(_message.Message):
     def __init__(self, path: _Optional[str] = ..., round: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class ProcessStatus(_message.Message):
-    __slots__ = ("clock", "resident", "versions", "data_port", "data_path", "lanes", "traffic", "uptime", "page")
+    __slots__ = ("clock", "resident", "versions", "data_port", "data_path", "transports", "traffic", "uptime", "page")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1679,7 +1679,7 @@ class ProcessStatus(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    class LanesEntry(_message.Message):
+    class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -1698,7 +1698,7 @@ class ProcessStatus(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     DATA_PATH_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
@@ -1707,11 +1707,11 @@ class ProcessStatus(_message.Message):
     versions: _containers.ScalarMap[str, str]
     data_port: int
     data_path: str
-    lanes: _containers.ScalarMap[int, str]
+    transports: _containers.ScalarMap[int, str]
     traffic: _containers.ScalarMap[str, int]
     uptime: float
     page: str
-    def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
+    def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transports: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "catching_up", "tier_bytes", "tier_resident", "tier_memory")

@@ -20,7 +20,7 @@ CARRIERS = {
     **dict.fromkeys(("rounds", "errors"), NETWORK),
     **dict.fromkeys(("checkpoints", "log", "looking", "restore", "sessions"), NETWORK[:1]),
 }
-"""On which a module's tests run: one or two of them each, in turn. Lanes carry pushes and pulls alone."""
+"""On which a module's tests run: one or two of them each, in turn. Transports carry pushes and pulls alone."""
 
 DEAR = {"test_there_is_an_end_to_it", "test_a_limit_is_an_error_for_all"}
 """Tests that fill a server, over the core alone."""

@@ -96,18 +96,18 @@ def test_a_checkpoint_that_is_written_is_told(job: Job, worker: Worker):
 
 @pytest.mark.parametrize("serve", ["grpc", "tcp", "shm"], indirect=True)
 def test_a_process_tells_of_itself(job: Job, request: pytest.FixtureRequest):
-    """Its clock, its memory, what is installed, its port; and which lane each session uses."""
+    """Its clock, its memory, what is installed, its port; and which transport each session uses."""
     (worker,) = job.join(W0)
     v = job.variable(worker, np.zeros(2))
-    lane = request.node.callspec.params["serve"]
+    transport = request.node.callspec.params["serve"]
     job.value(worker, v)
     process = job.verbs[0].status().process
     assert process is not None
     assert process.resident > 1 << 20
     assert {"paramserver", "numpy", "grpcio", "python"} <= set(process.versions)
     assert process.data_port > 0
-    assert process.lanes.get(worker.session, "grpc") == lane
-    assert process.traffic[f"{lane} sent"] >= 16
+    assert process.transports.get(worker.session, "grpc") == transport
+    assert process.traffic[f"{transport} sent"] >= 16
 
 
 # ---- What a server was told last ----

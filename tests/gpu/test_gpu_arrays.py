@@ -225,14 +225,14 @@ def test_a_servers_values_come_after_what_makes_them() -> None:
             assert device.get(there + 1).tolist() == list(range(1, size + 1))
 
 
-@pytest.mark.parametrize("lane", inside.LANES)
-def test_gradients_and_values_travel_as_on_the_host(lane: inside.LaneName) -> None:
-    """Training gives the same bits, whatever the sizes and the lane."""
+@pytest.mark.parametrize("transport", inside.TRANSPORTS)
+def test_gradients_and_values_travel_as_on_the_host(transport: inside.TransportName) -> None:
+    """Training gives the same bits, whatever the sizes and the transport."""
     rng = np.random.default_rng(0)
     gradients = [[rng.standard_normal(size).astype("float32") for size in SIZES] for _ in range(3)]
 
     def train(device: str) -> list[bytes]:
-        with ps.ParameterServerStrategy(devices=[device], lane=lane) as strategy:
+        with ps.ParameterServerStrategy(devices=[device], transport=transport) as strategy:
             place = devices.Device.parse(device)
             with strategy.scope():
                 weights = [ps.Variable(np.ones(size, "float32")) for size in SIZES]

@@ -156,8 +156,8 @@ def test_a_job_that_changes_its_consistency():
 
 
 def push_large(steps, length):
-    """Large contributions to variables of each kind on two servers, of which none waits for the other; on each lane."""
-    strategy = ps.ParameterServerStrategy(lane=["shm", "tcp", "grpc"][ME])
+    """Large contributions to variables of each kind on two servers, of which none waits for the other; on each transport."""
+    strategy = ps.ParameterServerStrategy(transport=["shm", "tcp", "grpc"][ME])
     with strategy.scope():
         shared = [ps.Variable(np.zeros(length), name=f"w{n}") for n in range(2)]
         apart = [ps.Variable(np.zeros(length), name=f"t{n}", consistency=ps.Async()) for n in range(2)]
@@ -171,7 +171,7 @@ def push_large(steps, length):
     say("sums", [float(value[0]) for value in values])
 
 
-def test_large_rounds_of_both_kinds_share_a_lane(tmp_path):
+def test_large_rounds_of_both_kinds_share_a_transport(tmp_path):
     """What streams has room beside what is taken in whole, also where a server takes in little at a time."""
     server = ServerOptions(in_flight="16MiB")
     keys = {"ps": 2, "workers": 3, "gates": ["end"], "timeouts": CALM, "server": server}

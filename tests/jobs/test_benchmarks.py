@@ -73,7 +73,7 @@ def check_round(found: Any, said: str) -> None:
     """Every figure has its row in docs/performance.md and the other way round; ratios are those of the medians."""
     text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## The figures in `--json`")[2]
     assert {name for name, _ in figures(found)} == set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
-    assert [row["lane"] for row in found["rounds"]] == ["grpc", "tcp", "shm"]
+    assert [row["transport"] for row in found["rounds"]] == ["grpc", "tcp", "shm"]
     assert all(map(is_ordered, [*found["limits"].values(), *(row["ms"] for row in found["rounds"])]))
     for row in found["rounds"]:
         assert (row["size"], row["workers"], row["servers"], row["chief"]) == ("4KB", 1, 1, "worker")
@@ -147,8 +147,8 @@ def check_peers(found: Any, said: str) -> None:
     """A quick run has figures of each system that is installed, which checks its variables' values itself."""
     assert set(found["left_out"]) == {system for system, package in PACKAGES.items() if not has(package)}
     assert len(found["rounds"]) == 6 + 1 + len(PACKAGES) - len(found["left_out"])
-    lanes = [row["beside"] for row in found["rounds"] if row["beside"]]
-    assert all(one == other for one, other in list(pairwise(lanes))[:6:2])
+    transports = [row["beside"] for row in found["rounds"] if row["beside"]]
+    assert all(one == other for one, other in list(pairwise(transports))[:6:2])
     assert all(row["size"] == "4KB" and is_ordered(row["ms"]) for row in found["rounds"])
 
 
@@ -159,11 +159,11 @@ OF_HOSTS = "hosts.py --quick --rate 100 --nbytes 8000000"
 BENCHES: dict[str, tuple[str, str, Check | None]] = {
     "round": (ONE_ROUND, "rounds", check_round),
     "round of optimizers": (
-        f"{ONE_ROUND} --lane shm --optimizer sgd --optimizer adam --rounds 4",
+        f"{ONE_ROUND} --transport shm --optimizer sgd --optimizer adam --rounds 4",
         "rounds",
         check_pair,
     ),
-    "round with TLS": (f"{ONE_ROUND} --lane tcp --security token --security tls --rounds 4", "rounds", check_pair),
+    "round with TLS": (f"{ONE_ROUND} --transport tcp --security token --security tls --rounds 4", "rounds", check_pair),
     "checkpoint": ("checkpoint.py --nbytes 4000000 --laps 2 --directory {disk}", "figures", None),
     "growth": (f"growth.py --quick {' '.join(f'--part {part}' for part in PARTS)}", "parts", None),
     "hosts": (OF_HOSTS, "rounds", check_hosts),
@@ -176,7 +176,7 @@ BENCHES: dict[str, tuple[str, str, Check | None]] = {
     "tier": ("tier.py --path {disk} --rows 60000 --share 2 --rounds 3", "tiers", None),
     "tier of a job": (f"tier_job.py --path {{disk}} --rows 100000 --share 1 {TIERED}", "tiers", None),
     "update": ("update.py --quick", "ratios", None),
-    "predictions": ("predictions.py --quick --costs {costs} --lane tcp", "rows", check_predictions),
+    "predictions": ("predictions.py --quick --costs {costs} --transport tcp", "rows", check_predictions),
     "curves": ("curves.py --quick --costs {costs} --mode sync --mode async", "rows", check_curves),
     "many clients": ("fanin.py --quick --workers 1 --workers 2 --workers 12 --processes 2", "rows", None),
     "other systems": (f"peers/run.py --quick --sizes 4KB {OF_PYTHONS}", "rounds", check_peers),
@@ -214,13 +214,13 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path, stack: ExitStack, name: 
 
 
 @pytest.mark.soak
-def test_another_lane_than_the_one_asked_for_is_no_result(tmp_path: Path) -> None:
-    """Where a lane does not work, and the next one is used, nothing is reported under its name."""
+def test_another_transport_than_the_one_asked_for_is_no_result(tmp_path: Path) -> None:
+    """Where a transport does not work, and the next one is used, nothing is reported under its name."""
     code = "import os\n\ndef memfd_create(*_):\n    raise OSError\n\nos.memfd_create = memfd_create\n"
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")  # every process runs it
     file = tmp_path / "round.json"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = run(f"{ONE_ROUND} --lane shm".split(), file, PYTHONPATH=path)
+    done = run(f"{ONE_ROUND} --transport shm".split(), file, PYTHONPATH=path)
     assert done.returncode == 1
     assert "worker 0 used tcp" in done.stderr
     assert not file.exists()

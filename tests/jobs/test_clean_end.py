@@ -169,7 +169,7 @@ def close_and_look(seconds):
 
     import grpc
 
-    strategy = ps.ParameterServerStrategy(lane="grpc")
+    strategy = ps.ParameterServerStrategy(transport="grpc")
     with strategy.scope():
         v = ps.Variable(np.zeros(3), name="v")
     for _ in range(3):

@@ -24,10 +24,10 @@ LARGE = 700_000
 # ---- Rows ----
 
 
-@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_a_step_is_one_round_trip(environ, lane):
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_step_is_one_round_trip(environ, transport):
     """Lookup and push: the rows of a batch come with the round before, as they are after it."""
-    environ["PS_LANE"] = lane
+    environ["PS_TRANSPORT"] = transport
     users = np.arange(60) * 7 % 50
     data = ps.ArrayDataset({"user": users}).batch(10)
     with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
@@ -64,8 +64,8 @@ def test_ids_that_are_no_rows_are_refused_by_servers_too():
             strategy.backend.reader.read_rows(table.handle, np.array([3, 50]))
 
 
-@pytest.mark.parametrize("lane", ["shm", "grpc"])
-def test_two_processes_add_up_repeated_rows(lane):
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_two_processes_add_up_repeated_rows(transport):
     """Exactly, and both see the same: each worker adds to some rows, some of which the other one has as well."""
     steps = 8
 
@@ -89,7 +89,7 @@ def test_two_processes_add_up_repeated_rows(lane):
     for number, me in np.ndindex(steps, 2):
         for id in (number, number + me, number, 7):
             expected[id] -= 4 * (me + 1)
-    assert in_threads(add_rows, servers=1, lane=lane) == [expected.tolist()] * 2
+    assert in_threads(add_rows, servers=1, transport=transport) == [expected.tolist()] * 2
 
 
 # ---- Rows that cannot be ----

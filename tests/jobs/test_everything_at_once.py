@@ -27,7 +27,7 @@ LONG = ps.Timeouts(session_timeout=3.0, heartbeat_interval=0.6, round_timeout=10
 
 def recorded():
     """Has this process record each push: its server, its round, and whose were left out; None for no answer."""
-    from psclient._src.transport.remote_server import RemoteServer
+    from psclient._src.network.remote_server import RemoteServer
 
     push, records = RemoteServer.push, {}
 
@@ -118,7 +118,7 @@ def test_a_connection_a_worker_and_a_server_fail(tmp_path, faults):
     (timeouts, rounds, seconds, stops), happens = FAULTS[faults]
     with ExitStack() as stack:
         relay = Relay(stack)
-        keys = {"ps": 2, "workers": 4, "chief": "driver", "lane": "tcp", "timeouts": timeouts}
+        keys = {"ps": 2, "workers": 4, "chief": "driver", "transport": "tcp", "timeouts": timeouts}
         keys |= {"helpers": [recorded], "gates": [f"{worker} at {round}" for worker, round in stops]}
         args = (rounds, [list(stop) for stop in stops], relay.port, seconds)
         job = stack.enter_context(ProcessCluster(sum_up, tmp_path, args, **keys))

@@ -108,7 +108,7 @@ def test_a_strategy_that_nothing_refers_to_is_closed():
     import gc
 
     def cell():
-        strategy = ps.ParameterServerStrategy(lane="tcp")
+        strategy = ps.ParameterServerStrategy(transport="tcp")
         Loop(strategy).step()
         return strategy._embedded._process
 
@@ -149,17 +149,17 @@ def nobody():
     return f"127.0.0.1:{free_port()}"
 
 
-def to_open(*servers, workers=1, worker=0, lane=None):
+def to_open(*servers, workers=1, worker=0, transport=None):
     spec = ps.ClusterSpec({"ps": servers, "worker": ["127.0.0.1:0"] * workers})
     resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=worker)
-    return ps.ParameterServerStrategy(cluster_resolver=resolver, devices=["cpu:0"], lane=lane)
+    return ps.ParameterServerStrategy(cluster_resolver=resolver, devices=["cpu:0"], transport=transport)
 
 
 @contextlib.contextmanager
-def two_workers(lane=None):
+def two_workers(transport=None):
     """The second of them; the first does nothing."""
     with InProcessCluster(workers=2) as cluster, to_open(*cluster.addresses, workers=2):
-        worker = to_open(*cluster.addresses, workers=2, worker=1, lane=lane)
+        worker = to_open(*cluster.addresses, workers=2, worker=1, transport=transport)
         yield worker
         interrupt = KeyboardInterrupt()
         worker.__exit__(type(interrupt), interrupt, None)  # as at the end of its `with` block: it waits for nobody
@@ -218,8 +218,8 @@ def a_function_of_the_user():
 
 
 @contextlib.contextmanager
-def a_worker(lane):
-    with two_workers(lane) as worker:
+def a_worker(transport):
+    with two_workers(transport) as worker:
         yield lambda: worker.reduce("SUM", np.float32(1), axis=None).numpy()
 
 

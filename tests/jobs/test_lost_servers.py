@@ -385,7 +385,7 @@ def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
 # ---- Servers that do not reach one another ----
 
 APART = "127.0.0.2"
-"""An address of this host at which no server listens, and so no lane: servers that are told it vote over gRPC."""
+"""An address of this host at which no server listens, and so no transport: servers that are told it vote over gRPC."""
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ APART = "127.0.0.2"
 def test_servers_that_are_cut_off_for_a_while(tmp_path, stack, words):
     """Rounds wait, `psctl status` says why, and once the servers reach each other again all go on.
 
-    At the address of a server's lane another program answers, as with forwarded ports: votes go over gRPC.
+    At the address of a server's transport another program answers, as with forwarded ports: votes go over gRPC.
     """
     relays = [Relay(stack, APART), Relay(stack, APART)]
     between = [relay.address for relay in relays]
@@ -404,13 +404,13 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack, words):
     keys = {**KEYS, "replication_factor": 1, "timeouts": timeouts, "gates": ["go 3"], "between": between}
     with ProcessCluster(learn, tmp_path, (8, [3]), **keys) as job:
         for server in (PS0, PS1):
-            answer_all(stack, APART, lane_port(job, server), words)
+            answer_all(stack, APART, transport_port(job, server), words)
         for relay, server in zip(relays, (PS0, PS1), strict=True):
             relay.lead_to(job.cluster.addresses[server])
         for task in (W0, W1):
             job.hear(task, "at", 3)
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert f"{one} votes over gRPC at {other}: its lane cannot be reached (" in job.errors(one)
+            assert f"{one} votes over gRPC at {other}: its transport cannot be reached (" in job.errors(one)
         for relay in relays:
             relay.cut()
         job.open("go 3")
@@ -436,8 +436,8 @@ def _missed(job):
     return found
 
 
-def lane_port(job, server):
-    """The port of a server's tcp lane, as the system knows it."""
+def transport_port(job, server):
+    """The port of a server's tcp transport, as the system knows it."""
     listens = psutil.Process(job.cluster.processes[server].pid).net_connections("tcp")
     ports = {found.laddr.port for found in listens if found.status == psutil.CONN_LISTEN}
     [port] = ports - {int(job.cluster.addresses[server].rpartition(":")[2])}

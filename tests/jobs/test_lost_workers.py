@@ -15,8 +15,8 @@ from pstesting.faults import Faults
 from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
 from tests.kit.internals import Task
-from tests.kit.lanes import ON_ONE_LANE, mappings
 from tests.kit.shell import sockets_of
+from tests.kit.transports import ON_ONE_TRANSPORT, mappings
 
 W3 = Task("worker", 3)
 
@@ -27,9 +27,9 @@ def endure(rounds, stops, leaves, elements=4, stall=None, whole=True, rates=None
     """Each contribution is a power of 1000, so that the sums' digits count contributions by worker.
 
     Stops are (worker, round), each with a gate of its own; one worker leaves before a round, and one stalls in the
-    middle of its push to server 1 over gRPC, or on a lane.
+    middle of its push to server 1 over gRPC, or on a transport.
     """
-    from tests.kit import lanes
+    from tests.kit import transports
 
     def is_due():
         return strategy is not None and strategy._session.waits[0] == stall[1]
@@ -39,8 +39,8 @@ def endure(rounds, stops, leaves, elements=4, stall=None, whole=True, rates=None
         gate("never")
 
     if stall and stall[0] == ME:
-        if stall[2] == "lane":
-            lanes.stall(is_due, stop)
+        if stall[2] == "transport":
+            transports.stall(is_due, stop)
         else:
             faults.use(faults.Stall(is_due, stop), only=1)
     if rates is not None:
@@ -127,11 +127,18 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
         assert job.exited(W0) == 0
 
 
-@ON_ONE_LANE
-def test_a_worker_killed_in_the_middle_of_a_push_on_a_lane(tmp_path, name):
+@ON_ONE_TRANSPORT
+def test_a_worker_killed_in_the_middle_of_a_push_on_a_transport(tmp_path, name):
     """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""
-    keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "0 at 7"], "lane": name}
-    with ProcessCluster(endure, tmp_path, (8, [[0, 7]], [], 400_000, [1, 5, "lane"]), **keys) as job:
+    keys = {
+        "ps": 1,
+        "workers": 3,
+        "chief": "driver",
+        "timeouts": QUICK,
+        "gates": ["never", "0 at 7"],
+        "transport": name,
+    }
+    with ProcessCluster(endure, tmp_path, (8, [[0, 7]], [], 400_000, [1, 5, "transport"]), **keys) as job:
         job.hear(W1, "stalled")
         server = job.cluster.processes[PS0].pid
         (path,) = sockets_of(server)

@@ -16,21 +16,21 @@ from pstesting import faults, forks
 from pstesting.faults import Faults
 from pstesting.processes import PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import CONFIG, ME, add_all, gate, say
-from tests.kit import lanes
+from tests.kit import transports
 from tests.kit.internals import Payload, Security
-from tests.kit.lanes import ON_ONE_LANE, SIZE, Proxy, Site, eventually
 from tests.kit.rig import WORKERS
+from tests.kit.transports import ON_ONE_TRANSPORT, SIZE, Proxy, Site, eventually
 
 
 def hammer(rounds, rates, calls, changes):
-    """Sums of integers on a network that has faults, or, with a number of calls, on lanes that break again and again.
+    """Sums of integers on a network that has faults, or, with a number of calls, on transports that break again and again.
 
     Says the steps whose sums are not exact. With changes each step has another consistency.
     """
-    from tests.kit import lanes
+    from tests.kit import transports
 
     network = Faults(7 + ME, rates)
-    made = lanes.fragile(ME, calls) if calls else faults.use(network)
+    made = transports.fragile(ME, calls) if calls else faults.use(network)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         small = ps.Variable(np.zeros(5), name="small")
@@ -52,7 +52,7 @@ def hammer(rounds, rates, calls, changes):
     strategy.set_consistency(ps.Sync())
     say("wrong", wrong)
     say("sums", [float(small[0]), float(large.numpy().min()), float(-weights[0]), int(optimizer.iterations)])
-    say("faults", {"lanes": made[0]} if calls else network.counts)
+    say("faults", {"transports": made[0]} if calls else network.counts)
 
 
 ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "lose": 0.1}
@@ -61,11 +61,11 @@ CHANGES = {"changes": True}
 
 
 @pytest.mark.parametrize(
-    ("lane", "rates"),
+    ("transport", "rates"),
     [
         pytest.param("grpc", ALL, id="all of it"),
-        pytest.param("shm", {"lanes": 30}, id="breaking lanes, shm"),
-        pytest.param("tcp", {"lanes": 30}, id="breaking lanes, tcp", marks=pytest.mark.soak),
+        pytest.param("shm", {"transports": 30}, id="breaking transports, shm"),
+        pytest.param("tcp", {"transports": 30}, id="breaking transports, tcp", marks=pytest.mark.soak),
         pytest.param("grpc", ALL | CHANGES, id="all of it, amid changes", marks=pytest.mark.ci),
         pytest.param("grpc", {}, id="no fault", marks=pytest.mark.soak),
         pytest.param("grpc", {"drop": 0.1}, id="dropped", marks=pytest.mark.soak),
@@ -75,12 +75,12 @@ CHANGES = {"changes": True}
         pytest.param("grpc", TWICE | CHANGES, id="twice as much, amid changes", marks=pytest.mark.soak),
     ],
 )
-def test_the_variable_is_the_exact_sum(tmp_path, lane, rates):
+def test_the_variable_is_the_exact_sum(tmp_path, transport, rates):
     """2 rounds a step, 2 servers, 3 workers, integers: the exact sum after each round, whatever the network does."""
     rounds, counts, rates = 14, [], dict(rates)
-    changes, calls = rates.pop("changes", False), rates.get("lanes", 0)
+    changes, calls = rates.pop("changes", False), rates.get("transports", 0)
     args = (rounds, {} if calls else rates, calls, changes)
-    with ProcessCluster(hammer, tmp_path, args, ps=2, workers=3, lane=lane) as job:
+    with ProcessCluster(hammer, tmp_path, args, ps=2, workers=3, transport=transport) as job:
         for task in (W0, W1, W2):
             assert job.hear(task, "wrong") == []
             *sums, steps = job.hear(task, "sums")
@@ -89,7 +89,7 @@ def test_the_variable_is_the_exact_sum(tmp_path, lane, rates):
             counts.append(job.hear(task, "faults"))
         job.finish()
     assert all(sum(count[fault] for count in counts) for fault in rates), counts
-    assert not calls or min(count["lanes"] for count in counts) > 6, "hardly a lane broke"
+    assert not calls or min(count["transports"] for count in counts) > 6, "hardly a transport broke"
 
 
 def begin(rounds):
@@ -169,34 +169,34 @@ class Place(Site):
 
     def __init__(self, stack, how, certificates=None, elements=64, in_flight=64 << 20, **more):
         self.proxy, shown = None, (Security(), Security())
-        lane = "shm" if how == "shm" else "tcp"
+        transport = "shm" if how == "shm" else "tcp"
         if how == "tls":
             shown = certificates.of("ps-0"), certificates.signed([f"{task}.paramserver" for task in TASKS], -1, 1)
 
-        def between(lanes):
-            lanes.in_flight = in_flight
+        def between(transports):
+            transports.in_flight = in_flight
             if how in ("relay", "shm"):
-                self.proxy = Proxy(stack, lanes, lane)
+                self.proxy = Proxy(stack, transports, transport)
 
-        super().__init__(stack, lane, elements=elements, between=between, shown=shown, lease=LEASE, **more)
+        super().__init__(stack, transport, elements=elements, between=between, shown=shown, lease=LEASE, **more)
         self.here, self.other = self.workers
-        self.first_lane = self.lane(self.here)
+        self.first_transport = self.transport(self.here)
         (self.connection,) = self.open([self.here.session])
 
     def silence(self, ways):
-        """Nothing arrives any more on the first member's lane, up or down."""
+        """Nothing arrives any more on the first member's transport, up or down."""
         if self.proxy is not None:
             self.proxy.stop(0, *ways)
             return
         if "up" in ways:
-            lanes.drop(self.connection.sock)
+            transports.drop(self.connection.sock)
         if "down" in ways:
-            lanes.drop(self.first_lane._sock)
+            transports.drop(self.first_transport._sock)
 
     def is_paused(self):
         """Whether the server has taken in as much of a push as it wants for now."""
-        if self.first_lane.name == "shm":
-            return any(stream.part for stream in self.first_lane._channel._streams)
+        if self.first_transport.name == "shm":
+            return any(stream.part for stream in self.first_transport._channel._streams)
         return self.connection._paused
 
     def complete(self, first):
@@ -205,15 +205,15 @@ class Place(Site):
             self.whole([1, 2], first, self.push(self.other, 2))
 
     def waits_on(self, first):
-        """For leases a push is not answered; its lane stays, and so does its session: then the round goes on."""
+        """For leases a push is not answered; its transport stays, and so does its session: then the round goes on."""
         with self.beating():
             assert not wait([first], 3 * LEASE).done
         self.is_whole()
 
     def is_whole(self):
-        """The first lane is the one that is used."""
-        assert self.lane(self.here) is self.first_lane
-        assert self.first_lane._why is None
+        """The first transport is the one that is used."""
+        assert self.transport(self.here) is self.first_transport
+        assert self.first_transport._why is None
 
 
 # ---- Connections that are silent ----
@@ -239,7 +239,7 @@ QUICKLY = {
     ],
 )
 def test_what_is_sent_on_a_silent_connection_is_sent_again(stack, certificates, when, how, ways):
-    """A push, or an answer, on a connection whose packets vanish, one way or both, goes by the same lane anew.
+    """A push, or an answer, on a connection whose packets vanish, one way or both, goes by the same transport anew.
 
     It counts once, also where the server never gets the rest of it, and an answer is asked for before the round is
     over. The server keeps nothing of the old connection, whose end it cannot be told; what comes late there is known.
@@ -257,10 +257,10 @@ def test_what_is_sent_on_a_silent_connection_is_sent_again(stack, certificates, 
         site.silence(ways)
     if when != "in the middle of a push":  # there the server reads on when the other one has pushed
         with site.beating():
-            eventually(lambda: site.lane(site.here) is not site.first_lane)
+            eventually(lambda: site.transport(site.here) is not site.first_transport)
     site.complete(first)
-    assert site.first_lane._why is not None
-    assert site.lane(site.here).name == site.first_lane.name
+    assert site.first_transport._why is not None
+    assert site.transport(site.here).name == site.first_transport.name
     (new,) = site.open([site.here.session])
     assert new is not site.connection
     if when == "before a push":
@@ -275,7 +275,7 @@ def test_what_arrives_late_counts_once(stack):
     site.silence(DOWN)
     first = site.push(site.here, 1)
     with site.beating():
-        eventually(lambda: site.lane(site.here) is not site.first_lane)
+        eventually(lambda: site.transport(site.here) is not site.first_transport)
     site.proxy.go_on()
     site.complete(first)
     site.round()
@@ -286,7 +286,7 @@ def test_what_arrives_late_counts_once(stack):
 
 @pytest.mark.parametrize("size", [{}, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("name", ["tcp", "shm"])
-def test_a_round_that_waits_for_others_breaks_no_lane(stack, name, size):
+def test_a_round_that_waits_for_others_breaks_no_transport(stack, name, size):
     """For leases nobody says anything, or the server reads no more of a push: the connection stays."""
     site = Place(stack, name, **size)
     first = site.push(site.here, 1)
@@ -294,8 +294,8 @@ def test_a_round_that_waits_for_others_breaks_no_lane(stack, name, size):
     site.complete(first)
 
 
-@ON_ONE_LANE
-def test_a_push_that_has_not_begun_breaks_no_lane(stack, name):
+@ON_ONE_TRANSPORT
+def test_a_push_that_has_not_begun_breaks_no_transport(stack, name):
     """Of values that a device still computes nothing has left: the server knows nothing of the push, and is silent."""
     site = Place(stack, name)
     whole = site.payload(1)
@@ -310,21 +310,21 @@ def test_a_push_that_has_not_begun_breaks_no_lane(stack, name):
 class Elsewhere(Site):
     """The same, with the server in a process of its own."""
 
-    def __init__(self, stack, lane):
+    def __init__(self, stack, transport):
         self.lease = LEASE
         command = [sys.executable, "-m", "psserver", "--port", "0"]
         self.process = stack.enter_context(forks.Forked[str](command, stdout=subprocess.PIPE, text=True))
         stack.callback(self.process.kill)
         address = self.process.stdout.readline().partition("listening on ")[2].split()[0]
-        self.begin(stack, address, lane, Security(), 2, 64, 1)
+        self.begin(stack, address, transport, Security(), 2, 64, 1)
 
 
-@ON_ONE_LANE
-def test_a_server_that_stands_still_breaks_no_lane(stack, name):
+@ON_ONE_TRANSPORT
+def test_a_server_that_stands_still_breaks_no_transport(stack, name):
     """It answers no beat either: it is waited for, and the round goes on by the same connection."""
     site = Elsewhere(stack, name)
     here, other = site.workers
-    lane = site.lane(here)
+    transport = site.transport(here)
     first = site.push(here, 1)
     site.job.arrived(here)
     site.process.send_signal(signal.SIGSTOP)
@@ -335,12 +335,12 @@ def test_a_server_that_stands_still_breaks_no_lane(stack, name):
         beat.result(20.0)
     with site.beating():
         site.whole([1, 2], first, site.push(other, 2))
-    assert site.lane(here) is lane
-    assert lane._why is None
+    assert site.transport(here) is transport
+    assert transport._why is None
 
 
 @pytest.mark.soak
-def test_a_network_that_is_cut_as_a_whole_breaks_no_lane(stack):
+def test_a_network_that_is_cut_as_a_whole_breaks_no_transport(stack):
     """As long as no beat is answered either; when it is there again the round goes on."""
     site = Place(stack, "tcp")
     first = site.push(site.here, 1)
@@ -349,8 +349,8 @@ def test_a_network_that_is_cut_as_a_whole_breaks_no_lane(stack):
     # The system asks for signs of life after a second, and then every second.
     assert not wait([first], 4.0).done
     site.is_whole()
-    for sock in (site.first_lane._sock, site.connection.sock):
-        lanes.take_again(sock)
+    for sock in (site.first_transport._sock, site.connection.sock):
+        transports.take_again(sock)
     site.complete(first)
 
 
@@ -364,7 +364,7 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack):
     here, other = site.workers
     first = site.push(here, 1)
     site.job.arrived(here)
-    assert len([lanes.drop(sock) for sock in lanes.connections(site.thread.port)]) >= 2
+    assert len([transports.drop(sock) for sock in transports.connections(site.thread.port)]) >= 2
     with site.beating():
         deadline = time.monotonic() + 2 * lease
         while time.monotonic() < deadline:
@@ -379,14 +379,14 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack):
 
 def lose(rounds, when):
     """Sums of integers; on the way the first worker loses what arrives on its connections."""
-    from tests.kit import lanes
+    from tests.kit import transports
 
-    lanes_lose = lanes.losing()
+    transports_lose = transports.losing()
 
     def grpc_loses():
         ports = [int(CONFIG.cluster.address(task).rpartition(":")[2]) for task in CONFIG.cluster.tasks("ps")]
-        for sock in lanes.connections(*ports):
-            lanes.drop(sock)
+        for sock in transports.connections(*ports):
+            transports.drop(sock)
 
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
@@ -394,7 +394,7 @@ def lose(rounds, when):
         large = ps.Variable(np.zeros(400_000), name="large")
     for step in range(rounds):
         if ME == 0 and step in when:
-            {"lanes": lanes_lose, "grpc": grpc_loses}[when[step]]()
+            {"transports": transports_lose, "grpc": grpc_loses}[when[step]]()
         value = (step + 1.0) * (ME + 1)
         strategy.run(lambda value=value: add_all([(small, np.full(5, value)), (large, np.full(400_000, value))]))
         expected = 3.0 * sum(range(1, step + 2))
@@ -403,20 +403,22 @@ def lose(rounds, when):
 
 
 @pytest.mark.parametrize(
-    ("lane", "what"),
+    ("transport", "what"),
     [
-        ("tcp", "lanes"),
+        ("tcp", "transports"),
         *(
             pytest.param(*each, marks=pytest.mark.soak)
-            for each in (("shm", "lanes"), ("grpc", "grpc"), ("tcp", "grpc"))
+            for each in (("shm", "transports"), ("grpc", "grpc"), ("tcp", "grpc"))
         ),
     ],
 )
-def test_a_job_goes_on_when_connections_become_silent(tmp_path, lane, what):
+def test_a_job_goes_on_when_connections_become_silent(tmp_path, transport, what):
     """All of a worker's, with both servers, in the middle of the job: the sums are exact, and all end with 0."""
-    with ProcessCluster(lose, tmp_path, (8, {2: what, 5: what}), ps=2, workers=2, timeouts=QUICK, lane=lane) as job:
+    with ProcessCluster(
+        lose, tmp_path, (8, {2: what, 5: what}), ps=2, workers=2, timeouts=QUICK, transport=transport
+    ) as job:
         for task in (W0, W1):
             assert job.hear(task, "sums") == [3.0 * 36] * 2
-        if what == "lanes":
-            assert f"the {lane} lane to {PS0} is broken: nothing has come on it for" in job.errors(W0)
+        if what == "transports":
+            assert f"the {transport} transport to {PS0} is broken: nothing has come on it for" in job.errors(W0)
         job.finish()

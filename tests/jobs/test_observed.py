@@ -88,7 +88,10 @@ def _check_servers(pages: list[Page]) -> None:
 
 
 def _moved(page: Page, side: str, direction: str) -> float:
-    return sum(page(f"{side}_payload_bytes_total", lane=lane, direction=direction) for lane in ("shm", "tcp", "grpc"))
+    return sum(
+        page(f"{side}_payload_bytes_total", transport=transport, direction=direction)
+        for transport in ("shm", "tcp", "grpc")
+    )
 
 
 def _check_names(pages) -> None:
@@ -146,7 +149,7 @@ def warnings_of(job: ProcessCluster, task: Task) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "lane", "servers", "asynchronous"),
+    ("size", "transport", "servers", "asynchronous"),
     [
         pytest.param(64, "grpc", (PS0, PS1), False, marks=pytest.mark.soak),
         (LARGE, "shm", (PS0,), False),
@@ -154,12 +157,12 @@ def warnings_of(job: ProcessCluster, task: Task) -> list[str]:
         (64, "shm", (PS0,), True),
     ],
 )
-def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, lane, servers, asynchronous):
+def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, transport, servers, asynchronous):
     """The worker and the variable are named exactly, and nothing else is; the metrics count it; all go on.
 
     The rounds of an asynchronous worker are its own, and so is the warning.
     """
-    keys = {"ps": len(servers), "workers": 2, "metrics_port": 0, "log_format": "json", "lane": lane}
+    keys = {"ps": len(servers), "workers": 2, "metrics_port": 0, "log_format": "json", "transport": transport}
     with ProcessCluster(poisoned, tmp_path, (size, asynchronous), gates=["on"], **keys) as job:
         finite = [job.hear(task, "finite") for task in (W0, W1)]
         assert finite[1] == [True, False, True]
@@ -193,8 +196,8 @@ def collector(environ: MutableMapping[str, str]) -> Iterator[Collector]:
         yield found
 
 
-def trains(rounds: int, *lanes: str) -> None:
-    strategy = ps.ParameterServerStrategy(lane=lanes[ME] if lanes else None)
+def trains(rounds: int, *transports: str) -> None:
+    strategy = ps.ParameterServerStrategy(transport=transports[ME] if transports else None)
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
         w = ps.Variable(np.zeros(1 << 12, "float32"), name="w")
@@ -212,7 +215,7 @@ def trains(rounds: int, *lanes: str) -> None:
 
 
 def reduces() -> None:
-    strategy = ps.ParameterServerStrategy(lane="grpc")
+    strategy = ps.ParameterServerStrategy(transport="grpc")
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
         w = ps.Variable(np.zeros(1 << 12, "float32"), name="w")
@@ -232,7 +235,7 @@ def within(spans: list[Told], name: str, above: Told) -> list[Told]:
 
 
 def test_a_step_is_one_trace_across_four_processes(collector, tmp_path):
-    """Two workers on two lanes, a server and the chief: one trace, each span below the one that caused it."""
+    """Two workers on two transports, a server and the chief: one trace, each span below the one that caused it."""
     keys = {"ps": 1, "workers": 2, "chief": "driver", "traces": "otlp"}
     with ProcessCluster(trains, tmp_path, (4, "shm", "tcp"), **keys) as job:
         job.finish()

@@ -246,7 +246,7 @@ import psclient as ps
 
 EXPECTED = {"end": 0, "signal": -signal.SIGTERM}
 worker, SIZE, held = os.getpid(), 200_000, {}
-held["strategy"] = ps.ParameterServerStrategy(lane=sys.argv[1])
+held["strategy"] = ps.ParameterServerStrategy(transport=sys.argv[1])
 with held["strategy"].scope():
     held["v"] = ps.Variable(np.zeros(SIZE, "float32"))
 
@@ -292,10 +292,10 @@ if os.getpid() == worker:
 """
 
 
-@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_the_end_of_a_fork_is_not_the_end_of_its_worker(lane, tmp_path):
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_the_end_of_a_fork_is_not_the_end_of_its_worker(transport, tmp_path):
     """However it ends, it closes no session and no connection of the worker, frees no memory, and prints nothing."""
-    command = [sys.executable, "-c", ENDS, lane]
+    command = [sys.executable, "-c", ENDS, transport]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["all is well", "its last step has ended here: True"]

@@ -368,8 +368,8 @@ def test_a_look_changes_no_round():
     assert in_threads(look_on_one) == [(4 * 5, expected, [15.0, 15.0])] * 2
 
 
-@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_a_call_returns_once_its_array_may_be_changed(lane):
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_call_returns_once_its_array_may_be_changed(transport):
     """Nobody waits for a process that computes, for what fits the window."""
     sent = threading.Event()
 
@@ -396,7 +396,7 @@ def test_a_call_returns_once_its_array_may_be_changed(lane):
         return [float(each[-1]) for each in sums], float(v.numpy()[0])
 
     expected = [2.0 * n for n in range(0, WINDOW, 2)], 2.0 * sum(range(1, WINDOW, 2))
-    assert in_threads(send_ahead, servers=1, lane=lane) == [expected] * 2
+    assert in_threads(send_ahead, servers=1, transport=transport) == [expected] * 2
 
 
 def test_a_step_that_waits_too_often_is_told_where(caplog):
@@ -418,8 +418,8 @@ def test_a_step_that_waits_too_often_is_told_where(caplog):
 
 
 # Over gRPC a buffer is an array like any other: it is copied into frames. The next test has one there.
-@pytest.mark.parametrize("lane", ["shm", "tcp", pytest.param("grpc", marks=pytest.mark.soak)])
-def test_two_arrays_alternate(lane):
+@pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("grpc", marks=pytest.mark.soak)])
+def test_two_arrays_alternate(transport):
     """Of each variable, over all rounds; what was handed in is read-only, and a step waits once."""
     steps = 6
 
@@ -448,12 +448,14 @@ def test_two_arrays_alternate(lane):
         assert [len(found) for found in places] == [2, 2, 2]
         assert strategy.waits - waits <= steps
 
-    in_threads(lambda strategy, _: [fill(strategy, size) for size in (1, 20_000, LARGE)], servers=1, lane=lane)
+    in_threads(
+        lambda strategy, _: [fill(strategy, size) for size in (1, 20_000, LARGE)], servers=1, transport=transport
+    )
 
 
-@pytest.mark.parametrize(("lane", "broken"), [("grpc", False), ("shm", True), ("tcp", True)])
-def test_a_large_round_is_not_waited_for(lane, broken):
-    """A third one is: its array is still in a round. What lay in a lane that broke is sent again from where it is."""
+@pytest.mark.parametrize(("transport", "broken"), [("grpc", False), ("shm", True), ("tcp", True)])
+def test_a_large_round_is_not_waited_for(transport, broken):
+    """A third one is: its array is still in a round. What lay in a transport that broke is sent again from where it is."""
     two, three = threading.Event(), threading.Event()
 
     def send(strategy, worker):
@@ -475,9 +477,9 @@ def test_a_large_round_is_not_waited_for(lane, broken):
         strategy.run(step, (2,))
         two.set()
         if broken and not worker:
-            strategy._session.lane(0).close("the test breaks it")
+            strategy._session.transport(0).close("the test breaks it")
         strategy.run(step, (100,))
         three.set()
         return strategy.round, float(v.numpy().min()), float(v.numpy().max())
 
-    assert in_threads(send, servers=1, lane=lane) == [(4, 206.0, 206.0)] * 2
+    assert in_threads(send, servers=1, transport=transport) == [(4, 206.0, 206.0)] * 2

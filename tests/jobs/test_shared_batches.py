@@ -336,7 +336,7 @@ def test_the_others_go_on_without_a_straggler(tmp_path, elements):
         check(job, 2, W0, W1, W2)
         for task in (W0, W1, W2):
             assert str(W2) in job.hear(task, "out"), "no record names it"
-            assert "is broken" not in job.errors(task), "a lane has not survived it"
+            assert "is broken" not in job.errors(task), "a transport has not survived it"
 
 
 def test_who_has_data_of_its_own_makes_them_up(tmp_path):

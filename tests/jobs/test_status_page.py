@@ -137,7 +137,7 @@ def test_the_page_lives_in_a_browser(job, tmp_path):
         browser.until(lambda: browser.text("#summary") != before)
         assert SCRIPT in browser.text("#variables")
         assert browser.run("document.title") == "paramserver /job:chief/task:0"
-        for place in ("servers", "tasks", "time-line", "rounds", "lanes", "variables"):
+        for place in ("servers", "tasks", "time-line", "rounds", "transports", "variables"):
             tables = f"document.querySelectorAll('#{place} table')"
             assert browser.run(f"{tables}.length") > 0, place
             unlabelled = f"[...{tables}].filter(t => !t.caption || !t.querySelector('th[scope=row]')).length"

@@ -26,8 +26,8 @@ from tests.kit.internals import (
     pb,
     refused,
 )
-from tests.kit.lanes import Site, eventually
 from tests.kit.rig import SOON, WORKERS, together
+from tests.kit.transports import Site, eventually
 
 
 class Wire:

@@ -193,7 +193,7 @@ def test_a_job_over_hosts_ends_as_one_on_loopback(tmp_path, stack):
         job.finish()
     assert found[0][0] == [0, 1]
     cut = ps.experimental.partitioners.FixedShardsPartitioner(4)
-    assert in_threads(lambda *one: fit(*one, LENGTH, 3), lane="tcp", variable_partitioner=cut) == found
+    assert in_threads(lambda *one: fit(*one, LENGTH, 3), transport="tcp", variable_partitioner=cut) == found
     moved = hosts.moved()
     for server in ("ps0", "ps1"):  # half of the model, of two workers, each step
         assert moved[server].received > 4 * LENGTH * 3

@@ -47,7 +47,7 @@ def endure(elements, whole, lags):
     if ME == 1 and (DIRECTORY / "relays").exists():
         config = json.loads(os.environ["TF_CONFIG"])
         config["cluster"]["ps"] = json.loads((DIRECTORY / "relays").read_text())
-        os.environ |= {"TF_CONFIG": json.dumps(config), "PS_LANE": "grpc"}
+        os.environ |= {"TF_CONFIG": json.dumps(config), "PS_TRANSPORT": "grpc"}
     if elements > 100_000:
         faults.use(Stall(is_due, stall), only=lags)
     strategy = ps.ParameterServerStrategy(consistency=ps.Sync(whole_rounds=whole))

@@ -8,7 +8,7 @@ Worlds
     workers          workers in threads of this process, and the training script `learn` of real processes
     coordinated      a coordinator and its workers in threads of this process
     simulated        whole jobs in simulated time, which a test makes fail
-    lanes            one server behind a lane, and networks that break
+    transports            one server behind a transport, and networks that break
     faulty_servers   processes that die at a point of a save, flip a bit, or hold a read back
     shell            commands as a user types them; other hosts; what may be left behind
     storage          disks, an object store, checkpoints that were written by other means

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from pstesting import forks
 from tests.kit.internals import DTYPES, ERROR_KEY, OPS, PROTOCOL, ROWS, VERBS, Frame, Security, Task, messages, pb
-from tests.kit.lanes import Site
 from tests.kit.rig import sum_into
 from tests.kit.samples import OF_TABLES
+from tests.kit.transports import Site
 
 STRANGER = Task("worker", 7)
 """Who attacks: a task that no epoch has taken in."""
@@ -387,14 +387,14 @@ class Process(Site):
     Args:
         stack: ends it.
         directory: where it works.
-        lane: of the members.
+        transport: of the members.
         flags: of the server.
 
     Attributes:
         process: the server's.
     """
 
-    def __init__(self, stack: ExitStack, directory: Path, lane: Any = "grpc", flags: Sequence[str] = ()) -> None:
+    def __init__(self, stack: ExitStack, directory: Path, transport: Any = "grpc", flags: Sequence[str] = ()) -> None:
         command = [sys.executable, "-m", "psserver", "--port", "0", *flags]
         popen = forks.Forked[str](
             command,
@@ -413,7 +413,7 @@ class Process(Site):
                 address = found.group()
                 break
         self.process = psutil.Process(popen.pid)
-        self.begin(stack, address, lane, Security(), 2, 64, 3)
+        self.begin(stack, address, transport, Security(), 2, 64, 3)
 
 
 def _end(popen: subprocess.Popen[str]) -> None:

@@ -116,10 +116,10 @@ def guarded(security: Security, behind: Core | None = None, **more: Any) -> Iter
 
 @contextmanager
 def client(
-    thread: ServerThread, security: Security | None, task: Task = PS0, lane: Any = "grpc"
+    thread: ServerThread, security: Security | None, task: Task = PS0, transport: Any = "grpc"
 ) -> Iterator[RemoteServer]:
     """A connection to it."""
-    server = RemoteServer(thread.address, task, HASTY, lane=lane, security=security)
+    server = RemoteServer(thread.address, task, HASTY, transport=transport, security=security)
     try:
         yield server
     finally:

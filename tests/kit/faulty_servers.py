@@ -60,7 +60,7 @@ def _server(point: str) -> None:
 
 
 def _chief(point: str) -> None:
-    from psclient._src.transport.remote_server import RemoteServer
+    from psclient._src.network.remote_server import RemoteServer
 
     ask = RemoteServer.snapshot
 

@@ -30,35 +30,35 @@ pswire.telemetry            2  pswire wire.security
 pswire.traces               1  pswire
 pswire.telemetry.views      3  pswire wire.model wire.security
 pswire.telemetry.page       4  pswire wire.model wire.security wire.telemetry wire.views
-pswire.transport            2  pswire wire.model wire.security
+pswire.network            2  pswire wire.model wire.security
 pswire.servers              2  pswire wire.model
-pswire.api                  3  pswire wire.model wire.transport wire.servers
+pswire.api                  3  pswire wire.model wire.network wire.servers
 pswire.checkpoint           4  pswire wire.model wire.api wire.security
-pswire.encoding             4  pswire wire.model wire.servers wire.traces wire.transport wire.api
-psserver                    4  pswire wire.model wire.security wire.servers wire.traces wire.transport
+pswire.encoding             4  pswire wire.model wire.servers wire.traces wire.network wire.api
+psserver                    4  pswire wire.model wire.security wire.servers wire.traces wire.network
 psserver.programs           5  pswire wire.model psserver
 psserver.tiers              5  pswire wire.model
 psserver.tables             6  pswire wire.model psserver.programs psserver.tiers
-psserver.plans              6  pswire wire.model wire.servers wire.transport psserver.programs wire.api
-psserver.state              7  pswire wire.servers wire.model wire.security wire.telemetry psserver wire.transport
+psserver.plans              6  pswire wire.model wire.servers wire.network psserver.programs wire.api
+psserver.state              7  pswire wire.servers wire.model wire.security wire.telemetry psserver wire.network
                                 psserver.programs wire.api psserver.plans psserver.tables
-psserver.transport          7  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
-                                wire.transport wire.api wire.encoding
+psserver.network          7  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
+                                wire.network wire.api wire.encoding
 psserver.checkpoints        8  pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint
                                 psserver.state
 psserver.execution          8  pswire wire.model psserver psserver.programs psserver.plans psserver.state
 psserver.core               9  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
-                                wire.transport psserver.programs wire.api psserver.plans psserver.tables psserver.tiers
+                                wire.network psserver.programs wire.api psserver.plans psserver.tables psserver.tiers
                                 wire.checkpoint psserver.state psserver.checkpoints psserver.execution
-psserver.telemetry         10  pswire wire.model wire.telemetry wire.views wire.page psserver wire.transport
+psserver.telemetry         10  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
                                 psserver.tables psserver.state psserver.core
 psserver.cli               11  pswire wire.model wire.security wire.telemetry psserver wire.checkpoint
-                                psserver.transport psserver.core psserver.telemetry
+                                psserver.network psserver.core psserver.telemetry
 psserver.__main__          12  psserver.cli
 psclient.ops                2  wire.model
 src.arrays                  2  pswire wire.model
 src.interpreter             2
-psclient._src               3  pswire wire.model wire.security wire.telemetry wire.traces wire.transport src.arrays
+psclient._src               3  pswire wire.model wire.security wire.telemetry wire.traces wire.network src.arrays
 src.telemetry.traces        4  wire.traces
 src.cluster_resolver        4  pswire psclient._src src.arrays
 src.data                    4  pswire wire.model psclient._src src.arrays src.interpreter
@@ -70,17 +70,17 @@ psclient.initializers       4  wire.model
 psclient.losses             4  psclient._src src.arrays
 src.distribute              5  pswire wire.model psclient._src src.arrays src.interpreter src.cluster_resolver src.data
                                 src.processes src.tracing src.variables
-src.transport               5  pswire wire.model wire.security wire.telemetry wire.transport psclient._src src.arrays
+src.network               5  pswire wire.model wire.security wire.telemetry wire.network psclient._src src.arrays
                                 src.interpreter wire.api wire.encoding
-src.processes.aggregation   5  pswire wire.model wire.transport wire.api wire.encoding
+src.processes.aggregation   5  pswire wire.model wire.network wire.api wire.encoding
 psclient.cluster_resolver   5  src.cluster_resolver
 psclient.metrics            5  wire.model psclient._src src.arrays src.variables psclient.losses
 psclient.nn                 5  wire.model psclient._src src.arrays src.variables
 src.chief                   6  pswire wire.model wire.telemetry wire.api wire.checkpoint src.telemetry.traces
-                                src.transport
-src.rounds                  6  pswire wire.model wire.telemetry wire.transport psclient._src src.arrays src.interpreter
+                                src.network
+src.rounds                  6  pswire wire.model wire.telemetry wire.network psclient._src src.arrays src.interpreter
                                 wire.api src.data src.processes src.tracing src.variables src.distribute
-                                src.telemetry.traces src.transport src.processes.aggregation
+                                src.telemetry.traces src.network src.processes.aggregation
 psclient.optimizers         6  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
 psclient.compat.v1.train    7  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
                                 psclient.optimizers
@@ -91,18 +91,18 @@ psclient.dynamic_embedding  7  pswire wire.model psclient._src src.arrays src.va
                                 psclient.initializers
 psclient.compat             9  psclient._src src.arrays src.data src.variables src.distribute psclient.compat.v1
 src.telemetry               7  pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src
-                                src.telemetry.traces src.transport src.chief src.rounds
-psclient.psctl              8  pswire wire.model wire.security wire.transport wire.views psclient._src src.arrays
-                                wire.checkpoint src.transport src.chief src.telemetry src.processes
+                                src.telemetry.traces src.network src.chief src.rounds
+psclient.psctl              8  pswire wire.model wire.security wire.network wire.views psclient._src src.arrays
+                                wire.checkpoint src.network src.chief src.telemetry src.processes
 psclient.train              7  pswire wire.model wire.telemetry psclient._src wire.api src.variables
                                 wire.checkpoint src.distribute src.rounds psclient.optimizers
 src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src
-                                src.interpreter src.processes src.transport src.chief src.telemetry src.processes
-src.strategies              8  pswire wire.model wire.security wire.transport wire.encoding psclient._src src.arrays
+                                src.interpreter src.processes src.network src.chief src.telemetry src.processes
+src.strategies              8  pswire wire.model wire.security wire.network wire.encoding psclient._src src.arrays
                                 src.interpreter src.cluster_resolver src.processes src.variables src.distribute
-                                src.transport src.chief src.rounds src.telemetry
-psclient.coordinator       11  pswire wire.model wire.transport psclient._src src.arrays src.interpreter
-                                src.data src.cluster_resolver src.processes src.variables src.transport src.strategies
+                                src.network src.chief src.rounds src.telemetry
+psclient.coordinator       11  pswire wire.model wire.network psclient._src src.arrays src.interpreter
+                                src.data src.cluster_resolver src.processes src.variables src.network src.strategies
 psclient                   15  pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary
                                 psclient.coordinator src.distribute psclient.losses psclient.nn
                                 psclient.cluster_resolver psclient.metrics psclient.compat psclient.dynamic_embedding
@@ -115,13 +115,13 @@ psclient.launch            12  pswire psclient._src src.processes src.launch
 psclient.torch             16  pswire wire.model psclient._src src.arrays src.interpreter src.data src.distribute
                                 src.rounds src.tracing src.variables psclient.dynamic_embedding psclient.optimizers
                                 psclient.train
-pstesting                  16  pswire wire.model wire.security psserver psserver.programs wire.transport psclient._src
-                                src.processes src.transport psserver.transport psserver.core src.launch src.strategies
+pstesting                  16  pswire wire.model wire.security psserver psserver.programs wire.network psclient._src
+                                src.processes src.network psserver.network psserver.core src.launch src.strategies
                                 psclient psserver.cli
-pstesting.simulation       16  pswire wire.servers wire.api wire.model wire.transport wire.telemetry wire.security
-                                psserver psserver.programs psserver.plans psserver.core src.transport src.rounds
+pstesting.simulation       16  pswire wire.servers wire.api wire.model wire.network wire.telemetry wire.security
+                                psserver psserver.programs psserver.plans psserver.core src.network src.rounds
                                 src.processes src.processes.aggregation src.chief src.arrays
-pstesting.planner          17  pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation
+pstesting.planner          17  pswire wire.network psclient psclient.psctl pstesting pstesting.simulation
 """
 """For each room its floor, and what it imports; `wire.` is `pswire.`, and `src.` is `psclient._src.`."""
 
@@ -144,8 +144,8 @@ RESERVED = {"psclient._src.rows": 7, "psserver.replication": 11}
 
 TRIED: dict[str, tuple[str, ...]] = {
     # A worker, and the chief beside its script. All waits of a session come to `Session.wait`.
-    "psclient._src.transport.session.Session.wait": ("for_a_worker_in_a_round",),
-    "psclient._src.transport.log_calls.LogCalls.ask_keeper": (
+    "psclient._src.network.session.Session.wait": ("for_a_worker_in_a_round",),
+    "psclient._src.network.log_calls.LogCalls.ask_keeper": (
         "for_a_chief",
         "for_a_worker_that_starts",
         "for_the_others_in_a_change",
@@ -159,7 +159,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "psclient._src.rounds.read_cache._Pulls._answer": ("for_a_value",),
     "psclient._src.rounds.rounds.Exchange._stand_in": ("for_who_saves",),
     "psclient._src.rounds.restore.Restoring._answer": ("for_a_checkpoint_to_be_read",),
-    "psclient._src.transport.retries.Attempts.until_answered": ("for_a_server_that_answers",),
+    "psclient._src.network.retries.Attempts.until_answered": ("for_a_server_that_answers",),
     # A coordinator, and a worker whose closure needs a result; one that is idle waits for the coordinator's script.
     "psclient.coordinator.pieces.wait": ("for_closures",),
     "psclient._src.chief.driver.Chief.stop": ("for_others_that_never_came", "for_others_to_leave"),
@@ -213,20 +213,20 @@ BRIEF: dict[str, str] = {
     "psclient._src.processes.aggregation.leader.Leader.close": "never: what is added up ends by itself",
     "psclient._src.processes.aggregation.leader.Leader._run": "for news, in a thread of its own",
     "psclient._src.processes.aggregation.leader.Leader._answered": OVER,
-    "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
-    "psclient._src.transport.session.Session._hold": OVER,
-    "pswire.transport.futures.follow": OVER,
-    "psclient._src.transport.hosting.Hosting.look_around": "for calls that say themselves which server does not answer",
-    "psclient._src.transport.pacing._await_epoch": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
-    "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",
-    "psclient._src.transport.session.Session._beat": "the pause between two beats",
-    "psclient._src.transport.patience.until_free": "at most a lease and two beats; it says at once for whom (test_verdicts)",
-    "psclient._src.transport.session.Session._unless_broken": "for a call that speaks itself, in until_answered",
-    "psclient._src.transport.session.Session.check": OVER,
-    "psclient._src.transport.session.Session._take": OVER,
-    "psclient._src.transport.session.Session.close": "for a beat under way, at most Timeouts.call; it speaks itself",
+    "psclient._src.network.staging.host": "for the end of a copy from this process's GPU",
+    "psclient._src.network.session.Session._hold": OVER,
+    "pswire.network.futures.follow": OVER,
+    "psclient._src.network.hosting.Hosting.look_around": "for calls that say themselves which server does not answer",
+    "psclient._src.network.pacing._await_epoch": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
+    "psclient._src.network.session.Session.pause": "between two questions; who asks again and again speaks itself",
+    "psclient._src.network.session.Session._beat": "the pause between two beats",
+    "psclient._src.network.patience.until_free": "at most a lease and two beats; it says at once for whom (test_verdicts)",
+    "psclient._src.network.session.Session._unless_broken": "for a call that speaks itself, in until_answered",
+    "psclient._src.network.session.Session.check": OVER,
+    "psclient._src.network.session.Session._take": OVER,
+    "psclient._src.network.session.Session.close": "for a beat under way, at most Timeouts.call; it speaks itself",
     "psclient._src.chief.checkpoints.CheckpointCommitter.ended": OVER,
-    "psserver.transport.server._look": "the pause between two looks at files",
+    "psserver.network.server._look": "the pause between two looks at files",
     "pswire.telemetry.web_server._shake": "in the connection's thread, at most SILENT_SECONDS",
     "psclient._src.chief.hung_members.HungMembers.look": OVER,
     "psclient._src.chief.returns.Returns._find": OVER,
@@ -237,21 +237,21 @@ BRIEF: dict[str, str] = {
     "psclient._src.chief.returns.Returns._read": "in a thread of its own; members that wait for it say so, in Group._follow",
     "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to Group._follow",
-    "psclient._src.transport.chunk_calls.ChunkCalls.wait": "for an answer that comes at once, in Session.wait",
+    "psclient._src.network.chunk_calls.ChunkCalls.wait": "for an answer that comes at once, in Session.wait",
     "psclient._src.data.dynamic.HandedOut.end": "in ChunkCalls.wait",
     "psclient._src.data.dynamic.HandedOut.look": "in ChunkCalls.wait",
     "psclient._src.data.dynamic.HandedOut._collect": "in ChunkCalls.wait",
     "psclient.metrics.averages.RootMeanSquaredError.result": "a metric's result, which is no future's",
     "psclient.metrics.base.Metric.__call__": "a metric's result, which is no future's",
-    "psclient._src.transport.lane.Lane.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next lane is taken",
-    "psclient._src.transport.lane.Lane._turn": IDLE,
-    "psclient._src.transport.lane_selector.LaneSelector.beat": "for a part of a lease; then the beat over gRPC says so",
-    "psclient._src.transport.lane_reader._await": CALLER,
-    "psclient._src.transport.lane_reader.LaneReader._receive": CALLER,
-    "psclient._src.transport.lane_selector.LaneSelector.ask": CALLER,
-    "psclient._src.transport.grpc_calls.GrpcCalls._answer": "one attempt of until_answered, which bounds it",
-    "psclient._src.transport.staging.fill": "for a copy from a GPU",
-    "psclient._src.transport.staging.StagedParts.__iter__": "gRPC's thread, for what the process itself is copying; `end` ends it",
+    "psclient._src.network.transport.Transport.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next transport is taken",
+    "psclient._src.network.transport.Transport._turn": IDLE,
+    "psclient._src.network.transport_selector.TransportSelector.beat": "for a part of a lease; then the beat over gRPC says so",
+    "psclient._src.network.transport_reader._await": CALLER,
+    "psclient._src.network.transport_reader.TransportReader._receive": CALLER,
+    "psclient._src.network.transport_selector.TransportSelector.ask": CALLER,
+    "psclient._src.network.grpc_calls.GrpcCalls._answer": "one attempt of until_answered, which bounds it",
+    "psclient._src.network.staging.fill": "for a copy from a GPU",
+    "psclient._src.network.staging.StagedParts.__iter__": "gRPC's thread, for what the process itself is copying; `end` ends it",
     "psclient._src.distribute.replicas.ReplicaRunner._pool": "makes threads; `close` waits for them",
     "psclient._src.distribute.replicas.ReplicaRunner.close": "for user's functions in threads of this process",
     "psclient._src.distribute.replicas.ReplicaRunner._run_threads": "for user's functions in threads of this process",
@@ -284,22 +284,22 @@ BRIEF: dict[str, str] = {
     "psserver.cli.Departure._let_others_leave": "at most Timeouts.grace; it says before that processes leave",
     "psserver.cli.Departure._move": "at most Timeouts.grace; it says before to where the server moves",
     "psserver.cli._pause": "for a place, on purpose without an end where servers answer; it says so",
-    "psserver.transport.joining._answer": "at most ASK_SECONDS",
-    "psserver.transport.joining.StandingOffer._run": "the pause between two offers",
-    "psserver.transport.joining.StandingOffer.close": "at most twice ASK_SECONDS",
+    "psserver.network.joining._answer": "at most ASK_SECONDS",
+    "psserver.network.joining.StandingOffer._run": "the pause between two offers",
+    "psserver.network.joining.StandingOffer.close": "at most twice ASK_SECONDS",
     "psserver.cli._until_end": "for the end of the job, on purpose without one where it has none; PS_NO_WORKERS_TIMEOUT",
     "psserver.cli._tick": "the pause between two looks",
-    "psserver.transport.health.Health._look": "the pause between two looks",
-    "psserver.transport.server.serve": "for whoever runs the server to end it",
-    "psserver.transport.server.leave_nothing": "at most the grace of an end",
-    "psserver.transport.server.ServerThread.__enter__": LOCAL,
-    "psserver.transport.server.ServerThread.stop": LOCAL,
-    "psserver.transport.grpc_answers.Bell.heard": "for an answer's next part, which the round makes, or its connection's end",
-    "psserver.transport.lane_connection.Connection.close": "no wait: a socket's shutdown",
-    "psserver.transport.lane_connection.Connection._answer_round": OVER,
-    "psserver.transport.lane_connection.Connection._answer_pull": OVER,
-    "psserver.transport.grpc_service.Service._wait": OVER,
-    "psserver.transport.grpc_service.Service._send_answer": OVER,
+    "psserver.network.health.Health._look": "the pause between two looks",
+    "psserver.network.server.serve": "for whoever runs the server to end it",
+    "psserver.network.server.leave_nothing": "at most the grace of an end",
+    "psserver.network.server.ServerThread.__enter__": LOCAL,
+    "psserver.network.server.ServerThread.stop": LOCAL,
+    "psserver.network.grpc_answers.Bell.heard": "for an answer's next part, which the round makes, or its connection's end",
+    "psserver.network.transport_connection.Connection.close": "no wait: a socket's shutdown",
+    "psserver.network.transport_connection.Connection._answer_round": OVER,
+    "psserver.network.transport_connection.Connection._answer_pull": OVER,
+    "psserver.network.grpc_service.Service._wait": OVER,
+    "psserver.network.grpc_service.Service._send_answer": OVER,
     "psserver.checkpoints.snapshots._follow": OVER,
     "psserver.state.counters.ServerCounters.written": OVER,
     "psserver.tiers.tier.Tier.__init__": "makes what its thread waits for",
@@ -326,9 +326,9 @@ BRIEF: dict[str, str] = {
     "pswire.telemetry.page.sampler.Sampler.after": "at most ANSWER_SECONDS, in the thread of a browser's connection",
     "pswire.telemetry.page.sampler.Sampler.close": "at most END_SECONDS",
     "psserver.cli._on": "at most LOOP_SECONDS, in a thread of the page's own, which does without then",
-    "psserver.transport.peers.LaneCarrier._wait": "at most CONNECT_SECONDS or LOOK_SECONDS, in a thread of its own",
-    "psserver.transport.peers.Link._run": "the pause between two attempts to connect; status and log say whom it misses",
-    "psserver.transport.peers.Link.join": ENDS,
-    "psserver.transport.peers.Peers.close": ENDS,
+    "psserver.network.peers.TransportCarrier._wait": "at most CONNECT_SECONDS or LOOK_SECONDS, in a thread of its own",
+    "psserver.network.peers.Link._run": "the pause between two attempts to connect; status and log say whom it misses",
+    "psserver.network.peers.Link.join": ENDS,
+    "psserver.network.peers.Peers.close": ENDS,
 }
 """For each function why nobody has to be told."""

@@ -79,13 +79,13 @@ from pswire.encoding.verbs import (
     bearer, Caller, ERROR_KEY, MAX_DETAILS_BYTES, parse, refusal, refusal_to_pb, refused, TOKEN_KEY, VERBS,
 )
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.grpc_frames import Frame, frames
-from pswire.transport.parts import Assembly, parts_of
-from pswire.transport.payload import EMPTY, Payload
-from pswire.transport.shared_memory import CLIENT_BYTES, Segment
-from pswire.transport.sockets import HEAD, INLINE, Kind, MAX_PART_BYTES, Message, MessageSocket
-from pswire.transport.tls_socket import PIECE, RECORD, Sealed, Stream
-from pswire.transport.traffic import LaneName, LANES, traffic
+from pswire.network.grpc_frames import Frame, frames
+from pswire.network.parts import Assembly, parts_of
+from pswire.network.payload import EMPTY, Payload
+from pswire.network.shared_memory import CLIENT_BYTES, Segment
+from pswire.network.sockets import HEAD, INLINE, Kind, MAX_PART_BYTES, Message, MessageSocket
+from pswire.network.tls_socket import PIECE, RECORD, Sealed, Stream
+from pswire.network.traffic import TransportName, TRANSPORTS, traffic
 
 # ---- Security ----
 
@@ -103,7 +103,7 @@ from psserver.core.waiting import Hold, MAX_CALLS, Read, Watch
 from psserver.effects import Others, Peer
 from psserver.registry import Registry
 from psserver.telemetry import MetricsPort, Rim, ROWS as SERVER_METRICS
-from psserver.transport.server import ServerThread
+from psserver.network.server import ServerThread
 
 # ---- What servers compute ----
 
@@ -117,8 +117,8 @@ from psserver.programs.kernels.kernels import Kernels
 from psclient._src.arrays.devices import available_gpus, Device as ClientDevice, Download, gpu_report, local_devices
 from psclient._src.distribute.reduction import combine, SentRows
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.transport.remote_server import connect, RemoteServer
-from psclient._src.transport.session import Session
+from psclient._src.network.remote_server import connect, RemoteServer
+from psclient._src.network.session import Session
 
 # ---- Chiefs and launchers ----
 

@@ -117,7 +117,7 @@ class Servers:
 
 @contextmanager
 def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> Iterator[Servers]:
-    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a lane's name over a network.
+    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a transport's name over a network.
 
     With `calls` it is gRPC, and each push and pull a call of its own.
     """
@@ -130,10 +130,10 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
                 submit = stack.enter_context(ThreadPoolExecutor(1)).submit
             cores.append(core(number, 0, memory_limit, root, clock, submit))
         verbs: list[inside.ParameterServer] = list(cores)
-        distant = kind in (*inside.LANES, "calls")
+        distant = kind in (*inside.TRANSPORTS, "calls")
         if distant:
-            lane: inside.LaneName = "grpc" if kind == "calls" else cast(inside.LaneName, kind)
-            verbs = [stack.enter_context(remote(one, lane=lane, streams=kind != "calls")) for one in cores]
+            transport: inside.TransportName = "grpc" if kind == "calls" else cast(inside.TransportName, kind)
+            verbs = [stack.enter_context(remote(one, transport=transport, streams=kind != "calls")) for one in cores]
         yield Servers(verbs, cores, clock, root, distant)
         for one in cores:
             one.close()
@@ -141,12 +141,12 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
 
 @contextmanager
 def remote(
-    behind: Core, port: int = 0, lane: inside.LaneName = "grpc", streams: bool = True
+    behind: Core, port: int = 0, transport: inside.TransportName = "grpc", streams: bool = True
 ) -> Iterator[inside.RemoteServer]:
     """A core behind a real connection."""
     with inside.ServerThread(behind, inside.ServerConfig(behind.task, port=port), grace=0.0) as thread:
         timeouts = inside.Timeouts(session_timeout=4.0, call_timeout=10.0, round_timeout=SOON)
-        server = inside.RemoteServer(thread.address, behind.task, timeouts, lane=lane, streams=streams)
+        server = inside.RemoteServer(thread.address, behind.task, timeouts, transport=transport, streams=streams)
         try:
             yield server
         finally:

@@ -26,7 +26,7 @@ PS = Task("ps", 3)
 """The server that answers."""
 
 TOKEN = "the-token-of-the-golden-file"
-LANE_TOKEN = bytes(range(0xA0, 0xB0))
+TRANSPORT_TOKEN = bytes(range(0xA0, 0xB0))
 IN_FLIGHT = 1 << 20
 DATA_PORT, DATA_PATH = 40_123, "golden.sock"
 INCARNATION = 0xFEDC_BA98_7654_3210
@@ -269,7 +269,7 @@ def large(nbytes: int) -> Payload:
 
 
 LARGE = (4 << 20) + 500_001
-"""Bytes: more than a message of gRPC, and a part of the tcp lane, may have."""
+"""Bytes: more than a message of gRPC, and a part of the tcp transport, may have."""
 
 # ---- Calls ----
 
@@ -479,8 +479,8 @@ PEER, PEER_INCARNATION = Task("ps", 1), 0x0123_4567_89AB_CDEF
 """The server that says it."""
 
 
-def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
-    """Calls that go over lanes.
+def transport_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
+    """Calls that go over transports.
 
     Args:
         nbytes: of a tensor that is larger than a part.

@@ -120,7 +120,7 @@ def listens(address: str) -> bool:
 
 
 def sockets_of(process: int) -> list[Path]:
-    """The names in the file system at which a server's process listens for lanes."""
+    """The names in the file system at which a server's process listens for transports."""
     bound = {Path(one.laddr) for one in psutil.Process(process).net_connections("unix") if one.laddr}
     # A name begins with a dot until somebody listens there.
     return [path.with_name(path.name.lstrip(".")) for path in bound if "paramserver-" in path.name]

@@ -31,7 +31,7 @@ from psclient._src.processes import sigterm
 from psclient._src.processes.sigterm import Leaving, Notice
 from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.costs import Costs, TransportCosts
 from pstesting.simulation.host_sums import HostSums
 from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
@@ -44,13 +44,13 @@ log = logging.getLogger("psclient.chief")
 
 US = 1e-6
 FREE = Costs(
-    {"tcp": LaneCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
+    {"tcp": TransportCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
     apply_byte=0.0, row=0.0, step_row=0.0, vote=0.0, call=0.0, beat=0.0,
 )  # fmt: skip
 """Nothing but links takes time."""
 
 COSTS = Costs(
-    {"tcp": LaneCosts(50 * US, 0.0, 100 * US, 0.0, 40 * US, 0.0, 60 * US, 0.0, 20 * US, 30 * US)},
+    {"tcp": TransportCosts(50 * US, 0.0, 100 * US, 0.0, 40 * US, 0.0, 60 * US, 0.0, 20 * US, 30 * US)},
     step=200 * US, step_variable=0.0, round=300 * US, round_variable=0.0, kernel_byte=0.0, apply_byte=0.0,
     row=0.0, step_row=0.0, vote=20 * US, call=50 * US, beat=50 * US,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ears on the wire: bare ends of gRPC that know bytes alone, and a tap that stands within a lane.
+"""Ears on the wire: bare ends of gRPC that know bytes alone, and a tap that stands within a transport.
 
 Nothing here comes from the code that it listens to, so that what is written down is what was said.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from tests.kit.lanes import SECONDS, Between, shut
+from tests.kit.transports import SECONDS, Between, shut
 
 RUN = 64
 """Equal bytes in a row from which on they are counted, and not written."""
@@ -147,7 +147,7 @@ class BareServer(grpc.GenericRpcHandler):
             context.abort(grpc.StatusCode[answer.status], answer.details)
 
 
-# ---- Lanes ----
+# ---- Transports ----
 
 HEAD = struct.Struct("<B3xIQQQQ")
 """Kind, size of the header, call, offset, size of the data, place: as the protocol has it today."""
@@ -195,21 +195,21 @@ def _kind(message: str) -> int:
 
 
 class Tap(Between):
-    """Writes down what is said on a lane. Hands on whole messages.
+    """Writes down what is said on a transport. Hands on whole messages.
 
     A word that the server says again, since time has passed, is written once.
 
     Args:
-        stack, lanes, name: as of `Between`.
+        stack, transports, name: as of `Between`.
         lost: the kind of a client's message that the first connection breaks at, and that nobody gets.
     """
 
-    def __init__(self, stack: ExitStack, lanes: Any, name: str, lost: int = -1) -> None:
+    def __init__(self, stack: ExitStack, transports: Any, name: str, lost: int = -1) -> None:
         self.heard: list[Heard] = []
         self._news = threading.Condition()
         self._lost = lost
         self._shared = name == "shm"
-        super().__init__(stack, lanes, name)
+        super().__init__(stack, transports, name)
 
     def until(self, condition: Callable[[Heard], bool]) -> None:
         """Waits until something is so of the last connection."""
@@ -262,7 +262,7 @@ class Tap(Between):
 
 
 def _message(source: socket.socket) -> bytes:
-    """The next message on the socket of a lane."""
+    """The next message on the socket of a transport."""
     head = _exactly(source, HEAD.size)
     _, header, _, _, size, place = HEAD.unpack(head)
     rest = header + (size if place == INLINE else 0)
@@ -285,11 +285,11 @@ def _exactly(source: socket.socket, count: int) -> bytes:
 
 
 class BareClient:
-    """A client's end of a tcp lane, which says bytes.
+    """A client's end of a tcp transport, which says bytes.
 
     Args:
         stack: ends it.
-        port: of the lane.
+        port: of the transport.
 
     Attributes:
         heard: what was said.
@@ -322,7 +322,7 @@ class BareClient:
 
 
 def split(message: str) -> tuple[int, bytes, int]:
-    """Kind, header, and size of the data of a message of a lane."""
+    """Kind, header, and size of the data of a message of a transport."""
     data = read(re.split(_REFERENCE, message)[0])
     kind, header, _, _, size, _ = HEAD.unpack_from(data)
     return kind, data[HEAD.size : HEAD.size + header], size

@@ -351,7 +351,7 @@ def test_a_variable_that_is_misspelt_is_told(name, meant):
 def test_variables_of_others_are_none_of_ours():
     """Those of the command ps, and of a service of Kubernetes that is called ps."""
     services = {"PS_SERVICE_HOST": "10.0.0.1", "PS_0_PORT": "tcp://10.0.0.1:2222", "PS_PORTS": "tcp://10.0.0.1:2222"}
-    assert timeouts_from({**services, "PS_FORMAT": "pid", "PS1": "$", "LS_LANE": "x"}) == timeouts_from({})
+    assert timeouts_from({**services, "PS_FORMAT": "pid", "PS1": "$", "LS_TRANSPORT": "x"}) == timeouts_from({})
 
 
 def test_each_variable_of_ours_is_known():

@@ -17,10 +17,10 @@ from psserver.state.sessions import STILL_SECONDS
 from psserver.telemetry import ROWS, MetricsPort, Seen
 from pswire.errors import ConfigError, PSError
 from pswire.model.tensor import TensorSpec
+from pswire.network.traffic import traffic
 from pswire.security.identity import Security
 from pswire.telemetry import prometheus, web_server
 from pswire.telemetry.prometheus import HEALTH
-from pswire.transport.traffic import traffic
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, reduce_only, serving, sgd, sum_into, together
 from tests.kit.telemetry import Page, documented, mistakes, queried
 
@@ -147,18 +147,18 @@ def test_staleness_is_what_others_did_since_the_read(job):
     assert found("server_staleness_rounds_bucket", le="2") == 4
 
 
-@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
-def test_bytes_are_counted_on_their_lane(lane, tmp_path):
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_bytes_are_counted_on_their_transport(transport, tmp_path):
     """What a client has sent is what came, and what came back is what was sent, on both sides."""
     values = np.arange(1 << 16, dtype="float32")
-    with serving(lane, 1, tmp_path) as servers:
+    with serving(transport, 1, tmp_path) as servers:
         job = Job(servers)
         (one,) = job.join(A)
         plan = job.approve(reduce_only(TensorSpec("float32", values.shape)), one)
         (reply,) = together(one.push(plan, [values]))
         np.testing.assert_array_equal(given(reply, plan)[0], values)
         for name, each in servers.verbs[0].traffic.items():
-            expected = (values.nbytes, values.nbytes) if name == lane else (0, 0)
+            expected = (values.nbytes, values.nbytes) if name == transport else (0, 0)
             assert (each.sent, each.received) == expected
 
 

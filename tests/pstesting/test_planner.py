@@ -26,9 +26,9 @@ from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.planner.network import LEAST, MOST, WORD, answer
 from pstesting.planner.plan import DAY, Lost, Plan, Question
-from pstesting.simulation.costs import LaneCosts
+from pstesting.simulation.costs import TransportCosts
 from pstesting.simulation.workloads import Workload
-from tests.kit.internals import ConfigError, LaneName, Timeouts, Unreachable
+from tests.kit.internals import ConfigError, Timeouts, TransportName, Unreachable
 from tests.kit.shell import linked
 from tests.kit.simulated import FREE
 
@@ -38,13 +38,13 @@ WORK = {"send": 60, "receive": 80, "answer": 80, "take": 60, "piece": 20}
 BYTE = {"send_byte": 1, "receive_byte": 2, "answer_byte": 2, "take_byte": 1}
 COSTS = replace(
     FREE,
-    lanes={
-        lane: LaneCosts(
+    transports={
+        transport: TransportCosts(
             **{name: factor * cost * US for name, cost in WORK.items()},
             **{name: factor * cost * 1e-10 for name, cost in BYTE.items()},
             latency=40 * US,
         )
-        for lane, factor in (("tcp", 1.0), ("grpc", 3.0))
+        for transport, factor in (("tcp", 1.0), ("grpc", 3.0))
     },
     step=250 * US,
     step_variable=6 * US,
@@ -60,12 +60,15 @@ COSTS = replace(
 
 
 @pytest.mark.ci  # the parts of the calibration have tests of their own
-@pytest.mark.parametrize("lanes", [("tcp",), pytest.param(("tcp", "grpc"), marks=pytest.mark.soak)])
-def test_known_costs_are_found(lanes: tuple[LaneName, ...]) -> None:
+@pytest.mark.parametrize("transports", [("tcp",), pytest.param(("tcp", "grpc"), marks=pytest.mark.soak)])
+def test_known_costs_are_found(transports: tuple[TransportName, ...]) -> None:
     """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
-    timed = {lane: [(cell, seen(cell, COSTS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
+    timed = {
+        transport: [(cell, seen(cell, COSTS)) for cells in cells_of(transport) for cell in cells]
+        for transport in transports
+    }
     found = replace(fitted(timed, COSTS.kernel_byte), cores=0)
-    for lane in lanes:
+    for transport in transports:
         for workers, workload in (
             (1, Workload(1, 1e5, 10)),
             (4, Workload(1, 4000.0)),
@@ -75,7 +78,7 @@ def test_known_costs_are_found(lanes: tuple[LaneName, ...]) -> None:
             (4, Workload(1, 16e6, 8)),
             (2, Workload(2, 0.0, 0, 1024, 32)),
         ):
-            cell = Cell(lane, workers, workload)
+            cell = Cell(transport, workers, workload)
             took = seen(cell, COSTS).wall
             assert seen(cell, found).wall == pytest.approx(took, rel=0.1), cell
 
@@ -95,8 +98,8 @@ def test_of_several_turns_the_medians_count() -> None:
     took.append([Timed(1.0, 9.0, 7.0), Timed(2.0, 3.0, 2.0)])
     found = middle([[*zip(cells, turn, strict=True)] for turn in took])
     assert found == [(cells[0], Timed(2.0, 2.0, 6.0)), (cells[1], Timed(2.0, 2.0, 2.0))]
-    with pytest.raises(ValueError, match="one lane"):  # cells of one job are alike
-        time_cells([cells[0], replace(cells[0], lane="grpc")])
+    with pytest.raises(ValueError, match="one transport"):  # cells of one job are alike
+        time_cells([cells[0], replace(cells[0], transport="grpc")])
     with pytest.raises(ValueError, match="local_reduction"):
         time_cells([cells[1], replace(cells[1], local_reduction=True)])
 
@@ -246,7 +249,10 @@ def test_the_network_that_was_measured(costs: Path) -> None:
         (["--rows", "200M"], "--rows '200M' is no table; write rows and numbers of a row, such as 200M:64"),
         (["--parameters", "ten"], "--parameters 'ten' is no size"),
         (["--parameters", "0"], "a job has variables; give --parameters, or --rows and --ids"),
-        (["--lane", "shm"], "the cost model has no lane shm; it has tcp: measure it with psctl calibrate --lane shm"),
+        (
+            ["--transport", "shm"],
+            "the cost model has no transport shm; it has tcp: measure it with psctl calibrate --transport shm",
+        ),
         (["--workers", "40001"], "40001 workers with 1 servers are too many to be simulated"),
         (["--costs", "none.json"], "none.json is no calibration"),
     ],

@@ -26,7 +26,7 @@ from pstesting.processor_time import await_rest
 from pstesting.replay import Grown, Recording, Replay
 from pstesting.script import gate, say
 from tests.kit.contributions import streaming
-from tests.kit.internals import LANES, PSError, RoundReply, child_environ
+from tests.kit.internals import TRANSPORTS, PSError, RoundReply, child_environ
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, remote, sum_into, together
 
 
@@ -307,7 +307,7 @@ def recorded(job, worker, other):
     rounds(worker, 2)
 
 
-@pytest.mark.parametrize("kind", ["core", "thread", *LANES])
+@pytest.mark.parametrize("kind", ["core", "thread", *TRANSPORTS])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_run_can_be_replayed(tmp_path, kind, streams, monkeypatch, stack):
     """Whatever its threads and its network did: variables, log, sessions, and each answer to each call."""
@@ -317,8 +317,8 @@ def test_a_run_can_be_replayed(tmp_path, kind, streams, monkeypatch, stack):
     pool = stack.enter_context(ThreadPoolExecutor(1))
     one = core(root=root, clock=clock, **({} if kind == "core" else {"submit": pool.submit}))
     recording = Recording(one)
-    verb = stack.enter_context(remote(one, lane=kind)) if kind in LANES else one
-    job = Job(Servers([verb], [one], clock, root, kind in LANES))
+    verb = stack.enter_context(remote(one, transport=kind)) if kind in TRANSPORTS else one
+    job = Job(Servers([verb], [one], clock, root, kind in TRANSPORTS))
     recorded(job, *job.join(*WORKERS[:2]))
     pool.shutdown()
     steps = list(recording.steps)

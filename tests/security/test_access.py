@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from psserver.transport.access import DNS_NAMES, Access
+from psserver.network.access import DNS_NAMES, Access
 from tests.kit.internals import (
     TOKEN_KEY,
     VERBS,
@@ -125,18 +125,18 @@ def test_what_a_request_says_counts(access: Access, case: str) -> None:
 
 
 @pytest.mark.parametrize("caller", CALLERS)
-def test_a_lane_is_for_who_has_token_and_certificate(access: Access, caller: str) -> None:
+def test_a_transport_is_for_who_has_token_and_certificate(access: Access, caller: str) -> None:
     """Both, or nobody is told anything."""
-    token = access.registry.lane_token(OWNER)
+    token = access.registry.transport_token(OWNER)
     for session, wrong in ((OWNER, b""), (OWNER, bytes(16)), (OWNER, token[:15]), (MADE_UP, token)):
         with pytest.raises(InvalidRequest, match="not shown whose it is"):
-            access.admit_lane(pb.LaneHello(session=session, token=wrong), names_of(caller))
-    hello = pb.LaneHello(session=OWNER, token=token)
+            access.admit_transport(pb.TransportHello(session=session, token=wrong), names_of(caller))
+    hello = pb.TransportHello(session=OWNER, token=token)
     if caller == "worker-1":
-        access.admit_lane(hello, names_of(caller))
+        access.admit_transport(hello, names_of(caller))
     else:
         with pytest.raises(Forbidden):
-            access.admit_lane(hello, names_of(caller))
+            access.admit_transport(hello, names_of(caller))
 
 
 def test_the_token_comes_first(access: Access) -> None:

@@ -163,7 +163,7 @@ def test_a_message_that_is_too_long(attacked: Attacked) -> None:
 @given(said=st.lists(st.binary(max_size=300), max_size=4), data_port=st.booleans())
 def test_whatever_comes_before_a_handshake(attacked: Attacked, said: list[bytes], data_port: bool) -> None:
     """Bytes of any kind, in any pieces, cost their connection and nothing else."""
-    port = attacked.thread._server._lanes.port if data_port else attacked.thread.port
+    port = attacked.thread._server._transports.port if data_port else attacked.thread.port
     with socket.create_connection(("127.0.0.1", port), SECONDS) as sock, contextlib.suppress(OSError):
         for part in said:
             sock.sendall(part)
@@ -176,8 +176,8 @@ def test_whatever_comes_before_a_handshake(attacked: Attacked, said: list[bytes]
 
 def test_nothing_is_left_of_them(attacked: Attacked) -> None:
     """Of all that came before, no connection is kept."""
-    lanes = attacked.thread._server._lanes
-    eventually(lambda: not lanes._handshakes and not [c for c in lanes.connections if c.session is None])
+    transports = attacked.thread._server._transports
+    eventually(lambda: not transports._handshakes and not [c for c in transports.connections if c.session is None])
 
 
 # ---- Who may reach it ----

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psserver.transport import server as transport
+from psserver.network import server as transport
 from pstesting.clock import Clock
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
@@ -63,7 +63,7 @@ def connected(certificates: Certificates) -> Iterator[tuple[Sealed, Sealed]]:
 
 
 def send(link: MessageSocket, messages: Sequence[tuple[Message, bytes]]) -> None:
-    """Sends all, as the thread of a lane does."""
+    """Sends all, as the thread of a transport does."""
     with selectors.DefaultSelector() as selector:
         selector.register(link.sock, selectors.EVENT_WRITE)
         for message, data in messages:
@@ -225,7 +225,7 @@ def test_a_broken_pair_is_not_taken(files: Files, certificates: Certificates, ca
 def test_a_server_shows_new_certificates_on_every_port(
     files: Files, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On gRPC's and on the tcp lane's; who is connected goes on, and who comes from the old CA is let in no more.
+    """On gRPC's and on the tcp transport's; who is connected goes on, and who comes from the old CA is let in no more.
 
     A client whose connection breaks connects again with what its own files have then.
     """
@@ -244,9 +244,9 @@ def test_a_server_shows_new_certificates_on_every_port(
         files.trust(certificates.out / "ps-0", certificates.other / "ps-0")
         files.take(certificates.other / "ps-0", "tls.crt", "tls.key")
         files.take(certificates.other / "ps-0")
-        lanes = thread._server._lanes
+        transports = thread._server._transports
         new = ssl.PEM_cert_to_DER_cert((certificates.other / "ps-0" / "tls.crt").read_text())
-        assert eventually(lambda: shown_at(lanes.port) == new)
+        assert eventually(lambda: shown_at(transports.port) == new)
         assert [shown_at(thread.port) for _ in range(3)] == [new] * 3, "the next connection has it"
         client.beat(session, -1, b"")  # on the connection that it has
         own.take(certificates.other / "worker-0")

@@ -1,4 +1,4 @@
-"""R19: whatever strangers send, in calls or on lanes, in whatever pieces, the job's rounds go on and are exact."""
+"""R19: whatever strangers send, in calls or on transports, in whatever pieces, the job's rounds go on and are exact."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.transport import lane_connection
+from psserver.network import transport_connection
 from tests.kit import internals as inside
 from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, Attacker, Process, foreseen, mutated, question
 from tests.kit.certificates import Certificates
 from tests.kit.internals import messages, pb
-from tests.kit.lanes import Hand, Site
 from tests.kit.rig import eventually
+from tests.kit.transports import Hand, Site
 
 MIB = 1 << 20
 
@@ -145,28 +145,28 @@ TASKS = ("worker-0", "worker-1", "worker-7", "chief-0")
 
 @dataclass
 class Front:
-    """A server whose lanes are attacked in a session that is no member's, and members of a job that use them.
+    """A server whose transports are attacked in a session that is no member's, and members of a job that use them.
 
-    The lane "tls" is tcp with certificates.
+    The transport "tls" is tcp with certificates.
     """
 
-    lane: str
+    transport: str
     site: Site
     session: int
     security: inside.Security
     surprises: list[str]
 
     def hand(self) -> Hand:
-        found = Hand(self.site.lanes, "shm" if self.lane == "shm" else "tcp")
-        if self.lane == "tls":
+        found = Hand(self.site.transports, "shm" if self.transport == "shm" else "tcp")
+        if self.transport == "tls":
             context = self.security.client_context()
             found.sock = context.wrap_socket(found.sock, server_hostname="ps-0.paramserver")
         return found
 
     def hello(self) -> bytes:
         """What lets its session in."""
-        token = self.site.core.registry.lane_token(self.session)
-        said = pb.LaneHello(session=self.session, token=token, protocol=inside.PROTOCOL)
+        token = self.site.core.registry.transport_token(self.session)
+        said = pb.TransportHello(session=self.session, token=token, protocol=inside.PROTOCOL)
         return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
 
     def open(self) -> list[Any]:
@@ -176,18 +176,18 @@ class Front:
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "shm"])
 def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[Front]:
-    """One server for all attacks on a lane; nothing that it does not foresee may reach its event loop."""
+    """One server for all attacks on a transport; nothing that it does not foresee may reach its event loop."""
     shown = (inside.Security(), inside.Security())
     if request.param == "tls":
         everyone = certificates.signed([f"{name}.paramserver" for name in TASKS], -1, 1)
         shown = certificates.of("ps-0"), everyone
     with foreseen() as surprises, ExitStack() as stack:
-        lane: Any = "shm" if request.param == "shm" else "tcp"
-        site = Site(stack, lane, elements=SMALL, shown=shown)
+        transport: Any = "shm" if request.param == "shm" else "tcp"
+        site = Site(stack, transport, elements=SMALL, shown=shown)
         site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
         session = site.connect("grpc").open(STRANGER, 1, 0, False).session
         yield Front(request.param, site, session, shown[1], surprises)
-        eventually(lambda: not site.lanes._handshakes)
+        eventually(lambda: not site.transports._handshakes)
 
 
 # ---- What is said ----
@@ -199,8 +199,8 @@ EMPTY = inside.Kind.PART, inside.Kind.FREED, inside.Kind.BEAT
 
 
 @st.composite
-def lane_messages(draw: Any, front: Front) -> bytes:
-    """A message of a lane: a push or a pull that makes sense, or what comes after one, or neither."""
+def transport_messages(draw: Any, front: Front) -> bytes:
+    """A message of a transport: a push or a pull that makes sense, or what comes after one, or neither."""
     site = front.site
     session = draw(st.sampled_from([front.session] * 4 + [0, site.workers[0].session]))
     ids = [one.id for one in site.variables]
@@ -246,7 +246,9 @@ def lane_messages(draw: Any, front: Front) -> bytes:
 def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> None:
     """Before and after a hello that is right, in any pieces; the connection is read from, left open, or torn."""
     draw = data.draw
-    said = b"".join(draw(st.lists(lane_messages(front), max_size=6))) + draw(st.sampled_from([b"", BOMB, b"\xff" * 40]))
+    said = b"".join(draw(st.lists(transport_messages(front), max_size=6))) + draw(
+        st.sampled_from([b"", BOMB, b"\xff" * 40])
+    )
     if draw(st.integers(0, 4)):
         said = front.hello() + said
     guest = front.hand()
@@ -254,7 +256,7 @@ def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> 
         guest.sock.settimeout(0.01)
         cut = draw(st.integers(0, len(said)))
         guest.sock.sendall(said[:cut])
-        if draw(st.booleans()) and front.lane != "tls":
+        if draw(st.booleans()) and front.transport != "tls":
             guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         elif draw(st.booleans()):
             guest.sock.sendall(said[cut:])
@@ -267,12 +269,12 @@ def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> 
 # ---- What is torn, or slow ----
 
 
-def test_nothing_is_left_on_lanes(front: Front) -> None:
+def test_nothing_is_left_on_transports(front: Front) -> None:
     """No connection, no call that waits, and no place in the memory of answers."""
     site = front.site
-    eventually(lambda: not front.open() and not site.lanes.leaving)
-    if site.lanes._outbox is not None:
-        eventually(lambda: not site.lanes._outbox[0]._entries)
+    eventually(lambda: not front.open() and not site.transports.leaving)
+    if site.transports._outbox is not None:
+        eventually(lambda: not site.transports._outbox[0]._entries)
     site.round()
 
 
@@ -281,11 +283,11 @@ def test_connections_by_the_hundred(front: Front) -> None:
     process = psutil.Process()
     front.site.round()
     files, threads = process.num_fds(), process.num_threads()
-    for number in range(300 if front.lane != "tls" else 60):
+    for number in range(300 if front.transport != "tls" else 60):
         with contextlib.suppress(OSError), front.hand() as guest:
             if number % 3:
                 guest.sock.sendall(front.hello() if number % 3 == 1 else b"\x03" * number)
-            if front.lane == "tcp":
+            if front.transport == "tcp":
                 guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     del guest  # and the memory that it had
     eventually(lambda: not front.open())
@@ -296,7 +298,7 @@ def test_connections_by_the_hundred(front: Front) -> None:
 
 def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not say who it is in time is closed, though it never stops to say something."""
-    monkeypatch.setattr(lane_connection, "HELLO_SECONDS", 0.3)  # behind the handshake, which may take its time
+    monkeypatch.setattr(transport_connection, "HELLO_SECONDS", 0.3)  # behind the handshake, which may take its time
     with ExitStack() as stack:
         slow = [stack.enter_context(front.hand()) for _ in range(20)]
         said = front.hello()
@@ -312,16 +314,16 @@ def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_handshake_that_is_nonsense(front: Front) -> None:
-    if front.lane != "tls":
+    if front.transport != "tls":
         pytest.skip("only TLS has one")
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(300), BOMB, front.hello()):
-        with socket.create_connection(("127.0.0.1", front.site.lanes.port), 5) as sock:
+        with socket.create_connection(("127.0.0.1", front.site.transports.port), 5) as sock:
             sock.sendall(said)
             with contextlib.suppress(ConnectionError, ssl.SSLError):
                 while sock.recv(4096):
                     pass
-    eventually(lambda: not front.site.lanes._handshakes)
-    assert front.site.lanes.access.refused.counts["handshake"] >= 3  # a greeting that is cut off is no failure
+    eventually(lambda: not front.site.transports._handshakes)
+    assert front.site.transports.access.refused.counts["handshake"] >= 3  # a greeting that is cut off is no failure
     front.site.round()
 
 
@@ -333,7 +335,7 @@ def test_memory_that_is_scribbled_over(tmp_path: Any) -> None:
     with ExitStack() as stack:
         site = Site(stack, "shm", elements=1 << 16)
         here, last = site.workers
-        guest = stack.enter_context(Hand(site.lanes, "shm")).welcomed(last.session, site.lanes)
+        guest = stack.enter_context(Hand(site.transports, "shm")).welcomed(last.session, site.transports)
         over = threading.Event()
         scribble = np.frombuffer(guest.memory, np.uint8)
 

@@ -288,7 +288,7 @@ def test_a_session_is_of_the_task_that_the_epoch_says(two: Two) -> None:
 
 
 def test_a_refusal_is_short() -> None:
-    """On every lane, however long what it complains of: it does not repeat the megabytes that were sent."""
+    """On every transport, however long what it complains of: it does not repeat the megabytes that were sent."""
     error = inside.InvalidRequest(f"weights {(float('nan'),) * 500_000} are no counts")
     found = len(inside.refusal_to_pb(error).message), len(inside.refusal(error)[1])
     assert found == (inside.MAX_DETAILS_BYTES,) * 2

@@ -16,8 +16,8 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from psserver.transport import lane_connection, server, tls_handshake
-from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
+from psserver.network import server, tls_handshake, transport_connection
+from psserver.network.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from tests.kit import internals as inside
 from tests.kit.certificates import PS0, Certificates, client, guarded
 from tests.kit.internals import pb
@@ -204,14 +204,14 @@ def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
 
 def stranger(thread: inside.ServerThread, security: inside.Security | None, name: str = "ps-0.paramserver") -> Any:
     """A connection to the data port, whose handshake is over on this side; None for no TLS."""
-    sock = socket.create_connection(("127.0.0.1", thread._server._lanes.port), SOON)
+    sock = socket.create_connection(("127.0.0.1", thread._server._transports.port), SOON)
     if security is None:
         return sock
     return security.client_context().wrap_socket(sock, server_hostname=name)
 
 
 def hello(session: int, token: bytes) -> bytes:
-    said = pb.LaneHello(session=session, token=token, protocol=inside.PROTOCOL)
+    said = pb.TransportHello(session=session, token=token, protocol=inside.PROTOCOL)
     return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
 
 
@@ -223,7 +223,7 @@ def is_closed(sock: Any) -> bool:
         return True
 
 
-LANE_REFUSED: dict[str, Shown] = {
+TRANSPORT_REFUSED: dict[str, Shown] = {
     "another CA": of_another_ca,
     "expired": lambda c: c.expired("worker-0"),
     "another task": ours("worker-1"),
@@ -232,39 +232,41 @@ LANE_REFUSED: dict[str, Shown] = {
 }
 
 
-@pytest.mark.parametrize("case", [*LANE_REFUSED, "no TLS", "wrong token", "no token"])
-def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
-    """Whoever has a session's lane token needs its task's certificate as well, and the other way round."""
+@pytest.mark.parametrize("case", [*TRANSPORT_REFUSED, "no TLS", "wrong token", "no token"])
+def test_a_transport_is_for_its_task(certificates: Certificates, case: str) -> None:
+    """Whoever has a session's transport token needs its task's certificate as well, and the other way round."""
     with guarded(certificates.of("ps-0")) as thread, contextlib.ExitStack() as stack:
-        lanes = thread._server._lanes
-        member = stack.enter_context(client(thread, certificates.of("worker-0"), lane="tcp"))
+        transports = thread._server._transports
+        member = stack.enter_context(client(thread, certificates.of("worker-0"), transport="tcp"))
         session = member.open(W0, 1, 0, False).session
-        token = {"wrong token": b"x" * 16, "no token": b""}.get(case, lanes.access.registry.lane_token(session))
-        shown = None if case == "no TLS" else LANE_REFUSED.get(case, WORKER)(certificates)
+        token = {"wrong token": b"x" * 16, "no token": b""}.get(
+            case, transports.access.registry.transport_token(session)
+        )
+        shown = None if case == "no TLS" else TRANSPORT_REFUSED.get(case, WORKER)(certificates)
         sock = stack.enter_context(stranger(thread, shown))
         with contextlib.suppress(OSError):
             sock.sendall(hello(session, token))
         assert is_closed(sock)
-        eventually(lambda: [c.session for c in lanes.connections] == [session])
+        eventually(lambda: [c.session for c in transports.connections] == [session])
         good = stack.enter_context(stranger(thread, certificates.of("worker-0")))
-        good.sendall(hello(session, lanes.access.registry.lane_token(session)))
+        good.sendall(hello(session, transports.access.registry.transport_token(session)))
         assert good.recv(inside.HEAD.size)[0] == inside.Kind.WELCOME
 
 
-def test_each_call_on_a_lane_is_checked(certificates: Certificates) -> None:
-    """As over gRPC: that a lane is open is no right to use it."""
+def test_each_call_on_a_transport_is_checked(certificates: Certificates) -> None:
+    """As over gRPC: that a transport is open is no right to use it."""
     with guarded(certificates.of("ps-0")) as thread:
-        lanes = thread._server._lanes
-        with client(thread, certificates.of("worker-0"), lane="tcp") as member:
+        transports = thread._server._transports
+        with client(thread, certificates.of("worker-0"), transport="tcp") as member:
             session = member.open(W0, 1, 0, False).session
             assert member.pull(session, (), -1).result(SOON).round == -1
-            assert [connection.session for connection in lanes.connections] == [session]
-            lanes.access.registry._sessions.clear()
+            assert [connection.session for connection in transports.connections] == [session]
+            transports.access.registry._sessions.clear()
             with pytest.raises(inside.Forbidden, match="was not opened here"):
                 member.pull(session, (), -1).result(SOON)
 
 
-def test_a_lane_to_another_server(certificates: Certificates) -> None:
+def test_a_transport_to_another_server(certificates: Certificates) -> None:
     """A client does not speak to a data port whose certificate is not the server's."""
     with guarded(certificates.of("ps-0")) as thread:
         with pytest.raises(ssl.SSLCertVerificationError, match="ps-1"):
@@ -278,15 +280,15 @@ def test_who_looks_whether_a_port_is_open_is_not_refused(
 ) -> None:
     """As `psctl doctor` does: no line and no count, unlike for one that begins and goes."""
     with guarded(certificates.of("ps-0")) as thread:
-        lanes = thread._server._lanes
+        transports = thread._server._transports
         for _ in range(3):
             stranger(thread, None).close()
         began = stranger(thread, None)
         began.sendall(b"\x16\x03\x01\x02\x00\x01")
         began.close()
-        eventually(lambda: lanes.access.refused.counts["handshake"] == 1)
-        eventually(lambda: not lanes._handshakes)
-        assert lanes.access.refused.counts["handshake"] == 1
+        eventually(lambda: transports.access.refused.counts["handshake"] == 1)
+        eventually(lambda: not transports._handshakes)
+        assert transports.access.refused.counts["handshake"] == 1
     assert [message for message in caplog.messages if "refuses a caller" in message and "3 more" in message] == []
 
 
@@ -294,17 +296,17 @@ def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch
     """Is waited for as long as is said, and no longer, also where gRPC listens; meanwhile others get in."""
     monkeypatch.setattr(server, "HANDSHAKE_MS", 300)
     monkeypatch.setattr(tls_handshake, "SECONDS", 0.3)
-    monkeypatch.setattr(lane_connection, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(transport_connection, "HELLO_SECONDS", 0.3)
     with guarded(certificates.of("ps-0")) as thread, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(stranger(thread, None)) for _ in range(20)]
         halfway = stack.enter_context(stranger(thread, None))
         halfway.sendall(b"\x16\x03\x01\x02\x00\x01")
         shaken = stack.enter_context(stranger(thread, certificates.of("worker-0")))
-        with client(thread, certificates.of("worker-0"), lane="tcp") as member:
+        with client(thread, certificates.of("worker-0"), transport="tcp") as member:
             member.open(W0, 1, 0, False)
         with at_once():
             assert all(map(is_closed, [*silent, halfway, shaken]))
-        eventually(lambda: not thread._server._lanes._handshakes)
+        eventually(lambda: not thread._server._transports._handshakes)
     for secured in (certificates.of("ps-0"), inside.Security()):
         with guarded(secured) as thread:
             host, _, port = thread.address.rpartition(":")
@@ -377,7 +379,7 @@ class Server:
 
 
 def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> None:
-    """Thousands of them write a few lines, with their address and what they lacked; what is no hello ends a lane."""
+    """Thousands of them write a few lines, with their address and what they lacked; what is no hello ends a transport."""
     data_port = free_port()
     server = Server(stack, "--data-port", str(data_port))
     host = server.address.rpartition(":")[0]
@@ -392,12 +394,12 @@ def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> N
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
             while stranger.recv(1 << 16):
                 pass
-    assert server.counts() == {"token": 201, "certificate": 0, "handshake": 0, "lane": 100}
+    assert server.counts() == {"token": 201, "certificate": 0, "handshake": 0, "transport": 100}
     said = server.end()
     lines = [line for line in said.splitlines() if "refuses a caller" in line]
     assert len(lines) == 2
     assert f"refuses a caller at ipv4:{host} (status, token): Unauthenticated: this server asks for the" in lines[0]
-    assert "refuses a caller at 127.0.0.1 (connect, lane)" in lines[1]
+    assert "refuses a caller at 127.0.0.1 (connect, transport)" in lines[1]
     assert len(said) < 2000
 
 
@@ -407,12 +409,12 @@ def test_lines_are_limited_by_host_and_in_all(caplog: pytest.LogCaptureFixture) 
     refused = RefusedCallers("/job:ps/task:0", lambda: now)
     for host in range(3 * MOST_KEPT):
         for port in (1, 2):
-            refused.note("connect", f"10.0.0.{host}:{port}", "lane", "no hello")
+            refused.note("connect", f"10.0.0.{host}:{port}", "transport", "no hello")
     assert len(caplog.messages) == MOST_LINES
-    assert refused.counts["lane"] == 6 * MOST_KEPT
+    assert refused.counts["transport"] == 6 * MOST_KEPT
     assert len(refused.recent()) == MOST_KEPT
     assert refused.recent()[-1].said == f"a caller at 10.0.0.{3 * MOST_KEPT - 1}, 2 times"
     now = QUIET_SECONDS
-    refused.note("connect", "10.0.0.1:3", "lane", "no hello")
+    refused.note("connect", "10.0.0.1:3", "transport", "no hello")
     untold = 6 * MOST_KEPT - MOST_LINES - (MOST_LINES - 1)  # those between two lines are told with the second
     assert caplog.messages[-1].endswith(f"no hello; {untold} more were refused since the last such line")

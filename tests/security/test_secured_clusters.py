@@ -24,7 +24,7 @@ from pstesting import forks
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import say  # in the programs below, which are sources
-from pswire.transport.grpc_channel import open_channel, stub
+from pswire.network.grpc_channel import open_channel, stub
 from tests.kit import internals as inside
 from tests.kit.certificates import Certificates, listening, options
 from tests.kit.internals import pb
@@ -53,39 +53,45 @@ def train(rounds: int) -> None:
     strategy.close()
 
 
-def digests(directory: Path, lane: str = "shm", relays: Sequence[Relay] = (), **keys: Any) -> set[str]:
-    """What the workers of a job end with; they use the lane that is named, and servers vote as they can."""
+def digests(directory: Path, transport: str = "shm", relays: Sequence[Relay] = (), **keys: Any) -> set[str]:
+    """What the workers of a job end with; they use the transport that is named, and servers vote as they can."""
     directory.mkdir(exist_ok=True)
-    keys |= {"ps": 2, "workers": 2, "lane": lane, "log_level": "info", "between": [relay.address for relay in relays]}
+    keys |= {
+        "ps": 2,
+        "workers": 2,
+        "transport": transport,
+        "log_level": "info",
+        "between": [relay.address for relay in relays],
+    }
     with ProcessCluster(train, directory, (3,), **keys) as job:
         for relay, server in zip(relays, (PS0, PS1), strict=False):
             relay.lead_to(job.cluster.addresses[server])
         job.finish()
         (first,), (second,) = (job.said(task, "digest") for task in (W0, W1))
-        assert f"{lane} lane to {PS0}" in job.errors(W0)
-        votes = "grpc" if relays else lane  # relays lie between servers
+        assert f"{transport} transport to {PS0}" in job.errors(W0)
+        votes = "grpc" if relays else transport  # relays lie between servers
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert lane != "tcp" or f"{one} votes at {other}, lane {votes}" in job.errors(one)
+            assert transport != "tcp" or f"{one} votes at {other}, transport {votes}" in job.errors(one)
     return {first, second}
 
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    return digests(tmp_path_factory.mktemp("plain"), lane="grpc")
+    return digests(tmp_path_factory.mktemp("plain"), transport="grpc")
 
 
-SOAK = [pytest.param(lane, False, marks=pytest.mark.soak) for lane in ("grpc", "shm")]
+SOAK = [pytest.param(transport, False, marks=pytest.mark.soak) for transport in ("grpc", "shm")]
 SOAK += [pytest.param("tcp", True, marks=pytest.mark.soak)]
 
 
-@pytest.mark.parametrize(("lane", "relayed"), [("tcp", False), *SOAK])
+@pytest.mark.parametrize(("transport", "relayed"), [("tcp", False), *SOAK])
 def test_a_secured_cluster_trains(
-    certificates: Certificates, tmp_path: Path, stack: ExitStack, without: set[str], lane: str, relayed: bool
+    certificates: Certificates, tmp_path: Path, stack: ExitStack, without: set[str], transport: str, relayed: bool
 ) -> None:
-    """It ends as without, on every lane; servers vote encrypted on the tcp lane, or over gRPC where that is shut."""
-    # At another address of this host there is no lane.
+    """It ends as without, on every transport; servers vote encrypted on the tcp transport, or over gRPC where that is shut."""
+    # At another address of this host there is no transport.
     relays = [Relay(stack, "127.0.0.2") for _ in range(2)] if relayed else []
-    found = digests(tmp_path, lane, relays, security=options(certificates.out), chief="driver")
+    found = digests(tmp_path, transport, relays, security=options(certificates.out), chief="driver")
     assert found == without
     assert len(found) == 1
 
@@ -170,9 +176,9 @@ class Job:
         self._stack, self._certificates = stack, certificates
         self.addresses = [listening(stack, task, security=options(certificates.out))[1] for task in (0, 1)]
 
-    def connect(self, name: str, server: inside.Task, lane: inside.LaneName = "grpc") -> inside.RemoteServer:
+    def connect(self, name: str, server: inside.Task, transport: inside.TransportName = "grpc") -> inside.RemoteServer:
         shown = self._certificates.of(name)
-        client = inside.RemoteServer(self.addresses[server.index], server, CALM, lane=lane, security=shown)
+        client = inside.RemoteServer(self.addresses[server.index], server, CALM, transport=transport, security=shown)
         self._stack.callback(client.close)
         return client
 
@@ -182,20 +188,20 @@ def job(stack: ExitStack, certificates: Certificates) -> Job:
     return Job(stack, certificates)
 
 
-@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
-def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, lane: inside.LaneName) -> None:
-    """On a server that did not give the number, its own task gets in; the thief is out, on the lane it has opened."""
+@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport: inside.TransportName) -> None:
+    """On a server that did not give the number, its own task gets in; the thief is out, on the transport it has opened."""
     number = job.connect("worker-0", PS0).open(W0, 1, 1, False).session
-    thief, owner = job.connect("worker-1", PS1, lane), job.connect("worker-0", PS1)
+    thief, owner = job.connect("worker-1", PS1, transport), job.connect("worker-0", PS1)
     assert thief.open(W1, 1, number, False).session == number
     value = inside.Payload.pack([np.ones(4, "float32")])
     assert thief.create(number, 1, 1, SPEC, (1,), value).initialized
-    assert thief.pull(number, [1], -1).result(SECONDS).payload.size == 16  # its lane is open
-    assert thief.traffic[lane].received
+    assert thief.pull(number, [1], -1).result(SECONDS).payload.size == 16  # its transport is open
+    assert thief.traffic[transport].received
     assert owner.open(W0, 1, number, False).session == number
     with pytest.raises((inside.Forbidden, inside.Fenced)):
         thief.pull(number, [1], -1).result(SECONDS)
-    if (held := thief.lane(number)) is not None:
+    if (held := thief.transport(number)) is not None:
         with pytest.raises((inside.Forbidden, inside.Fenced)):
             held.beat().result(SECONDS)
     with pytest.raises(inside.Forbidden, match=f"session {number} is {W0}'s, and not {W1}'s"):

@@ -397,7 +397,7 @@ def test_where_it_waits(two):
     two.set_consistency(ps.Sync())
 
 
-def test_a_large_round_has_the_lane_for_itself(two, monkeypatch):
+def test_a_large_round_has_the_transport_for_itself(two, monkeypatch):
     """What this worker has on its way of its own is taken in before: it would lie in memory that streams need."""
     strategy, exchange = two, two._exchange
     with strategy.scope():

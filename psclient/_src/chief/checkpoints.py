@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, wait
 from functools import partial
 
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.session import Session
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.session import Session
 from pswire.api import ParameterServer
 from pswire.checkpoint.assembly import manifest_of
 from pswire.checkpoint.manifest import Manifest

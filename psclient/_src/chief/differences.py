@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from psclient._src.chief.farewells import farewell
 from psclient._src.chief.job_log import JobLog
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer
-from psclient._src.transport.session import Session
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.remote_server import RemoteServer
+from psclient._src.network.session import Session
 from pswire.cluster import Task, server_of
 from pswire.errors import PSError, ServerLost
 from pswire.model.log import Gone

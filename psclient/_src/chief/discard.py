@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from psclient._src.chief.abandonment import is_here
 from psclient._src.chief.job_log import JobLog
-from psclient._src.transport.remote_server import follow_moves
-from psclient._src.transport.session import Session
+from psclient._src.network.remote_server import follow_moves
+from psclient._src.network.session import Session
 from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError

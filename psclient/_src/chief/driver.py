@@ -25,9 +25,9 @@ from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leaving import LeaveSaves, StepDown
 from psclient._src.chief.losses import Losses
 from psclient._src.chief.returns import Returns
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, expect
-from psclient._src.transport.session import Session
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.remote_server import RemoteServer, expect
+from psclient._src.network.session import Session
 from pswire.api import Watched
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Abandoned, Fenced, PSError, ServerGone, ServerLost, TaskTaken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from psclient._src.transport.remote_server import RemoteServer, elsewhere
+from psclient._src.network.remote_server import RemoteServer, elsewhere
 from pswire.errors import PSError
 
 log = logging.getLogger("psclient.chief")

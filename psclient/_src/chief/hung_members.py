@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from psclient._src.chief.decisions import cut_off
 from psclient._src.chief.differences import Differences
 from psclient._src.chief.stalls import Stall, Stalls
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.session import Session
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.session import Session
 from pswire.limits import Timeouts
 from pswire.model.log import Epoch
 from pswire.model.status import ServerStatus

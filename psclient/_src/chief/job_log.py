@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from psclient._src.chief.job_state import JobState
-from psclient._src.transport.session import Session
+from psclient._src.network.session import Session
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError, Fenced, ServerGone, ServerLost, Unreachable

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from psclient._src.chief.job_log import JobLog
-from psclient._src.transport.remote_server import RemoteServer
-from psclient._src.transport.session import Session
+from psclient._src.network.remote_server import RemoteServer
+from psclient._src.network.session import Session
 from pswire.cluster import server_of
 from pswire.errors import PSError, ServerGone, ServerLost
 from pswire.model.log import Gone, Lost

@@ -21,9 +21,9 @@ from functools import partial
 
 from psclient._src.chief.farewells import farewell
 from psclient._src.chief.job_log import JobLog
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, elsewhere, expect
-from psclient._src.transport.session import Session
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.remote_server import RemoteServer, elsewhere, expect
+from psclient._src.network.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import EpochClosed, Gone, JobStarted, LogEntry, Return, Snapshotted

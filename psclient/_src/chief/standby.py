@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from psclient._src.transport.remote_server import RemoteServer, expect, follow_moves, look_again
+from psclient._src.network.remote_server import RemoteServer, expect, follow_moves, look_again
 from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ServerLost

@@ -10,9 +10,9 @@ from functools import partial
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.job_log import JobOver
 from psclient._src.chief.standby import stand_by, taken_over_by
+from psclient._src.network.remote_server import connect, expect
 from psclient._src.processes.sigterm import NOTICE
 from psclient._src.telemetry.exporter import Exporter
-from psclient._src.transport.remote_server import connect, expect
 from pswire.cluster import Task, TaskConfig
 from pswire.errors import ServerLost, TaskTaken
 from pswire.limits import Refused, Timeouts

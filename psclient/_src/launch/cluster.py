@@ -22,17 +22,18 @@ from typing import Any
 
 from psclient._src.config import (
     JOB,
-    LANE,
     LOCAL_REDUCTION,
     REPLICATION_FACTOR,
     SCRIPT_ERROR,
     TF_CONFIG,
+    TRANSPORT,
     LaunchConfig,
     child_environ,
     job_from,
 )
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
+from psclient._src.network.remote_server import RemoteServer
 from psclient._src.processes.local_clusters import register
 from psclient._src.processes.output import Line, Relay
 from psclient._src.processes.process import (
@@ -46,7 +47,6 @@ from psclient._src.processes.process import (
     start_server,
 )
 from psclient._src.processes.shutdown import NOT_SAVED
-from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
@@ -291,7 +291,7 @@ class Cluster:
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
         how = {
-            LANE: self.config.lane,
+            TRANSPORT: self.config.transport,
             LOCAL_REDUCTION: str(int(self.config.local_reduction)),
             REPLICATION_FACTOR: str(self.config.replication_factor),
         }

@@ -18,9 +18,9 @@ from functools import partial
 from types import TracebackType
 
 from psclient._src.config import JOB, REPLICATION_FACTOR, TF_CONFIG
-from psclient._src.transport.patience import until_free
-from psclient._src.transport.remote_server import RemoteServer
-from psclient._src.transport.tls_diagnosis import names_shown
+from psclient._src.network.patience import until_free
+from psclient._src.network.remote_server import RemoteServer
+from psclient._src.network.tls_diagnosis import names_shown
 from pswire.cluster import ClusterSpec, Task, check_address, is_loopback, join_address
 from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts

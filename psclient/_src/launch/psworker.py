@@ -23,11 +23,11 @@ from psclient._src.config import (
     replication_factor_from,
     security_from,
     security_options,
-    set_lane,
     set_metrics,
     set_save_on_sigterm,
     set_security,
     set_traces,
+    set_transport,
     set_variables,
     task_config,
     tf_config_text,
@@ -55,7 +55,7 @@ log = logging.getLogger("psworker")
 
 
 OF_A_TASK = (
-    *("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module", "save_on_sigterm"),
+    *("debug", "transport", "log_level", "log_format", "metrics_port", "metrics_host", "module", "save_on_sigterm"),
     "traces",
 )
 """Options of a local cluster that a single task has as well."""
@@ -163,8 +163,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
     win over the file. With --hosts starts them on several hosts over ssh, with --ray on a Ray cluster.
     """
-    if given["lane"]:
-        set_lane(given["lane"])
+    if given["transport"]:
+        set_transport(given["transport"])
     cluster = said(LaunchConfig, given)
     server = said(ServerOptions, given)
     if given["chief_runs_script"]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from psclient._src.network.session import Session
 from psclient._src.rounds.membership import Group
-from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
 

@@ -4,7 +4,7 @@ What is computed in a buffer is sent from where it is.
 
 Of each variable there are two, which alternate: one is written while the other may still be read. What is handed in is
 the round's until that is answered. So it needs no copy, however large it is, and its call does not wait for it. On the
-shm lane the arrays lie in the memory that this process shares with the server.
+shm transport the arrays lie in the memory that this process shares with the server.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from psclient._src.arrays.devices import Device, empty_host
+from psclient._src.network.staging import Sent
+from psclient._src.network.transport import Transport
 from psclient._src.rounds.under_way import UnderWay
-from psclient._src.transport.lane import Lane
-from psclient._src.transport.staging import Sent
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, align, as_bytes
-from pswire.transport.payload import Chunk, Payload
+from pswire.network.payload import Chunk, Payload
 
 
 @dataclass(eq=False)
@@ -33,14 +33,14 @@ class Buffer:
 
     Attributes:
         array: a view of it, as the program has it.
-        lane: the lane on which it is sent; None for none.
-        memory, place: the memory that the lane shares, and the array's offset there; None for memory of its own.
+        transport: the transport on which it is sent; None for none.
+        memory, place: the memory that the transport shares, and the array's offset there; None for memory of its own.
         handed_in: True once it was given to a reduction.
         round: the round that sent it; None while none has since it was handed in last.
     """
 
     base: Array
-    lane: Lane | None = None
+    transport: Transport | None = None
     memory: memoryview | None = None
     place: int = 0
 
@@ -58,12 +58,12 @@ class Buffers:
     """The buffers of this process's variables. May be used by any thread.
 
     Args:
-        lane: returns the lane to a server, by its number; None where there is none.
+        transport: returns the transport to a server, by its number; None where there is none.
         take: waits until a round is answered.
     """
 
-    def __init__(self, lane: Callable[[int], Lane | None], take: Callable[[UnderWay], None]) -> None:
-        self._lane = lane
+    def __init__(self, transport: Callable[[int], Transport | None], take: Callable[[UnderWay], None]) -> None:
+        self._transport = transport
         self._take = take
         self._lock = threading.Lock()
         self._pairs: dict[int, list[Buffer]] = {}  # of each variable; the first is the one in use
@@ -91,29 +91,29 @@ class Buffers:
         for round in dict.fromkeys(pair[1].round for _, pair in used if len(pair) == 2):
             if round is not None:
                 self._take(round)
-        lanes: dict[int, Lane | None] = {}
+        transports: dict[int, Transport | None] = {}
         with self._lock:
             for variable, pair in used:
                 if not pair or pair[0].handed_in:  # no other thread was faster
-                    self._turn(variable, pair, device, lanes)
+                    self._turn(variable, pair, device, transports)
         return [pair[0] for _, pair in pairs]
 
     def _turn(
-        self, variable: PlacedVariable, pair: list[Buffer], device: Device, lanes: dict[int, Lane | None]
+        self, variable: PlacedVariable, pair: list[Buffer], device: Device, transports: dict[int, Transport | None]
     ) -> None:
-        """Makes the other array of a variable the one in use; `lanes` are those that are known, by servers."""
+        """Makes the other array of a variable the one in use; `transports` are those that are known, by servers."""
         old = pair.pop() if len(pair) == 2 else None
         server = variable.servers[0]
-        if server not in lanes:
-            lanes[server] = self._lane(server)
-        lane = lanes[server] if device.kind == "cpu" and len(variable.servers) == 1 else None
+        if server not in transports:
+            transports[server] = self._transport(server)
+        transport = transports[server] if device.kind == "cpu" and len(variable.servers) == 1 else None
         if old is not None:
             self._shown.pop(id(old.array), None)
-        if old is not None and old.lane is lane and old.round is not None:
+        if old is not None and old.transport is transport and old.round is not None:
             old.renew()
             made = old
         else:  # An old one without a round may be in a section that is not sent.
-            made = _make(variable.spec.tensor, device, lane, shared=old is None or old.round is not None)
+            made = _make(variable.spec.tensor, device, transport, shared=old is None or old.round is not None)
             if old is not None:
                 self._at.pop(address_of(old.base), None)
             self._at[address_of(made.base)] = made
@@ -138,14 +138,14 @@ class Buffers:
         return {id(array): buffer for array in arrays if (buffer := self.hand_in(array)) is not None}
 
 
-def _make(spec: TensorSpec, device: Device, lane: Lane | None, shared: bool) -> Buffer:
+def _make(spec: TensorSpec, device: Device, transport: Transport | None, shared: bool) -> Buffer:
     dtype = DTYPES[spec.dtype]
-    reserved = lane.reserve(spec.nbytes) if lane is not None and shared and spec.nbytes else None
+    reserved = transport.reserve(spec.nbytes) if transport is not None and shared and spec.nbytes else None
     if reserved is None:
-        return Buffer(empty_host(device, dtype, spec.shape), lane)
+        return Buffer(empty_host(device, dtype, spec.shape), transport)
     memory, place = reserved
     array = np.frombuffer(memory, np.uint8, spec.nbytes, place).view(dtype).reshape(spec.shape)
-    return Buffer(array, lane, memory, place)
+    return Buffer(array, transport, memory, place)
 
 
 def pack(arrays: Sequence[Array], buffers: Mapping[int, Buffer | None]) -> Payload:

@@ -2,7 +2,7 @@
 
 A process finds a variable's number and servers by itself, as all others do. So nothing has to be asked before a read, a
 round, a checkpoint or the end of a scope; then one call per server creates all that was recorded, and one push per
-server, on its lane, brings the first values that are wanted there. An error names the line that created the variable.
+server, on its transport, brings the first values that are wanted there. An error names the line that created the variable.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from psclient._src.network.remote_server import SLOWEST
+from psclient._src.network.session import Session
 from psclient._src.rounds.first_values import FirstValues, Recorded
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.tracing.diagnostics import users_line
-from psclient._src.transport.remote_server import SLOWEST
-from psclient._src.transport.session import Session
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, RoundTimeout, ServerGone, VariableMismatch
@@ -28,7 +28,7 @@ from pswire.limits import PART_BYTES
 from pswire.model.log import Created
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import Array, portable
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 KEPT_BYTES = 4 * PART_BYTES
 """Bytes of first values that wait to be sent: they are copies, since the script may change its arrays."""

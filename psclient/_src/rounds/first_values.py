@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from psclient._src.network.session import Session
 from psclient._src.rounds.membership import Group
-from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError, RoundTimeout
 from pswire.model.log import Member

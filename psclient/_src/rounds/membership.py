@@ -16,13 +16,13 @@ from functools import partial
 
 from psclient._src.arrays.devices import Device
 from psclient._src.data.progress import Pass, Progress
+from psclient._src.network.chunk_calls import ChunkCalls
+from psclient._src.network.log_calls import JobNews
+from psclient._src.network.pacing import goes_on
+from psclient._src.network.patience import Deadline
+from psclient._src.network.session import Session
 from psclient._src.processes.departure import Departure
 from psclient._src.processes.sigterm import NOTICE, Notice
-from psclient._src.transport.chunk_calls import ChunkCalls
-from psclient._src.transport.log_calls import JobNews
-from psclient._src.transport.pacing import goes_on
-from psclient._src.transport.patience import Deadline
-from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout, ServerLost

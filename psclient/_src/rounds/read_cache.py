@@ -13,12 +13,12 @@ from typing import TypeVar, cast
 import numpy as np
 
 from psclient._src.interpreter.lifetimes import weakly
+from psclient._src.network.session import Session
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Targets
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.under_way import Lookup, UnderWay
-from psclient._src.transport.session import Session
 from pswire.api import PullReply, RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import RoundTimeout, ServerGone

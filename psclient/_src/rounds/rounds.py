@@ -22,6 +22,9 @@ from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
 from psclient._src.interpreter.interrupts import INTERRUPTS
+from psclient._src.network.pacing import passes
+from psclient._src.network.session import Session
+from psclient._src.network.staging import Sent, any_pending, fill, host, keep, pack
 from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.pushes import Pushes
 from psclient._src.rounds.awaited import Awaited
@@ -36,9 +39,6 @@ from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import OwnWindow, Window
 from psclient._src.tracing.diagnostics import users_line
-from psclient._src.transport.pacing import passes
-from psclient._src.transport.session import Session
-from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
 from psclient._src.variables.feedback import Feedback
 from pswire.api import Contribution, RoundReply, RowRead
 from pswire.cluster import Task
@@ -50,8 +50,8 @@ from pswire.model.plan import Plan, Ref, SnapshotOrder
 from pswire.model.rows import Rows
 from pswire.model.status import Pace
 from pswire.model.tensor import Array, TensorSpec
+from pswire.network.payload import EMPTY, Payload
 from pswire.telemetry.reminder import Reminder
-from pswire.transport.payload import EMPTY, Payload
 
 if TYPE_CHECKING:
     from psclient._src.telemetry.traces.worker import Flush, StepTraces
@@ -195,7 +195,7 @@ class Exchange:
         self.window = Window(session, group, self.reads, self._awaited, self.measures)
         self.own = OwnWindow(session, group, self.reads, self._awaited, self.measures)
         group.settle, self.reads.take = self.window.settle, self._take
-        self.buffers = Buffers(session.lane, self._take)
+        self.buffers = Buffers(session.transport, self._take)
         self.creation = Creation(session, group, self.reads)
         self._variables = self.creation.variables
         self.pushes = Pushes(session.servers)
@@ -359,7 +359,7 @@ class Exchange:
         if shares.large and not (waits or coming):
             waits = any(_nbytes(outgoing.sent(share), unchanged) > PART_BYTES for share in shares.shares.values())
         if plan.streams and not alone:
-            self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
+            self.own.take_all()  # what lies on its way unused would leave no room on the transport for what streams
         window.make_room()
         INTERRUPTS.guard()
         round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 
+from psclient._src.network.patience import Deadline
+from psclient._src.network.session import Session
 from psclient._src.options import Round
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
@@ -23,8 +25,6 @@ from psclient._src.rounds.membership import Group
 from psclient._src.rounds.read_cache import ReadCache, frozen
 from psclient._src.rounds.under_way import Answered, UnderWay
 from psclient._src.tracing.diagnostics import users_line
-from psclient._src.transport.patience import Deadline
-from psclient._src.transport.session import Session
 from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout, ServerGone, ServerLost

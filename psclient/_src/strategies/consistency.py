@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from psclient._src import context
+from psclient._src.network.session import Session
 from psclient._src.options import Async, BoundedStaleness, Consistency, Sync
 from psclient._src.rounds.backend import RemoteBackend
-from psclient._src.transport.session import Session
 from pswire.cluster import TaskConfig
 from pswire.encoding import protocol
 from pswire.errors import ConfigError

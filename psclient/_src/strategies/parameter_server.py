@@ -22,21 +22,23 @@ from psclient._src.chief.standby import taken_over_by
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import (
-    check_lane,
+    check_transport,
     ends_with_script,
     job_from,
-    lane_from,
     local_reduction_from,
     refused_from,
     replication_factor_from,
     saves_on_sigterm,
     security_from,
     timeouts_from,
+    transport_from,
 )
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import weakly
+from psclient._src.network.remote_server import RemoteServer, connect
+from psclient._src.network.session import Session
 from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
@@ -56,16 +58,14 @@ from psclient._src.strategies.consistency import (
     is_apart,
 )
 from psclient._src.telemetry.exporter import Exporter
-from psclient._src.transport.remote_server import RemoteServer, connect
-from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken
 from pswire.limits import Timeouts
+from pswire.network.traffic import TransportName
 from pswire.security.identity import Security
 from pswire.security.names import task_name
-from pswire.transport.traffic import LaneName
 
 OF_SIGNALS = 128
 """Exit codes above are those of processes that a signal ended."""
@@ -100,8 +100,8 @@ class ParameterServerStrategy(Strategy):
         ps_strategy: choice of the server for a variable that is not created beside another; the same in all processes.
             "greedy" takes the one with the fewest bytes, "round_robin" the next in turn, as TensorFlow does by
             default; both pass over servers whose memory limit leaves no room.
-        lane: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
-            the next one is. By default what `PS_LANE` says, else the fastest that works.
+        transport: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
+            the next one is. By default what `PS_TRANSPORT` says, else the fastest that works.
         deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
             are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
             `Sync()` job whose workers stay; updates that come as they come, `BoundedStaleness(k)` and `Async()`, are
@@ -115,7 +115,7 @@ class ParameterServerStrategy(Strategy):
             one of `ps.compression`, the same in all processes. None for as they are. See `docs/compression.md`.
 
     Raises:
-        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `transport`, a certificate or the token is wrong; another process
             began with another consistency, or another `k`; `deterministic` and another consistency than `Sync()`, or
             `backup_workers`; not more workers than `backup_workers`.
         TypeError: `compression` is no way to compress.
@@ -130,7 +130,7 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         timeouts: Timeouts | None = None,
         ps_strategy: PsStrategy = "greedy",
-        lane: LaneName | None = None,
+        transport: TransportName | None = None,
         deterministic: bool = False,
         variable_partitioner: PartitionFn | None = None,
         compression: Compression | None = None,
@@ -141,7 +141,7 @@ class ParameterServerStrategy(Strategy):
         self._given = consistency or Sync()
         self._deterministic = deterministic
         check_deterministic(deterministic, self._given)
-        self._lane = lane_from() if lane is None else check_lane(lane)
+        self._transport = transport_from() if transport is None else check_transport(transport)
         self._local_reduction = local_reduction_from() if local_reduction is None else local_reduction
         self._ps_strategy = ps_strategy
         self._partitioner = check_partitioner(variable_partitioner)
@@ -187,7 +187,7 @@ class ParameterServerStrategy(Strategy):
         job, refused, copied = job_from(), refused_from(), replication_factor_from() > 1 and self._embedded is None
         if copied:
             check_copied(self._given)
-        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused, copied=copied)
+        self._servers = connect(cluster, self._timeouts, self._transport, security, refused=refused, copied=copied)
         self._session = Session(
             task,
             self._servers,
@@ -351,8 +351,8 @@ class ParameterServerStrategy(Strategy):
     @property
     def traffic(self) -> tuple[int, int]:
         """Payload bytes sent and received so far, in bytes."""
-        lanes = [each for server in self._servers for each in server.traffic.values()]
-        return sum(each.sent for each in lanes), sum(each.received for each in lanes)
+        transports = [each for server in self._servers for each in server.traffic.values()]
+        return sum(each.sent for each in transports), sum(each.received for each in transports)
 
     # ---- The end ----
 

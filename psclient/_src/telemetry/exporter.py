@@ -19,9 +19,9 @@ from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Reading, Row
 
 if TYPE_CHECKING:
     from psclient._src.chief.driver import Chief
+    from psclient._src.network.remote_server import RemoteServer
     from psclient._src.rounds.rounds import Exchange
     from psclient._src.telemetry.chief_page import ChiefPage
-    from psclient._src.transport.remote_server import RemoteServer
     from pswire.telemetry.prometheus import Page
     from pswire.telemetry.web_server import Reply, Request
 
@@ -54,9 +54,9 @@ def _phases(worker: Worker) -> Values:
 def _payloads(worker: Worker) -> Values:
     moved: dict[tuple[str, ...], float] = {}
     for server in worker.servers:
-        for lane, each in server.traffic.items():
-            moved[lane, "received"] = moved.get((lane, "received"), 0) + each.received
-            moved[lane, "sent"] = moved.get((lane, "sent"), 0) + each.sent
+        for transport, each in server.traffic.items():
+            moved[transport, "received"] = moved.get((transport, "received"), 0) + each.received
+            moved[transport, "sent"] = moved.get((transport, "sent"), 0) + each.sent
     return moved
 
 
@@ -99,7 +99,7 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
         "counter",
         "Bytes of payloads that travelled, repeats included.",
         _payloads,
-        ("lane", "direction"),
+        ("transport", "direction"),
     ),
     Row(
         WORKER + "host_contributions",

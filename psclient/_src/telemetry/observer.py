@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, follow_moves
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.remote_server import RemoteServer, follow_moves
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts

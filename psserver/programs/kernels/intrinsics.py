@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Combined = Literal["sum", "max", "min"]
 
-LANES = 8
+TRANSPORTS = 8
 """Elements that a reduction takes side by side: NumPy's number, for sums."""
 
 
@@ -146,7 +146,7 @@ def eights(op: Combined) -> Any:
                 return _COMBINED[op](builder, array.dtype, one, other)
 
             data = context.make_array(array)(context, builder, args[0]).data
-            vector = ir.VectorType(data.type.pointee, LANES)
+            vector = ir.VectorType(data.type.pointee, TRANSPORTS)
 
             def load(index: Any) -> Any:
                 address = builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
@@ -154,14 +154,14 @@ def eights(op: Combined) -> Any:
 
             word = args[1].type
             found = cgutils.alloca_once_value(builder, load(word(0)))
-            count = builder.sdiv(args[1], word(LANES))
+            count = builder.sdiv(args[1], word(TRANSPORTS))
             with cgutils.for_range(builder, count, start=word(1)) as loop:
-                more = load(builder.mul(loop.index, word(LANES)))
+                more = load(builder.mul(loop.index, word(TRANSPORTS)))
                 builder.store(combined(builder.load(found), more), found)
-            lanes = [builder.extract_element(builder.load(found), ir.IntType(32)(n)) for n in range(LANES)]
-            while len(lanes) > 1:
-                lanes = [combined(*pair) for pair in zip(lanes[::2], lanes[1::2], strict=True)]
-            return lanes[0]
+            transports = [builder.extract_element(builder.load(found), ir.IntType(32)(n)) for n in range(TRANSPORTS)]
+            while len(transports) > 1:
+                transports = [combined(*pair) for pair in zip(transports[::2], transports[1::2], strict=True)]
+            return transports[0]
 
         return array.dtype(array, n), generate
 

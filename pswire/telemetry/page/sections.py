@@ -141,16 +141,16 @@ def _shares(shares: Sequence[float]) -> Html:
     return Html(f"{head}{drawn}</svg>")
 
 
-def _lanes(sight: Sight) -> Html:
+def _transports(sight: Sight) -> Html:
     rows = []
     for server in sight.view.servers:
         moved = sight.rates.get(server.task, {}).get("bytes_per_second", {})
-        for lane in sorted({name.split()[0] for name, count in server.traffic.items() if count}):
-            received, sent = f"{lane} received", f"{lane} sent"
+        for transport in sorted({name.split()[0] for name, count in server.traffic.items() if count}):
+            received, sent = f"{transport} received", f"{transport} sent"
             rows.append(
                 {
                     "server": short(server.task),
-                    "lane": lane,
+                    "transport": transport,
                     "in": f"{size(moved.get(received, 0))}/s" if moved else "",
                     "out": f"{size(moved.get(sent, 0))}/s" if moved else "",
                     "received so far": size(server.traffic.get(received, 0)),
@@ -159,7 +159,7 @@ def _lanes(sight: Sight) -> Html:
             )
     if not rows:
         return paragraph("No bytes of values have travelled yet.")
-    headings = ("server", "lane", "in", "out", "received so far", "sent so far")
+    headings = ("server", "transport", "in", "out", "received so far", "sent so far")
     return table("Bytes of payloads, as the servers see them", headings, rows)
 
 
@@ -235,7 +235,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Sight], Html]]] = {
     "tasks": ("Tasks", _tasks),
     "time-line": ("Time line", _time_line),
     "rounds": ("Rounds", _rounds),
-    "lanes": ("Lanes", _lanes),
+    "transports": ("Transports", _transports),
     "variables": ("Variables", _variables),
     "checkpoints": ("Checkpoints", _checkpoints),
     "refused": ("Refused callers", _refused),

@@ -60,9 +60,9 @@ class ServerView:
         state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us.
         lag: number of rounds that its last complete one is behind the newest of any server.
         waits_for: tasks that are missing in any open round.
-        lanes: sessions of tasks by the lane that they use to it.
+        transports: sessions of tasks by the transport that they use to it.
         version: version of this package there.
-        traffic: payload bytes so far by lane and direction, such as "shm received".
+        traffic: payload bytes so far by transport and direction, such as "shm received".
         up_seconds: seconds since its process began.
         phases: seconds of all rounds so far by phase: "waiting", "applying", "answering".
         table_rows, table_bytes: rows of each dynamic table there, and the bytes that it takes, by name.
@@ -88,7 +88,7 @@ class ServerView:
     snapshot_bytes: int = _told(0, lambda s, p: s.held)
     snapshot_limit: int = _told(0, lambda s, p: s.snapshot_limit)
     resident_bytes: int = _told(0, lambda s, p: p.resident)
-    lanes: Mapping[str, int] = _told(dict, lambda s, p: _lanes(s.epoch, p))
+    transports: Mapping[str, int] = _told(dict, lambda s, p: _transports(s.epoch, p))
     saving: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
     device: str = _told("", lambda s, p: s.device)
     domain: str = _told("", lambda s, p: s.domain)
@@ -120,7 +120,7 @@ class TaskView:
         round: the last round that it has contributed to; -1 for none. Of an asynchronous task its own count.
         lag: number of rounds that it is behind the newest of any task.
         waits_for: tasks that it waits for; none while it computes.
-        lanes: kinds of lanes that it uses, to any server.
+        transports: kinds of transports that it uses, to any server.
         steps, rounds, waits: its calls of `strategy.run`, the rounds that it has made, and how often it has waited
             for rounds.
         opened_seconds: seconds since its session was opened; 0 where the server does not tell.
@@ -138,7 +138,7 @@ class TaskView:
     round: int = -1
     lag: int = 0
     waits_for: tuple[str, ...] = ()
-    lanes: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
     steps: int = 0
     rounds: int = 0
     waits: int = 0
@@ -266,8 +266,8 @@ def _server(found: Looked, newest: int) -> ServerView:
     return ServerView(str(found.task), found.address, state, newest - status.round, **told)
 
 
-def _lanes(epoch: Epoch | None, process: ProcessStatus) -> dict[str, int]:
-    return dict(Counter(process.lanes.get(member.session, "grpc") for member in (epoch.members if epoch else ())))
+def _transports(epoch: Epoch | None, process: ProcessStatus) -> dict[str, int]:
+    return dict(Counter(process.transports.get(member.session, "grpc") for member in (epoch.members if epoch else ())))
 
 
 def _saving(saving: Saving) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch
     member, drives = session.member, session.drives
     takes_part = newest is not None and member in newest.members
     round = -1 if drives else _round_of(session, statuses)
-    used = [s.process.lanes.get(member.session, "grpc") for s in statuses if s.process]
+    used = [s.process.transports.get(member.session, "grpc") for s in statuses if s.process]
     return TaskView(
         task=str(member.task),
         drives=drives,
@@ -371,7 +371,7 @@ def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch
         round=round,
         lag=furthest - round if takes_part else 0,
         waits_for=() if drives or session.state != "open" else _waits_for(session, statuses, takes_part),
-        lanes=() if drives else tuple(sorted(set(used))),
+        transports=() if drives else tuple(sorted(set(used))),
         steps=session.pace.steps,
         rounds=session.pace.rounds,
         waits=session.pace.waits,

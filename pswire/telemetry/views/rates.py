@@ -9,7 +9,7 @@ from pswire.telemetry.views.job_view import JobView, ServerView
 from pswire.telemetry.views.numbers import size
 
 Rates = Mapping[str, Mapping[str, Any]]
-"""For each server its rounds per second, bytes per second by lane and direction, and seconds of a round by phase."""
+"""For each server its rounds per second, bytes per second by transport and direction, and seconds of a round by phase."""
 
 PHASES = ("waiting", "applying", "answering")
 """The phases of a round, in their order."""
@@ -55,7 +55,7 @@ def _columns(rate: Mapping[str, Any]) -> dict[str, str]:
     found = {"rounds/s": f"{rate['rounds_per_second']:.1f}", "a round's time": phase_words(rate["round_seconds"])}
     for direction, heading in (("received", "in"), ("sent", "out")):
         moved = {name.split()[0]: number for name, number in rate["bytes_per_second"].items() if direction in name}
-        found[heading] = ", ".join(f"{lane} {size(number)}/s" for lane, number in sorted(moved.items()))
+        found[heading] = ", ".join(f"{transport} {size(number)}/s" for transport, number in sorted(moved.items()))
     return found
 
 

@@ -61,7 +61,7 @@ SERVER_COLUMNS: Columns = {
     "of these here": lambda s: of(s.tier_resident_bytes, s.tier_memory) if s.tier_memory else "",
     "memory": lambda s: size(s.resident_bytes) if s.resident_bytes else "",
     "device": lambda s: s.device,
-    "lanes": lambda s: ", ".join(f"{count} {lane}" for lane, count in sorted(s.lanes.items())),
+    "transports": lambda s: ", ".join(f"{count} {transport}" for transport, count in sorted(s.transports.items())),
     "waits for": lambda s: ", ".join(map(short, s.waits_for)),
     "saves": lambda s: ", ".join(f"{each['path']} (round {each['round']})" for each in s.saving),
     "old values": lambda s: of(s.snapshot_bytes, s.snapshot_limit) if s.snapshot_bytes or s.snapshot_limit else "",
@@ -82,7 +82,7 @@ TASK_COLUMNS: Columns = {
     "lag": lambda t: str(t.lag) if t.takes_part else "",
     "steps": lambda t: str(t.steps) if t.steps else "",
     "rounds, waits a step": lambda t: f"{t.rounds / t.steps:.1f}, {t.waits / t.steps:.1f}" if t.steps else "",
-    "lanes": lambda t: ", ".join(t.lanes),
+    "transports": lambda t: ", ".join(t.transports),
     "waits for": lambda t: ", ".join(map(short, t.waits_for)),
 }
 """Columns of the table of tasks."""

@@ -55,12 +55,12 @@ def assert_ends(work, match):
         job(work)
 
 
-@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_a_server_updates_a_layer_before_backward_ends(lane):
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_server_updates_a_layer_before_backward_ends(transport):
     """From the second step on: the last layer's variable has another value when the first one's gradient is made."""
     with (
         InProcessCluster() as cluster,
-        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), lane=lane) as strategy,
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), transport=transport) as strategy,
     ):
         module = Wide()
         optimizer = sgd(strategy, module)

@@ -76,7 +76,7 @@ def measured(tmp_path, *works):
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["left_out"] == []
-    assert (found["format"], found["lane"]) == (1, "shm")
+    assert (found["format"], found["transport"]) == (1, "shm")
     return found, {(row["work"], row["way"]): row for row in found["rows"]}
 
 

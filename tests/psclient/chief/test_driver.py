@@ -15,10 +15,10 @@ from psclient._src.chief.decisions import is_done as decide_end
 from psclient._src.chief.job_state import JobState
 from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.chief.standby import outlook
-from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.session import Session
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.session import Session
 from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
+from psserver.network.server import ServerThread
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from pswire.model.log import EpochClosed, Member

@@ -10,7 +10,7 @@ from psclient._src.chief.differences import LEASES, Differences
 from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.job_state import JobState
 from psclient._src.chief.losses import Losses
-from psclient._src.transport.hosting import Hosting
+from psclient._src.network.hosting import Hosting
 from pstesting.clock import Clock
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ServerGone, ServerLost

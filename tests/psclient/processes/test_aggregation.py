@@ -34,7 +34,7 @@ from pswire.model.compression import Codec
 from pswire.model.log import Epoch, Member
 from pswire.model.plan import PlacedVariable, Plan, Reduction, VariableSpec
 from pswire.model.tensor import Array, TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.rig import eventually
 
 MEMBERS = tuple(Member(Task("worker", number), number + 1, 1) for number in range(3))

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient._src.network.daemon_threads import SPARE, Threads
+from psclient._src.network.remote_server import RemoteServer
 from psclient._src.processes import shutdown
 from psclient._src.processes.process import start_server
-from psclient._src.transport.daemon_threads import SPARE, Threads
-from psclient._src.transport.remote_server import RemoteServer
 from pstesting import forks
 from pstesting.processes import SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
@@ -31,7 +31,7 @@ from tests.kit.strategies import refused
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor
 from psclient._src.processes import shutdown
-from psclient._src.transport.daemon_threads import SPARE, Threads
+from psclient._src.network.daemon_threads import SPARE, Threads
 
 pool = Threads("test") if SPARE else ThreadPoolExecutor()
 for name in ("first", "second"):
@@ -127,21 +127,21 @@ def test_an_error_keeps_nothing_else_from_its_end(caplog, monkeypatch):
     assert "IndexError" in caplog.text
 
 
-@pytest.mark.parametrize("lane", ["shm", "grpc"])
-def test_what_a_script_saved_last_is_there_without_a_close(tmp_path, lane):
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_what_a_script_saved_last_is_there_without_a_close(tmp_path, transport):
     """A script may end in its scope, with a checkpoint on its way, and a later one restores it."""
     (tmp_path / "job.py").write_text(JOB)
-    done = [shell(["python", "job.py", "5", what], tmp_path, PS_LANE=lane) for what in ("save", "restore")]
+    done = [shell(["python", "job.py", "5", what], tmp_path, PS_TRANSPORT=transport) for what in ("save", "restore")]
     assert [(each.code, each.err, each.out, each.left) for each in done] == [(0, "", "", ()), (0, "", "1.0\n", ())]
 
 
-@pytest.mark.parametrize("lane", ["shm", "grpc"])
-def test_what_cannot_be_sent_at_the_end_is_told(tmp_path, lane):
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_what_cannot_be_sent_at_the_end_is_told(tmp_path, transport):
     """gRPC has to start threads for more than one message: where Python starts none any more, the script still ends."""
     (tmp_path / "job.py").write_text(JOB)
-    done = shell(["python", "job.py", str(MANY)], tmp_path, PS_LANE=lane)
+    done = shell(["python", "job.py", str(MANY)], tmp_path, PS_TRANSPORT=transport)
     assert (done.code, done.left) == (0, ())
-    assert (NO_THREAD in done.err) == (lane == "grpc" and SPARE > 0)
+    assert (NO_THREAD in done.err) == (transport == "grpc" and SPARE > 0)
 
 
 @pytest.fixture

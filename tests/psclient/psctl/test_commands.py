@@ -23,7 +23,7 @@ from pstesting.planner.commands import calibrate
 from pstesting.planner.jobs import Cell
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.workloads import Workload
-from pswire.transport.traffic import LaneName
+from pswire.network.traffic import TransportName
 from tests.kit.shell import shell
 
 PROBE = """
@@ -62,8 +62,8 @@ def test_what_cannot_be_loaded_says_so(tmp_path):
     assert "Shows every server" in shell(["psctl", "status", "--help"], tmp_path, PYTHONPATH=path).out
 
 
-def two_cells(lane: LaneName) -> list[list[Cell]]:
-    return [[Cell(lane, 1, Workload(1, nbytes)) for nbytes in (measurements.SMALL, measurements.LARGE)]]
+def two_cells(transport: TransportName) -> list[list[Cell]]:
+    return [[Cell(transport, 1, Workload(1, nbytes)) for nbytes in (measurements.SMALL, measurements.LARGE)]]
 
 
 @pytest.mark.ci  # it measures this machine
@@ -79,15 +79,15 @@ def test_a_host_is_calibrated(tmp_path, monkeypatch, cells):
             (jobs, "WARM_ROUNDS", 20),
         ):
             monkeypatch.setattr(module, name, value)
-    arguments = ["--lane", "tcp", "--json", "--output", str(tmp_path / "costs.json")]
+    arguments = ["--transport", "tcp", "--json", "--output", str(tmp_path / "costs.json")]
     done = CliRunner().invoke(calibrate, arguments, standalone_mode=False, catch_exceptions=False)
     said = json.loads(done.stdout)
     costs = Costs.read(tmp_path / "costs.json")
-    assert said["costs"]["lanes"].keys() == costs.lanes.keys() == {"tcp"}
-    lane = costs.lanes["tcp"]
-    assert 0 < lane.receive + lane.answer + costs.round < 0.1
-    assert 0 < lane.send + lane.take + costs.step < 0.1
-    assert 0 < lane.receive_byte + lane.answer_byte + costs.kernel_byte < 1e-6
+    assert said["costs"]["transports"].keys() == costs.transports.keys() == {"tcp"}
+    transport = costs.transports["tcp"]
+    assert 0 < transport.receive + transport.answer + costs.round < 0.1
+    assert 0 < transport.send + transport.take + costs.step < 0.1
+    assert 0 < transport.receive_byte + transport.answer_byte + costs.kernel_byte < 1e-6
     sums = costs.part, costs.hand, 4000 * costs.hand_byte
     assert min(sums) >= 0
     assert sum(sums) < 0.1

@@ -120,20 +120,20 @@ def by_task(items: list[dict[str, Any]], drives: bool = False) -> dict[str, dict
 
 
 def test_a_job_that_waits_is_shown(run):
-    """Who is in which round, who waits for whom and over which lane; reading it costs the job nothing."""
+    """Who is in which round, who waits for whom and over which transport; reading it costs the job nothing."""
     code, said = run.until(lambda said: said["round"] == 5 and by_task(said["tasks"])[str(W0)]["waits_for"])
     assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "whole")
     assert (said["epoch"], said["replicas"]) == (1, 2)
     tasks = by_task(said["tasks"])
     assert (tasks[str(W0)]["round"], tasks[str(W0)]["lag"], tasks[str(W0)]["waits_for"]) == (5, 0, [str(W1)])
     assert (tasks[str(W1)]["round"], tasks[str(W1)]["lag"], tasks[str(W1)]["waits_for"]) == (4, 1, [])
-    assert all(task["takes_part"] and task["lanes"] == ["shm"] for task in tasks.values())
+    assert all(task["takes_part"] and task["transports"] == ["shm"] for task in tasks.values())
     assert by_task(said["tasks"], drives=True)[str(CHIEF)]["state"] == "open"
     servers = by_task(said["servers"])
     assert set(servers) == {str(PS0), str(PS1)}
     assert all(server["waits_for"] == [str(W1)] for server in servers.values())
     assert all(server["waiting"][0]["missing"] == [str(W1)] for server in servers.values())
-    assert all(server["lanes"] == {"shm": 2} for server in servers.values())
+    assert all(server["transports"] == {"shm": 2} for server in servers.values())
     assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
 
     code, text = run("status")

@@ -76,7 +76,7 @@ def tf_config(ps: Sequence[str], task: str = "worker", index: int = 0) -> str:
 CUPY = GpuReport("13.3.0", "12.4", "12.2", ("NVIDIA H100",))
 
 HOSTS = [
-    ("shared memory", {"segments": "Operation not permitted"}, "fail", "allow memfd_create, or use --lane tcp"),
+    ("shared memory", {"segments": "Operation not permitted"}, "fail", "allow memfd_create, or use --transport tcp"),
     ("shared memory", {"shared_free": -1}, "warn", "/dev/shm is not there"),
     ("shared memory", {"shared_writable": False}, "warn", "/dev/shm may not be written"),
     ("shared memory", {"shared_free": 100}, "warn", "/dev/shm is full"),
@@ -161,8 +161,8 @@ def test_servers_that_are_well(looked):
     who = patient(replace(WELL, versions=dict(looked[0].status.process.versions)), looked)
     for check in ("TF_CONFIG", "names", "ports", "TLS", "servers", "clock", "versions"):
         assert worst(check, who)[0] == "ok", found(check, who)
-    for lane in ("tcp", "shm"):
-        assert sum(f"({lane} lane)" in each.message for each in found("ports", who)) == 2
+    for transport in ("tcp", "shm"):
+        assert sum(f"({transport} transport)" in each.message for each in found("ports", who)) == 2
 
 
 def closed_port() -> int:
@@ -172,7 +172,7 @@ def closed_port() -> int:
 
 
 def test_servers_that_cannot_be_reached(looked):
-    """Names that nobody knows, ports that are closed (that of the tcp lane is missed, and not needed), and silence."""
+    """Names that nobody knows, ports that are closed (that of the tcp transport is missed, and not needed), and silence."""
     lost = replace(looked[1], address="no-such-host.invalid:2222")
     finds("names", patient(looked=[looked[0], lost]), "fail", "ps-1: the name 'no-such-host.invalid' is not known here")
     address = f"127.0.0.1:{closed_port()}"

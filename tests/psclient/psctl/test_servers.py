@@ -15,7 +15,7 @@ import pytest
 
 from psclient.psctl.health import why_not
 from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
+from psserver.network.server import ServerThread
 from pstesting.clock import Clock
 from pswire.encoding.verbs import VERBS
 from pswire.errors import VariableMismatch

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient._src.network.session import Session
 from psclient._src.rounds import creation, read_cache
-from psclient._src.transport.session import Session
-from psserver.transport import grpc_service
+from psserver.network import grpc_service
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say

@@ -29,7 +29,7 @@ from pswire.model.closures import ClosureName
 from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.status import SessionState
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.rig import SOON, WORKERS, Job, eventually, serving, sum_into
 from tests.kit.strategies import refused
 from tests.kit.workers import Process, began

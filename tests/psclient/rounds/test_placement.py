@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arrays.devices import Device
+from psclient._src.network.transport import Transport
 from psclient._src.rounds.buffers import Buffers, pack
 from psclient._src.rounds.placement import Placement, held_bytes
-from psclient._src.transport.lane import Lane
 from pswire.errors import ConfigError
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import TensorSpec
-from pswire.transport.shared_memory import SharedArena
+from pswire.network.shared_memory import SharedArena
 from tests.kit.shell import children
 from tests.kit.strategies import refused
 
@@ -137,8 +137,8 @@ def test_parts_of_a_table_lie_on_servers_of_their_own(name):
 CPU = Device("cpu", 0)
 
 
-class Memory(Lane):
-    """A lane that only has memory."""
+class Memory(Transport):
+    """A transport that only has memory."""
 
     def __init__(self, size: int) -> None:
         self.arena = SharedArena(memoryview(bytearray(size)), 64)
@@ -171,11 +171,11 @@ def place(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-@pytest.mark.parametrize("lane", [None, Memory(1 << 12)])
-def test_the_older_round_is_waited_for(lane):
+@pytest.mark.parametrize("transport", [None, Memory(1 << 12)])
+def test_the_older_round_is_waited_for(transport):
     """When its array comes again; never the last one."""
     answers = Answers()
-    buffers, v = Buffers(lambda server: lane, answers), variable(1, 10)
+    buffers, v = Buffers(lambda server: transport, answers), variable(1, 10)
     given = []
     for round in "abcd":
         given.append(buffers.give(v, CPU))
@@ -215,22 +215,22 @@ def test_only_whole_buffers_are_handed_in():
     assert not array.flags.writeable
 
 
-def test_a_new_lane_has_new_arrays():
-    """Once they come again: the memory of a lane that broke is shared with nobody."""
-    lanes = [Memory(1 << 12)]
-    buffers, v = Buffers(lambda server: lanes[-1], Answers()), variable(1, 10)
+def test_a_new_transport_has_new_arrays():
+    """Once they come again: the memory of a transport that broke is shared with nobody."""
+    transports = [Memory(1 << 12)]
+    buffers, v = Buffers(lambda server: transports[-1], Answers()), variable(1, 10)
     old = [buffers.give(v, CPU)]
     sent(buffers, old[0], "a")
     old.append(buffers.give(v, CPU))
     sent(buffers, old[1], "b")
-    lanes.append(Memory(1 << 12))
+    transports.append(Memory(1 << 12))
     new = buffers.give(v, CPU)
     assert place(new) not in {place(array) for array in old}
     assert buffers.hand_in(old[0]) is None
     assert buffers.hand_in(new) is not None
 
 
-def test_a_lane_without_room_gives_way_to_memory_of_our_own():
+def test_a_transport_without_room_gives_way_to_memory_of_our_own():
     """For what has no room; two smaller ones still lie there."""
     memory = Memory(64 + 3 * 64)
     buffers = Buffers(lambda server: memory, Answers())
@@ -240,10 +240,10 @@ def test_a_lane_without_room_gives_way_to_memory_of_our_own():
 
 
 def test_neighbours_travel_as_one():
-    """Where they lie as they travel, with the gaps; not across another array, another lane or the other way round."""
+    """Where they lie as they travel, with the gaps; not across another array, another transport or the other way round."""
     first, second = Memory(1 << 12), Memory(1 << 12)
-    lanes = {0: first, 1: second}
-    buffers = Buffers(lambda server: lanes[server], Answers())
+    transports = {0: first, 1: second}
+    buffers = Buffers(lambda server: transports[server], Answers())
     a, b, c = (buffers.give(variable(number, 5), CPU) for number in range(3))
     d = buffers.give(PlacedVariable(9, VariableSpec("d", TensorSpec("float32", (5,))), (1,)), CPU)
     for number, array in enumerate((a, b, c, d)):

@@ -20,7 +20,7 @@ from pswire.errors import CheckpointError
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Snapshotted
 from pswire.model.tables import Constant, SlotTensor, TableSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, eventually, together
 from tests.psserver.checkpoints.test_checkpoint_memory import Gate, job_on

@@ -13,7 +13,7 @@ from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.contributions import Voters
 from tests.kit.rig import SOON, WORKERS, reduce_only, sum_into
 

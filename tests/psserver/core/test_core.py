@@ -28,9 +28,9 @@ from pswire.model.log import Approved, Done, Epoch, EpochClosed, Gone, JobStarte
 from pswire.model.plan import Plan, SnapshotOrder, Turn, VariableSpec
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
+from pswire.network.payload import Payload
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
-from pswire.transport.payload import Payload
 from tests.kit.rig import (
     CHIEF,
     SOON,

@@ -25,12 +25,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psclient._src.chief import driver as chief_module
 from psclient._src.chief.driver import Chief
+from psclient._src.network.session import Session
 from psclient._src.processes.aggregation.sums import Own
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.numbering import SharedRounds
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.under_way import UnderWay
-from psclient._src.transport.session import Session
 from psserver.core.core import Core
 from psserver.plans.round import Own as OwnStrand
 from psserver.state.strands import Record
@@ -45,8 +45,8 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import row_specs
 from pswire.model.tensor import Array, TensorSpec, layout
+from pswire.network.payload import Chunk, Payload
 from pswire.servers.votes import Vote
-from pswire.transport.payload import Chunk, Payload
 from tests.kit.cases import search
 from tests.kit.contributions import Mail
 from tests.kit.rig import CHIEF, WORKERS, adding, core

@@ -27,10 +27,10 @@ from pswire.model.log import Approved, Created, Epoch, EpochClosed, Member, Star
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
+from pswire.network.payload import Payload
 from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
-from pswire.transport.payload import Payload
 from tests.kit.rig import CHIEF, WORKERS, checkpoint
 
 W0 = WORKERS[0]
@@ -185,17 +185,17 @@ def test_every_stimulus_has_words() -> None:
 @pytest.mark.parametrize(("name", "args", "words"), EVERY)
 def test_a_stimulus_in_words(registry: Registry, name: str, args: tuple[Any, ...], words: str) -> None:
     """By whom and about what; the arguments are those that the machine takes. No secret is in the words: neither a
-    chief's token, nor a lane's, nor what was drawn by lot, nor the whole number of a session."""
+    chief's token, nor a transport's, nor what was drawn by lot, nor the whole number of a session."""
     inspect.signature(getattr(Machine, name)).bind(None, 0.0, *args)
     happened = only(kept(name, *args), registry)
     assert (happened.seconds, happened.what, happened.refused) == (2.5, name, "")
     assert happened.said == words
     said = str(only(kept(name, *args, error=Fenced("it ended")), registry))
-    lane = registry.lane_token(SESSION)
+    transport = registry.transport_token(SESSION)
     for secret in (TOKEN, LOT, DRAWN, SESSION, STRANGER):
         assert not any(form in said.lower() for form in (str(secret), f"{secret:x}", repr(secret.to_bytes(8))))
-    assert lane.hex() not in said
-    assert repr(lane) not in said
+    assert transport.hex() not in said
+    assert repr(transport) not in said
 
 
 def test_nothing_is_held_in_the_future(registry: Registry) -> None:

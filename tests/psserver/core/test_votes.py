@@ -22,7 +22,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.status import MissedPeer
 from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, serving, sum_into
 

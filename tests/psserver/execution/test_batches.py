@@ -23,7 +23,7 @@ from pswire.limits import ALIGN
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.cases import search
 from tests.kit.programs import job_of, kept_kernels, run, same_bits
 

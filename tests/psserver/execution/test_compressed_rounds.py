@@ -17,7 +17,7 @@ from pswire.model.compression import PIECE, Codec
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.programs import job_of, run, same_bits
 from tests.kit.references import CODECS, DTYPES, Worker
 from tests.kit.rig import adding

@@ -22,7 +22,7 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
-from pswire.transport.payload import EMPTY, Payload
+from pswire.network.payload import EMPTY, Payload
 from tests.kit import programs
 from tests.kit.programs import job_of
 from tests.kit.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into

@@ -21,8 +21,8 @@ from pswire.errors import ProgramError
 from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
-from pswire.transport.parts import parts_of
-from pswire.transport.payload import Payload
+from pswire.network.parts import parts_of
+from pswire.network.payload import Payload
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
 from tests.kit.rig import (
     SOON,
@@ -225,15 +225,15 @@ def trained(job, rounds=4):
     return worker, variable, plan
 
 
-@pytest.mark.parametrize("lane", ["thread", "grpc"])
-def test_rounds_use_the_same_memory(tmp_path, lane):
+@pytest.mark.parametrize("transport", ["thread", "grpc"])
+def test_rounds_use_the_same_memory(tmp_path, transport):
     """Nothing is allocated for a variable that nobody reads; an answer that was sent is held by nobody."""
-    with serving(lane, 1, tmp_path) as servers:
+    with serving(transport, 1, tmp_path) as servers:
         job = Job(servers)
         worker, variable, plan = trained(job)
         before = address(job, variable)
         for _ in range(3):
-            turn(worker, plan, ones(), (variable.id,) if lane == "grpc" else ())
+            turn(worker, plan, ones(), (variable.id,) if transport == "grpc" else ())
         assert address(job, variable) == before
 
 

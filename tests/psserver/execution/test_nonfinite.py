@@ -22,9 +22,9 @@ from pswire.model.finite import CHUNK, SMALL, is_finite, may_be_nonfinite
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec
+from pswire.network.payload import Payload
+from pswire.network.traffic import traffic
 from pswire.telemetry import prometheus
-from pswire.transport.payload import Payload
-from pswire.transport.traffic import traffic
 from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
 from tests.kit.programs import job_of, kept_kernels, plan_of, run, same_bits, traced
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, serving, sgd, sum_into, together
@@ -445,10 +445,10 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
     kernels.close()
 
 
-@pytest.mark.parametrize("lane", ["core", "grpc", "tcp", "shm"])
-def test_a_round_that_streams_tells_on_every_lane(lane, tmp_path, monkeypatch):
+@pytest.mark.parametrize("transport", ["core", "grpc", "tcp", "shm"])
+def test_a_round_that_streams_tells_on_every_transport(transport, tmp_path, monkeypatch):
     streaming(monkeypatch)
-    with serving(lane, 1, tmp_path) as servers:
+    with serving(transport, 1, tmp_path) as servers:
         job = Job(servers)
         one, two = job.join(A, B)
         three = [job.variable(one, np.zeros(SIZE)) for _ in range(3)]

@@ -28,8 +28,8 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from pswire.transport.parts import parts_of
-from pswire.transport.payload import EMPTY, Payload
+from pswire.network.parts import parts_of
+from pswire.network.payload import EMPTY, Payload
 from tests.kit.contributions import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 from tests.kit.programs import run, same_bits
 from tests.kit.rig import (

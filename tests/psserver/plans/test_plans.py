@@ -23,7 +23,7 @@ from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, R
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import MAX_ROWS, row_specs
 from pswire.model.tensor import DTYPES, TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.cases import search
 from tests.kit.programs import job_of, plan_of, run, traced
 from tests.kit.rig import SOON, WORKERS, Job, serving

@@ -24,7 +24,7 @@ from pswire.limits import CLOSURE_LOSSES, CLOSURE_ROUNDS
 from pswire.model.closures import ClosureName, ClosureOrder, ClosureResult, Piece
 from pswire.model.log import Epoch, Member
 from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS, payload, reduce_only
 

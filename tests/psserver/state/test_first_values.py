@@ -18,7 +18,7 @@ from pswire.errors import Fenced, InvalidRequest
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import Array, as_bytes, spec_of
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 
 A, B = 7, 8
 """Sessions."""
@@ -123,7 +123,7 @@ def test_the_first_values_count():
 
 
 def test_a_resend_goes_on_where_the_first_call_has_stopped():
-    """A lane that broke has brought a part of it; both calls are answered."""
+    """A transport that broke has brought a part of it; both calls are answered."""
     server, data = Server(), packed(VALUES)
     first, second = (Payload((), len(data)) for _ in range(2))
     one = server.push(A, (0, 1, 2, 3), first)

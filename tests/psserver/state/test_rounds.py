@@ -22,7 +22,7 @@ from pswire.model.log import Epoch, Member, Position, Start
 from pswire.model.plan import Plan, Reduction
 from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import EMPTY, Payload
+from pswire.network.payload import EMPTY, Payload
 from tests.kit.rig import WORKERS, payload, reduce_only
 
 NUMBER = TensorSpec("int64", ())

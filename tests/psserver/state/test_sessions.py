@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from psserver.registry import LANE_TOKEN_BYTES, REMEMBERED, Registry
+from psserver.registry import REMEMBERED, TRANSPORT_TOKEN_BYTES, Registry
 from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
@@ -577,13 +577,13 @@ def test_each_session_has_a_token_of_its_own(registry):
     """It is drawn by lot, and stays the same for as long as the session is known."""
     for number in range(REMEMBERED):
         registry.enter(number, A)
-    tokens = {registry.lane_token(number) for number in range(REMEMBERED)}
-    assert {len(token) for token in tokens} == {LANE_TOKEN_BYTES}
+    tokens = {registry.transport_token(number) for number in range(REMEMBERED)}
+    assert {len(token) for token in tokens} == {TRANSPORT_TOKEN_BYTES}
     assert len(tokens) == REMEMBERED
-    token = registry.lane_token(0)
+    token = registry.transport_token(0)
     registry.retire([0])
     registry.enter(0, A)
-    assert registry.lane_token(0) == token
+    assert registry.transport_token(0) == token
 
 
 def test_one_job_has_so_many_sessions(registry):
@@ -642,7 +642,7 @@ def test_a_number_is_of_the_task_that_it_was_made_for():
 
 
 def test_a_task_takes_back_its_own_number(registry):
-    """Also one of a job that is over; with a new token, so that lanes that were opened before are no longer of it."""
+    """Also one of a job that is over; with a new token, so that transports that were opened before are no longer of it."""
     number = number_for(A, 1 << 63, 1)
     for retired in (False, True):
         registry.enter(number, B) if not retired else registry.retire([number])
@@ -651,7 +651,7 @@ def test_a_task_takes_back_its_own_number(registry):
         before, version = registry.find(number), registry.ends
         registry.enter(number, A)
         assert owners(registry, number) == [A]
-        assert registry.find(number).lane_token != before.lane_token
+        assert registry.find(number).transport_token != before.transport_token
         assert registry.ends > version
         registry.check(number, Epoch(1, (Member(A, number, 1),)))
         with pytest.raises(Forbidden, match="restart /job:worker/task:1"):

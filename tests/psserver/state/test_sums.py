@@ -10,7 +10,7 @@ import pytest
 from pswire.api import Contribution, RowRead
 from pswire.errors import Fenced, InvalidRequest, NonfiniteError, PushAgain
 from pswire.model.closures import ClosureName
-from pswire.transport.payload import Payload
+from pswire.network.payload import Payload
 from tests.kit.contributions import Voters
 from tests.kit.rig import WORKERS, payload, sum_into
 

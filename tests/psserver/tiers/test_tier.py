@@ -25,8 +25,8 @@ from pstesting import forks
 from pswire.errors import ConfigError
 from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import address_of
-from tests.kit.lanes import eventually
 from tests.kit.storage import disk, on_small_disk
+from tests.kit.transports import eventually
 
 ROWS, WIDTH = 40_000, 300
 BOUND = 4 << 20

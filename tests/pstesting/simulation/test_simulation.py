@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
+from pstesting.simulation.costs import OF_FRAMES, Costs, TransportCosts
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
@@ -25,12 +25,12 @@ from tests.kit.simulated import FREE
 
 US = 1e-6
 
-LANE = LaneCosts(
+TRANSPORT = TransportCosts(
     send=50 * US, send_byte=1e-10, receive=100 * US, receive_byte=2e-10, answer=40 * US, answer_byte=2e-10,
     take=60 * US, take_byte=1e-10, piece=20 * US, latency=30 * US,
 )  # fmt: skip
 COSTS = replace(
-    FREE, lanes={"tcp": LANE}, step=200 * US, round=300 * US, kernel_byte=1e-10, apply_byte=1e-10, row=1e-7,
+    FREE, transports={"tcp": TRANSPORT}, step=200 * US, round=300 * US, kernel_byte=1e-10, apply_byte=1e-10, row=1e-7,
     step_row=1e-7, vote=20 * US, call=50 * US, beat=50 * US, cores=2,
 )  # fmt: skip
 ROUNDS = 12
@@ -50,11 +50,11 @@ def trained(cluster: Cluster, rounds: int = ROUNDS) -> Any:
 def test_one_round_takes_the_sum_of_its_parts() -> None:
     """With one worker and one server one piece of work follows the other."""
     seen = trained(Cluster(1, Workload(1, dense=4000.0), COSTS))
-    lane, small = LANE, 4200.0
-    work = lane.send + lane.receive + COSTS.round + lane.answer + lane.take + COSTS.step
-    moved = small * (lane.send_byte + lane.receive_byte + lane.answer_byte + lane.take_byte)
+    transport, small = TRANSPORT, 4200.0
+    work = transport.send + transport.receive + COSTS.round + transport.answer + transport.take + COSTS.step
+    moved = small * (transport.send_byte + transport.receive_byte + transport.answer_byte + transport.take_byte)
     kernel = 4000 * (COSTS.kernel_byte + COSTS.apply_byte)
-    assert seen.round_seconds == pytest.approx(work + moved + kernel + 2 * lane.latency, rel=1e-3)
+    assert seen.round_seconds == pytest.approx(work + moved + kernel + 2 * transport.latency, rel=1e-3)
 
 
 @pytest.mark.parametrize(("mode", "staleness"), [("sync", 0), ("whole", 0), ("async", 0), ("bounded", 2)])
@@ -134,7 +134,7 @@ def test_what_is_handed_over_takes_its_price() -> None:
     costs = replace(COSTS, cores=0, part=70 * US, hand=500 * US, hand_byte=1e-8)
     alone = trained(Cluster(1, Workload(1), costs))
     two = trained(Cluster(2, Workload(1), costs, per_host=2, local_reduction=True))
-    handed = 4 * (costs.hand + 4000 * costs.hand_byte) + 2 * LANE.latency
+    handed = 4 * (costs.hand + 4000 * costs.hand_byte) + 2 * TRANSPORT.latency
     assert two.round_seconds - alone.round_seconds == pytest.approx(handed + 2 * costs.part, rel=0.02)
 
 

@@ -1,7 +1,7 @@
-"""The bytes on the wire are those of the golden file: what a client says, what a server answers, on each lane.
+"""The bytes on the wire are those of the golden file: what a client says, what a server answers, on each transport.
 
 `golden/wire.json` has calls of every verb, with every field of the protocol, and what both ends of a tcp and of a shm
-lane say to each other. Processes of different releases speak with each other only as long as these bytes stay. A
+transport say to each other. Processes of different releases speak with each other only as long as these bytes stay. A
 change of them is a change of the protocol: it needs a new protocol number, which today is in the path of each verb
 (`paramserver.v1`). Then, and when a call is added here,
 
@@ -32,15 +32,15 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from psclient._src.transport.grpc_calls import CallStream
-from psclient._src.transport.lane import Silence
-from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.network.grpc_calls import CallStream
+from psclient._src.network.remote_server import RemoteServer
+from psclient._src.network.transport import Silence
 from psserver import registry
 from psserver.config import ServerConfig
 from psserver.effects import Peer
-from psserver.transport import grpc_service
-from psserver.transport.peers import Peers
-from psserver.transport.server import ServerThread
+from psserver.network import grpc_service
+from psserver.network.peers import Peers
+from psserver.network.server import ServerThread
 from pstesting import processes
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL
@@ -49,17 +49,17 @@ from pswire.errors import BY_NAME, Fenced, PSError
 from pswire.limits import Timeouts
 from pswire.model.log import LogEntry
 from pswire.model.status import STILL
+from pswire.network.parts import parts_of
+from pswire.network.sockets import Kind, Message
+from pswire.network.traffic import TransportName
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
-from pswire.transport.parts import parts_of
-from pswire.transport.sockets import Kind, Message
-from pswire.transport.traffic import LaneName
 from tests.kit import samples
 from tests.kit.samples import INCARNATION, PEER, SAMPLES, SESSION, VOTES, plain, walk
 from tests.kit.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
-EMPTY: dict[str, Any] = {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
+EMPTY: dict[str, Any] = {"calls": {}, "servers": {}, "streams": {}, "transports": {}}
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else EMPTY
 SECURITY = Security(token=samples.TOKEN)
 BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
@@ -70,11 +70,11 @@ OPEN = BY_SAMPLE["Open full"]
 
 
 def connect(
-    stack: ExitStack, address: str, lane: LaneName = "grpc", lease: float = 600.0, streams: bool = False
+    stack: ExitStack, address: str, transport: TransportName = "grpc", lease: float = 600.0, streams: bool = False
 ) -> RemoteServer:
-    """A client, whose lanes say by themselves nothing for minutes."""
+    """A client, whose transports say by themselves nothing for minutes."""
     timeouts = Timeouts(session_timeout=lease, call_timeout=SECONDS, round_timeout=SECONDS, start_timeout=SECONDS)
-    server = RemoteServer(address, samples.PS, timeouts, lane=lane, security=SECURITY, streams=streams)
+    server = RemoteServer(address, samples.PS, timeouts, transport=transport, security=SECURITY, streams=streams)
     stack.callback(server.close)
     return server
 
@@ -83,7 +83,7 @@ def serve(stack: ExitStack, core: samples.Fixed, in_flight: int = samples.IN_FLI
     """A server without what is random, and without what is of this process and of now."""
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     # Of the registry alone: the name of the Unix socket is from chance as ever, else tests at a time would share it.
-    patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: samples.LANE_TOKEN[:count]))
+    patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: samples.TRANSPORT_TOKEN[:count]))
     patch.setattr(grpc_service.Service, "process", lambda self: samples.PROCESS)
     config = ServerConfig(samples.PS, security=SECURITY, shared_memory=samples.IN_FLIGHT, in_flight=in_flight)
     return stack.enter_context(ServerThread(core, config, grace=0.0))
@@ -115,9 +115,9 @@ class Wire:
     def __init__(self, stack: ExitStack) -> None:
         self.core = samples.Fixed()
         thread = serve(stack, self.core)
-        lanes = thread._server._lanes
-        stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
-        lanes.port, lanes.path = samples.DATA_PORT, samples.DATA_PATH  # always the same, and nobody is there
+        transports = thread._server._transports
+        stack.callback(setattr, transports, "path", transports.path)  # which the server removes at its end
+        transports.port, transports.path = samples.DATA_PORT, samples.DATA_PATH  # always the same, and nobody is there
         self.address = thread.address
         channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.raw = partial(ask, stack.enter_context(channel))
@@ -160,7 +160,7 @@ class Wire:
         return {**call.asked(), **call.answered()}
 
     def votes(self) -> dict[str, Any]:
-        """Each call of another server that introduces itself and votes, where it does not reach the lane."""
+        """Each call of another server that introduces itself and votes, where it does not reach the transport."""
         self.between.heard.clear()
         self.core.heard.clear()
         with ExitStack() as stack:
@@ -223,18 +223,18 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_servers_say_the_golden_bytes_to_each_other(wire: Wire) -> None:
-    """One introduces itself, and votes, over gRPC where it does not reach the lane; a vote's answer is that it came."""
+    """One introduces itself, and votes, over gRPC where it does not reach the transport; a vote's answer is that it came."""
     assert wire.votes() == GOLDEN["servers"]
 
 
-# ---- The other lanes ----
+# ---- The other transports ----
 
 ALIVE_LEASE = 1.0
 """Seconds; of a client that the server tells every quarter of them that it is there."""
 
 
 def talk(core: samples.Fixed, server: RemoteServer, tap: Tap, calls: list[samples.Sample]) -> None:
-    """Makes calls one after another, on a lane; the memory of each is free before the next."""
+    """Makes calls one after another, on a transport; the memory of each is free before the next."""
     core.tell(OPEN)
     make(server, OPEN)
     for sample in calls:
@@ -245,27 +245,27 @@ def talk(core: samples.Fixed, server: RemoteServer, tap: Tap, calls: list[sample
         tap.until(lambda heard: heard.quiet)
 
 
-def talk_on(stack: ExitStack, lane: LaneName, calls: list[samples.Sample], lost: int = -1) -> list[Heard]:
-    """What is said in some calls on a lane."""
+def talk_on(stack: ExitStack, transport: TransportName, calls: list[samples.Sample], lost: int = -1) -> list[Heard]:
+    """What is said in some calls on a transport."""
     core = samples.Fixed()
     thread = serve(stack, core)
-    tap = Tap(stack, thread._server._lanes, lane, lost)
-    talk(core, connect(stack, thread.address, lane), tap, calls)
+    tap = Tap(stack, thread._server._transports, transport, lost)
+    talk(core, connect(stack, thread.address, transport), tap, calls)
     return tap.heard
 
 
 def on_tcp(stack: ExitStack) -> list[Heard]:
     """All calls and all errors; a payload of several parts."""
-    return talk_on(stack, "tcp", samples.lane_samples(samples.LARGE, list(BY_NAME)))
+    return talk_on(stack, "tcp", samples.transport_samples(samples.LARGE, list(BY_NAME)))
 
 
 def on_shm(stack: ExitStack) -> list[Heard]:
     """The same calls; data in shared memory, each part a place of it."""
-    return talk_on(stack, "shm", samples.lane_samples(200_001, ["MemoryLimit"]))
+    return talk_on(stack, "shm", samples.transport_samples(200_001, ["MemoryLimit"]))
 
 
 def again(stack: ExitStack) -> list[Heard]:
-    """The lane breaks when a push is sent: the client opens another, and says that it replaces the first."""
+    """The transport breaks when a push is sent: the client opens another, and says that it replaces the first."""
     return talk_on(stack, "tcp", [BY_SAMPLE["Push full"]], lost=Kind.PUSH)
 
 
@@ -276,7 +276,7 @@ def waiting(stack: ExitStack) -> list[Heard]:
     patch.setattr(Silence, "word", lambda self, received, paused, *rest: words.append((received, paused)))
     core, sample = samples.Fixed(), BY_SAMPLE["Pull full"]
     thread = serve(stack, core)
-    tap = Tap(stack, thread._server._lanes, "tcp")
+    tap = Tap(stack, thread._server._transports, "tcp")
     server = connect(stack, thread.address, "tcp", ALIVE_LEASE)
     core.tell(OPEN)
     make(server, OPEN)
@@ -294,7 +294,7 @@ def by_hand(lease: float) -> list[bytes]:
     """What a client says that pushes a contribution in parts, as bytes: a hello, the push, and two parts."""
     payload = samples.reply(samples.small()).payload
     data = b"".join(b"".join(buffers) for _, buffers in parts_of(payload))
-    hello = pb.LaneHello(session=SESSION, token=samples.LANE_TOKEN, lease=lease, protocol=PROTOCOL)
+    hello = pb.TransportHello(session=SESSION, token=samples.TRANSPORT_TOKEN, lease=lease, protocol=PROTOCOL)
     header = messages.contribution_to_pb(samples.contribution(), len(data))
     pieces = [data[:16], data[16:32], data[32:]]
     pushed = [
@@ -315,7 +315,7 @@ def crowded(stack: ExitStack) -> list[Heard]:
     )
     core.tell(sample)
     core.reader = 8
-    client = BareClient(stack, thread._server._lanes.port)
+    client = BareClient(stack, thread._server._transports.port)
     hello, push, part, last = by_hand(0.2)
     client.say(hello)
     client.hear(Kind.WELCOME)
@@ -331,10 +331,10 @@ def crowded(stack: ExitStack) -> list[Heard]:
 
 
 def beats(stack: ExitStack) -> list[Heard]:
-    """A process that does nothing beats over gRPC first, and then on its lane, where it may be refused."""
+    """A process that does nothing beats over gRPC first, and then on its transport, where it may be refused."""
     core = samples.Fixed()
     thread = serve(stack, core)
-    tap = Tap(stack, thread._server._lanes, "tcp")
+    tap = Tap(stack, thread._server._transports, "tcp")
     server = connect(stack, thread.address, "tcp")
     core.tell(OPEN)
     make(server, OPEN)
@@ -359,18 +359,18 @@ def stranger(stack: ExitStack) -> list[Heard]:
     thread = serve(stack, core)
     core.tell(OPEN)
     make(connect(stack, thread.address), OPEN)
-    client = BareClient(stack, thread._server._lanes.port)
-    hello = pb.LaneHello(session=SESSION, token=b"no token", protocol=PROTOCOL).SerializeToString()
+    client = BareClient(stack, thread._server._transports.port)
+    hello = pb.TransportHello(session=SESSION, token=b"no token", protocol=PROTOCOL).SerializeToString()
     client.say(Message(Kind.HELLO, header=hello).head())
     assert client.is_closed()
     return [client.heard]
 
 
 def servers(stack: ExitStack) -> list[Heard]:
-    """Another server votes, on the tcp lane."""
+    """Another server votes, on the tcp transport."""
     core = samples.Fixed()
     thread = serve(stack, core)
-    tap = Tap(stack, thread._server._lanes, "tcp")
+    tap = Tap(stack, thread._server._transports, "tcp")
     vote_at(stack, thread.address)
     until(lambda: plain(core.heard) == plain(HEARD))
     return tap.heard
@@ -379,7 +379,7 @@ def servers(stack: ExitStack) -> list[Heard]:
 TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
     "tcp": on_tcp,
     "shm": on_shm,
-    "a lane that breaks": again,
+    "a transport that breaks": again,
     "a call that waits": waiting,
     "a server that has enough": crowded,
     "beats": beats,
@@ -388,16 +388,16 @@ TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
 }
 
 
-def recorded_lane(name: str) -> list[dict[str, list[str]]]:
+def recorded_transport(name: str) -> list[dict[str, list[str]]]:
     """What both ends say in each connection of a talk."""
     with ExitStack() as stack:
         return [heard.written() for heard in TALKS[name](stack)]
 
 
 @pytest.mark.parametrize("name", TALKS)
-def test_both_ends_of_a_lane_say_the_golden_bytes(name: str) -> None:
+def test_both_ends_of_a_transport_say_the_golden_bytes(name: str) -> None:
     """Between the real ends go the bytes of the file, each way, and each end has what the other one gave."""
-    assert recorded_lane(name) == GOLDEN["lanes"][name]
+    assert recorded_transport(name) == GOLDEN["transports"][name]
 
 
 # ---- All of it is in the file ----
@@ -411,13 +411,13 @@ HEADERS: Mapping[str, type[Protobuf]] = {
     "AskFrame": pb.ExchangeHeader,
 }
 
-LANE_HEADERS: Mapping[int, type[Protobuf]] = {
-    Kind.HELLO: pb.LaneHello,
+TRANSPORT_HEADERS: Mapping[int, type[Protobuf]] = {
+    Kind.HELLO: pb.TransportHello,
     Kind.PUSH: pb.PushHeader,
     Kind.PULL: pb.PullRequest,
     Kind.PART: pb.RoundHeader,
     Kind.REFUSAL: pb.Refusal,
-    Kind.ALIVE: pb.LaneAlive,
+    Kind.ALIVE: pb.TransportAlive,
     Kind.VOTE: pb.ServerVote,
 }
 
@@ -435,13 +435,13 @@ def messages_of_calls() -> Iterator[Protobuf]:
                     yield HEADERS[kind.name].FromString(message.header)
 
 
-def messages_of_lanes() -> Iterator[tuple[int, Protobuf | None]]:
-    """The kinds of all messages of lanes in the file, and their headers."""
-    for heard in (heard for talk in GOLDEN["lanes"].values() for heard in talk):
+def messages_of_transports() -> Iterator[tuple[int, Protobuf | None]]:
+    """The kinds of all messages of transports in the file, and their headers."""
+    for heard in (heard for talk in GOLDEN["transports"].values() for heard in talk):
         for told in (*heard["up"], *heard["down"]):
             if "with files" not in told:
                 kind, header, _ = split(told)
-                known = LANE_HEADERS.get(kind)
+                known = TRANSPORT_HEADERS.get(kind)
                 yield kind, known.FromString(header) if known is not None else None
 
 
@@ -467,21 +467,21 @@ def fields_of(message: Protobuf) -> Iterator[str]:
 
 def test_the_golden_file_has_every_field() -> None:
     """Every field of every message is set somewhere, every word of an enumeration is used, and nothing is unknown."""
-    lanes = [header for _, header in messages_of_lanes() if header is not None]
-    found = [below for message in [*messages_of_calls(), *lanes] for below in walk(message)]
+    transports = [header for _, header in messages_of_transports() if header is not None]
+    found = [below for message in [*messages_of_calls(), *transports] for below in walk(message)]
     assert every_field() - {name for message in found for name in fields_of(message)} == set()
     assert [message for message in found if len(UnknownFieldSet(message))] == []
 
 
 def test_the_golden_file_has_every_call_and_no_other() -> None:
-    """All verbs, errors, entries of the log and kinds of messages of lanes are there, and what is there is tried."""
+    """All verbs, errors, entries of the log and kinds of messages of transports are there, and what is there is tried."""
     assert list(GOLDEN["calls"]) == list(BY_SAMPLE)
-    assert list(GOLDEN["lanes"]) == list(TALKS)
+    assert list(GOLDEN["transports"]) == list(TALKS)
     between = {name.partition(" ")[0] for name in GOLDEN["servers"]}
     assert between == {"Introduce", "Vote"}
     assert list(GOLDEN["streams"]) == ON_STREAMS
     assert {sample.verb for sample in SAMPLES} | between | {"Exchange"} == set(VERBS)
-    assert {kind for kind, _ in messages_of_lanes()} == {*Kind}
+    assert {kind for kind, _ in messages_of_transports()} == {*Kind}
     entries = next(sample.args[2] for sample in SAMPLES if str(sample) == "Approve full")
     assert {type(entry) for entry in entries} == {*get_args(LogEntry)}
     refused = {type(sample.answer) for sample in SAMPLES if isinstance(sample.answer, PSError)}
@@ -493,7 +493,7 @@ def test_what_is_large_is_cut() -> None:
     assert {len(GOLDEN["calls"][name]["request"]) > 1 for name in ("Create large", "Push large")} == {True}
     assert {len(GOLDEN["calls"][name]["reply"]) > 1 for name in ("Push large", "Push growing", "Pull large")} == {True}
     for name, shared in (("tcp", False), ("shm", True)):
-        (heard,) = GOLDEN["lanes"][name]
+        (heard,) = GOLDEN["transports"][name]
         for said in heard["up"], heard["down"]:
             parts = Counter("in memory" in told for told in said if "with files" not in told and split(told)[2])
             assert parts[shared] >= 2
@@ -507,7 +507,7 @@ def write() -> None:
             "calls": {name: wire.call(name) for name in BY_SAMPLE},
             "servers": wire.votes(),
             "streams": {name: wire.on_a_stream(name) for name in ON_STREAMS},
-            "lanes": {name: recorded_lane(name) for name in TALKS},
+            "transports": {name: recorded_transport(name) for name in TALKS},
         }
     FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -32,10 +32,10 @@ from pswire.model.program import PROGRAM_VERSION, Attr
 from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
+from pswire.network.payload import EMPTY, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers import votes
 from pswire.servers.votes import Vote
-from pswire.transport.payload import EMPTY, Payload
 from tests.kit import samples
 from tests.kit.samples import ROUND, plain, walk
 
@@ -221,7 +221,7 @@ REQUESTS: list[type[Message]] = [
         pb.WatchRequest,
     ),
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
-    *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
+    *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
     *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.BeatReply),
     *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.HandOutRequest),
     pb.EnlistRequest,
@@ -231,7 +231,7 @@ REQUESTS: list[type[Message]] = [
 
 OF_THE_RIMS = {
     f"paramserver.v1.OpenReply.{name}"
-    for name in ("data_port", "data_path", "lane_token", "in_flight", "buffer_bytes", "protocol")
+    for name in ("data_port", "data_path", "transport_token", "in_flight", "buffer_bytes", "protocol")
 } | {"paramserver.v1.EnlistReply.protocol", "paramserver.v1.OfferReply.protocol"}
 """What the rims add to a message of the table: no core knows of it."""
 

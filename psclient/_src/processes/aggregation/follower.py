@@ -17,8 +17,8 @@ from psclient._src.processes.aggregation.link import HostLink, HostMessage, Kind
 from psclient._src.processes.aggregation.sums import Own
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
+from pswire.network.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.payload import Payload
 
 log = logging.getLogger("psclient")
 

@@ -30,8 +30,8 @@ from pswire.encoding.verbs import parse
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import TensorSpec
+from pswire.network.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.payload import Payload
 
 log = logging.getLogger("psclient")
 

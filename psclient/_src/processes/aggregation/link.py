@@ -17,8 +17,8 @@ from enum import IntEnum
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.model.tensor import align
-from pswire.transport.payload import EMPTY, Payload
-from pswire.transport.shared_memory import Segment, SharedArena, SharedView
+from pswire.network.payload import EMPTY, Payload
+from pswire.network.shared_memory import Segment, SharedArena, SharedView
 
 HEAD = struct.Struct("<BxxxIQQQQ")
 """Kind, server, call, place, size of the header, size of the payload."""

@@ -12,8 +12,8 @@ from pswire.api import Contribution, ParameterServer, RoundReply
 from pswire.errors import PSError, PushAgain, ServerGone
 from pswire.model.log import Epoch
 from pswire.model.plan import Plan
-from pswire.transport.futures import follow
-from pswire.transport.payload import Payload
+from pswire.network.futures import follow
+from pswire.network.payload import Payload
 
 
 class Pushes:

@@ -15,8 +15,8 @@ from pswire.model.finite import is_finite
 from pswire.model.log import Member
 from pswire.model.plan import Plan
 from pswire.model.tensor import DTYPES, Array, TensorSpec, join, layout
-from pswire.transport.futures import follow
-from pswire.transport.payload import Payload
+from pswire.network.futures import follow
+from pswire.network.payload import Payload
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,353 @@
+"""What a process asks the server that keeps the log: the first that is there, and the next one where that is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from psclient._src.network.hosting import Hosting
+from psclient._src.network.patience import Deadline
+from psclient._src.network.worker_clock import WorkerClock
+from pswire.api import ParameterServer, Watched
+from pswire.cluster import Task
+from pswire.errors import ChiefLost, ConfigError, Fenced, PSError, ServerGone, ServerLost, Unreachable
+from pswire.limits import Timeouts
+from pswire.model.changes import Change, change_of
+from pswire.model.log import (
+    Approved,
+    Epoch,
+    EpochClosed,
+    Gone,
+    JobStarted,
+    LogEntry,
+    Member,
+    Mode,
+    Return,
+    Snapshotted,
+    Start,
+    Started,
+    holds_job,
+)
+from pswire.model.plan import Nonfinite, Plan
+from pswire.model.status import ServerStatus
+
+log = logging.getLogger("psclient")
+
+T = TypeVar("T")
+
+
+class Proposal(NamedTuple):
+    """Arguments of `ParameterServer.propose` behind the session."""
+
+    plan: Plan | None
+    join_point: str
+    start: Start | None
+    trace: str = ""
+
+
+class Proposals:
+    """The plans of which no round was answered yet, the last join point, and the last start of an epoch.
+
+    May be used by any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._plans: dict[bytes, Plan] = {}
+        self._join_point = ""
+        self._start: Start | None = None
+
+    def keep(self, proposal: Proposal) -> None:
+        """Keeps what is proposed."""
+        with self._lock:
+            if proposal.plan is not None:
+                self._plans[proposal.plan.id] = proposal.plan
+            self._join_point = proposal.join_point or self._join_point
+            self._start = proposal.start or self._start
+
+    def forget(self, plan_id: bytes) -> None:
+        """A plan is known to be approved."""
+        with self._lock:
+            self._plans.pop(plan_id, None)
+
+    def all(self) -> list[Proposal]:
+        """Returns what is to be proposed again."""
+        with self._lock:
+            found = [Proposal(plan, "", None) for plan in self._plans.values()]
+            found += [Proposal(None, self._join_point, None)] if self._join_point else []
+            return found + ([Proposal(None, "", self._start)] if self._start else [])
+
+
+def changes_of(entries: Sequence[LogEntry]) -> list[Change]:
+    """Returns the changes of consistency among the entries of a log, in order."""
+    found = (change_of(entry.epoch) for entry in entries if isinstance(entry, EpochClosed))
+    return [change for change in found if change is not None]
+
+
+class JobNews:
+    """What this process has read in server 0's log. Used by the thread that runs cross-replica code.
+
+    Attributes:
+        followed: the number of entries that it has read.
+        epochs: all epochs, by number.
+        starts: places at which new members of an epoch begin, as an older one has said it, by the epoch's number.
+        snapshots: checkpoints that are complete, or failed, and were not asked for yet, by their plan.
+        saves: plans that ordered a checkpoint which is neither complete nor failed.
+        changed: the epochs that began with a change of consistency, in order.
+        returned: servers that came back, and were not taken back yet: by which epoch, how, and after how many losses.
+    """
+
+    def __init__(self) -> None:
+        self.followed = 0
+        self.epochs: dict[int, Epoch] = {}
+        self.starts: dict[int, Start] = {}
+        self.snapshots: dict[bytes, Snapshotted] = {}
+        self.saves: set[bytes] = set()
+        self.changed: list[Epoch] = []
+        self.returned: list[tuple[Epoch, Return, int]] = []
+        self._losses = Counter[int]()  # how often each server was lost
+
+    def take(self, watched: Watched) -> None:
+        """Takes in the next entries; raises `ServerLost` where the log is another one than before."""
+        if watched.start < self.followed:
+            raise ServerLost("the job was started anew; restart this process")
+        self.followed = watched.start + len(watched.entries)
+        for entry in watched.entries:
+            match entry:
+                case EpochClosed():
+                    self.epochs[entry.epoch.number] = entry.epoch
+                    self.changed += [entry.epoch] if change_of(entry.epoch) else []
+                    if (back := entry.epoch.returns) is not None and back.ready:
+                        self.returned.append((entry.epoch, back, self._losses[back.server]))
+                case Gone():
+                    self._losses[entry.server] += 1
+                case Started():
+                    self.starts[entry.start.epoch] = entry.start
+                case Approved() if entry.plan.snapshot is not None:
+                    self.saves.add(entry.plan.id)
+                case Snapshotted():
+                    self.snapshots[entry.plan_id] = entry
+                    self.saves.discard(entry.plan_id)
+
+    @property
+    def newest(self) -> Epoch:
+        """The newest epoch that it has read of."""
+        return self.epochs[max(self.epochs)]
+
+    def after(self, epoch: Epoch) -> Epoch:
+        """Returns the epoch that members go on with who wait, since one tells of a server that comes back.
+
+        It is the first that ends their wait, and not one after it, by which they would wait for the next server; as
+        long as there is none the newest.
+        """
+        newer = (self.epochs[number] for number in sorted(self.epochs) if number > epoch.number)
+        return next((each for each in newer if each.awaited is None), self.newest)
+
+    @property
+    def sharers(self) -> list[Member]:
+        """The members that share the data where each makes rounds of its own, in task order.
+
+        Those that began the job, and those that were there when it was changed.
+        """
+        found = {member.task: member for member in self.epochs[min(self.epochs)].members}
+        for epoch in self.changed[-1:]:
+            found |= {member.task: member for member in epoch.members}
+        return [found[task] for task in sorted(found)]
+
+
+class LogCalls:
+    """The part of a `Session` that has to do with the log. May be used by any thread.
+
+    Attributes:
+        consistency: the mode of this process's rounds.
+        backup_workers: members without whose contributions they may be made.
+        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
+        nonfinite: what becomes of updates if a contribution has NaN or infinity.
+        clock: what the beats say of this process's rounds, where its staleness is bounded; else None.
+        change: the last change of the job's consistency; None before the first.
+        begun: the beginning of the job; of no meaning before `await_job`.
+    """
+
+    task: Task
+    servers: tuple[ParameterServer, ...]
+    consistency: Mode
+    backup_workers: int
+    staleness: int
+    clock: WorkerClock | None
+    nonfinite: Nonfinite = "apply"
+    change: Change | None = None
+    begun: JobStarted = JobStarted(0, ())
+    timeouts: Timeouts
+    number: int
+    waits: tuple[int, bytes]
+    job: str
+    incarnations: tuple[int, ...]
+    copied: bool
+    hosting: Hosting
+    _proposals: Proposals
+
+    @property
+    def log_server(self) -> ParameterServer:
+        """The server that keeps the log and the sessions: the first that is there."""
+        return self.servers[self.hosting.keeper]
+
+    @property
+    def live(self) -> list[ParameterServer]:
+        """The servers that are not gone."""
+        return [self.servers[index] for index in self.hosting.live]
+
+    def _reason(self, error: Fenced) -> PSError:
+        """Returns why the session was ended, which this server knows: the others learn of it by an epoch."""
+        try:
+            self.log_server.beat(self.number, *self.waits)
+        except PSError as told:
+            return told
+        return error
+
+    def wait(
+        self,
+        future: Future[T],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Waits for an answer: see `Session`."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises the error that ended the session: see `Session`."""
+        raise NotImplementedError
+
+    def end(self, error: PSError) -> None:
+        """Ends the session: see `Session`."""
+        raise NotImplementedError
+
+    def deadline(self, seconds: float) -> Deadline:
+        """Makes a deadline: see `Session`."""
+        raise NotImplementedError
+
+    def _begin(self, mode: Mode, backup_workers: int, staleness: int) -> None:
+        self.consistency, self.backup_workers, self.staleness = mode, backup_workers, staleness
+        self.clock = WorkerClock(len(self.servers)) if mode == "bounded" else None
+
+    def move(self, change: Change) -> bool:
+        """Makes rounds as a change says from now on; returns False where that was known."""
+        if self.change is not None and change.number <= self.change.number:
+            return False
+        self.change, self.nonfinite = change, change.nonfinite
+        self._begin(change.mode, change.backup_workers, change.staleness)
+        return True
+
+    def await_job(self) -> None:
+        """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
+        deadline, entries = self.deadline(self.timeouts.start_timeout), list[LogEntry]()
+        while True:
+            watched = self.ask_keeper(
+                partial(self._follow, len(entries)),
+                deadline,
+                lambda: ChiefLost(
+                    f"no chief began the job within {self.timeouts.start_timeout:g} s; start the chief task (psworker with "
+                    "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
+                ),
+                lambda: "waits for a chief to begin the job",
+            )
+            del entries[watched.start :]  # a log that is shorter is another job's
+            entries += watched.entries
+            if holds_job(entries, self.incarnations, self.job):
+                self._take_copies(entries)
+                for change in changes_of(entries):
+                    self.move(change)
+                return
+
+    def _follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:
+        return keeper.watch(self.number, after, -1)
+
+    def _take_copies(self, entries: Sequence[LogEntry]) -> None:
+        """Takes where copies of variables lie; raises `ConfigError` where this process expects something else."""
+        self.begun = next(entry for entry in entries if isinstance(entry, JobStarted))
+        if bool(self.begun.copies) != self.copied:
+            here, there = (f"PS_REPLICATION_FACTOR={1 + each}" for each in (self.copied, bool(self.begun.copies)))
+            raise ConfigError(
+                f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
+            )
+
+    def look(self, after: int = -1) -> Watched:
+        """Returns the sessions and proposals as they are now.
+
+        Args:
+            after: number of entries of the log not to send; by default all that there are.
+        """
+        known = self.log_status().log if after < 0 else after
+        log_server = Task("ps", self.hosting.keeper)
+        return self.ask_keeper(
+            lambda keeper: keeper.watch(self.number, known, 0),
+            self.deadline(self.timeouts.call_timeout),
+            lambda: Unreachable(f"no news for {self.timeouts.call_timeout:g} s", str(log_server)),
+            lambda: f"waits for news of {log_server}",
+            lambda: False,
+        )
+
+    def ended(self) -> list[Member]:
+        """Returns the members of sessions that have ended, however they did."""
+        return [state.member for state in self.look().sessions if state.state != "open"]
+
+    def ask_keeper(
+        self,
+        ask: Callable[[ParameterServer], Future[T]],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Asks the server that keeps the log, and the next one where that is lost; waits as `wait`."""
+        return self.with_keeper(lambda keeper: self.wait(ask(keeper), deadline, late, word, needs_chief))
+
+    def with_keeper(self, call: Callable[[ParameterServer], T]) -> T:
+        """Calls the server that keeps the log, and the next one where that is lost."""
+        while True:
+            try:
+                return call(self.log_server)
+            except ServerGone:
+                self.check()
+
+    def log_status(self) -> ServerStatus:
+        """Returns the status of the server that keeps the log."""
+        return self.with_keeper(lambda keeper: keeper.status())
+
+    def propose(
+        self, plan: Plan | None = None, join_point: str = "", start: Start | None = None, trace: str = ""
+    ) -> None:
+        """Proposes to the server that keeps the log, and to the next one where that is lost: see `ParameterServer`."""
+        proposal = Proposal(plan, join_point, start, trace)
+        if self.copied:
+            self._proposals.keep(proposal)
+        self.with_keeper(lambda keeper: keeper.propose(self.number, *proposal))
+
+    def answered(self, plan_id: bytes) -> None:
+        """A round of a plan was answered: it is approved."""
+        if self.copied:
+            self._proposals.forget(plan_id)
+
+    def _propose_again(self) -> None:
+        """Proposes what the server that is gone may have told nobody."""
+        for proposal in self._proposals.all():
+            try:
+                self.propose(*proposal)
+            except PSError as error:
+                log.debug("%s could not propose again: %s", self.task, error)
+
+    def check_chief(self) -> None:
+        """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
+        silent = self.log_status().chief
+        if self.timeouts.chief_timeout < silent < float("inf"):
+            error = ChiefLost(
+                f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
+                "start the chief again"
+            )
+            self.end(error)

@@ -1,0 +1,462 @@
+"""This process's life with the servers: its sessions, its lease, and how it waits.
+
+One thread per server beats, and one call is held at server 0, which tells at once how the session ends; any thread may
+wait, and meanwhile reads what comes on the transports. Whatever ends the session ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+from psclient._src.arrays.devices import Device
+from psclient._src.interpreter.interrupts import waits
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.forks import Owner
+from psclient._src.network.hosting import Hosting
+from psclient._src.network.log_calls import LogCalls, Proposals
+from psclient._src.network.patience import Deadline, Patience, until_free
+from psclient._src.network.remote_server import RemoteServer
+from psclient._src.network.transport import Transport
+from psclient._src.network.transport_reader import TransportReader
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
+from pswire.cluster import Task, server_of
+from pswire.errors import (
+    ChiefLost,
+    Diverged,
+    Fenced,
+    PSError,
+    ScriptFailed,
+    ServerGone,
+    ServerLost,
+    TaskTaken,
+    Unreachable,
+)
+from pswire.limits import Timeouts
+from pswire.model.log import Gone, Mode, Return
+from pswire.model.status import Pace
+from pswire.telemetry import logging_setup
+
+log = logging.getLogger("psclient")
+
+T = TypeVar("T")
+
+BEATS = 16
+"""Times in a pause between two beats at which sessions beat: those of one time wake a server once for all of them."""
+
+FATAL = (ServerLost, Fenced, Diverged, ScriptFailed, ChiefLost)
+"""After one of these the session is over: its process has to start again."""
+
+
+class Session(LogCalls):
+    """One process's life with the servers.
+
+    Args:
+        task: the task that this process is.
+        servers: all parameter servers, in order; a test may hand cores in place of connections.
+        replicas: number of local replicas; 0 for a chief that only drives.
+        drives: True for a chief's session, which gets a fencing token.
+        timeouts: time limits of the cluster.
+        consistency: the mode with which this process's rounds begin; of no meaning where it drives.
+        job: the identity of its job.
+        broken: called once with the error that ends the session.
+        backup_workers: members without whose contributions its rounds may be made.
+        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
+        copied: True if variables have copies: then it goes on without a server that is lost.
+
+    Attributes:
+        domains: the parts of the machines that fail as one in which the servers run, in their order.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        servers: Sequence[ParameterServer],
+        replicas: int,
+        drives: bool = False,
+        timeouts: Timeouts | None = None,
+        consistency: Mode = "sync",
+        job: str = "",
+        broken: Callable[[PSError], object] = lambda error: None,
+        backup_workers: int = 0,
+        staleness: int = 0,
+        copied: bool = False,
+    ) -> None:
+        self.task = task
+        self.servers = tuple(servers)
+        self.hosting = Hosting(task, self.servers)
+        self.copied, self.replicas = copied, replicas
+        self.timeouts = timeouts or Timeouts()
+        self._begin(consistency, backup_workers, staleness)
+        self.job = job
+        self.number = self.token = 0
+        self.incarnations: tuple[int, ...] = ()
+        self.devices: tuple[str, ...] = ()
+        """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
+        self.domains: tuple[str, ...] = ()
+        self.told = False
+        """True once the error that ended it was raised: the script may have caught it."""
+        self.waits = (-1, b"")
+        """The oldest round that is not answered, and its plan, for the beats."""
+        self.pace: Callable[[], Pace] = Pace
+        """Returns what this process has done, for the beats."""
+        self.drive: Callable[[], object] = lambda: None
+        """Told, again and again, that nobody drives the job, and that this process is to; does not wait."""
+        self.window = 1
+        """The most rounds that may be under way at a time; the same for all processes of the job."""
+        self._drives = drives
+        self._patience = Patience(self.timeouts.session_timeout, self.timeouts.heartbeat_interval)
+        self._tell = broken
+        self.owner = Owner()
+        self._broken: Future[None] = Future()
+        self._ended = threading.Event()
+        self._beats: list[threading.Thread] = []
+        self.wakes = [threading.Event() for _ in self.servers]
+        """Set for a server to beat there at once."""
+        self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
+        self._lock = threading.Lock()
+        self._threads = Threads("word")
+        self._proposals = Proposals()
+        self._reader = TransportReader(self._broken)
+
+    @property
+    def round_limit(self) -> float:
+        """Seconds that this process waits for a round: longer than the chief, who drops those that hold it up."""
+        return self.timeouts.round_timeout + 2 * self.timeouts.session_timeout
+
+    def open(self, waits: bool = True) -> None:
+        """Opens the session on every server and begins to beat.
+
+        Args:
+            waits: True to wait until another process that has the task is gone, if it goes within its lease.
+
+        Raises:
+            Unreachable: a server does not answer, or servers do not agree.
+            TaskTaken: another process is this task, and does not end.
+            ConfigError: the servers hold another job; the job's other processes have another consistency.
+            ServerLost: a server of the running job was lost meanwhile.
+        """
+        key = secrets.randbits(62) | 1
+        until, opened = time.monotonic() + self.timeouts.start_timeout, dict[int, Opened]()
+        while True:
+            if self.copied:
+                self.hosting.look_around(self._threads, self.timeouts, self.job, self._drives)
+            try:
+                if self._open_all(opened, key, waits):
+                    break
+                if time.monotonic() > until:
+                    raise Unreachable("servers do not agree on which of them keeps the sessions", str(self.task))
+                # Another server keeps the sessions since then. It may have opened this one by the number that it had.
+                key = self.number
+                opened.clear()
+                self.pause(self.timeouts.heartbeat_interval / 2)
+            except (ServerGone, ServerLost):
+                # It was lost just now: with copies the job may go on without it.
+                if not self.copied or self._ended.is_set() or time.monotonic() > until:
+                    raise
+        first, term = next(iter(opened)), max(answer.term for answer in opened.values())
+        if self._drives and term > opened[first].term:
+            # Another server remembers a later chief: this one's token has to be above that.
+            opened[first] = self._open_at(self.servers[first], key, term)
+        self.token = opened[first].token
+        self.window = max(min(answer.window for answer in opened.values()), 1)
+        answers = [opened.get(index) or self.hosting.left_by(index) for index in range(len(self.servers))]
+        self.incarnations = tuple(answer.incarnation for answer in answers)
+        self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in answers)
+        self.domains = tuple(answer.domain for answer in answers)
+
+    def _open_all(self, opened: dict[int, Opened], key: int, waits: bool) -> bool:
+        """Opens the session on every server on which it is not open yet, first on the one that keeps the sessions.
+
+        Returns False once another server keeps them that does not know this one: it is to be opened anew.
+        """
+        if opened and self.hosting.keeper not in opened:
+            return False
+        for index in [index for index in self.hosting.live if index not in opened]:
+            if not opened:
+                opened[index] = self._open_first(key) if waits else self._open_at(self.log_server, key)
+                self.number, self.token = opened[index].session, opened[index].token
+                logging_setup.follow(lambda: (-1, self.number))
+            else:
+                answer = self._open_next(index)
+                if answer is None:
+                    return False
+                opened[index] = answer
+            # A server that is not there yet, or hangs, must not cost the lease that the first one keeps.
+            self._start_beating(index)
+            if self.copied or len(opened) == 1:
+                self._hold(index)
+        return True
+
+    def _open_next(self, index: int) -> Opened | None:
+        """Opens the session on a server that does not keep the sessions; None if it is found to keep them."""
+        try:
+            answer = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
+        except TaskTaken:
+            return None
+        return answer if answer.session == self.number else None
+
+    def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
+        like = self.job, term, self.backup_workers, self.staleness
+        how = self.replicas, session, self._drives, self.consistency, *like
+        return self.hosting.note(server.open(self.task, *how))
+
+    def _open_first(self, key: int) -> Opened:
+        """Opens the session on the server that keeps them; waits while another process has the task."""
+        return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended)
+
+    def _unless_broken(self, work: Callable[[], T]) -> T:
+        """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
+        self.owner.check()
+        future = self._threads.submit(work)
+        both: tuple[Future[Any], ...] = (future, self._broken)
+        wait(both, return_when=FIRST_COMPLETED)
+        if not future.done():
+            self.check()
+        return future.result()
+
+    def _start_beating(self, index: int) -> None:
+        self._patience.heard(index)
+        beats = index, self.hosting.life(index), self.number
+        self._beats.append(threading.Thread(target=self._beat, args=beats, daemon=True, name=f"beat-{index}"))
+        self._beats[-1].start()
+
+    def _hold(self, index: int) -> None:
+        """Holds a call at a server that is answered when the session ends, and ends when this process does.
+
+        Where variables have copies, it is answered as well when a server is lost.
+        """
+        life, number = self.hosting.life(index), self.number
+
+        def answered(told: Future[Watched]) -> None:
+            error = told.exception()
+            if not self._is_now(index, life, number):
+                return
+            if error is None:
+                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
+                self._hold(index)
+            elif isinstance(error, PSError):
+                self._unheard(index, error)
+
+        known, version = (len(self.hosting.losses), UNTIL_GONE) if self.copied else (0, UNTIL_ENDED)
+        try:
+            self.servers[index].watch(self.number, known, version).add_done_callback(answered)
+        except PSError as error:
+            self._unheard(index, error)
+
+    def _unheard(self, index: int, error: PSError) -> None:
+        """A server does not answer any more, or has ended this session."""
+        if (
+            not self.copied
+            or not isinstance(error, ServerLost | ServerGone)
+            or (index not in self.hosting.gone and not self.hosting.suspect(index, error, self._drives))
+        ):
+            self.end(error)
+
+    def lose(self, losses: Sequence[Gone]) -> None:
+        """Goes on without servers that are lost; what waits for their answers is told, and asks others.
+
+        Args:
+            losses: all that the log tells of, from the first one on.
+        """
+        keeper = self.hosting.keeper
+        for entry in self.hosting.lose(losses):
+            self._patience.forget(entry.server)
+            self.wakes[entry.server].set()  # its beats end
+        if self.hosting.keeper != keeper:
+            self._threads.submit(self._propose_again)
+
+    def take_back(self, back: Return, times: int) -> None:
+        """Goes on with a server that was gone, and is back, if it is not lost again.
+
+        Args:
+            back: which, and its new life.
+            times: how often it was lost before.
+        """
+        server = back.server
+        opens = partial(self._open_at, self.servers[server], self.number)
+        opened = self.hosting.take_back(server, times, back.address, opens)
+        if opened is not None:
+            self.incarnations = back.among(self.incarnations)
+            self.domains = (*self.domains[:server], opened.domain, *self.domains[server + 1 :])
+            self._start_beating(server)
+            self._hold(server)
+
+    def leave(self, error: str = "") -> str:
+        """Ends the session; a clean end tells the chief that this process has done its part.
+
+        With copies all servers hear of it. Of a clean end the one that keeps the log hears last: once the chief sees
+        there that it has left, the others may end its session.
+
+        Args:
+            error: why it does not end cleanly; "" if it does, for all that this process knows.
+
+        Returns:
+            The same; where the session had failed already, and this process did not know, why it had.
+        """
+        if self._ended.is_set():
+            return error or str(self._error() or "")
+        self._ended.set()
+        for wake in self.wakes:
+            wake.set()
+        self._threads.close()
+        for index in (self.hosting.live if error else self.hosting.live[::-1]) if self.copied else (0,):
+            if self.number and not _is_loss(self._error(), index):
+                try:
+                    self.servers[index].leave(self.number, error)
+                except (ServerLost, ServerGone, Unreachable) as failure:
+                    log.debug("could not say goodbye: %s", failure)
+                except PSError as failure:
+                    log.warning("%s does not leave cleanly: %s", self.task, failure)
+                    return error or str(failure)
+        return error
+
+    def close(self) -> None:
+        """Waits for the beats to end, after `leave`."""
+        logging_setup.follow(None)
+        for thread in self._beats:
+            thread.join(self.timeouts.heartbeat_interval + self.timeouts.call_timeout)
+
+    def _beat(self, index: int, life: int, number: int) -> None:
+        while True:
+            woken = self.wakes[index].wait(until_beat(self.timeouts.heartbeat_interval, number, time.time()))
+            if index in self.hosting.gone or not self._is_now(index, life, number):
+                return
+            self.wakes[index].clear()
+            try:
+                self.beat_now(index, not woken)
+                self._patience.heard(index)
+            except PSError as error:
+                if self._is_now(index, life, number):
+                    self._unheard(index, error)
+                return
+
+    def _is_now(self, index: int, life: int, number: int) -> bool:
+        """Returns whether this is still the session of that number, and a server's life that one."""
+        return not self._ended.is_set() and self.hosting.life(index) == life and self.number == number
+
+    def beat_now(self, index: int, by_itself: bool = False) -> None:
+        """Beats at a server; `by_itself` where the time has come, and nothing has happened."""
+        with self._beating[index]:
+            clock = self.clock  # of now: it is another one after a change
+            said = 0 if clock is None else clock.say(index, by_itself)
+            if self.servers[index].beat(self.number, *self.waits, self.pace(), said):
+                self.drive()
+
+    def end(self, error: PSError) -> None:
+        """Ends the session with an error for all calls that wait and all later ones."""
+        if isinstance(error, Fenced):
+            error = self._reason(error)
+        with self._lock:
+            if self._broken.done():
+                return
+            self._broken.set_exception(error)
+        self._tell(error)
+        if isinstance(error, Diverged):
+            # The others may wait on servers that cannot know.
+            self.leave(f"{type(error).__name__}: {error.message}")
+
+    def _error(self) -> BaseException | None:
+        return self._broken.exception() if self._broken.done() else None
+
+    def check(self) -> None:
+        """Raises the error that ended this session, if one did; in a fork of the process that it cannot be used."""
+        self.owner.check()
+        if self._broken.done():
+            self.told = True
+            self._broken.result()
+
+    def deadline(self, seconds: float) -> Deadline:
+        """Makes the deadline of waits that begin now; the time in which a server is silent does not count."""
+        return self._patience.deadline(seconds)
+
+    def pause(self, seconds: float) -> None:
+        """Waits for some seconds; raises what ends the session meanwhile."""
+        wait((self._broken,), seconds)
+        self.check()
+
+    def wait(
+        self,
+        future: Future[T],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Waits for an answer, and ends when the session does.
+
+        Args:
+            future: the answer that is waited for.
+            deadline: the end of the wait.
+            late: returns the error to raise then.
+            word: returns the line to log every `timeouts.word` seconds.
+            needs_chief: returns True if the answer cannot come without a chief.
+
+        Raises:
+            PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
+        """
+        spoken: Future[None] | None = None
+        while True:
+            self._reader.wait(future, max(min(deadline.left(), self.timeouts.report_interval), 0), self._transports)
+            if future.done():
+                return self._take(future)
+            self.check()
+            if deadline.left() <= 0:
+                raise late()
+            if spoken is None or spoken.done():
+                # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
+                spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
+            self.hosting.lookout.look(self._threads, self.job, self.take_back)
+
+    def transport(self, index: int) -> Transport | None:
+        """Returns the transport to a server, by its number; None for gRPC."""
+        server = self.servers[index]
+        return server.transport(self.number) if isinstance(server, RemoteServer) else None
+
+    def _transports(self) -> list[Transport]:
+        """Returns the transports on which calls of this process are under way."""
+        found = map(self.transport, range(len(self.servers)))
+        return [transport for transport in found if transport is not None and transport.waits]
+
+    def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:
+        try:
+            log.warning("%s %s", self.task, word())
+            if needs_chief():
+                self.check_chief()
+        except (PSError, TimeoutError) as error:
+            log.debug("%s cannot say whom it waits for: %s", self.task, error)
+
+    def _take(self, future: Future[T]) -> T:
+        error = future.exception()
+        decides = self.copied and self._drives and isinstance(error, ServerLost)  # then it goes on without that server
+        if isinstance(error, FATAL) and not decides:
+            self.end(error)
+            self.check()
+        return future.result()
+
+
+waits(Session.pause)
+waits(Session._unless_broken)
+
+
+def until_beat(pause: float, number: int, now: float) -> float:
+    """Returns the seconds until a session beats: at one of a few times, which are the same for all that share a clock.
+
+    Args:
+        pause: seconds between two beats.
+        number: number of the session.
+        now: seconds since 1970; where clocks differ, beats are spread as if there were no such times.
+    """
+    left = pause - (now - number % BEATS * pause / BEATS) % pause
+    return left if left > pause / BEATS else left + pause  # this one was woken a little early
+
+
+def _is_loss(error: BaseException | None, index: int) -> bool:
+    """Returns whether an error says that a server is lost, so that no call to it is answered any more."""
+    return isinstance(error, ServerLost) and server_of(error) == index

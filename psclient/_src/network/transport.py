@@ -1,0 +1,556 @@
+"""One transport of a client: pushes and pulls over a plain socket, their data in the socket or in shared memory.
+
+Calls are sent by the thread that makes them, as far as the system takes them; a thread for each transport sends the rest. It
+also receives, unless a caller that waits has taken that over (`TransportReader`): an answer then reaches it without a detour
+through another thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from psclient._src.network import forks
+from pswire.encoding.protocol import PROTOCOL
+from pswire.encoding.verbs import parse, refusal_from_pb
+from pswire.errors import InvalidRequest, PSError
+from pswire.network.parts import Assembly
+from pswire.network.payload import Payload
+from pswire.network.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
+from pswire.network.sockets import Kind, Message, MessageSocket, PayloadSender, connect
+from pswire.network.tls_socket import Stream
+from pswire.network.traffic import Traffic, TransportName
+from pswire.pb import parameter_server_pb2 as pb
+
+SHARED = "/dev/shm"
+"""Folder of memory that a server and its clients share where the shm transport works."""
+
+CONNECT_SECONDS = 5.0
+"""Seconds that it may take to connect, and to be welcomed."""
+
+
+ENOUGH = 8
+"""Divisor of the server's memory: once that part of it is free again, the server is told at once."""
+
+TELL_SECONDS = 0.25
+"""Seconds after which the server is told of free memory, even if it is little and no call has told it."""
+
+
+class TransportLost(Exception):
+    """A transport is broken, or cannot be opened: what was under way on it goes another way."""
+
+
+Header = pb.RoundHeader | pb.PullHeader | pb.BeatReply
+Answered = tuple[Any, Payload]
+"""The header of an answer, a `Header`, and its payload."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A server's offer of transports to a session.
+
+    Attributes:
+        session: number of the session that the transports belong to.
+        token: proves that a connection is this session's.
+        host, port: address of the tcp transport; the port is 0 where there is none.
+        path: path of the shm transport's socket; "" where there is none.
+        in_flight: bytes of a contribution that the server holds before they are used.
+        name: the name that the server's certificate must have.
+        beats: True if the server takes beats on its transports.
+        buffer_bytes: bytes that this process's shared memory may have behind those for copies.
+        tls: makes the context that encrypts the tcp transport; None for none.
+    """
+
+    session: int
+    token: bytes
+    host: str
+    port: int
+    path: str
+    in_flight: int = CLIENT_BYTES
+    name: str = ""
+    buffer_bytes: int = 0
+    tls: Callable[[], ssl.SSLContext] | None = None
+    beats: bool = False
+
+
+@dataclass
+class _TransportCall:
+    """A call under way.
+
+    Attributes:
+        kind: class of the answer's header.
+        future: the answer.
+        assembly: collects the answer's payload, once its size is known.
+        header: header of the answer, once it is there.
+    """
+
+    kind: type[Header]
+    future: Future[Answered]
+    assembly: Assembly | None = None
+    header: Header | None = None
+
+
+class Silence:
+    """For how long a server has been silent on one transport. Of no thread: a word and a beat may come at once.
+
+    A plain state machine, without a clock. Beats travel on another connection: only the time between beats that were
+    answered counts. So a server that stands still is waited for, and a network that is cut as a whole breaks no transport.
+
+    Args:
+        lease: seconds of silence after which the transport is broken.
+
+    Attributes:
+        heard: set when anything has come on the transport.
+    """
+
+    def __init__(self, lease: float) -> None:
+        self.heard = False
+        self._lease = lease
+        self._most = lease / 2
+        self._silent = 0.0
+        self._beat: float | None = None
+        # The other way: what the server has received, what was sent when it first said so, and for how long it does.
+        self._received = self._sent = 0
+        self._stuck = 0.0
+        self._word: float = 0.0
+
+    def word(self, received: int, paused: bool, sent: int, now: float) -> None:
+        """Takes the server's word on the bytes it has received on the transport.
+
+        Args:
+            received: number of bytes.
+            paused: True if it receives no more for now, because it has enough.
+            sent: bytes that the system has taken from us.
+            now: monotonic seconds.
+        """
+        if paused or received != self._received or received >= self._sent:
+            self._received, self._sent, self._stuck = received, sent, 0.0
+        else:
+            self._stuck += min(now - self._word, self._most)
+        self._word = now
+
+    def beat(self, waiting: bool, now: float) -> str:
+        """Takes a beat's answer from the server.
+
+        Args:
+            waiting: True if the server owes an answer, or a word, on the transport.
+            now: monotonic seconds.
+
+        Returns:
+            The reason why the transport is broken; "" if it is not.
+        """
+        if not waiting:
+            self._stuck = 0.0
+        if self.heard or not waiting:
+            self._silent, self._beat = 0.0, None
+        else:
+            # What lies between two beats counts for little: the server, or this process, may have stood still.
+            self._silent += min(now - self._beat, self._most) if self._beat is not None else 0.0
+            self._beat = now
+        self.heard = False
+        if self._silent >= self._lease:
+            return f"nothing has come on it for {self._silent:.3g} s"
+        if self._stuck >= self._lease:
+            return f"the server receives nothing more on it for {self._stuck:.3g} s"
+        return ""
+
+
+class Transport:
+    """A connection to a server's transport. May be used by any thread.
+
+    Args:
+        name: kind of the transport, "tcp" or "shm".
+        offer: the server's offer.
+        lease: seconds of silence after which it is broken.
+        traffic: counts payload bytes.
+        replaces: True if it takes the place of all connections that the server has of this session.
+
+    Attributes:
+        answered: number of answered calls.
+
+    Raises:
+        TransportLost: the transport cannot be opened; the message says why.
+    """
+
+    def __init__(
+        self, name: TransportName, offer: Offer, lease: float, traffic: Traffic, replaces: bool = False
+    ) -> None:
+        self.name = name
+        self._silence = Silence(lease)
+        self._traffic = traffic
+        self.answered = 0
+        self._calls: dict[int, _TransportCall] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards the calls, and that it is lost once
+        self._why: str | None = None
+        self._mirror: SharedView | None = None
+        self._enough = 0
+        self._tell_at = 0.0  # when the server is told of memory that is free again, while `_watching`
+        self._over = self._rung = self._blocked = self._watching = False
+        self._reading = threading.Lock()  # held by who receives
+        self._leader: Callable[[], object] | None = None  # wakes a caller that has taken it
+        self._heeding = threading.Lock()  # guards what the thread heeds
+        self._welcome = threading.Event()  # or the end
+        self._welcomed = False
+        self._bell, self._rope = socket.socketpair()
+        self._rope.setblocking(False)
+        self._sockets: list[Stream] = [self._bell, self._rope]
+        said = pb.TransportHello(
+            session=offer.session, token=offer.token, lease=lease, replaces=replaces, protocol=PROTOCOL
+        )
+        hello = Message(Kind.HELLO, header=said.SerializeToString()).head()
+        try:
+            self._sock = _connect(name, offer, lease)
+            self._sockets.append(self._sock)
+            ring = self._introduce(hello, offer) if name == "shm" else None
+            if ring is None:
+                self._sock.sendall(hello)
+            self._link = MessageSocket(self._sock)
+            self._link.trust()
+            self._channel = PayloadSender(self._link, ring, True, self._ring_bell, traffic)
+            self._events = select.epoll()
+            self._events.register(self._bell, select.EPOLLIN)
+            self._events.register(self._sock, select.EPOLLIN)
+        except (OSError, InvalidRequest) as error:
+            self._drop()
+            raise TransportLost(_why(name, offer, error)) from None
+        _TRANSPORTS.add(self)
+        threading.Thread(target=self._run, name=f"transport {name}", daemon=True).start()
+        self._welcome.wait(CONNECT_SECONDS)
+        if not self._welcomed:
+            self.close(self._why or f"{offer.host}:{offer.port} does not answer")
+            raise TransportLost(self._why)
+
+    def _introduce(self, hello: bytes, offer: Offer) -> SharedArena:
+        """Says who it is, and hands over memory; the answer's first byte brings the server's."""
+        try:
+            segment, file = Segment.make(offer.in_flight + offer.buffer_bytes)
+        except (OSError, OverflowError):  # the address space of this process is limited
+            segment, file = Segment.make(offer.in_flight)
+        files: list[int] = [file]
+        try:
+            sock = cast(socket.socket, self._sock)  # memory is shared on this host alone, by plain sockets
+            socket.send_fds(sock, [b"\0" + hello], [file])
+            _, taken, _, _ = socket.recv_fds(sock, 1, 1)
+            files += taken
+            if len(taken) != 1:
+                raise OSError("the server hands over no memory")
+            self._mirror = SharedView(Segment.take(taken[0]).memory, self._let_go)
+            self._enough = self._mirror.size // ENOUGH
+        finally:
+            for each in files:
+                os.close(each)
+        return SharedArena(segment.memory, offer.in_flight)
+
+    def _let_go(self, place: int, size: int) -> None:
+        """Releases data. Called from any thread, at any time.
+
+        The next call tells the server, or the transport's thread where none is made soon, or there is much to tell.
+        """
+        if self._channel.let_go(place, size) > self._enough or not self._watching:
+            self._ring_bell()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leaves the server once nobody looks at its memory any more: until then it writes nothing else there."""
+        if not self._over:
+            return
+        _LINGERING.add(self)  # first: another thread may let go of the last place, and find it there
+        mirror = self._mirror
+        if mirror is None or not mirror.looked_at:
+            self._mirror = None  # else only a collection of garbage would give its memory back
+            _LINGERING.discard(self)
+            self._drop()
+
+    def reserve(self, size: int) -> tuple[memoryview, int] | None:
+        """Reserves memory from which payloads are sent without a copy, as `SharedArena.reserve`; None where none is."""
+        return self._channel.reserve(size)
+
+    def push(self, header: bytes, payload: Payload) -> Future[Answered]:
+        """Sends a contribution; the future gives the answer's header and payload, or raises `TransportLost`."""
+        return self._ask(Kind.PUSH, header, payload, pb.RoundHeader)
+
+    def pull(self, header: bytes) -> Future[Answered]:
+        """Asks for values; as `push`."""
+        return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
+
+    def beat(self) -> Future[Answered]:
+        """Says that this process lives, and nothing else; as `push`."""
+        return self._ask(Kind.BEAT, b"", Payload(), pb.BeatReply)
+
+    def _ask(self, kind: Kind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
+        call = _TransportCall(answer, Future())
+        number = next(self._numbers)
+        with self._lock:
+            if self._why is not None:
+                call.future.set_exception(TransportLost(self._why))
+                return call.future
+            self._calls[number] = call
+        self._channel.send(kind, number, header, payload)
+        return call.future
+
+    def close(self, why: str) -> None:
+        """Ends the transport; calls under way raise `TransportLost`."""
+        with self._lock:
+            if self._why is not None:
+                return
+            self._why = why
+            calls, self._calls = list(self._calls.values()), {}
+        self._welcome.set()
+        self._ring_bell()
+        if (wake := self._leader) is not None:
+            wake()
+        for call in calls:
+            call.future.set_exception(TransportLost(why))
+
+    def silent(self) -> str:
+        """Takes a beat's answer, which came by gRPC; returns the reason if this transport is broken, else ""."""
+        # Of a call that has not left the server knows nothing.
+        with self._lock:
+            calls = set(self._calls)
+        waiting = bool(calls and calls - self._channel.unsent())
+        return self._silence.beat(waiting, time.monotonic())
+
+    def _drop(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    def keep(self) -> list[Hold]:
+        """Holds the memory that a fork of the process may read, unchanged until the fork is gone.
+
+        Called before the fork.
+        """
+        mirror = self._mirror
+        return mirror.keep() if mirror is not None else []
+
+    def forget(self) -> None:
+        """Drops the transport in a fork of the process: it belongs to the process that opened it, and ends with that."""
+        self._why = "a fork has no part in the job"
+        self._drop()
+
+    # ---- A caller that receives in the thread's place ----
+
+    @property
+    def lost(self) -> bool:
+        """True if it is broken, or closed."""
+        return self._why is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if a call is under way."""
+        return bool(self._calls)
+
+    def fileno(self) -> int:
+        """Returns the socket's file descriptor, for selectors."""
+        return self._sock.fileno()
+
+    def take_over(self, wake: Callable[[], object]) -> None:
+        """Makes the calling thread the one that receives, until `give_back`; the transport's own heeds the socket no more.
+
+        Args:
+            wake: called by any thread once the transport is lost; then it must be given back soon.
+
+        Changes nothing if another thread receives right now, or the transport is lost.
+        """
+        if not self.lost and self._reading.acquire(blocking=False):
+            self._leader = wake
+            self._heed()
+            if self.lost:  # since then, and who closed it may not have seen the caller
+                self.give_back(wake)
+
+    def is_taken(self, wake: Callable[[], object]) -> bool:
+        """Returns True if the caller of `take_over` receives."""
+        return self._leader == wake
+
+    def give_back(self, wake: Callable[[], object]) -> None:
+        """Makes the transport's own thread receive again, if a caller has: what comes while nobody waits is for it."""
+        if self._leader != wake:
+            return
+        self._leader = None
+        self._reading.release()
+        self._heed()
+
+    def read(self) -> None:
+        """Handles what has come, in the thread that has taken the transport over; closes the transport if it is broken."""
+        try:
+            self._receive()
+        except (OSError, PSError) as error:
+            self.close(str(error))
+        except BaseException:
+            # An interrupt, perhaps in the middle of a message: the rest of it would have no beginning.
+            self.close("it was read when its process was interrupted")
+            raise
+
+    # ---- The thread of the transport ----
+
+    def _heed(self) -> None:
+        """Tells the thread what it is to heed now: what comes, unless a caller receives; room for what it sends."""
+        with self._heeding:
+            if not self._events.closed:
+                heeded = (select.EPOLLIN * (self._leader is None)) | (select.EPOLLOUT * self._blocked)
+                self._events.modify(self._sock, heeded)
+
+    def _ring_bell(self) -> None:
+        if not self._rung:
+            self._rung = True
+            with suppress(OSError):  # nobody listens any more
+                self._rope.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while self._why is None:
+                self._turn()
+        except (OSError, PSError) as error:
+            self.close(str(error))
+        finally:
+            self.close("it has failed")  # whatever happened: nobody waits for what cannot come
+            with self._reading, self._heeding:  # a caller that receives was told, and gives it back
+                self._events.close()
+            self._channel.close()
+            self._over = True
+            self._leave()
+
+    def _turn(self) -> None:
+        for file, events in self._events.poll(TELL_SECONDS if self._watching else None):
+            if file == self._bell.fileno():
+                self._bell.recv(4096)
+                self._rung = False  # first: what comes from now on rings again
+                self._watch()
+                self._flush()
+            elif events & select.EPOLLOUT:
+                self._flush()
+            if file == self._bell.fileno() or not events & ~select.EPOLLOUT:
+                continue
+            # The end of a connection is told whatever is heeded; a caller that receives finds it, too, and closes it.
+            if self._reading.acquire(blocking=bool(events & (select.EPOLLHUP | select.EPOLLERR))):
+                try:
+                    self._receive()
+                finally:
+                    self._reading.release()
+
+        if self._watching and time.monotonic() >= self._tell_at:
+            self._watching = False  # first: what is freed from now on rings
+            self._channel.tell_freed()
+
+    def _watch(self) -> None:
+        """Sees to it that the server is told of free memory at some time, or now if it is much."""
+        now = time.monotonic()
+        if self._channel.untold > self._enough:
+            self._tell_at = now
+        elif not self._watching:
+            self._tell_at = now + TELL_SECONDS
+        self._watching = True
+
+    def _flush(self) -> None:
+        """Goes on with what the system did not take; heeds the room for it as long as something is left."""
+        left = self._channel.flush()
+        if left != self._blocked:
+            self._blocked = left
+            self._heed()
+
+    def _receive(self) -> None:
+        """Handles what has come. Called by the thread that holds `_reading`."""
+        if self.lost:  # perhaps in the middle of a message
+            return
+        self._silence.heard = True
+        for message in self._link.receive():
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if message.kind is Kind.WELCOME:
+            self._welcomed = True
+            self._welcome.set()
+        elif message.kind is Kind.FREED:
+            self._channel.freed(message.place)
+        elif message.kind is Kind.ALIVE:
+            said = parse(pb.TransportAlive, message.header)
+            self._silence.word(said.received, said.paused, self._link.sent, time.monotonic())
+        else:
+            self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        data = self._data(message) if message.size else None
+        call = self._calls.get(message.call)
+        if call is None:
+            return  # nobody waits for it any more
+        if message.kind is Kind.REFUSAL:
+            self._end(message.call, refusal_from_pb(parse(pb.Refusal, message.header)))
+            return
+        if message.kind is Kind.ANSWER or message.header:
+            header = parse(call.kind, message.header)
+            size = 0 if isinstance(header, pb.BeatReply) else header.size
+            call.assembly = call.assembly or Assembly(size, self._traffic)
+            call.header = header if message.kind is Kind.ANSWER else None
+        if call.assembly is None:
+            raise InvalidRequest("a part of an answer without a header")
+        if data is not None:
+            call.assembly.add(message.offset, (data,))
+        if call.header is not None and call.assembly.payload.whole:
+            self._end(message.call, (call.header, call.assembly.payload))
+
+    def _end(self, number: int, answer: Answered | PSError) -> None:
+        with self._lock:
+            call = self._calls.pop(number, None)
+        if call is None:
+            return
+        self.answered += 1
+        forks.release()
+        self._channel.drop(number)  # if an answer came before all was sent
+        if isinstance(answer, PSError):
+            call.future.set_exception(answer)
+        else:
+            call.future.set_result(answer)
+
+    def _data(self, message: Message) -> memoryview:
+        if message.data is not None:
+            return message.data
+        if self._mirror is None:
+            raise InvalidRequest("data without memory")
+        return self._mirror.read(message.place, message.size)
+
+
+_TRANSPORTS: weakref.WeakSet[Transport] = weakref.WeakSet()
+"""The transports of this process."""
+
+_LINGERING: set[Transport] = set()
+"""Closed transports, as long as a reader looks at their server's memory."""
+
+
+def _keep() -> list[Hold]:
+    return [hold for transport in list(_TRANSPORTS) for hold in transport.keep()]
+
+
+def _forget() -> None:
+    for transport in list(_TRANSPORTS):
+        transport.forget()
+
+
+forks.watch(_keep, _forget)
+
+
+def _connect(name: TransportName, offer: Offer, lease: float) -> Stream:
+    if name == "shm":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(CONNECT_SECONDS)
+        sock.connect(offer.path)
+        return sock
+    tls = offer.tls and offer.tls()
+    return connect(offer.host, offer.port, CONNECT_SECONDS, lease, False, tls, offer.name)
+
+
+def _why(name: TransportName, offer: Offer, error: Exception) -> str:
+    said = getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error
+    if name == "shm":
+        return f"{offer.path} cannot be used ({said}); do server and client share {SHARED}?"
+    return f"{offer.host}:{offer.port} cannot be reached ({said})"

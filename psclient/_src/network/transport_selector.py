@@ -1,0 +1,224 @@
+"""The transports of a client: which one is used, and what happens when it breaks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from psclient._src.network.daemon_threads import Threads
+from psclient._src.network.transport import Answered, Offer, Transport, TransportLost
+from pswire.errors import PSError
+from pswire.model.status import Pace
+from pswire.network.futures import settle
+from pswire.network.payload import Payload
+from pswire.network.traffic import TRANSPORTS, Traffic, TransportName
+
+log = logging.getLogger("psclient.transports")
+
+T = TypeVar("T")
+
+ANSWERS = 8
+"""Part of a lease within which a beat on a transport is answered; after it one travels over gRPC, in time for the lease."""
+
+LOSSES = 3
+"""Number of times that a transport may break before the next one is used."""
+
+FORGIVEN = 100
+"""After how many calls that were answered a transport may break as often again."""
+
+AGAIN = 100
+"""After how many calls a better transport is tried again; each time that it cannot be used twice as many."""
+
+
+class TransportSelector:
+    """A session's transports to one server, of which the best that works is used. May be used by any thread.
+
+    Args:
+        server: the server, for messages.
+        offer: the transports that it has.
+        lease: seconds of silence after which a transport is broken, while the server answers beats.
+        threads: run calls that may take a while.
+        traffic: counts payload bytes of each transport.
+        wanted: the transport to begin with; the ones after it are fallen back to.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        offer: Offer,
+        lease: float,
+        threads: Threads,
+        traffic: Mapping[TransportName, Traffic],
+        wanted: TransportName = "shm",
+    ) -> None:
+        self._server = server
+        self._threads = threads
+        self._traffic = traffic
+        self._lease = lease
+        self._offer: Offer | None = offer
+        self._lock = threading.Lock()  # guards all below, but what counts calls
+        self._names = [name for name in TRANSPORTS[TRANSPORTS.index(wanted) :] if self._has(name, offer)]
+        self._at = 0  # index of the one in use
+        self._losses = 0
+        self._pause = AGAIN
+        self._calls, self._again = 0, AGAIN
+        self._transport: Transport | None = self._open(offer)
+        self._said: Pace | None = None  # the last beat over gRPC, unless it said what has to be taken back
+
+    def _has(self, name: TransportName, offer: Offer) -> bool:
+        found = {"shm": bool(offer.path), "tcp": bool(offer.port), "grpc": True}[name]
+        if not found:
+            log.info("no %s transport to %s: the server has none", name, self._server)
+        return found
+
+    def ask(
+        self,
+        call: Callable[[Transport], Future[Answered]],
+        decode: Callable[[Any, Payload], T],
+        otherwise: Callable[[], Future[T]],
+        lost: Transport | None = None,
+    ) -> Future[T]:
+        """Calls on the best transport that works, and where that breaks on the next.
+
+        Args:
+            call: makes the call on a transport.
+            decode: reads its answer.
+            otherwise: makes the call without a transport.
+            lost: the transport that broke with the call on it.
+        """
+        transport = self.best(lost)
+        self._calls += 1
+        if self._at and self._calls >= self._again:
+            self._again = self._calls + self._pause
+            self._threads.submit(self._improve)
+        if transport is None:
+            return otherwise()
+        result: Future[T] = Future()
+
+        def answered(answer: Future[Answered]) -> None:
+            if isinstance(answer.exception(), TransportLost):
+                again = partial(self.ask, call, decode, otherwise, transport)
+                self._threads.submit(lambda: settle(result, lambda: again().result()))
+            else:
+                settle(result, lambda: decode(*answer.result()))
+
+        call(transport).add_done_callback(answered)
+        return result
+
+    @property
+    def transport(self) -> Transport | None:
+        """The transport in use, which may be broken; None for gRPC."""
+        return self._transport
+
+    def best(self, lost: Transport | None = None) -> Transport | None:
+        """Returns the transport to use; None for gRPC.
+
+        Args:
+            lost: the one that was used and is broken.
+        """
+        if lost is None or self._transport is not lost:
+            return self._transport
+        with self._lock:
+            if self._transport is lost and (offer := self._offer) is not None:
+                self._losses = 1 if lost.answered >= FORGIVEN else self._losses + 1
+                if self._losses > LOSSES:
+                    self._skip("it breaks again and again")
+                self._transport = self._open(offer, replaces=True)
+        self._check_open()
+        return self._transport
+
+    def beat(self, round: int, pace: Pace, clock: int) -> bool | None:
+        """Beats on the transport, if no call is under way there, and the beat says what the last one over gRPC has said.
+
+        On the transport it says nothing, so that it may come late. A call that waits there needs beats on another
+        connection, which show that the transport is broken, and not the server; a beat that is not answered is such a call.
+
+        Args:
+            round, pace, clock: what the beat says. Who waits in a round, or has a clock, says so each time.
+
+        Returns:
+            The answer; None if there is none, so that the beat has to travel over gRPC.
+        """
+        transport, offer = self._transport, self._offer
+        if transport is None or offer is None or not offer.beats:
+            return None
+        if transport.waits or round >= 0 or clock or pace != self._said:
+            return None
+        try:
+            reply, _ = transport.beat().result(self._lease / ANSWERS)
+        except (TransportLost, TimeoutError, PSError):  # whatever it is, the beat over gRPC tells
+            return None
+        return bool(reply.drive)
+
+    def beat_answered(self, round: int, pace: Pace, clock: int) -> None:
+        """Takes the answer of a beat over gRPC: closes the transport if the server has been silent on it for too long.
+
+        Args:
+            round, pace, clock: what the beat has said.
+        """
+        self._said = None if round >= 0 or clock else pace
+        transport = self._transport
+        if transport is not None and (why := transport.silent()):
+            log.warning(
+                "the %s transport to %s is broken: %s, while it answers beats; what waits there is sent again. "
+                "Does a firewall or NAT in between drop connections?",
+                *(transport.name, self._server, why),
+            )
+            transport.close(why)
+
+    def _open(self, offer: Offer, replaces: bool = False) -> Transport | None:
+        while (name := self._names[self._at]) != "grpc":
+            try:
+                transport = Transport(name, offer, self._lease, self._traffic[name], replaces)
+            except TransportLost as error:
+                self._skip(str(error))
+            else:
+                log.info("%s transport to %s", name, self._server)
+                return transport
+        log.info("grpc transport to %s", self._server)
+        return None
+
+    def _skip(self, why: str) -> None:
+        """Uses the next transport, for now."""
+        log.info("no %s transport to %s: %s", self._names[self._at], self._server, why)
+        self._at += 1
+        self._losses = 0
+        self._again, self._pause = self._calls + self._pause, 2 * self._pause
+
+    def _improve(self) -> None:
+        """Uses a better transport again if one can be opened; calls go on meanwhile."""
+        offer = self._offer
+        for at, name in enumerate(self._names[: self._at]):
+            if offer is not None:
+                with suppress(TransportLost):
+                    self._replace(at, Transport(name, offer, self._lease, self._traffic[name]))
+                    return
+        self._pause *= 2
+
+    def _replace(self, at: int, transport: Transport) -> None:
+        """Uses a better transport; what is under way on the one before it goes over to it."""
+        with self._lock:
+            old: Transport | None = transport
+            if at < self._at:
+                old, self._transport, self._at, self._losses = self._transport, transport, at, 0
+                log.info("%s transport to %s", transport.name, self._server)
+        if old is not None:
+            old.close("a better transport is there")
+        self._check_open()
+
+    def _check_open(self) -> None:
+        """Closes a transport that was opened after the selector was closed."""
+        if self._offer is None:
+            self.close("closed")
+
+    def close(self, why: str) -> None:
+        """Ends the transport."""
+        self._offer = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close(why)

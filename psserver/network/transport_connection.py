@@ -1,0 +1,489 @@
+"""One client's transport on the server: messages in, calls of the core, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol, TypeVar, cast
+
+from psserver.network.access import Access, Names
+from psserver.network.client_memory import ClientMemory, take_segment
+from psserver.network.served import Served
+from psserver.registry import Registered
+from pswire.api import PullReply, RoundReply
+from pswire.encoding import messages
+from pswire.encoding.protocol import check_protocol
+from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
+from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
+from pswire.network.parts import Assembly
+from pswire.network.payload import Payload
+from pswire.network.shared_memory import SharedArena
+from pswire.network.sockets import Kind, Message, MessageSocket, PayloadSender
+from pswire.network.tls_socket import Stream
+from pswire.network.traffic import Traffic, TransportName
+from pswire.pb import parameter_server_pb2 as pb
+
+log = logging.getLogger("psserver.transports")
+
+T = TypeVar("T")
+
+PUSH, PULL, VOTE, BEAT = VERBS["Push"], VERBS["Pull"], VERBS["Vote"], VERBS["Beat"]
+"""The verbs of transports."""
+
+DRIVE = pb.BeatReply(drive=True).SerializeToString()
+"""The answer to a beat whose process is to drive the job; to all others it is empty."""
+
+HELLO_SECONDS = 10.0
+"""Seconds within which a connection must send its hello."""
+
+TURN = 32
+"""Messages of one client that are handled at once, before other clients get their turn."""
+
+BACKLOG = 1024
+"""Buffers that a client has not taken, beyond which nothing more is read from it."""
+
+MAX_CALLS = 256
+"""Most calls of one client that wait for their answers at the same time."""
+
+WORDS = 4
+"""Signs of life that a waiting client gets per lease."""
+
+LEAST_WORD_SECONDS = 0.05
+"""Least seconds between two signs of life, whatever lease a client names."""
+
+
+class Hub(Protocol):
+    """The acceptor of connections, and the state they share. All of it belongs to the event loop."""
+
+    core: Served
+    access: Access
+    task: str
+    in_flight: int
+    buffer_bytes: int
+    traffic: Mapping[TransportName, Traffic]
+    ended: PSError | None
+    encoder: messages.RoundEncoder
+    connections: list[Connection]
+    leaving: set[Connection]
+
+    def let_in(self, connection: Connection, hello: pb.TransportHello) -> Registered:
+        """Admits a client, or refuses one whose hello does not show its session, which is returned."""
+
+    def refuse(self, connection: Connection, error: PSError) -> None:
+        """Closes a connection, since what has come on it is refused."""
+
+    def replace(self, connection: Connection) -> None:
+        """Closes all other connections of its session."""
+
+    def outbox(self) -> tuple[SharedArena, int]:
+        """Returns the memory for answers to clients that share memory, and its file."""
+
+    def assembly(self, size: int, transport: TransportName) -> Assembly:
+        """Returns the assembly for a new message's payload."""
+
+
+class Heartbeat:
+    """Signs of life to a client, in equal intervals, as long as it waits. Belongs to the event loop.
+
+    Args:
+        loop: the event loop.
+        waits: returns True while the client waits.
+        beat: sends a sign of life.
+
+    Attributes:
+        seconds: the interval; 0 if the client wants no sign of life.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, waits: Callable[[], bool], beat: Callable[[], object]) -> None:
+        self.seconds = 0.0
+        self._loop = loop
+        self._waits = waits
+        self._send = beat
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begins to beat, unless it does already: the client waits."""
+        if self.seconds and self._next is None:
+            self._next = self._loop.call_later(self.seconds, self._beat)
+
+    def _beat(self) -> None:
+        self._next = None
+        if self._waits():
+            self._send()
+            self.start()
+
+    def stop(self) -> None:
+        """Beats no more."""
+        if self._next is not None:
+            self._next.cancel()
+
+
+class Connection:
+    """One client's transport. Belongs to the event loop, but for the methods that answer.
+
+    Args:
+        transports: the acceptor.
+        sock: the connection.
+        shared: True if data are in memory that the client will hand over.
+        peer: where the client is, for messages.
+        names: the names in the client's certificate; None where the transport asks for none. A client that shares memory
+            shows only its token, which came over a channel that has asked.
+    """
+
+    def __init__(self, transports: Hub, sock: Stream, shared: bool, peer: str = "", names: Names = None) -> None:
+        self.session: int | None = None
+        """The client's session; None before its hello."""
+        self._registered: Registered | None = None
+        self._hello_said = pb.TransportHello()
+        self.transport: TransportName = "shm" if shared else "tcp"
+        self.names = names
+        self._transports, self.peer = transports, peer
+        self._traffic = transports.traffic[self.transport]
+        self.sock = sock
+        self._shared, self._loop = shared, asyncio.get_running_loop()
+        self._link = MessageSocket(sock)
+        self._channel = PayloadSender(self._link, None, False, self._blocked, self._traffic)
+        self._memory: ClientMemory | None = None
+        self._assemblies: dict[int, Assembly] = {}
+        self._under_way: dict[Future[Any], int] = {}
+        self._heartbeat = Heartbeat(
+            self._loop, lambda: not self._closed and bool(self._under_way or self._channel.sending), self._speak
+        )
+        self._closed = self._armed = self._paused = False
+        self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
+        self._loop.add_reader(sock, self._readable)
+        if names is not None:
+            self._loop.call_soon(self._readable)  # the hello may have come with the end of the handshake
+
+    @property
+    def _plain(self) -> socket.socket:
+        """The socket of a client that shares memory: it stays on this host, and is not encrypted."""
+        return cast(socket.socket, self.sock)
+
+    def close(self, why: str, gone: bool = False) -> None:
+        """Closes the connection. Messages that its client has not sent whole, it sends again on another one.
+
+        Args:
+            why: the reason, for the log.
+            gone: True if the client is gone, and reads no memory of this server any more.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._late.cancel()
+        self._heartbeat.stop()
+        if not self._paused:
+            self._loop.remove_reader(self.sock)
+        if self._armed:
+            self._loop.remove_writer(self.sock)
+        if self._memory is not None:
+            self._memory.close()
+        self._assemblies.clear()
+        self._transports.connections.remove(self)
+        log.debug("a transport of session %s is closed: %s", self.session, why)
+        if self._shared and self.session is not None and not gone:
+            # Its client may still read answers in our memory; it closes its side afterwards.
+            with contextlib.suppress(OSError):
+                self._plain.shutdown(socket.SHUT_WR)
+            self._transports.leaving.add(self)
+            self._loop.add_reader(self.sock, self._await_end)
+        else:
+            self.drop()
+
+    def _await_end(self) -> None:
+        """Discards data until the client closes its side."""
+        try:
+            if self._plain.recv(1 << 16):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._transports.leaving.discard(self)
+        self._loop.remove_reader(self.sock)
+        self.drop()
+
+    def drop(self) -> None:
+        """Closes the socket and releases the memory of its answers: the client is gone, or the server ends."""
+        self.sock.close()
+        self._channel.close()
+
+    def _check_hello(self) -> None:
+        if self.session is None:
+            self.close("no hello")
+
+    # ---- The socket ----
+
+    def _readable(self) -> None:
+        if self._closed or self._paused:
+            return
+        try:
+            if self._shared and self._memory is None:
+                self._take_segment()
+            if self._take_turn() == TURN:
+                self._loop.call_soon(self._readable)  # more messages may have been read already
+        except BlockingIOError:
+            pass
+        except ConnectionResetError as error:
+            self.close(str(error), gone=True)
+        except (InvalidRequest, Forbidden, ConfigError) as error:
+            self._transports.refuse(self, error)
+        except OSError as error:
+            self.close(str(error))
+        except Exception:  # a bug of ours, or no memory: the client goes another way
+            log.exception("a transport is closed")
+            self.close("internal error")
+
+    def _take_turn(self) -> int:
+        """Handles some messages; returns how many."""
+        count = 0
+        for message in islice(self._link.receive(), TURN):
+            self._handle(message)
+            count += 1
+            if self._closed:
+                break
+            if self._link.waiting > BACKLOG:
+                self._pause()
+            if self._paused:
+                break
+        return count
+
+    def _take_segment(self) -> None:
+        """Takes the segment that comes with the first byte of a client that shares memory."""
+        segment = take_segment(self._plain, self._transports.in_flight + self._transports.buffer_bytes)
+        self._memory = ClientMemory(segment.memory, self._transports.in_flight, lambda: self._channel)
+
+    def _hand_over(self) -> None:
+        """Hands over the memory of answers, with this side's first byte, to a client that has shown its session."""
+        ring, file = self._transports.outbox()
+        socket.send_fds(self._plain, [b"\0"], [file])
+        self._channel = PayloadSender(self._link, ring, False, self._blocked, self._traffic)
+
+    def _blocked(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._arm)
+
+    def _arm(self) -> None:
+        if not self._closed and not self._armed:
+            self._armed = True
+            self._loop.add_writer(self.sock, self._writable)
+
+    def _writable(self) -> None:
+        try:
+            left = self._channel.flush()
+        except OSError as error:
+            self.close(str(error))
+            return
+        if not left:
+            self._armed = False
+            self._loop.remove_writer(self.sock)
+            self._go_on()
+
+    def _pause(self) -> None:
+        """Stops reading for now."""
+        if not self._paused:
+            self._paused = True
+            self._loop.remove_reader(self.sock)
+
+    def _go_on(self) -> None:
+        if self._paused and not self._closed:
+            self._paused = False
+            self._loop.add_reader(self.sock, self._readable)
+            self._loop.call_soon(self._readable)
+
+    def _go_on_soon(self) -> None:
+        """Resumes reading. Called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._go_on)
+
+    # ---- Messages ----
+
+    def _handle(self, message: Message) -> None:
+        if self.session is None:
+            self._hello(message)
+            return
+        match message.kind:
+            case Kind.PUSH:
+                self._call(message, self._push)
+            case Kind.PULL:
+                self._call(message, self._pull)
+            case Kind.PART:
+                self._part(message)
+            case Kind.FREED:
+                self._channel.freed(message.place)
+            case Kind.BEAT:
+                self._call(message, self._beat)
+            case Kind.VOTE:
+                self._vote(message)
+            case _:
+                raise InvalidRequest(f"a client sends no {message.kind.name}")
+
+    def _hello(self, message: Message) -> None:
+        hello = parse(pb.TransportHello, message.header)
+        if message.kind is not Kind.HELLO:
+            raise InvalidRequest("a connection has not shown whose it is")
+        check_protocol(hello.protocol, f"session {hello.session}", self._transports.task)
+        self._registered, self._hello_said = self._transports.let_in(self, hello), hello
+        if self._shared:
+            self._hand_over()
+        self.session = hello.session
+        self._late.cancel()
+        self._link.trust()
+        self._heartbeat.seconds = max(hello.lease / WORDS, LEAST_WORD_SECONDS) if hello.lease > 0 else 0.0
+        if hello.replaces:
+            self._transports.replace(self)
+        self._channel.tell(Kind.WELCOME)
+
+    def _call(self, message: Message, call: Callable[[Message], None]) -> None:
+        """Handles a call. Its errors are sent to the client."""
+        try:
+            call(message)
+        except PSError as error:
+            self._refuse(message.call, error)
+
+    def _push(self, message: Message) -> None:
+        data = self._data(message, 0)  # first: a refused push needs its data no more
+        header = parse(pb.PushHeader, message.header)
+        self._check(PUSH, header)
+        assembly = self._assemblies[message.call] = self._transports.assembly(header.size, self.transport)
+        self._add(message, assembly, data)
+        answer = TransportAnswer(self._channel, message.call)
+        future = self._transports.core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
+        del assembly, data  # the round may be over: then its answer tells that they are free
+        self._wait(future, message.call, partial(self._answer_round, answer))
+
+    def _answer_round(self, answer: TransportAnswer, future: Future[RoundReply]) -> None:
+        try:
+            reply = future.result()
+            self._let_rest_pass(answer.call)
+            answer.send(self._transports.encoder.encode(reply), reply.payload)
+        except PSError as error:
+            self._channel.drop(answer.call)
+            self._refuse(answer.call, error)
+
+    def _pull(self, message: Message) -> None:
+        header = parse(pb.PullRequest, message.header)
+        self._check(PULL, header)
+        future = self._transports.core.pull(*messages.pull_arguments(header))
+        self._wait(future, message.call, partial(self._answer_pull, message.call))
+
+    def _answer_pull(self, call: int, future: Future[PullReply]) -> None:
+        try:
+            reply = future.result()
+            self._channel.send(Kind.ANSWER, call, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
+        except PSError as error:
+            self._refuse(call, error)
+
+    def _beat(self, message: Message) -> None:
+        """Answers a beat, at once."""
+        self._check(BEAT, self._hello_said)
+        drives = self._transports.core.beat(self._hello_said.session, -1, b"", None)
+        self._channel.tell(Kind.ANSWER, message.call, DRIVE if drives else b"")
+
+    def _vote(self, message: Message) -> None:
+        """Takes another server's vote, which has no answer."""
+        vote = parse(pb.ServerVote, message.header)
+        if vote.session != self.session:
+            raise InvalidRequest(f"this transport is of session {self.session}, not of {vote.session}")
+        self._transports.access.check(VOTE, vote, self.names)
+        self._transports.core.hear(self._transports.access.voter(vote.session), messages.said_from_pb(vote))
+
+    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.TransportHello) -> None:
+        """Checks a call.
+
+        Raises:
+            PSError: why the call is refused.
+        """
+        if header.session != self.session:
+            raise Fenced(f"this transport is of session {self.session}, not of {header.session}")
+        self._transports.access.check_held(header.session, self._registered)
+        self._transports.access.check(verb, header, self.names)
+        if self._transports.ended is not None:
+            raise self._transports.ended
+        if len(self._under_way) >= MAX_CALLS:
+            raise InvalidRequest(
+                f"{MAX_CALLS} calls of this session wait on its transport already; wait for some of them before the next",
+                self._transports.task,
+            )
+
+    def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
+        """Answers a call once its future is done."""
+        self._under_way[future] = call
+        self._heartbeat.start()
+        future.add_done_callback(self._under_way.pop)
+        future.add_done_callback(answer)
+
+    def _speak(self) -> None:
+        """Sends a sign of life."""
+        if not self._link.waiting:  # else the waiting messages are signs of life
+            alive = pb.TransportAlive(received=self._link.received, paused=self._paused)
+            self._channel.tell(Kind.ALIVE, header=alive.SerializeToString())
+
+    def end(self, error: PSError) -> None:
+        """Fails all calls that wait with an error."""
+        for call in list(self._under_way.values()):
+            self._refuse(call, error)
+
+    def _part(self, message: Message) -> None:
+        assembly = self._assemblies.get(message.call)
+        data = self._data(message, assembly.payload.window if assembly else 0)
+        if assembly is not None:  # else it is the rest of a failed call
+            self._add(message, assembly, data)
+
+    def _add(self, message: Message, assembly: Assembly, data: memoryview | None) -> None:
+        if data is not None:
+            assembly.add(message.offset, (data,))
+        if assembly.payload.whole:
+            self._assemblies.pop(message.call, None)  # it may have been refused by now
+        elif self._memory is None and assembly.payload.crowded(self._transports.in_flight, self._go_on_soon):
+            self._pause()
+
+    def _data(self, message: Message, reader: int) -> memoryview | None:
+        if message.data is not None or not message.size:
+            return message.data
+        if self._memory is None:
+            raise InvalidRequest("data without memory")
+        return self._memory.read(message.place, message.size, reader)
+
+    def _let_rest_pass(self, call: int) -> None:
+        """Reads and discards the rest of an answered call."""
+        if self._assemblies.pop(call, None) is not None:
+            self._go_on_soon()
+
+    def _refuse(self, call: int, error: PSError) -> None:
+        self._let_rest_pass(call)
+        self._channel.tell(Kind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
+
+
+class TransportAnswer:
+    """An answer to a push on a transport, which may be sent while it grows.
+
+    Args:
+        channel: the sender.
+        call: the number of the call.
+    """
+
+    def __init__(self, channel: PayloadSender, call: int) -> None:
+        self.call = call
+        self._channel = channel
+        self._begun = False
+
+    def begin(self, payload: Payload) -> None:
+        """Begins to send a payload that grows."""
+        if payload.size:
+            self._begun = True
+            header = pb.RoundHeader(size=payload.size).SerializeToString()
+            self._channel.send(Kind.PART, self.call, header, payload, ends=True)
+
+    def send(self, header: bytes, payload: Payload) -> None:
+        """Sends a complete answer, or the end of a growing one."""
+        if self._begun:
+            self._channel.end(Kind.ANSWER, self.call, header)
+        else:
+            self._channel.send(Kind.ANSWER, self.call, header, payload)

@@ -1,0 +1,384 @@
+"""Beats: when they come, the ways that they take, and what a silence says.
+
+Those of a process that does nothing travel on its transport; wherever that cannot be, they travel over gRPC, in time. What a
+transport's beat proves is what any call proves, that the process lives: all that a beat says otherwise is told over gRPC, in
+order. A transport on which a call waits, a beat included, carries no other one: then beats on gRPC's connection show whether
+the server, or the transport, is silent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from psclient._src.network.patience import Patience
+from psclient._src.network.session import BEATS, until_beat
+from psclient._src.network.transport import Silence
+from psclient._src.network.worker_clock import WorkerClock
+from psserver.network import grpc_service
+from psserver.network.transport_connection import BACKLOG
+from pstesting.clock import Clock
+from pswire.api import RESTS
+from pswire.encoding import protocol
+from pswire.errors import Fenced, ServerLost
+from pswire.model.status import Pace
+from pswire.network.sockets import Kind
+from pswire.pb import parameter_server_pb2 as pb
+from tests.kit import transports
+from tests.kit.rig import SOON, WORKERS
+from tests.kit.strategies import refused
+from tests.kit.transports import Hand, Site, eventually
+
+LEASE = 0.8
+"""Seconds."""
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def name(request):
+    """A transport that is no gRPC."""
+    return request.param
+
+
+class Beats:
+    """A member that beats: how many beats were calls of gRPC, and how many the server took on transports."""
+
+    def __init__(self, site: Site, patch: pytest.MonkeyPatch, worker: int = 0) -> None:
+        self.site, self.worker = site, site.workers[worker]
+        self.calls = self.renewed = 0
+        once, beat = site.server._calls.once, site.core.beat
+
+        def count_call(name: str, data: bytes, seconds: float) -> bytes:
+            self.calls += name == "Beat"
+            return once(name, data, seconds)
+
+        def count_renewed(session: int, *said: Any) -> bool:
+            self.renewed += said[2] is None
+            return beat(session, *said)
+
+        patch.setattr(site.server._calls, "once", count_call)
+        patch.setattr(site.core, "beat", count_renewed)
+
+    def ways(self, *args: Any) -> tuple[int, int]:
+        """Beats; returns how many calls of gRPC that took, and how many beats on transports the server has taken."""
+        before = self.calls, self.renewed
+        self.site.server.beat(self.worker.session, *(args or (-1, b"")))
+        return self.calls - before[0], self.renewed - before[1]
+
+
+@pytest.fixture
+def site(stack, name):
+    """A server, and two members with transports to it; a minute passes before a beat on a transport is late."""
+    return Site(stack, name, elements=64, lease=8 * SOON)
+
+
+@pytest.fixture
+def beats(site, monkeypatch):
+    """The first member's."""
+    return Beats(site, monkeypatch)
+
+
+CALL, TRANSPORT = (1, 0), (0, 1)
+
+
+def test_a_process_that_does_nothing_beats_on_its_transport(beats):
+    """Its first beat says over gRPC what it does; those after it are no calls, and each of them is a sign of life."""
+    assert beats.ways() == CALL
+    signs = beats.site.core.machine.tally.signs
+    assert [beats.ways() for _ in range(3)] == [TRANSPORT] * 3
+    assert beats.site.core.machine.tally.signs == signs + 3
+
+
+def test_a_beat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
+    """For whoever beats; who does not is lost."""
+    now = [0.0]
+    site = Site(stack, name, elements=64, lease=8 * SOON, clock=lambda: now[0])
+    beats = Beats(site, monkeypatch)
+    assert beats.ways() == CALL
+    for _ in range(8):
+        now[0] += 2.0
+        assert beats.ways() == TRANSPORT
+        site.core.tick()
+    found = {session.member.task: session.state for session in site.core.status().sessions}
+    assert (found[WORKERS[0]], found[WORKERS[1]]) == ("open", "lost")
+
+
+@pytest.mark.parametrize(
+    "news",
+    [(-1, b"", Pace(steps=1)), (-1, b"", Pace(leaving=True)), (-1, b"", Pace(), 3)],
+    ids=["a step", "it leaves", "a clock"],
+)
+def test_news_travel_over_grpc(beats, news):
+    """And the server knows them; what is the same once more needs no call."""
+    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
+    assert beats.ways(*news) == CALL
+    pace = next(s.pace for s in beats.site.core.status().sessions if s.member.task == WORKERS[0])
+    assert pace == news[2]
+    assert beats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT)
+    assert beats.ways() == CALL
+
+
+def test_who_waits_in_a_round_beats_over_grpc(beats):
+    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each beat, and once
+    none is waited in any more."""
+    assert [beats.ways(0, b"plan"), beats.ways(0, b"plan")] == [CALL, CALL]
+    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
+
+
+def test_while_a_call_waits_on_a_transport_beats_travel_over_grpc(beats):
+    """They are to show that the server lives, though the transport is silent; after that they are on the transport again."""
+    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
+    here, other = beats.site.workers
+    first = beats.site.push(here, 1)
+    beats.site.job.arrived(here)
+    assert [beats.ways(), beats.ways()] == [CALL, CALL]
+    beats.site.whole([1, 2], first, beats.site.push(other, 2))
+    assert beats.ways() == TRANSPORT
+
+
+def test_a_server_of_the_version_before_is_called(stack, name, monkeypatch):
+    """It would close a transport on which beats come: it says its number when the session opens."""
+    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: protocol.BEATS - 1)
+    beats = Beats(Site(stack, name, elements=64, lease=8 * SOON), monkeypatch)
+    assert [beats.ways(), beats.ways()] == [CALL, CALL]
+
+
+def test_who_keeps_the_sessions_anew_is_told_everything(beats):
+    """It has heard no beat of them: one on a transport is refused, and told over gRPC at once."""
+    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
+    record = beats.site.core.machine.members._sessions[beats.worker.session]
+    record.described = False
+    assert beats.ways() == (1, 1)
+    assert beats.ways() == TRANSPORT
+
+
+def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name):
+    """As in a call, with the same error; nobody's lease is renewed."""
+    here = site.workers[0]
+    site.server.beat(here.session, -1, b"")
+    hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
+    hand.say(Kind.BEAT, 1)
+    answer = hand.hear()
+    assert (answer.kind, answer.call, pb.BeatReply.FromString(answer.header)) == (Kind.ANSWER, 1, pb.BeatReply())
+    site.job.verbs[0].leave(here.session, "it failed")
+    hand.say(Kind.BEAT, 2)
+    answer = hand.hear()
+    refusal = pb.Refusal.FromString(answer.header)
+    assert (answer.kind, answer.call, refusal.error) == (Kind.REFUSAL, 2, "Fenced")
+    refused(Fenced, "this session was ended: it failed", lambda: site.server.beat(here.session, -1, b""))
+
+
+def test_a_server_that_ends_says_so(site):
+    """A beat on a transport is refused then; the call tells that the server is lost."""
+    here = site.workers[0]
+    for _ in range(2):
+        site.server.beat(here.session, -1, b"")
+    site.thread.stop()
+    refused(ServerLost, "", lambda: site.server.beat(here.session, -1, b""))
+
+
+@pytest.mark.parametrize("ways", ["up", "down"])
+def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
+    """A beat that is lost there travels over gRPC within the lease, and so do those after it, until the transport is broken:
+    by then beats were answered for a lease. The next call opens another, on which the beats are from then on."""
+    site = Site(stack, "tcp", elements=64, lease=LEASE)
+    beats = Beats(site, monkeypatch)
+    assert beats.ways()[0] == 1
+    transport = site.transport(beats.worker)
+    (connection,) = site.open([beats.worker.session])
+    transports.drop(connection.sock if ways == "up" else transport._sock)
+    assert beats.ways()[0] == 1
+    assert transport.waits
+    with site.beating():
+        eventually(lambda: transport.lost)
+        assert "nothing has come on it for" in transport._why
+        site.round()
+        assert site.transport(beats.worker) is not transport
+        eventually(lambda: beats.ways() == TRANSPORT)
+
+
+def test_a_transport_that_breaks_costs_no_lease(beats):
+    """Its end is found at once: the beat is a call."""
+    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
+    (connection,) = beats.site.open([beats.worker.session])
+    beats.site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
+    eventually(lambda: beats.site.transport(beats.worker).lost)
+    assert beats.ways() == CALL
+
+
+def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):
+    """If a client beats and reads no answers, a server reads no more of it once it has so many answers to send."""
+    here, other = site.workers
+    site.server.beat(here.session, -1, b"")
+    hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
+    hand.sock.setblocking(False)
+    connection = site.transports.connections[-1]
+    head = bytes((Kind.BEAT,)) + bytes(31) + b"\xff" * 8
+    refused(BlockingIOError, "", lambda: _flood(hand, 1000 * head))
+    eventually(lambda: connection._paused)
+    assert connection._link.waiting <= 2 * BACKLOG
+    site.server.beat(other.session, -1, b"")
+    assert site.server.beat(other.session, -1, b"") is False
+
+
+def _flood(hand: Hand, said: bytes) -> None:
+    for _ in range(2000):
+        hand.sock.send(said)
+
+
+PAUSE = 2.0
+
+
+def test_sessions_beat_together_at_a_few_times_of_a_pause():
+    """Those of one time together, whenever they began; the times are spread over a pause."""
+    times = {
+        round(now + until_beat(PAUSE, 5 + BEATS * k, now), 6) % PAUSE for k in range(9) for now in (7.3, 100.0, 1e9)
+    }
+    assert times == {5 / BEATS * PAUSE}
+    times = sorted((1e9 + until_beat(PAUSE, number, 1e9)) % PAUSE for number in range(BEATS))
+    assert times == pytest.approx([PAUSE * number / BEATS for number in range(BEATS)])
+
+
+def test_one_that_was_woken_a_little_early_does_not_beat_twice():
+    for early in (1e-6, 1e-3, PAUSE / BEATS):
+        assert until_beat(PAUSE, 3, 3 / BEATS * PAUSE - early) == pytest.approx(PAUSE + early)
+    for tenth in range(200):
+        assert 0 < until_beat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / BEATS) + 1e-9
+
+
+TRANSPORT_LEASE = 8.0
+"""Seconds."""
+
+
+def silent(silence: Silence, *times: float, waiting: bool = True) -> list[str]:
+    """What is said when beats are answered at these times."""
+    return [silence.beat(waiting, now) for now in times]
+
+
+def test_a_transport_is_broken_once_beats_were_answered_for_a_lease():
+    """Since the first, or since something came; not while no call is under way, when nothing is to be said."""
+    *before, last = silent(Silence(TRANSPORT_LEASE), 0, 2, 4, 6, 8)
+    assert before == [""] * 4
+    assert last == "nothing has come on it for 8 s"
+    silence = Silence(TRANSPORT_LEASE)
+    silent(silence, 0, 2, 4, 6)
+    silence.heard = True
+    assert not any(silent(silence, 8, 10, 12, 14, 16))
+    assert silent(silence, 18) != [""]
+    silence = Silence(TRANSPORT_LEASE)
+    assert not any(silent(silence, *range(100), waiting=False))
+    assert not any(silent(silence, 100, 102, 104, 106))
+
+
+@pytest.mark.parametrize("gap", [5.0, 100.0])
+def test_a_pause_counts_for_half_a_lease(gap):
+    """Between two beats the server may have stood still, or this process: no word could come, or be read."""
+    silence = Silence(TRANSPORT_LEASE)
+    assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
+    assert silent(silence, gap + 4) != [""]
+
+
+def words(silence: Silence, received: int, sent: int, *times: float, paused: bool = False) -> str:
+    """What is said at a beat after words that came at these times."""
+    for now in times:
+        silence.heard = True
+        silence.word(received, paused, sent, now)
+    return silence.beat(True, times[-1])
+
+
+def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
+    """Though its words come; not what it does not want for now, has received, or gets of a slow network."""
+    silence = Silence(TRANSPORT_LEASE)
+    assert words(silence, 10, 20, 0, 2, 4, 6) == ""
+    assert words(silence, 10, 30, 8) == "the server receives nothing more on it for 8 s"
+    silence = Silence(TRANSPORT_LEASE)
+    assert words(silence, 10, 20, *range(100), paused=True) == ""
+    assert words(silence, 10, 20, 100, 102, 104, 106) == ""
+    assert words(silence, 10, 20, 108) != ""
+    silence = Silence(TRANSPORT_LEASE)
+    assert words(silence, 20, 20, *range(100)) == ""
+    assert words(silence, 20, 30, 100, 102, 104, 106) == ""
+    assert words(silence, 20, 30, 108) != ""
+    silence = Silence(TRANSPORT_LEASE)
+    for count in range(20):
+        assert words(silence, count, 1000, 6 * count, 6 * count + 3) == ""
+
+
+def test_words_that_say_nothing_of_now_do_not_count():
+    """Of a call that is over, though not all was received; those that come together after a standstill."""
+    silence = Silence(TRANSPORT_LEASE)
+    assert words(silence, 10, 20, 0, 2, 4, 6) == ""
+    silence.word(10, False, 20, 8)
+    assert silent(silence, 9, waiting=False) == [""]
+    assert silent(silence, 10) == [""]
+    silence = Silence(TRANSPORT_LEASE)
+    assert words(silence, 10, 20, 0, 100, 100, 100, 100, 100) == ""
+    assert words(silence, 20, 20, 101) == ""
+
+
+PATIENT, BEAT = 4.0, 1.0
+
+
+def test_a_silence_and_the_lease_after_it_do_not_count():
+    """Of whichever server; two at a time are one, one after another add; answered beats take no time."""
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    for _ in range(10):
+        patience.heard(0)
+        clock.now += BEAT + PATIENT / 4
+        assert patience.stood() == 0.0
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    for server in (0, 1):
+        patience.heard(server)
+    clock.now += 10.0
+    assert patience.stood() == 10.0 + PATIENT
+    for server in (0, 1):
+        patience.heard(server)
+    assert patience.stood() == 10.0 + PATIENT
+    clock.now += BEAT
+    assert patience.stood() == 10.0 + PATIENT
+    patience.heard(1)
+    clock.now += 3.0
+    assert patience.stood() == 10.0 + PATIENT + 4.0
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    for server in (0, 1):
+        clock.now += 100.0
+        patience.heard(1 - server)
+        patience.heard(server)
+        before = patience.stood()
+        clock.now += 10.0
+        patience.heard(server)
+        assert patience.stood() - before >= 10.0
+
+
+def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
+    """Of two waits up to one deadline the second has the silence of the first; one from before does not count."""
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    patience.heard(0)
+    clock.now += 100.0
+    for _ in range(5):
+        patience.heard(0)
+        clock.now += BEAT
+    patience.heard(0)
+    deadline = patience.deadline(20.0)
+    assert deadline.left() == 20.0
+    clock.now += 10.0
+    patience.heard(0)
+    assert deadline.left() == 20.0 + PATIENT
+    for _ in range(20):
+        clock.now += BEAT
+        patience.heard(0)
+    assert deadline.left() == PATIENT
+
+
+def test_a_worker_is_at_rest_some_beats_after_its_pass():
+    """Not before its first one, nor at once behind another; whoever goes on says so first."""
+    clock = WorkerClock(1)
+    clock.passed(0, 7)
+    assert [clock.say(0, True) for _ in range(4)] == [7] * 4
+    clock.end()
+    assert [clock.say(0, True) for _ in range(3)] == [7, RESTS, RESTS]
+    assert clock.begin()

@@ -1,0 +1,315 @@
+"""Pushes and pulls over gRPC share a stream: it serves them in turn, breaks, is opened anew, or is done without."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from psclient._src.config import grpc_streams
+from psclient._src.network import grpc_calls
+from psclient._src.network.remote_server import RemoteServer
+from psclient._src.network.retries import Attempts
+from pstesting.network import Relay
+from pswire.api import RoundReply
+from pswire.cluster import Task
+from pswire.encoding import messages
+from pswire.encoding.verbs import VERBS
+from pswire.errors import ConfigError, InvalidRequest, ServerLost, Unreachable
+from pswire.limits import PART_BYTES, Timeouts
+from pswire.network.grpc_channel import open_channel, stub
+from pswire.network.grpc_frames import Frame, frames
+from pswire.network.parts import parts_of
+from pswire.network.traffic import TransportName
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.security.identity import Security
+from tests.kit.rig import SOON, Worker, eventually
+from tests.kit.transports import Site
+
+
+class Pair(Site):
+    """Two members, each with its server's connection, by streams or single calls, through a relay."""
+
+    def __init__(self, stack: ExitStack, size: int, streams: bool = True, grace: float = 0.0) -> None:
+        self.relay, self._streams = Relay(stack), streams
+        super().__init__(stack, "grpc", elements=size // 4, grace=grace)
+
+    def begin(self, stack: ExitStack, address: str, *rest: Any) -> None:
+        self.relay.lead_to(address)
+        super().begin(stack, self.relay.address, *rest)
+        self.servers = [self.server, self.connect("grpc")]
+
+    def connect(self, transport: TransportName, security: Security | None = None) -> RemoteServer:
+        timeouts = Timeouts(session_timeout=self.lease, call_timeout=10.0, round_timeout=SOON)
+        server = RemoteServer(self._address, self.core.task, timeouts, streams=self._streams)
+        self._stack.callback(server.close)
+        return server
+
+    def push(self, worker: Worker, number: float, server: RemoteServer | None = None) -> Future[RoundReply]:
+        return super().push(worker, number, server or self.servers[self.workers.index(worker)])
+
+    @property
+    def calls(self):
+        """The calls of the first member's connection."""
+        return self.server._calls
+
+    @property
+    def stream(self):
+        """The stream of the first member's connection; None where there is none."""
+        return self.calls._stream
+
+
+@contextmanager
+def pair(size: int = 4000, streams: bool = True):
+    with ExitStack() as stack:
+        yield Pair(stack, size, streams)
+
+
+LARGE = PART_BYTES // 2
+"""Bytes of each of three variables, of which a round travels in more than one part, and is applied as it comes."""
+
+SIZES = pytest.mark.parametrize("size", [4000, LARGE], ids=["one message", "a round that streams"])
+
+
+@SIZES
+def test_calls_share_a_stream(size):
+    """All pushes and pulls of a connection are on the one that the first has opened."""
+    with pair(size) as job:
+        job.round()
+        stream = job.stream
+        assert stream is not None
+        for _ in range(2):
+            job.round()
+            assert job.pulled(job.workers[0])[0] == job.sums
+        assert job.stream is stream
+
+
+@SIZES
+def test_without_streams_each_is_a_call(size):
+    with pair(size, streams=False) as job:
+        job.round()
+        job.round()
+        assert job.stream is None
+
+
+def test_a_setting_switches_streams_off(monkeypatch):
+    """Any other word is an error, since a typo would change nothing."""
+    assert [grpc_streams({}), grpc_streams({"PS_GRPC_STREAM": "1"}), grpc_streams({"PS_GRPC_STREAM": "0"})] == [
+        True,
+        True,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="PS_GRPC_STREAM must be 1 or 0, not 'no'"):
+        grpc_streams({"PS_GRPC_STREAM": "no"})
+
+
+@SIZES
+def test_a_stream_that_breaks_is_opened_anew(size):
+    """The push under way is sent again by a call of its own and counts once; the next one opens a stream."""
+    with pair(size) as job:
+        job.round()
+        broken, first = job.stream, job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        job.relay.mend()  # ends all connections
+        eventually(lambda: job.stream is not broken)
+        job.whole([1, 10], first, job.push(job.workers[1], 10))
+        job.round()
+        job.round()
+        assert job.stream not in (None, broken)
+
+
+def test_a_stream_that_cannot_go_on_fails_no_call():
+    """One that has ended while idle, that ends soon, of an earlier life; an older server answers UNIMPLEMENTED."""
+    with pair() as job:
+        job.round()
+        stream = job.stream
+        job.relay.mend()
+        eventually(lambda: not stream.serves(0))
+        job.round()
+        assert job.stream not in (None, stream)
+        stream = job.stream
+        stream._end = time.monotonic() + 1  # less than a call may take
+        job.round()
+        assert job.stream not in (None, stream)
+        stream = job.stream
+        job.calls.bind(job.core.incarnation)
+        assert job.stream is None
+        job.round()
+        assert job.stream not in (None, stream)
+        stream = job.stream
+        job.thread._server._service._methods.pop(VERBS["Exchange"].path)
+        job.relay.mend()
+        eventually(lambda: not stream.serves(0))
+        job.round()
+        job.round()
+        assert (job.stream, job.calls._streams) == (None, False)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_server_that_stops_is_told_of(streams):
+    """Who waits learns at once why."""
+    with pair(streams=streams) as job:
+        pull = job.server.pull(job.workers[1].session, [job.variables[0].id], 5)
+        push = job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        job.thread.stop()
+        for waiting in (push, pull):
+            with pytest.raises(ServerLost, match="was stopped"):
+                waiting.result(SOON)
+
+
+def test_a_call_that_is_interrupted_is_cancelled():
+    """Its server does not go on with what nobody takes."""
+    with pair() as job:
+        ask = pb.PullRequest(session=job.workers[0].session, variables=[job.variables[0].id], after=5)
+        call = job.calls._start("Pull", ask.SerializeToString(), SOON)
+        with pytest.raises(KeyboardInterrupt), job.calls._endable(call):
+            raise KeyboardInterrupt
+        assert call.code() is grpc.StatusCode.CANCELLED
+
+
+def test_a_second_call_at_the_same_time_is_one_of_its_own():
+    """A push that waits for others holds no pull up."""
+    with pair() as job:
+        job.round()
+        waiting = job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        assert job.pulled(job.workers[0])[0] == job.sums
+        assert not waiting.done()
+        job.whole([1, 10], waiting, job.push(job.workers[1], 10))
+        job.round()
+
+
+@SIZES
+def test_a_refusal_ends_a_call_and_not_the_stream(size):
+    """Also where the rest of the push is still on its way: it is passed over."""
+    with pair(size) as job:
+        job.round()
+        stream, stranger = job.stream, replace(job.workers[0], session=1 << 60)
+        for _ in range(3):
+            with pytest.raises(Exception, match="session"):
+                job.push(stranger, 1, job.server).result(SOON)
+        job.round()
+        assert job.stream is stream
+
+
+def test_the_rest_of_a_push_that_is_answered_is_passed_over():
+    """Nothing of what follows it is lost, wherever the server was reading when the answer was there."""
+    with pair(LARGE) as job, grpc.insecure_channel(job.thread.address) as channel:
+        said, data = job.said(job.workers[0]), job.payload(1)
+        job.round()
+        outgoing: queue.Queue[bytes | None] = queue.Queue()
+        call = channel.stream_stream(VERBS["Exchange"].path)(iter(outgoing.get, None), timeout=SOON)
+        header = pb.ExchangeHeader(push=messages.contribution_to_pb(said, data.size)).SerializeToString()
+        first, *rest = [frame.encode() for frame in frames(header, parts_of(data))]
+        pull = pb.ExchangeHeader(pull=pb.PullRequest(session=said.session, variables=[job.variables[0].id], after=-1))
+        for _ in range(5):
+            outgoing.put(first)  # of a round that is over: the answer is there at once
+            while Frame.decode(next(call)).end is None:
+                pass
+            for message in rest:
+                outgoing.put(message)
+            outgoing.put(Frame(pull.SerializeToString()).encode())
+            answer = [Frame.decode(next(call))]
+            while answer[-1].end is None:
+                answer.append(Frame.decode(next(call)))
+            assert sum(len(buffer) for frame in answer for buffer in frame.data or ()) == LARGE
+        outgoing.put(None)
+
+
+def test_streams_that_never_last_are_given_up(monkeypatch, caplog):
+    """A proxy may end each of them: every call is answered all the same, and after a while there are no streams."""
+    with pair() as job:
+
+        async def ends(request, context):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "upstream reset")
+
+        methods = job.thread._server._service._methods
+        methods[VERBS["Exchange"].path] = grpc.stream_stream_rpc_method_handler(ends)
+        with caplog.at_level("INFO", "psclient.calls"):
+            for _ in range(grpc_calls.MAX_BREAKS + 1):
+                job.round()
+        assert (job.stream, job.calls._streams) == (None, False)
+        told = [record.getMessage() for record in caplog.records if "do not last" in record.getMessage()]
+        assert told == [f"/job:ps/task:0 is sent single calls: streams to {job.relay.address} do not last"] * 2
+
+
+def test_a_server_ends_at_once_beside_an_idle_stream():
+    """Nobody waits on it, so that the server's last answers do not wait for it either."""
+    with ExitStack() as stack:
+        job = Pair(stack, 4000, grace=SOON)
+        job.round()
+        assert job.stream is not None
+        began = time.monotonic()
+        job.thread.stop()
+        assert time.monotonic() - began < SOON / 2
+
+
+def test_what_is_no_call_ends_the_stream():
+    """A header that begins nothing is refused; bytes that are no frame end the stream, with the reason."""
+    with pair() as job, grpc.insecure_channel(job.thread.address) as channel:
+        stub = channel.stream_stream(VERBS["Exchange"].path)
+        call = stub(iter([b"\xff\xff"]), timeout=SOON)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert dict(call.trailing_metadata())["ps-error"] == InvalidRequest.__name__
+        job.round()
+
+
+HOST = "127.0.0.1"
+
+STATUS = VERBS["Status"]
+
+TIMEOUTS = Timeouts(call_timeout=0.5, session_timeout=8.0)
+
+
+@pytest.fixture
+def nobody():
+    """An address at which nothing listens."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        yield f"{HOST}:{sock.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent():
+    """An address at which a connection is taken, and nothing is said."""
+    with socket.create_server((HOST, 0)) as sock:
+        yield f"{HOST}:{sock.getsockname()[1]}"
+
+
+def told(*addresses: str) -> str:
+    """What is told of a server whose first attempts go to some addresses, and all others to the last of these."""
+    attempts = Attempts(
+        addresses[-1], Task("ps", 0), TIMEOUTS, threading.Event(), lambda: None, lambda: "", lambda: "", lambda: None
+    )
+    left = list(addresses)
+
+    def once(seconds: float) -> bytes:
+        address = left.pop(0) if len(left) > 1 else left[0]
+        began = time.monotonic()
+        with open_channel(address, Security(), "") as channel:
+            try:
+                return bytes(stub(channel, STATUS.path, STATUS.streams)(b"", timeout=seconds))
+            except grpc.RpcError:
+                if address != addresses[-1]:
+                    time.sleep(max(0.0, began + seconds - time.monotonic() - 0.05))  # little is left for the next
+                raise
+
+    with pytest.raises(Unreachable) as caught:
+        attempts.until_answered(STATUS, once)
+    return str(caught.value)
+
+
+def test_the_most_that_was_known_of_a_server_is_told(nobody, silent):
+    """The last attempt has what is left of the deadline, which may be too short to hear that nothing listens."""
+    assert "(nothing listens there)" in told(nobody, silent)
+    assert "(it is silent)" in told(silent)

@@ -1,0 +1,338 @@
+"""Contributions on their way from GPUs, which are sent while they grow: who waits for whom.
+
+A stand-in that does nothing before somebody waits shows each wait that is missing; real devices are in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.arrays import devices
+from psclient._src.arrays.devices import Device, Download
+from psclient._src.distribute.extended import bring
+from psclient._src.distribute.reduction import combine
+from psclient._src.network import staging
+from psclient._src.network.staging import StagedParts
+from psserver.devices import Device as ServerDevice
+from pswire.errors import PSError
+from pswire.limits import ALIGN
+from pswire.network.payload import Payload
+from pswire.network.traffic import TRANSPORTS
+from tests.kit.rig import SOON
+from tests.kit.slow_gpu import CUDARuntimeError, slow_gpu
+from tests.kit.transports import SIZE, Site, eventually
+
+GPU, OTHER = Device("gpu", 0), Device("gpu", 1)
+
+
+@pytest.fixture
+def gpu():
+    with slow_gpu() as found:
+        yield found
+
+
+def download(array: devices.AnyArray) -> Download:
+    """A copy of an array, begun."""
+    begun = devices.begin_download(array, array.dtype, array.shape)
+    assert isinstance(begun, Download)
+    return begun
+
+
+def brought(array: devices.AnyArray) -> list[float]:
+    """What is in an array of a device."""
+    return download(array).wait().tolist()
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0, 3.0], 4.0, [], [[1, 2], [3, 4]]])
+def test_arrays_go_to_the_device_and_back(gpu, value):
+    """Of any shape; and what is computed there comes after they have come."""
+    host = np.array(value)
+    there = devices.to_device(host, GPU)
+    assert devices.device_of(there) == GPU
+    assert devices.to_device(there, GPU) is there
+    back = download(devices.add(there, there)).wait()
+    assert (back.shape, back.dtype) == (host.shape, host.dtype)
+    assert back.tolist() == (host + host).tolist()
+
+
+def test_work_on_a_device_waits_for_what_comes_there(gpu):
+    for array in (np.array([1.0, 2.0]), gpu.array([1.0, 2.0], 1)):
+        there = devices.to_device(array, GPU)
+        doubled = devices.add(there, there)
+        gpu.streams[0].finish()
+        assert doubled.host.tolist() == [2, 4]
+
+
+def test_memory_is_written_when_its_last_user_has_done(gpu):
+    """What comes to a device may get memory that work under way still reads: it waits for that work."""
+    for array in (np.array([1.0, 2.0]), gpu.array([1.0, 2.0], 1)):
+        before = gpu.array([3.0])
+        there = devices.to_device(array, GPU)
+        devices._copies(GPU)._stream.finish()
+        assert there.host.tolist() == [1, 2]
+        assert before.host.tolist() == [3]
+
+
+def test_who_gave_an_array_may_change_it(gpu):
+    """Once its upload, or its copy to another device, has begun: what comes next on its stream waits for that."""
+    host = np.ones(3)
+    there = devices.to_device(host, GPU)
+    host[:] = 2
+    assert brought(there) == [1, 1, 1]
+    mine = gpu.array([1.0, 2.0], 1)
+    taken = devices.to_device(mine, GPU)
+    stream = gpu.streams[1]
+    stream.work.append(lambda: mine.host.fill(7))
+    stream.finish()
+    assert mine.host.tolist() == [7, 7]
+    assert brought(taken) == [1, 2]
+
+
+def test_nothing_is_waited_for_that_comes_later(gpu):
+    """Neither by the copy, nor by whoever waits for it."""
+    made = gpu.array([1.0, 2.0])
+    begun = download(made)
+    assert begun.here is None
+    assert not gpu.streams[0].done
+    later = devices.add(made, made)
+    assert begun.wait() is begun.here
+    assert begun.wait().tolist() == [1, 2]
+    assert (later.data.bytes == 0xAA).all()
+
+
+def test_what_a_copy_uses_is_held_until_it_has_ended(gpu):
+    """And no longer: the memory of gradients serves the next step, pinned memory the next round."""
+    made = gpu.array([1.0, 2.0])
+    gone, begun = weakref.ref(made.data), download(made)
+    del made
+    gc.collect()
+    assert gone() is not None
+    payload = staging.pack([begun])
+    staging.fill([begun], [payload])
+    assert np.frombuffer(payload.chunks[0][1]).tolist() == [1, 2]
+    del begun
+    gc.collect()
+    assert gone() is None
+    assert len(gpu.pinned) == 1
+    del payload
+    gc.collect()
+    assert not gpu.pinned
+
+
+def test_a_copy_nobody_waits_for_is_let_go_by_the_next(gpu):
+    """A section may fail after the copies were begun."""
+    for _ in range(3):
+        download(gpu.array([1.0]))
+    assert len(gpu.pinned) == 3
+    assert brought(gpu.array([2.0])) == [2]
+    gc.collect()
+    assert not gpu.pinned
+
+
+def test_arrays_of_several_devices_are_summed_on_the_first(gpu):
+    """In the order of the replicas, with the bits that the CPU gives."""
+    rng = np.random.default_rng(0)
+    values = [(rng.standard_normal(50) * 10.0**place).astype("float32") for place in range(4)]
+    there = [gpu.array(value, place % 2) for place, value in enumerate(values)]
+    for op in ("sum", "mean"):
+        expected = combine(op, values, frozenset([2]), None)
+        found = combine(op, there, frozenset([2]), None)
+        assert devices.device_of(found.total) == GPU
+        assert (found.weight, found.spec) == (expected.weight, expected.spec)
+        assert isinstance(found.array, Download)
+        assert found.array.wait().tobytes() == expected.array.tobytes()
+
+
+def test_rows_are_brought_to_each_device(gpu):
+    """Of the host all have the same."""
+    rows = ps.IndexedSlices(np.ones((2, 3)), [0, 4], (5, 3))
+    assert [devices.device_of(each.values) for each in bring(rows, (GPU, OTHER)).values] == [GPU, OTHER]
+    assert all(each is rows for each in bring(rows, (Device("cpu", 0), Device("cpu", 1))).values)
+
+
+def test_a_server_brings_arrays_there_and_back(gpu):
+    """Whatever their shape; and keeps no pinned memory that nobody reads."""
+    device = ServerDevice.parse("gpu:1")
+    there = device.put(np.array([1.0, 2.0]))
+    with device.scope():
+        doubled, before = gpu.module.add(there, there), gpu.array([3.0], 1)
+    gpu.streams[1].run(len(gpu.streams[1].work) - 1)
+    assert doubled.host.tolist() == [2, 4]
+    assert device.get(doubled).tolist() == [2, 4]
+    assert device.get(before).tolist() == [3]
+    late = device.put(np.array([5.0]))
+    following = gpu.array([6.0], 1)
+    assert device.get(late).tolist() == [5]
+    assert device.get(following).tolist() == [6]
+    for host in (np.arange(6.0).reshape(2, 3), np.array(4, "int64"), np.empty((0, 3))):
+        there = device.put(host)
+        assert there.device.id == 1
+        back = device.get(there)
+        assert (back.shape, back.dtype, back.tolist()) == (host.shape, host.dtype, host.tolist())
+        del back
+    gc.collect()
+    assert len(gpu.pinned) == 0
+
+
+def test_a_staged_payload_is_that_of_the_host_arrays(gpu):
+    """It grows with each copy that ends, up to the first that has not; what is on the host goes along."""
+    rng = np.random.default_rng(1)
+    hosts = [rng.standard_normal(size) for size in (1, 100, 0, 7, 33)]
+    sent = [host if place in (0, 3) else download(gpu.array(host)) for place, host in enumerate(hosts)]
+    whole, payload = Payload.pack(hosts), staging.pack(sent)
+    assert payload.size == whole.size
+    ends = []
+    for place in (4, 1):
+        sent[place].wait()
+        payload.grow()
+        ends.append(payload.end)
+    assert ends == [8, whole.size]
+    assert [(at, bytes(data)) for at, data in payload.chunks] == [(at, bytes(data)) for at, data in whole.chunks]
+
+
+def test_on_the_host_nothing_is_staged():
+    """The payload is whole at once, over the arrays' own memory. Nobody can look at what is still computed."""
+    host = np.arange(5.0)
+    payload = staging.pack([host])
+    assert type(payload) is Payload
+    assert np.shares_memory(np.frombuffer(payload.chunks[0][1]), host)
+    staging.fill([host, None], [payload])
+    coming = devices.Coming(host.nbytes)
+    with pytest.raises(ValueError, match="still computed"):
+        staging.host(coming)
+    coming.give(host)
+    assert staging.host(coming) is host
+
+
+def test_a_copy_that_fails_says_so(gpu):
+    """What came before it is there, and no more."""
+    good = download(gpu.array([1.0]))
+    gpu.break_down()
+    bad = download(gpu.array([2.0]))
+    payload = staging.pack([good, bad])
+    with pytest.raises(CUDARuntimeError, match="illegal memory access"):
+        staging.fill([good, bad], [payload])
+    assert payload.end == 8
+    assert not payload.whole
+
+
+SMALL = 50
+"""Elements of variables of which a few fit a part."""
+
+
+def working() -> set[threading.Thread]:
+    """This process's threads, but for the one by which gRPC serves all of it."""
+    return {thread for thread in threading.enumerate() if "poll" not in thread.name}
+
+
+def begin(site: Site, number: float) -> tuple[Payload, Payload, Future[Any]]:
+    """A push of the first member that is under way before a byte is there: what it will be, what it is, its answer."""
+    whole = site.payload(number)
+    growing = Payload((), whole.size)
+    return whole, growing, site.server.push(site.said(site.workers[0]), growing)
+
+
+def grow(payload: Payload, whole: Payload, step: int) -> None:
+    """More of a payload is there: tensor after tensor, each in pieces of so many bytes."""
+    for offset, buffer in whole.chunks:
+        for at in range(0, len(buffer), step):
+            payload.add(offset + at, buffer[at : at + step])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("elements", "step"), [(SMALL, 8 * SMALL), (SMALL, ALIGN), (SIZE, 1 << 30), (SIZE, 1 << 20)])
+def test_what_grows_gives_what_is_whole(stack, transport, elements, step):
+    """Beside a member who has sent all at once; the push is under way before the first byte is there."""
+    site = Site(stack, transport, elements=elements)
+    for number in (1.0, 2.0):
+        whole, growing, first = begin(site, number)
+        second = site.push(site.workers[1], 10 * number)
+        assert not first.done()
+        grow(growing, whole, step)
+        site.whole([number, 10 * number], first, second)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_what_has_come_is_sent_again_where_a_transport_breaks(stack, transport):
+    site = Site(stack, transport)
+    whole, growing, first = begin(site, 1.0)
+    growing.add(*whole.chunks[0])
+    used = site.transport(site.workers[0])
+    used.close("a test cuts it")
+    eventually(lambda: site.transport(site.workers[0]) is not used)
+    second = site.push(site.workers[1], 10.0)
+    grow(growing, whole, 1 << 20)
+    site.whole([1.0, 10.0], first, second)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("elements", [SMALL, SIZE])
+def test_nobody_waits_for_the_rest_once_the_connection_is_closed(stack, transport, elements):
+    """The push ends with an error, and no thread of it is left."""
+    before = working()
+    site = Site(stack, transport, elements=elements)
+    whole, growing, push = begin(site, 1.0)
+    growing.add(*whole.chunks[0])
+    eventually(lambda: growing._waiting)  # for the rest
+    site.server.close()
+    with pytest.raises(PSError, match="closed"):
+        push.result(SOON)
+    stack.close()
+    eventually(lambda: working() <= before)
+
+
+def test_parts_end_for_whoever_waits():
+    parts, found = StagedParts(Payload((), 100)), []
+    waiting = threading.Thread(target=lambda: found.extend(parts))
+    waiting.start()
+    parts.end()
+    waiting.join(SOON)
+    assert not waiting.is_alive()
+    assert not found
+
+
+def test_gradients_of_several_gpus_are_pushed_as_they_come(gpu):
+    """The sum of the replicas' arrays, and what an update makes of it."""
+    with ps.ParameterServerStrategy(devices=["gpu:0", "gpu:1"]) as strategy:
+        with strategy.scope():
+            weights = [ps.Variable(np.zeros(size, "float32")) for size in (3, 1 << 20)]
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step() -> None:
+            replica = ps.get_replica_context().replica_id_in_sync_group
+            gradients = [gpu.array(np.full(w.shape, replica + 1.0, "float32"), replica) for w in weights]
+            optimizer.apply_gradients(list(zip(gradients, weights, strict=True)))
+
+        for count in (1, 2):
+            strategy.run(step)
+            assert [set(w.numpy().tolist()) for w in weights] == [{-3.0 * count}] * 2
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm", pytest.param("tcp", marks=pytest.mark.soak)])
+def test_a_gpu_that_fails_halfway_ends_the_session(gpu, transport, monkeypatch):
+    """With an error that says why, at once, in this call and in all later ones; nobody hangs, and it can be closed."""
+    monkeypatch.setenv("PS_TRANSPORT", transport)
+    with ps.ParameterServerStrategy(devices=["gpu:0"]) as strategy:
+        with strategy.scope():
+            first, second = (ps.Variable(np.zeros(1 << 20, "float32")) for _ in range(2))
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step(fails: bool) -> None:
+            gradient = gpu.array(np.ones(1 << 20, "float32"))
+            if fails:
+                gpu.break_down()
+            late = gpu.array(np.ones(1 << 20, "float32"))
+            optimizer.apply_gradients([(gradient, first), (late, second)])
+
+        strategy.run(step, args=(False,))
+        for fails in (True, False):
+            with pytest.raises(PSError, match=r"could not be copied from the GPU \(an illegal memory access"):
+                strategy.run(step, args=(fails,))

@@ -1,0 +1,393 @@
+"""Payloads: whole or on their way, cut into parts and collected from them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pswire.errors import InvalidRequest
+from pswire.limits import ALIGN, PART_BYTES
+from pswire.model.tensor import Array, TensorSpec, layout
+from pswire.network.parts import MIN_PART_BYTES, SPARE_PARTS, STEPS, Assembly, Cutter, Part, parts_of
+from pswire.network.payload import Chunk, Payload
+
+STEP = 2 * ALIGN
+SIZES = st.lists(st.integers(0, 100), max_size=6)
+PART_SIZES = st.sampled_from([STEP, 2 * STEP, 3 * STEP, 1024])
+
+
+def ramp(nbytes: int, first: int = 0) -> Array:
+    return np.arange(first, first + nbytes, dtype=np.uint64).astype(np.uint8)
+
+
+def content(sizes: Sequence[int]) -> tuple[list[Chunk], int, bytes]:
+    """Tensors of these sizes as they are packed: the chunks, the payload's size, and its bytes with the padding."""
+    packed = Payload.pack([ramp(size, 17 * place + 1) for place, size in enumerate(sizes)])
+    whole = bytearray(packed.size)
+    for offset, buffer in packed.chunks:
+        whole[offset : offset + len(buffer)] = buffer
+    return packed.chunks, packed.size, bytes(whole)
+
+
+def joined(payload: Payload) -> bytes:
+    """What is there of a payload, with zeros where it has padding; each byte once."""
+    out = bytearray(payload.end)
+    reached = 0
+    for offset, buffer in payload.chunks:
+        assert offset >= reached, "bytes are there twice"
+        reached = offset + len(buffer)
+        out[offset:reached] = buffer
+    return bytes(out)
+
+
+def cut_at(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
+    """Bytes cut at some multiples of ALIGN."""
+    at = sorted({0, len(whole), *(cut * ALIGN for cut in cuts if cut * ALIGN < len(whole))})
+    return [(start, memoryview(whole[start:end])) for start, end in itertools.pairwise(at)]
+
+
+def check_parts(parts: Sequence[Part], sizes: Sequence[int], part_bytes: int) -> None:
+    """Parts follow one another, are bounded, cut no tensor that fits one, and have all of the bytes."""
+    _, size, whole = content(sizes)
+    parts_bytes = [b"".join(buffers) for _, buffers in parts]
+    assert b"".join(parts_bytes) == whole
+    assert len(whole) == size
+    starts = [offset for offset, _ in parts]
+    assert starts == [0, *np.cumsum([len(data) for data in parts_bytes])][: len(parts)]
+    assert all(offset % ALIGN == 0 for offset in starts)
+    assert all(0 < len(data) <= part_bytes for data in parts_bytes)
+    for offset, nbytes in zip(layout(TensorSpec("uint8", (n,)) for n in sizes)[0], sizes, strict=True):
+        assert nbytes > part_bytes or not any(offset < at < offset + nbytes for at in starts)
+
+
+# ---- Parts ----
+
+
+@given(SIZES, PART_SIZES, st.integers(1, STEPS), st.lists(st.integers(0, 2), max_size=12))
+def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: int, turns: list[int]) -> None:
+    """However adding and cutting take turns it is cut alike: others may have been told of the same parts.
+
+    Parts have no gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut.
+    """
+    chunks, size, _ = content(sizes)
+    payload, rest = Payload((), size), list(chunks)
+    cutter, parts = Cutter(payload, part_bytes, steps), list[Part]()
+
+    def cut() -> None:
+        while (part := cutter.next()) is not None:
+            parts.append(part)
+        uncut = payload.end - sum(len(b) for _, bs in parts for b in bs)
+        assert uncut < part_bytes // 2 or payload.size - payload.end + uncut <= part_bytes
+
+    for turn in turns:
+        for _ in range(turn):
+            if rest:
+                payload.add(*rest.pop(0))
+        cut()
+    for chunk in rest:
+        payload.add(*chunk)
+    cut()
+    assert cutter.done
+    check_parts(parts, sizes, part_bytes)
+    assert parts == list(parts_of(Payload(chunks, size), part_bytes, steps))
+
+
+@given(SIZES, PART_SIZES)
+def test_who_cuts_is_told_when_there_is_more(sizes: list[int], part_bytes: int) -> None:
+    """Nothing is left behind by one who looks again only when told, and nobody is told of nothing."""
+    chunks, size, _ = content(sizes)
+    payload = Payload((), size)
+    cutter, parts, told = Cutter(payload, part_bytes), list[Part](), list[int]()
+
+    def look() -> None:
+        assert payload.end > (told[-1] if told else 0) or size == 0
+        told.append(payload.end)
+        while (part := cutter.next()) is not None:
+            parts.append(part)
+        if not cutter.done:
+            cutter.when(0, look)
+
+    if not cutter.done:
+        cutter.when(0, look)
+    for chunk in chunks:
+        payload.add(*chunk)
+    assert cutter.done
+    check_parts(parts, sizes, part_bytes)
+
+
+@pytest.mark.parametrize("size", [PART_BYTES, 2 * PART_BYTES, 40 * PART_BYTES])
+def test_a_payload_of_several_parts_has_sixteen_between_hosts(size: int) -> None:
+    """Where its tensors are small, so that the other end begins early; one that fits a part is one part."""
+    tensor, count = 1 << 16, size >> 16
+    payload = Payload.pack([np.zeros(tensor, np.uint8)] * count)
+    sizes = [sum(map(len, buffers)) for _, buffers in parts_of(payload, steps=STEPS)]
+    if payload.size <= PART_BYTES:
+        assert sizes == [payload.size]
+        return
+    share = min(payload.size // STEPS, PART_BYTES // 2)
+    assert all(share <= each < share + tensor for each in sizes[:-1])
+    assert 0 < sizes[-1] <= 2 * share
+
+
+# ---- GrpcAnswer ----
+
+
+@given(SIZES, st.lists(st.integers(0, 40), max_size=8))
+def test_a_payload_grows(sizes: list[int], cuts: list[int]) -> None:
+    """Its end moves on; it is whole with the last byte, and then reads as one that was whole from the first."""
+    chunks, size, whole = content(sizes)
+    specs = [TensorSpec("uint8", (n,)) for n in sizes]
+    payload = Payload((), size)
+    for offset, buffer in cut_at(whole, cuts):
+        assert not payload.whole
+        payload.add(offset, buffer)
+        assert payload.end == offset + len(buffer)
+        assert joined(payload) == whole[: payload.end]
+    assert payload.whole
+    assert [t.tobytes() for t in payload.tensors(specs)] == [t.tobytes() for t in Payload(chunks, size).tensors(specs)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=20))
+def test_bytes_that_come_again_change_nothing(spans: list[tuple[int, int]]) -> None:
+    """In whole or in part: what was there first stays, and each byte is there once."""
+    whole = bytes(ramp(8 * ALIGN, 1))
+    payload = Payload((), len(whole))
+    for first, count in spans:
+        start = min(first * ALIGN, payload.end)
+        end = min(start + count * ALIGN, len(whole))
+        # Who sends something else the second time changes nothing by it.
+        again = bytes(255 if at < payload.end else whole[at] for at in range(start, end))
+        payload.add(start, memoryview(again))
+        assert joined(payload) == whole[: payload.end]
+
+
+def test_a_tensor_is_read_before_the_rest_is_there() -> None:
+    """And one that is there in part is refused."""
+    spec = TensorSpec("float64", (4,))
+    whole = Payload.pack([np.arange(4.0), np.arange(4.0, 8.0)])
+    payload = Payload((), whole.size)
+    payload.add(*whole.chunks[0])
+    payload.add(32, whole.chunks[1][1][:16])
+    assert np.concatenate(payload.pieces(0, spec)).tolist() == [0, 1, 2, 3]
+    with pytest.raises(InvalidRequest, match="byte 32 is not whole"):
+        payload.pieces(32, spec)
+    payload.add(48, whole.chunks[1][1][16:])
+    assert np.concatenate(payload.pieces(32, spec)).tolist() == [4, 5, 6, 7]
+
+
+@given(st.lists(st.integers(0, 9 * ALIGN), max_size=12), st.integers(0, 8))
+def test_who_waits_is_told_once(offsets: list[int], late: int) -> None:
+    """As soon as all bytes before its place are there, whatever the order in which they began to wait; not before."""
+    payload, told = Payload((), 8 * ALIGN), list[int]()
+    for place, offset in enumerate(offsets[late:]):
+        payload.reach(offset, partial(told.append, place + late))
+    for step in range(8):
+        payload.add(step * ALIGN, memoryview(bytes(ALIGN)))
+        ready = [p for p, offset in enumerate(offsets) if p >= late and offset <= payload.end]
+        assert sorted(told) == ready
+    for place, offset in enumerate(offsets[:late]):
+        payload.reach(offset, partial(told.append, place))
+    payload.add(0, memoryview(bytes(8 * ALIGN)))
+    assert sorted(told) == [place for place, offset in enumerate(offsets) if offset <= 8 * ALIGN]
+
+
+def test_who_is_told_may_wait_again_and_add() -> None:
+    """It is called without a lock."""
+    payload, seen = Payload((), 4 * ALIGN), list[int]()
+
+    def look() -> None:
+        seen.append(payload.end)
+        if not payload.whole:
+            payload.reach(payload.end + 1, look)
+            payload.add(payload.end, memoryview(bytes(ALIGN)))
+
+    payload.reach(1, look)
+    payload.add(0, memoryview(bytes(ALIGN)))
+    assert seen == [ALIGN, 2 * ALIGN, 3 * ALIGN, 4 * ALIGN]
+
+
+def test_all_who_wait_are_told_whatever_the_threads() -> None:
+    """While one thread adds, others wait for each byte of it: each is told, and once."""
+    count = 200
+    payload, told = Payload((), count * ALIGN), list[int]()
+    ready = threading.Barrier(5)
+
+    def wait(first: int) -> None:
+        ready.wait()
+        for step in range(count):
+            payload.reach((step + 1) * ALIGN, partial(told.append, first * count + step))
+
+    def add() -> None:
+        ready.wait()
+        for step in range(count):
+            payload.add(step * ALIGN, memoryview(bytes(ALIGN)))
+
+    _together(add, *(partial(wait, first) for first in range(4)))
+    assert sorted(told) == [*range(4 * count)]
+
+
+def _together(*works: Callable[[], object]) -> None:
+    """Runs works in threads, to their ends; raises what one raised."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for each in [pool.submit(work) for work in works]:
+            each.result()
+
+
+# ---- What is sent again ----
+
+CUTS = st.lists(st.integers(0, 20), max_size=6)
+
+
+@given(SIZES, st.data())
+def test_attempts_complete_each_other(sizes: list[int], data: st.DataObject) -> None:
+    """Cut as they like, begun and broken off at any time: the first has all bytes once the last one is whole."""
+    _, size, whole = content(sizes)
+    kept = Payload((), size)
+    attempts = [(kept, cut_at(whole, data.draw(CUTS)))]
+    for _ in range(data.draw(st.integers(0, 3))):
+        attempts.append((Payload((), size), cut_at(whole, data.draw(CUTS))))
+    followed = {0}
+    while attempts[-1][1]:
+        which = data.draw(st.integers(0, len(attempts) - 1))
+        payload, rest = attempts[which]
+        if data.draw(st.booleans()) and which not in followed:
+            followed.add(which)
+            kept.follow(payload)
+        elif rest:
+            payload.add(*rest.pop(0))
+        assert joined(kept) == whole[: kept.end]
+    if len(attempts) - 1 not in followed:
+        kept.follow(attempts[-1][0])
+    assert kept.whole
+    assert joined(kept) == whole
+
+
+def test_attempts_come_at_once() -> None:
+    """Each in a thread of its own, while the first goes on, too: exact bytes, and nothing twice."""
+    whole, ready = bytes(ramp(400 * ALIGN, 3)), threading.Barrier(4)
+
+    def send(kept: Payload, payload: Payload, step: int) -> None:
+        ready.wait()
+        if payload is not kept:
+            kept.follow(payload)
+        for chunk in cut_at(whole, range(0, 400, step)):
+            payload.add(*chunk)
+
+    for _ in range(5):
+        kept, reached = Payload((), len(whole)), threading.Event()
+        kept.reach(len(whole), reached.set)
+
+        others = [Payload((), len(whole)) for _ in range(3)]
+        _together(*(partial(send, kept, *each) for each in zip((kept, *others), (7, 1, 3, 11), strict=True)))
+        assert kept.whole
+        assert reached.is_set()
+        assert joined(kept) == whole
+
+
+def test_what_follows_costs_what_it_has() -> None:
+    """A push of many small parts that is sent again is not gone through anew at each of them."""
+    count = 20_000
+    kept, other = Payload((), count * ALIGN), Payload((), count * ALIGN)
+    kept.follow(other)
+    added, add = [0], kept.add
+
+    def counting(offset: int, buffer: memoryview) -> None:
+        added[0] += 1
+        add(offset, buffer)
+
+    kept.add = counting  # type: ignore[method-assign]
+    buffer = memoryview(bytes(ALIGN))
+    for step in range(200):
+        other.add(step * ALIGN, buffer)
+    assert added[0] <= 3 * 200
+
+
+# ---- Assembly ----
+
+WRONG: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
+    "a part that is not the next": (64, [(32, 32)]),
+    "a part twice": (64, [(0, 32), (0, 32)]),
+    "a part that overlaps": (64, [(0, 32), (16, 32)]),
+    "a part of more bytes than announced": (64, [(0, 65)]),
+    "a part after the last": (64, [(0, 64), (64, 1)]),
+    "a part where nothing was announced": (0, [(0, 1)]),
+    "a part that begins within an element": (64, [(0, 3), (3, 61)]),
+}
+
+
+def assemble(size: int, parts: Iterable[tuple[int, int]]) -> Payload:
+    assembly = Assembly(size)
+    for offset, nbytes in parts:
+        assembly.add(offset, (memoryview(bytes(nbytes)),))
+    return assembly.check_whole()
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_parts_out_of_place_are_refused(case: str) -> None:
+    """Parts come in order, without gap, and never exceed what was announced."""
+    with pytest.raises(InvalidRequest, match=r"a part of|cut too small"):
+        assemble(*WRONG[case])
+
+
+def test_tiny_parts_are_refused() -> None:
+    """What a peer announced bounds how many parts it may cut it into."""
+    assert MIN_PART_BYTES > ALIGN * (SPARE_PARTS + 2)
+    with pytest.raises(InvalidRequest, match="too small"):
+        assemble(MIN_PART_BYTES, ((at, ALIGN) for at in range(0, MIN_PART_BYTES, ALIGN)))
+
+
+def test_parts_without_bytes_cost_nothing() -> None:
+    """Empty parts are not kept, however many come."""
+    assembly = Assembly(16)
+    for _ in range(1000):
+        assembly.add(0, (memoryview(b""),))
+    assembly.add(0, (memoryview(bytes(16)),))
+    assert [(at, bytes(data)) for at, data in assembly.payload.chunks] == [(0, bytes(16))]
+
+
+def test_a_stream_that_ends_early_is_refused() -> None:
+    """What is missing is said."""
+    assembly = Assembly(64)
+    assembly.add(0, (memoryview(bytes(48)),))
+    assert not assembly.payload.whole
+    with pytest.raises(InvalidRequest, match="byte 48 of 64"):
+        assembly.check_whole()
+
+
+def test_parts_grow_what_an_earlier_attempt_began() -> None:
+    """An attempt that goes on while another one completes its payload is still held to its own order."""
+    whole = bytes(ramp(8 * ALIGN))
+    assembly, again = Assembly(len(whole)), Payload((), len(whole))
+    assembly.add(0, (memoryview(whole[:STEP]),))
+    assembly.payload.follow(again)
+    again.add(0, memoryview(whole[: 3 * STEP]))
+    assembly.add(STEP, (memoryview(whole[STEP : STEP + ALIGN]),))
+    with pytest.raises(InvalidRequest, match=f"expected {STEP + ALIGN}"):
+        assembly.add(3 * STEP, (memoryview(whole[3 * STEP :]),))
+    again.add(3 * STEP, memoryview(whole[3 * STEP :]))
+    assert joined(assembly.check_whole()) == whole
+
+
+def test_a_payload_of_another_size_is_refused() -> None:
+    """Tensors are read only from a payload that has exactly their bytes."""
+    with pytest.raises(InvalidRequest, match="cannot hold"):
+        Payload.pack([np.zeros(3)]).tensors([TensorSpec("float64", (4,))])
+    with pytest.raises(InvalidRequest, match="not whole"):
+        Payload((), 8).tensors([TensorSpec("float64", ())])
+    assert Payload.pack([]).tensors([]) == []
+
+
+@given(st.lists(st.integers(1, PART_BYTES // 2), min_size=1, max_size=3))
+def test_what_fits_a_part_is_one(sizes: list[int]) -> None:
+    """However many tensors it is: a push that fits one message is one."""
+    payload = Payload.pack([np.zeros(size, np.uint8) for size in sizes])
+    count = len(list(parts_of(payload)))
+    assert count == 1 if payload.size <= PART_BYTES else count == 2
