@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden
 from pswire.limits import MAX_SESSIONS
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.security.session_numbers import count_of, is_made_for
 
 log = logging.getLogger("psserver")
@@ -57,8 +57,8 @@ class Registry:
         self._server = str(server)
         self._sessions: dict[int, Registered] = {}
         self._past: dict[int, None] = {}  # of jobs that are over: their processes are told so
-        self._epoch: Epoch | None = None  # that `_stolen` was made for
-        self._stolen: dict[int, Task] = {}  # sessions that another task has opened than the epoch says
+        self._generation: Generation | None = None  # that `_stolen` was made for
+        self._stolen: dict[int, Task] = {}  # sessions that another task has opened than the generation says
 
     def enter(self, number: int, task: Task) -> None:
         """Registers a session that a task has opened.
@@ -117,12 +117,12 @@ class Registry:
         """Returns the transport token of a session that was opened here."""
         return self._sessions[number].transport_token
 
-    def check(self, number: int, epoch: Epoch | None) -> None:
+    def check(self, number: int, generation: Generation | None) -> None:
         """Checks that a session may act on a server that does not give out session numbers.
 
         Args:
             number: the session's number.
-            epoch: the newest epoch. Its member list decides which task owns a session, whichever task opened it here
+            generation: the newest generation. Its member list decides which task owns a session, whichever task opened it here
                 first.
 
         Raises:
@@ -132,16 +132,16 @@ class Registry:
         found = self._sessions.get(number)
         if found is None or number in self._past:
             raise Fenced("this session was not opened here, or its job is over; restart the process")
-        if epoch is not self._epoch:
-            self._compare(epoch)
+        if generation is not self._generation:
+            self._compare(generation)
         if number in self._stolen:
             owner = self._stolen[number]
             raise Forbidden(f"session {number} is {owner}'s, and {found.task} has opened it", self._server)
 
-    def _compare(self, epoch: Epoch | None) -> None:
-        """Finds the sessions that another task has opened than the epoch says; once per epoch, as checks are many."""
-        self._epoch = epoch
-        members = epoch.everybody if epoch else ()
+    def _compare(self, generation: Generation | None) -> None:
+        """Finds the sessions that another task has opened than the generation says; once per generation, as checks are many."""
+        self._generation = generation
+        members = generation.everybody if generation else ()
         found = [(member, self._sessions.get(member.session)) for member in members]
         self._stolen = {m.session: m.task for m, here in found if here is not None and here.task != m.task}
 

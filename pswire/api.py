@@ -18,7 +18,7 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
 from pswire.model.joins import Enlisted
-from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
+from pswire.model.log import Generation, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
@@ -140,7 +140,7 @@ class Contribution:
 
     Attributes:
         session: number of the sender's session.
-        epoch: the newest epoch that the worker has taken in.
+        generation: the newest generation that the worker has taken in.
         round: number of the round; of an asynchronous worker its own count.
         plan_id: the plan of the section.
         weights: for each reduction of the plan the weight of this contribution: a number of replicas, or of
@@ -176,7 +176,7 @@ class Contribution:
     """
 
     session: int
-    epoch: int
+    generation: int
     round: int
     plan_id: bytes
     weights: tuple[float, ...] = ()
@@ -207,7 +207,7 @@ class RoundReply:
 
     Attributes:
         round: number of the round.
-        epoch: the newest epoch that the server knew when the round completed.
+        generation: the newest generation that the server knew when the round completed.
         more: True if any member has a batch after this one.
         left_out: members whose contribution is not in this round.
         payload: the wanted variables, then the plan's returned values of this server, then ids and rows of each reduced
@@ -220,7 +220,7 @@ class RoundReply:
     """
 
     round: int
-    epoch: Epoch
+    generation: Generation
     more: bool
     left_out: tuple[Task, ...]
     payload: Payload
@@ -469,7 +469,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
             session: number of the session that proposes.
             plan: a plan that needs approval.
             join_point: place at which this new member wants to be taken in.
-            start: place at which the new members of an epoch begin.
+            start: place at which the new members of a generation begin.
             trace: the span in which the plan is proposed, as W3C's traceparent, for the chief; "" for none.
         """
         ...

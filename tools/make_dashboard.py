@@ -74,7 +74,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Members",
-            "Workers of the newest epoch.",
+            "Workers of the newest generation.",
             {"{{job}}": f"max by (job) ({gauge(CHIEF + 'members')})"},
             kind="stat",
             width=4,

@@ -202,7 +202,7 @@ class Round:
 
     Attributes:
         number: its number; of an asynchronous worker its own count.
-        epoch: number of the epoch whose members made it.
+        generation: number of the generation whose members made it.
         contributors: the tasks whose contributions it has, such as `/job:worker/task:0`, in order.
         left_out: members that it was completed without, since they were lost, or late where there are backup workers.
     """
@@ -210,7 +210,7 @@ class Round:
     nest_leaf: ClassVar[bool] = True
 
     number: int
-    epoch: int
+    generation: int
     contributors: tuple[str, ...]
     left_out: tuple[str, ...] = ()
 

@@ -62,7 +62,7 @@ def is_coordinated(strategy: ParameterServerStrategy) -> bool:
     exchange = strategy._exchange
     if exchange.group.has_chief:
         return True
-    # One that had nothing to schedule may have left before the job's first epoch.
+    # One that had nothing to schedule may have left before the job's first generation.
     return any(state.member.task.job == "chief" for state in exchange.session.look().sessions)
 
 

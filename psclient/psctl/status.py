@@ -71,7 +71,7 @@ def problem_line(task: str, message: str) -> Text:
 DISPENSABLE = (
     "address",
     "device",
-    "epoch",
+    "generation",
     "up",
     "variables",
     "transports",

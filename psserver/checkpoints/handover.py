@@ -84,19 +84,19 @@ class Handover:
         self._store = store
         self._rounds = rounds
         self._give_up = give_up
-        self._begun = 0  # the epoch by which that was handed over which is read
+        self._begun = 0  # the generation by which that was handed over which is read
         self._restores = restores
         self._place = place
 
     def follow(self, entries: Sequence[LogEntry], now: float) -> list[Effect]:
         """Begins to read once the log tells that all is saved, if this server is back and has not read it."""
-        epoch = self._rounds.backlog.awaits
-        if epoch in (0, self._begun):
+        generation = self._rounds.backlog.awaits
+        if generation in (0, self._begun):
             return []
         for entry in (each for each in reversed(entries) if isinstance(each, Snapshotted)):
             order = self._ordered(entry.plan_id)
-            if order is not None and order.returns == epoch:
-                self._begun = epoch
+            if order is not None and order.returns == generation:
+                self._begun = generation
                 return self._lost(CheckpointError(entry.error), now) if entry.error else self._begin(order, Future())
         return []
 

@@ -130,7 +130,7 @@ class Restores:
             if key in self._told:
                 asked, told = self._told[key]
                 # Synchronous processes are told apart by the round that commits: their plans differ.
-                differs = asked != path and not turn.epoch
+                differs = asked != path and not turn.generation
                 return (future, [Fail(future, _another(path, asked))]) if differs else (told, [])
             newest = max((other for other, _ in self._told), default=turn)
             if turn < newest:
@@ -327,7 +327,7 @@ def _another(path: str, asked: str) -> PSError:
 def _given_up(path: str, turn: Turn) -> PSError:
     """Returns the error for a restore that another process has left for a later one; `Diverged` in synchronous mode."""
     why = f"restore {path!r} was given up by a process that has begun a later one"
-    if turn.epoch:
+    if turn.generation:
         return Diverged(f"the processes do not run the same program: {why}")
     return InvalidRequest(why)
 

@@ -148,8 +148,8 @@ class Snapshots:
             return [Fail(save.shard, self._error(f"internal error: {bug!r}; see the server's log"))]
 
     def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
-        epoch = self._rounds.epochs.get(save.order.returns)
-        save.back = epoch.returns.server if epoch is not None and epoch.returns is not None else None
+        generation = self._rounds.generations.get(save.order.returns)
+        save.back = generation.returns.server if generation is not None and generation.returns is not None else None
         save.led = self._led(save)
         if save.back == self._store.server and not save.led:
             return []  # the others save what it has

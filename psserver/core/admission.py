@@ -19,7 +19,7 @@ class Admission:
         task: this server.
         registry: the sessions that were opened here.
         members: on the server that keeps them, which of them are open.
-        rounds: which of them an epoch has ended.
+        rounds: which of them a generation has ended.
         runner: whether a round has failed halfway.
         log: which server keeps the sessions.
 
@@ -50,7 +50,7 @@ class Admission:
         return (
             self._log.keeps,
             self._members.ends,
-            self._rounds.epoch,
+            self._rounds.generation,
             len(self._rounds.fenced),
             self._runner.broken,
             self._registry.ends,
@@ -77,7 +77,7 @@ class Admission:
             if self._log.keeps:
                 self._members.check(session)
             else:
-                self._registry.check(session, self._rounds.epoch)
+                self._registry.check(session, self._rounds.generation)
             self._rounds.check(session)
             self.check_unbroken()
         except PSError as error:

@@ -172,11 +172,11 @@ class Answers:
 
 
 def _reply(said: Contribution, record: Record, payload: Payload, over: int) -> RoundReply:
-    if record.epoch is None:
-        raise PSError("a round without an epoch")
+    if record.generation is None:
+        raise PSError("a round without a generation")
     return RoundReply(
         said.round,
-        record.epoch,
+        record.generation,
         record.more,
         record.left_out,
         payload,

@@ -21,7 +21,7 @@ from pswire.model.log import (
     Approved,
     Created,
     Done,
-    EpochClosed,
+    GenerationClosed,
     Gone,
     JobStarted,
     LogEntry,
@@ -43,7 +43,7 @@ class Log:
 
     Args:
         store: declares variables.
-        rounds: approves plans and closes epochs.
+        rounds: approves plans and closes generations.
         snapshots: orders checkpoints.
         incarnation: this server's life.
         addresses: the addresses of all servers, as this server's configuration says; empty if it says none.
@@ -167,10 +167,10 @@ class Log:
                 self.incarnations, self.started = entry.incarnations, entry
                 self._find_keeper()
                 effects += self._introduce()
-            case EpochClosed():
-                back = entry.epoch.returns
+            case GenerationClosed():
+                back = entry.generation.returns
                 effects = self._take_back(back) if back is not None and back.ready else []
-                effects += self._rounds.close_epoch(entry.epoch)
+                effects += self._rounds.close_generation(entry.generation)
             case Snapshotted():
                 effects = self._settle(entry)
             case Done():
@@ -209,7 +209,7 @@ class Log:
             self._rounds.strands[None].begin_at(back.round)
             self._rounds.last = back.round - 1
             self._rounds.votes.close(self._rounds.last)
-            self._rounds.backlog.begin(back.epoch)
+            self._rounds.backlog.begin(back.generation)
             log.info("%s is back, and takes part from round %d on", self._store.task, back.round)
         return self._introduce()
 
@@ -315,19 +315,19 @@ class Log:
         return variable
 
     def start(self, start: Start) -> None:
-        """Records the round in which the new members of an epoch begin.
+        """Records the round in which the new members of a generation begin.
 
         Raises:
-            InvalidRequest: the epoch is not known.
-            Diverged: another start of the epoch is recorded.
+            InvalidRequest: the generation is not known.
+            Diverged: another start of the generation is recorded.
         """
-        newest = self._rounds.epoch
-        if newest is None or not 0 < start.epoch <= newest.number:
-            raise InvalidRequest(f"epoch {start.epoch} is not known here; no member begins in it")
+        newest = self._rounds.generation
+        if newest is None or not 0 < start.generation <= newest.number:
+            raise InvalidRequest(f"generation {start.generation} is not known here; no member begins in it")
         for item in self.entries:
-            if isinstance(item, Started) and item.start.epoch == start.epoch:
+            if isinstance(item, Started) and item.start.generation == start.generation:
                 if item.start != start:
-                    raise Diverged(f"epoch {start.epoch} begins at {item.start}, not at {start}")
+                    raise Diverged(f"generation {start.generation} begins at {item.start}, not at {start}")
                 return
         self.entries.append(Started(start))
 
@@ -370,7 +370,7 @@ class Log:
         plan = prepared.plan.verify(self._store.variables, self.servers)
         prepared.look(self._store.variables)
         limit, need = self._store.memory_limit, prepared.nbytes
-        if self._rounds.epoch is not None and self._rounds.epoch.whole:
+        if self._rounds.generation is not None and self._rounds.generation.whole:
             need += self._second_bytes(prepared)
         if need > limit:
             raise MemoryLimit(

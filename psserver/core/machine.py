@@ -119,9 +119,9 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             timeouts.session_timeout,
             timeouts.heartbeat_interval,
             incarnation,
-            lambda: self.rounds.epoch,
+            lambda: self.rounds.generation,
             self._holds_job,
-            lambda: self.rounds.epochs,
+            lambda: self.rounds.generations,
         )
         bases = Bases()
         self.restores = Restores(self.store, bases, root, self.tally)
@@ -313,7 +313,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         try:
             if start is not None:
                 self.log.start(start)
-                self.members.take_part(self.rounds.epochs[start.epoch].members, start.round)
+                self.members.take_part(self.rounds.generations[start.generation].members, start.round)
         except Diverged as error:
             self.members.fail_all(error)
         return self._admission.ended(session), []
@@ -350,10 +350,10 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             self.members.take_over(token, now)
         for vote in self.rounds.votes.unopened(self.rounds.strands[None].last):
             self.rounds.open(vote, now)
-        if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
-            self.members.take_part(epoch.members, -1)
-        if epoch is not None and epoch.members:
-            self.members.move(epoch.members[0])
+        if (generation := self.rounds.generation) is not None and generation.start is not None:
+            self.members.take_part(generation.members, -1)
+        if generation is not None and generation.members:
+            self.members.move(generation.members[0])
         self.members.exclude(self.rounds.fenced)
         if self.log.lost is not None:
             self.members.fail_all(self.log.lost)
@@ -371,7 +371,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
     def _restart(self) -> list[Effect]:
         """Begins a new job: drops the state of the last one, and fails the calls that still wait in it."""
         error = ServerLost("the job was started anew; restart the process", str(self.task))
-        ended = {member.session for member in self.rounds.epoch.members} if self.rounds.epoch else set()
+        ended = {member.session for member in self.rounds.generation.members} if self.rounds.generation else set()
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)

@@ -39,7 +39,7 @@ def status_of(
         server=store.server,
         incarnation=incarnation,
         log=len(log.entries),
-        epoch=rounds.epoch,
+        generation=rounds.generation,
         round=rounds.last,
         positions=rounds.positions,
         waiting=_explained(rounds, runner, waiters),

@@ -38,7 +38,7 @@ def _cut(text: str) -> str:
 
 
 def _entries(entries: list[Any]) -> str:
-    """Entries of the log by their kinds: `2 created, 1 epoch closed`."""
+    """Entries of the log by their kinds: `2 created, 1 generation closed`."""
     kinds = Counter(re.sub(r"\B(?=[A-Z])", " ", type(entry).__name__).lower() for entry in entries)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
@@ -58,13 +58,13 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     ChunkAsk: lambda ask: (ask.dataset, ask.epoch, len(ask.done), ask.want, ask.needs),
     ClosureOrder: lambda order: (order.number, _cut(order.function), order.joins),
     ClosureResult: lambda result: (result.number, _cut(result.kind)),
-    Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
+    Contribution: lambda said: (said.session, said.round, said.generation, len(said.first_values)),
     Member: lambda member: (member.task, member.replicas, member.mode),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),
     PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),
     RestoreOrder: lambda order: order.stage,
-    Start: lambda start: (start.epoch, start.round),
+    Start: lambda start: (start.generation, start.round),
     ServerGone: lambda error: _cut(error.message),
     Testimony: lambda said: (said.gone, len(said.votes)),
     Vote: lambda vote: (vote.round, vote.attempt, _cut(vote.error.message) if vote.error else ""),
@@ -196,7 +196,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
         case "propose", (int(session), plan, str(point), start, _):
             said = [f"plan {plan}"] if plan else []
             said += [f"waits at {point[:13]}"] if point else []  # of a plan as many digits as above
-            said += [f"new members of epoch {start[0]} begin with round {start[1]}"] if start else []
+            said += [f"new members of generation {start[0]} begin with round {start[1]}"] if start else []
             return f"{who(session)}: {', '.join(said)}"
         case "watch", (int(session), int(after), int(version), *_):
             return f"{who(session)}: " + WATCHED.get(version, f"the log from {after} on")
@@ -208,8 +208,8 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"the log from {index} on: {entries or 'nothing'}"
         case "push", ((int(session), _, _, int(values)), int(size), *_) if values:
             return f"{who(session)}: {_counted(values, 'first value')}, {human(size)}"
-        case "push", ((int(session), int(round), int(epoch), _), int(size), *_):
-            return f"{who(session)}: round {round} of epoch {epoch}, {human(size)}"
+        case "push", ((int(session), int(round), int(generation), _), int(size), *_):
+            return f"{who(session)}: round {round} of generation {generation}, {human(size)}"
         case "hear", (int(server), (int(round), int(attempt), error)):
             return f"server {server} votes in round {round}" + (", again" if attempt else "") + (error and f": {error}")
         case "testify", (int(server), (int(gone), int(votes))):

@@ -84,7 +84,7 @@ class RoundTraces:
             "paramserver.task": self._task,
             "paramserver.round": job.round,
             "paramserver.plan": job.plan.id.hex()[:16],
-            "paramserver.epoch": job.epoch,
+            "paramserver.generation": job.generation,
             "paramserver.contributions": sum(not part.said.observes for part in job.parts),
             "paramserver.left_out": len(record.left_out),
             "paramserver.bytes": sum(part.payload.size for part in job.parts),

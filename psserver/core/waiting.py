@@ -326,7 +326,7 @@ class Waiters:
                 continue
             start = row.after if row.after <= len(self._log.entries) else 0
             news = Watched(self._members.version, start, tuple(self._log.entries[start:]), (), ())
-            if row.version >= 0:  # else each of a thousand members was told of all others with each epoch
+            if row.version >= 0:  # else each of a thousand members was told of all others with each generation
                 news = replace(news, plans=plans, sessions=sessions, traces=dict(self._log.traces))
             answers.append(Reply(row.future, news))
         return answers

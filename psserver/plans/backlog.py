@@ -18,7 +18,7 @@ class Backlog:
     """The rounds that a server has put off. Guarded by the core's lock.
 
     Attributes:
-        awaits: the epoch by which its variables were handed over, while it does not have them; 0: it has them.
+        awaits: the generation by which its variables were handed over, while it does not have them; 0: it has them.
         waiting: the round that waits until all before it are made; None for none.
     """
 
@@ -42,13 +42,13 @@ class Backlog:
 
     # ---- Variables ----
 
-    def begin(self, epoch: int) -> None:
-        """This server is back; its variables were handed over by an epoch. It may have read them already."""
-        self.awaits = 0 if epoch == self._read else epoch
+    def begin(self, generation: int) -> None:
+        """This server is back; its variables were handed over by a generation. It may have read them already."""
+        self.awaits = 0 if generation == self._read else generation
 
-    def has_read(self, epoch: int) -> None:
+    def has_read(self, generation: int) -> None:
         """It has read its variables."""
-        self.awaits, self._read = 0, epoch
+        self.awaits, self._read = 0, generation
 
     # ---- Rounds ----
 

@@ -102,7 +102,7 @@ class ReadyRound:
         strand: the key of its strand.
         commit: the time at which assigned values become readable.
         since: the time of its first contribution, in monotonic seconds.
-        epoch: the number of the epoch in its contributions.
+        generation: the number of the generation in its contributions.
         voters: the servers that agree on its contributions, this one included; empty if this one decides alone.
         error: the reason why it cannot run; None if it can.
         attempt: how many votes of it there were before.
@@ -120,7 +120,7 @@ class ReadyRound:
     strand: Key = None
     commit: Commit = Commit.ATOMIC
     since: float = 0.0
-    epoch: int = 0
+    generation: int = 0
     voters: tuple[int, ...] = ()
     error: PSError | None = None
     attempt: int = 0
@@ -160,7 +160,7 @@ class ReadyRound:
         """
         whole = self.sessions if self.error is None else frozenset[int]()
         sums = tuple([part.summed for part in self.parts if part.said.parts])
-        return Vote(chief, self.round, self.plan.id, self.epoch, attempt, whole, self.error, closed, sums=sums)
+        return Vote(chief, self.round, self.plan.id, self.generation, attempt, whole, self.error, closed, sums=sums)
 
     @cached_property
     def accused(self) -> tuple[tuple[int, Task], ...]:

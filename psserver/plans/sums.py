@@ -19,7 +19,7 @@ def check_sum(said: Contribution) -> None:
         raise InvalidRequest("a sum of contributions has each of its senders once, and who sends it among them")
     if not said.host or all(part.observes for part in parts):
         raise InvalidRequest("a sum is of the contributions of one host, of which one or more count")
-    if any((part.epoch, part.round, part.plan_id, part.host) != _round_of(said) for part in parts):
+    if any((part.generation, part.round, part.plan_id, part.host) != _round_of(said) for part in parts):
         raise InvalidRequest("a sum has contributions to other rounds, or of other hosts")
     if said.observes or any(_is_special(part) for part in (said, *parts)) or any(part.parts for part in parts):
         raise InvalidRequest("a sum has contributions that no sum may have")
@@ -48,7 +48,7 @@ def shares_of(said: Contribution, payload: Payload, members: Sequence[Member]) -
 
 
 def _round_of(said: Contribution) -> tuple[int, int, bytes, int]:
-    return said.epoch, said.round, said.plan_id, said.host
+    return said.generation, said.round, said.plan_id, said.host
 
 
 def _is_special(part: Contribution) -> bool:

@@ -10,7 +10,7 @@ from psserver.state.strands import Strand
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.changes import Change, change_of, words_of
-from pswire.model.log import Epoch, Member
+from pswire.model.log import Generation, Member
 
 OLD = "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds"
 """Where it does not say backup workers or staleness, an older version is in the mode "sync"."""
@@ -19,19 +19,23 @@ Asked = tuple[Member, str, int]
 """A member, the join point at which it waits, and the oldest round that it waits for; -1 for none."""
 
 
-def as_all(opens: Member, others: Iterable[Member], epochs: Mapping[int, Epoch]) -> Member:
+def as_all(opens: Member, others: Iterable[Member], generations: Mapping[int, Generation]) -> Member:
     """Returns a process that opens its session as it makes rounds: as the job does by now.
 
     Args:
         opens: the process, with what its script began with.
         others: those that are here, who all make their rounds alike.
-        epochs: of the job, by number.
+        generations: of the job, by number.
 
     Raises:
         ConfigError: it begins with something else than the job did, and than what the job has now.
     """
-    changed = any(change_of(epoch) is not None for epoch in epochs.values())
-    models = [epochs[number].members[0] for number in sorted(epochs) if epochs[number].members] if changed else []
+    changed = any(change_of(generation) is not None for generation in generations.values())
+    models = (
+        [generations[number].members[0] for number in sorted(generations) if generations[number].members]
+        if changed
+        else []
+    )
     if models:
         first, now = models[0], models[-1]
         if not (opens.is_like(first) or opens.is_like(now)):
@@ -54,19 +58,19 @@ def _consistency(member: Member) -> str:
     return OLD if member.mode == "sync" else words_of(member.mode, member.backup_workers, member.staleness)
 
 
-def differing(asked: Sequence[Asked], epochs: Mapping[int, Epoch]) -> Diverged | None:
+def differing(asked: Sequence[Asked], generations: Mapping[int, Generation]) -> Diverged | None:
     """Returns the error of members that do not come to one change at one place; None while nobody differs.
 
     Where each makes rounds of its own only the value can differ: how many rounds are made before is nobody's business.
 
     Args:
         asked: all members that are here.
-        epochs: of the job, by number.
+        generations: of the job, by number.
     """
     changes = [(member, Change.parse(join_point)) for member, join_point, _ in asked]
     if not any(change for _, change in changes):
         return None
-    made = sum(change_of(epoch) is not None for epoch in epochs.values())
+    made = sum(change_of(generation) is not None for generation in generations.values())
     found = [(member, change) for member, change in changes if change is not None and change.number == made]
     if not found:
         return None
@@ -93,13 +97,15 @@ def _diverged(*does: tuple[Task, str]) -> Diverged:
     )
 
 
-def left_out(before: Epoch | None, epoch: Epoch) -> set[int]:
+def left_out(before: Generation | None, generation: Generation) -> set[int]:
     """Returns the sessions that made rounds, and make none any more; none at a change, before which they are fenced."""
-    members = () if before is None or change_of(epoch) is not None else before.everybody
-    return {member.session for member in members if not epoch.takes_part(member.session)}
+    members = () if before is None or change_of(generation) is not None else before.everybody
+    return {member.session for member in members if not generation.takes_part(member.session)}
 
 
-def go_on(strands: dict[Key, Strand], before: Epoch | None, epoch: Epoch, running: object) -> list[Effect]:
+def go_on(
+    strands: dict[Key, Strand], before: Generation | None, generation: Generation, running: object
+) -> list[Effect]:
     """Strands go on from the round of a change, which all members make next; returns the effects.
 
     What is open is of members that are gone: those who are here have all their answers. None of it is applied any more,
@@ -107,20 +113,20 @@ def go_on(strands: dict[Key, Strand], before: Epoch | None, epoch: Epoch, runnin
 
     Args:
         strands: all strands.
-        before: the epoch before the change.
-        epoch: the one that begins with it.
+        before: the generation before the change.
+        generation: the one that begins with it.
         running: the key of the strand whose round runs, and its number; None for none.
     """
-    change, effects = change_of(epoch), list[Effect]()
+    change, effects = change_of(generation), list[Effect]()
     if change is None:
         return effects
     for key, strand in strands.items():
         for number in [number for number in strand.open if (key, number) != running]:
             effects += strand.open.pop(number).fail(Fenced("the job changed its consistency without this process"))
-    turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in epoch.members)
-    for key in (None, *(member.task for member in epoch.members)):
+    turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in generation.members)
+    for key in (None, *(member.task for member in generation.members)):
         strand = strands.setdefault(key, Strand())
         strand.last = max(strand.last, change.round - 1)
         if turned:
-            strand.settled = epoch.start.positions if epoch.start else ()
+            strand.settled = generation.start.positions if generation.start else ()
     return effects

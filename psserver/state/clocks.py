@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pswire.api import RESTS
-from pswire.model.log import Epoch, Member
+from pswire.model.log import Generation, Member
 
 
 class Clocks:
@@ -29,13 +29,13 @@ class Clocks:
         self._saves: dict[int, int] = {}
         self._counts: dict[int, int] = {}  # by clock, how many of those that count are there
 
-    def close_epoch(self, before: Epoch | None, epoch: Epoch) -> None:
-        """Enters a new epoch.
+    def close_generation(self, before: Generation | None, generation: Generation) -> None:
+        """Enters a new generation.
 
         Who is in the first one counts at once, from before its first round. Who comes later counts from what it tells
         before its first round, so that nobody waits for it while it starts.
         """
-        members = {member.session: member for member in epoch.members if member.mode == "bounded"}
+        members = {member.session: member for member in generation.members if member.mode == "bounded"}
         for session in self._members.keys() - members.keys():
             self.leave(session)
         for session, member in members.items():
@@ -43,7 +43,7 @@ class Clocks:
                 continue
             self.bound = member.staleness
             self._members[session] = member
-            self._at[session] = epoch.start.round - 1 if epoch.start else -1
+            self._at[session] = generation.start.round - 1 if generation.start else -1
             if before is None:
                 self._count(session)
             else:

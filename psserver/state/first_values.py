@@ -17,12 +17,12 @@ from psserver.state.variables import Store
 from pswire.api import RoundReply
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array, layout
 from pswire.network.payload import EMPTY, Payload
 
-TAKEN = RoundReply(0, Epoch(0, ()), False, (), EMPTY)
+TAKEN = RoundReply(0, Generation(0, ()), False, (), EMPTY)
 """The answer to first values: each variable has one now, these or those of another process."""
 
 

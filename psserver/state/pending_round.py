@@ -43,7 +43,7 @@ class PendingRound:
 
     Attributes:
         plan_id: the id of its plan.
-        epoch: the number of the epoch that its members named.
+        generation: the number of the generation that its members named.
         members: the members that make it.
         since: the time of its first contribution, in monotonic seconds.
         parts: the contributions, by session.
@@ -60,7 +60,7 @@ class PendingRound:
     """
 
     plan_id: bytes
-    epoch: int
+    generation: int
     members: tuple[Member, ...]
     since: float
     parts: dict[int, MemberShare] = field(default_factory=dict)
@@ -90,8 +90,8 @@ class PendingRound:
         return {said.session for said, _ in self.waiters} | {push.said.session for push in self.doubtful}
 
     def differs(self, said: Contribution) -> bool:
-        """Returns True if a contribution has another plan or epoch than this round, which has not failed."""
-        return self.error is None and (self.plan_id, self.epoch) != (said.plan_id, said.epoch)
+        """Returns True if a contribution has another plan or generation than this round, which has not failed."""
+        return self.error is None and (self.plan_id, self.generation) != (said.plan_id, said.generation)
 
     def missing(self, fenced: Set[int]) -> list[Member]:
         """Returns the members, without fenced ones, whose contributions are not whole."""
@@ -242,7 +242,7 @@ class PendingRound:
             key,
             commit,
             self.since,
-            self.epoch,
+            self.generation,
             voters,
             error,
             self.attempt,
@@ -253,7 +253,7 @@ class PendingRound:
     # ---- Contributions ----
 
     def take(self, push: Push, members: Sequence[Member], runs: bool) -> tuple[list[MemberShare], list[Effect]]:
-        """Adds a push to a round that has its plan and epoch.
+        """Adds a push to a round that has its plan and generation.
 
         Args:
             push: the push; of one that came before, a resend.
@@ -332,12 +332,12 @@ class PendingRound:
         error = PushAgain("a member of the round was lost; the contribution has to be sent once more")
         return [Fail(future, error) for _, future in waiters]
 
-    def begin_anew(self, plan_id: bytes, epoch: int) -> list[tuple[Member, Future[RoundReply]]]:
-        """Takes another plan and epoch; returns whose contributions it had, with the answers that they wait for."""
+    def begin_anew(self, plan_id: bytes, generation: int) -> list[tuple[Member, Future[RoundReply]]]:
+        """Takes another plan and generation; returns whose contributions it had, with the answers that they wait for."""
         dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
         self.parts.clear()
         self.waiters.clear()
-        self.plan_id, self.epoch, self.batch = plan_id, epoch, None
+        self.plan_id, self.generation, self.batch = plan_id, generation, None
         return dropped
 
     def fail(self, error: PSError) -> list[Effect]:

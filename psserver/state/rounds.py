@@ -42,7 +42,7 @@ from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError, PushAgain
 from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.changes import change_of
-from pswire.model.log import Epoch, Member, Position
+from pswire.model.log import Generation, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
@@ -65,7 +65,7 @@ class Rounds:
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
         strands: all strands, with their rounds.
-        epochs: all of them that are known here, by number.
+        generations: all of them that are known here, by number.
         clocks: how far the workers with bounded staleness are.
         chunks: the batches that are handed out, and done by rounds.
     """
@@ -80,14 +80,14 @@ class Rounds:
     def clear(self) -> None:
         """Forgets everything, as at the start of a job."""
         self.plans: dict[bytes, PreparedPlan] = {}
-        self.epoch: Epoch | None = None
+        self.generation: Generation | None = None
         self.last, self.closed = -1, 0
         self.strands: dict[Key, Strand] = {None: Strand()}
         self.clocks = Clocks()
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._declined: dict[bytes, PreparedPlan] = {}
-        self.epochs: dict[int, Epoch] = {}
+        self.generations: dict[int, Generation] = {}
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
@@ -131,26 +131,26 @@ class Rounds:
         self._effects, effects = [], self._effects
         return effects
 
-    def close_epoch(self, epoch: Epoch) -> list[Effect]:
-        """Enters a new epoch. Members of the previous one that are not in it, and do not leave by it, are fenced.
+    def close_generation(self, generation: Generation) -> list[Effect]:
+        """Enters a new generation. Members of the previous one that are not in it, and do not leave by it, are fenced.
 
         One that begins with a change fences nobody: who is not in it waits to be taken in.
         """
-        if (change := change_of(epoch)) is not None:
-            self._effects += go_on(self.strands, self.epoch, epoch, self._running)
+        if (change := change_of(generation)) is not None:
+            self._effects += go_on(self.strands, self.generation, generation, self._running)
             self.last, self.clocks = change.round - 1, Clocks()
-        self.fenced |= left_out(self.epoch, epoch)
+        self.fenced |= left_out(self.generation, generation)
         forget_own(self.strands, self.fenced)
-        self.clocks.close_epoch(self.epoch if change is None else None, epoch)
-        self.epoch = self.epochs[epoch.number] = epoch
+        self.clocks.close_generation(self.generation if change is None else None, generation)
+        self.generation = self.generations[generation.number] = generation
         for push in self._parked.take():
             self._try(push)
         return self._take_effects()
 
     def check(self, session: int) -> None:
-        """Raises `Fenced` for a session that an epoch has left out."""
+        """Raises `Fenced` for a session that a generation has left out."""
         if session in self.fenced:
-            raise Fenced("this session was ended by a new epoch; restart the process to take part again")
+            raise Fenced("this session was ended by a new generation; restart the process to take part again")
 
     def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> list[Effect]:
         """Takes a contribution at time `now`. Its future is answered when the round is over, or fails at once."""
@@ -173,13 +173,13 @@ class Rounds:
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
         _check_weights(said)
-        epoch = self.epochs.get(said.epoch)
-        if epoch is None:
+        generation = self.generations.get(said.generation)
+        if generation is None:
             self._effects += self._parked.put(push)
             return
-        member = _member(epoch, said)
+        member = _member(generation, said)
         if member is None:
-            raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
+            raise Fenced(f"this session is no member of generation {said.generation}; restart the process")
         key = _key(member, said)
         if said.closure is not None:
             self._closures.check(said.closure, said, member, self.strands)
@@ -187,17 +187,17 @@ class Rounds:
         strand.check_open(said)
         if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
-        senders = _senders(epoch, push.said, member)
+        senders = _senders(generation, push.said, member)
         if (pending := strand.open.get(said.round)) is None:
-            members, behind = (member,) if key else epoch.members, self.backlog.behind
-            pending = PendingRound(said.plan_id, said.epoch, members, push.since, whole=behind)
+            members, behind = (member,) if key else generation.members, self.backlog.behind
+            pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
         for part, each in senders:
             self._check_order(strand, part, each)
         self._turns.come(key, strand)
         strand.open[said.round] = pending
-        if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
+        if pending.differs(said) and joins(said, self.generations) and only_newcomers(pending, self.generations):
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
@@ -206,7 +206,7 @@ class Rounds:
         for part, _ in senders:
             strand.came(part)
         self._take(pending, push, [each for _, each in senders], self._running == (key, said.round))
-        if pending.doubtful and not joins(said, self.epochs):
+        if pending.doubtful and not joins(said, self.generations):
             self._settle(pending)
 
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
@@ -230,18 +230,18 @@ class Rounds:
         if not pending.differs(said):
             return
         if pending.members == (member,):
-            raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
-        if joins(said, self.epochs) and pending.parts:
+            raise InvalidRequest(f"round {said.round} of this session has another plan, or another generation")
+        if joins(said, self.generations) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
-        if only_newcomers(pending, self.epochs):
+        if only_newcomers(pending, self.generations):
             self._evict(pending, said, member)
             return
         raise self._fail(pending, self._sections.diverged(said.round, pending, member, self._describe(said.plan_id)))
 
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Fails newcomers that came first, with another plan than an older member's."""
-        for newcomer, future in pending.begin_anew(said.plan_id, said.epoch):
+        for newcomer, future in pending.begin_anew(said.plan_id, said.generation):
             refusal = self._sections.refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
             self._effects.append(Fail(future, refusal))
 
@@ -257,7 +257,7 @@ class Rounds:
         Rounds arrive in any order, and each names the one before it: one in between, which others make, is left out.
         """
         check_window(strand.under_way(said.session), said.round)
-        before, here = max(said.previous, said.start - 1), self.epochs[said.epoch].members
+        before, here = max(said.previous, said.start - 1), self.generations[said.generation].members
         for number, pending in strand.open.items():
             if before < number < said.round and pending.error is None and member in pending.missing(self.fenced):
                 raise self._fail(pending, self._sections.diverged(number, pending, member, LATER))
@@ -270,7 +270,7 @@ class Rounds:
         """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
         said = part.said
         try:
-            prepared.check(said, part.payload.size, self.epochs[said.epoch].session(said.session))
+            prepared.check(said, part.payload.size, self.generations[said.generation].session(said.session))
         except InvalidRequest as error:
             for session in part.summed or (said.session,):
                 del pending.parts[session]
@@ -287,17 +287,17 @@ class Rounds:
             Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
-        epoch = self.epochs.get(said.epoch)
-        member = _member(epoch, said) if epoch else None
-        strand = self.strands.get(_key(member, said)) if epoch else None
+        generation = self.generations.get(said.generation)
+        member = _member(generation, said) if generation else None
+        strand = self.strands.get(_key(member, said)) if generation else None
         record = strand.records.get(said.round) if strand else None
-        if epoch is None or strand is None or record is None or record.error is not None:
+        if generation is None or strand is None or record is None or record.error is not None:
             return record
         if same_closure(record.plan_id, said):
             return record
         if record.plan_id != said.plan_id:
             if said.session in record.late:
-                raise self._sections.late(said, record, epoch)
+                raise self._sections.late(said, record, generation)
             raise InvalidRequest(f"round {said.round} had another plan")
         if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was made without this session; restart the process")
@@ -339,10 +339,15 @@ class Rounds:
 
         Once its plan is known here, by which this server takes part in it, or does not.
         """
-        epoch, strand = self.epochs.get(vote.epoch), self.strands[None]
+        generation, strand = self.generations.get(vote.generation), self.strands[None]
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
-        if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
-            pending = PendingRound(vote.plan_id, vote.epoch, epoch.members, now, whole=self.backlog.behind)
+        if (
+            plan is not None
+            and plan.server in plan.plan.servers
+            and generation is not None
+            and vote.round > strand.last
+        ):
+            pending = PendingRound(vote.plan_id, vote.generation, generation.members, now, whole=self.backlog.behind)
             self._turns.come(None, strand)
             strand.open.setdefault(vote.round, pending)
 
@@ -357,7 +362,7 @@ class Rounds:
             dropped: members that were lost while it ran, before their contributions were whole.
             warnings: warnings for people.
         """
-        record = Record.of(job, self.epoch, given, dropped, warnings)
+        record = Record.of(job, self.generation, given, dropped, warnings)
         self.chunks.applied(job)
         return record, self._close(job.strand, job.round, record)
 
@@ -403,7 +408,7 @@ class Rounds:
             self.votes.close(number)
         elif not isinstance(key, Own):
             self.clocks.over(strand.open[number].members[0].session, number, saves)
-        waiters = strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.epoch))
+        waiters = strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.generation))
         self._turns.over(key, strand)
         return waiters
 
@@ -451,34 +456,36 @@ def _check_weights(said: Contribution) -> None:
         raise InvalidRequest("who observes contributes nothing")
 
 
-def _member(epoch: Epoch, said: Contribution) -> Member | None:
-    """Returns the sender of a contribution, as it makes its round; None if it is no member of the epoch."""
-    member = epoch.session(said.session)
+def _member(generation: Generation, said: Contribution) -> Member | None:
+    """Returns the sender of a contribution, as it makes its round; None if it is no member of the generation."""
+    member = generation.session(said.session)
     return member if member is None or not said.alone else replace(member, mode="async", backup_workers=0)
 
 
-def _senders(epoch: Epoch, said: Contribution, member: Member) -> list[tuple[Contribution, Member]]:
+def _senders(generation: Generation, said: Contribution, member: Member) -> list[tuple[Contribution, Member]]:
     """Returns who contributes with a push, and what each says: its sender, or the senders of a sum's parts.
 
     Raises:
         InvalidRequest: it cannot be the sum of its parts.
-        PushAgain: one of them is no member of the epoch.
+        PushAgain: one of them is no member of the generation.
     """
     if not said.parts:
         return [(said, member)]
     check_sum(said)
     for part in said.parts:
         _check_weights(part)
-    found = [(part, epoch.session(part.session)) for part in said.parts]
+    found = [(part, generation.session(part.session)) for part in said.parts]
     there = [(part, each) for part, each in found if each is not None]
     if len(there) < len(found):
-        raise PushAgain(f"a sum has the contribution of no member of epoch {said.epoch}; each has to push by itself")
+        raise PushAgain(
+            f"a sum has the contribution of no member of generation {said.generation}; each has to push by itself"
+        )
     return there
 
 
 def _is_apart(parts: Iterable[Contribution], rounds: Rounds) -> bool:
     """Returns whether any contribution must come by itself: of one who joins, and may be wrong, or is left out."""
-    return any(part.session in rounds.fenced or joins(part, rounds.epochs) for part in parts)
+    return any(part.session in rounds.fenced or joins(part, rounds.generations) for part in parts)
 
 
 def _key(member: Member | None, said: Contribution) -> Key:

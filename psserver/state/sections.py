@@ -10,7 +10,7 @@ from psserver.state.strands import Record
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Diverged, PSError
-from pswire.model.log import Epoch, Member
+from pswire.model.log import Generation, Member
 
 MAX_WORDS = 160
 """Most characters of a batch, in a member's words, that a message has."""
@@ -37,10 +37,10 @@ class Sections:
         positions = [(other.task, self._describe(others)), (member.task, self._describe(plan_id))]
         return newcomer_diverged(member.task, round, positions)
 
-    def late(self, said: Contribution, record: Record, epoch: Epoch) -> Diverged:
+    def late(self, said: Contribution, record: Record, generation: Generation) -> Diverged:
         """Returns the error of a member that has come late to a round, with another section than those who made it."""
-        made = [(m.task, self._describe(record.plan_id)) for m in epoch.members if m.session in record.sessions]
-        late = [(m.task, self._describe(said.plan_id)) for m in epoch.members if m.session == said.session]
+        made = [(m.task, self._describe(record.plan_id)) for m in generation.members if m.session in record.sessions]
+        late = [(m.task, self._describe(said.plan_id)) for m in generation.members if m.session == said.session]
         return diverged(said.round, [*made[:1], *late])
 
 
@@ -75,12 +75,12 @@ def _batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:
     )
 
 
-def joins(said: Contribution, epochs: Mapping[int, Epoch]) -> bool:
+def joins(said: Contribution, generations: Mapping[int, Generation]) -> bool:
     """Returns True for the first round of a process that joined others, rather than began together with all."""
-    start = epochs[said.epoch].start
+    start = generations[said.generation].start
     return said.start == said.round and (start is None or start.round != said.round)
 
 
-def only_newcomers(pending: PendingRound, epochs: Mapping[int, Epoch]) -> bool:
+def only_newcomers(pending: PendingRound, generations: Mapping[int, Generation]) -> bool:
     """Returns True if no older member has pushed to a round yet."""
-    return bool(pending.parts) and all(joins(part.said, epochs) for part in pending.parts.values())
+    return bool(pending.parts) and all(joins(part.said, generations) for part in pending.parts.values())

@@ -1,7 +1,7 @@
 """Sessions: the processes of a job, their leases, and the chief's fencing token. Server 0 keeps them.
 
-A plain state machine without clock (time is an argument) and network. It decides nothing about epochs: it reports
-states, and the chief closes epochs.
+A plain state machine without clock (time is an argument) and network. It decides nothing about generations: it reports
+states, and the chief closes generations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pswire.errors import (
 )
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
-from pswire.model.log import Epoch, Member, Mode
+from pswire.model.log import Generation, Member, Mode
 from pswire.model.status import STILL, Pace, SessionState
 from pswire.security.session_numbers import number_for
 
@@ -160,9 +160,9 @@ class Membership:
         lease: seconds after which a silent session is lost.
         beat: seconds between two signs of life.
         incarnation: of this server, which is in the numbers that it gives; those of an earlier one differ, by chance.
-        epoch: returns the newest epoch, whose members alone decide for all; None while there is none, and all decide.
+        generation: returns the newest generation, whose members alone decide for all; None while there is none, and all decide.
         held: returns True if there is a job with variables that is not over.
-        epochs: returns all epochs of the job, by number.
+        generations: returns all generations of the job, by number.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class Membership:
         lease: float,
         beat: float = Timeouts.heartbeat_interval,
         incarnation: int = 0,
-        epoch: Callable[[], Epoch | None] = lambda: None,
+        generation: Callable[[], Generation | None] = lambda: None,
         held: Callable[[], bool] = lambda: False,
-        epochs: Callable[[], Mapping[int, Epoch]] = dict,
+        generations: Callable[[], Mapping[int, Generation]] = dict,
     ) -> None:
         self.lease = lease
         self.token = 0
@@ -185,10 +185,10 @@ class Membership:
         """Changes with every session that ends or is forgotten."""
         self._beat = beat
         self._held = held
-        self._epochs = epochs
+        self._generations = generations
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
         self._registry = registry
-        self._epoch = epoch
+        self._generation = generation
         self._incarnation, self._given = incarnation, 0  # how many numbers
         self._sessions = _Sessions()
         self._changing = False  # somebody waits for a change of consistency
@@ -232,7 +232,7 @@ class Membership:
         number = number_for(task, self._incarnation, self._given + 1)
         opens = Member(task, number, replicas, mode, backup_workers, staleness)
         if not drives:
-            opens = as_all(opens, (other.member for other in self._sessions.open()), self._epochs())
+            opens = as_all(opens, (other.member for other in self._sessions.open()), self._generations())
         rival = self._sessions.rival(task, drives)
         if rival is not None:
             self._check_gone(rival, task, now)
@@ -268,8 +268,8 @@ class Membership:
             token: of the chief that says so.
             now: monotonic seconds.
         """
-        epoch = self._epoch()
-        for member in epoch.everybody if epoch else ():
+        generation = self._generation()
+        for member in generation.everybody if generation else ():
             if self._sessions.rival(member.task, False) is None:
                 self.know(member, False, self.job, now)
         self.token, self._heard = token, now
@@ -367,12 +367,14 @@ class Membership:
             )
 
     def _takes_part(self, number: int) -> bool:
-        return (epoch := self._epoch()) is None or epoch.takes_part(number)
+        return (generation := self._generation()) is None or generation.takes_part(number)
 
     def check_part(self, number: int) -> None:
-        """Raises `InvalidRequest` for a session that is no member of the epoch: it decides nothing for members."""
+        """Raises `InvalidRequest` for a session that is no member of the generation: it decides nothing for members."""
         if not self._takes_part(number):
-            raise InvalidRequest(f"session {number} takes part in no epoch yet; wait until the chief has taken it in")
+            raise InvalidRequest(
+                f"session {number} takes part in no generation yet; wait until the chief has taken it in"
+            )
 
     def beat(
         self,
@@ -412,7 +414,7 @@ class Membership:
         here = self._sessions.open()
         self._changing = any(Change.parse(each.join_point) is not None for each in here)
         members = [each for each in here if self._takes_part(each.member.session)]
-        error = differing([(each.member, each.join_point, each.waits[0]) for each in members], self._epochs())
+        error = differing([(each.member, each.join_point, each.waits[0]) for each in members], self._generations())
         if error is not None:
             self.fail_all(error)
 
@@ -441,7 +443,7 @@ class Membership:
                 session.joined = round
 
     def exclude(self, numbers: Iterable[int]) -> None:
-        """Ends the sessions that an epoch has left out: those that still beat have held the others up."""
+        """Ends the sessions that a generation has left out: those that still beat have held the others up."""
         for number in numbers:
             if number in self._sessions:
                 self._end(self._sessions[number], "hung")

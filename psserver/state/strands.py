@@ -20,14 +20,14 @@ from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.limits import WINDOW
-from pswire.model.log import Epoch, Member, Position
+from pswire.model.log import Generation, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.model.tensor import Array
 
 T = TypeVar("T")
 
 RESENDS = 8
-"""Most attempts at one contribution that are kept while its epoch is not known here."""
+"""Most attempts at one contribution that are kept while its generation is not known here."""
 
 RECORDS = WINDOW + 1
 """Rounds of a strand whose answers are kept for resends."""
@@ -36,9 +36,9 @@ BEHIND = 64
 """Rounds that a member may be left out of, one after the other; their answers are kept for it as well."""
 
 
-def kept(epoch: Epoch | None) -> int:
+def kept(generation: Generation | None) -> int:
     """Returns how many rounds of a strand have their answers kept."""
-    return RECORDS + BEHIND if epoch is not None and epoch.backup_workers else RECORDS
+    return RECORDS + BEHIND if generation is not None and generation.backup_workers else RECORDS
 
 
 class Given(NamedTuple):
@@ -58,7 +58,7 @@ class Record:
     """The answer to a round.
 
     Attributes:
-        plan_id, epoch, more, left_out, observers: as in `RoundReply`.
+        plan_id, generation, more, left_out, observers: as in `RoundReply`.
         given: the plan's returned values of this server; of rows, which come last, ids and rows.
         rows: of each of these, how many rows there are.
         warnings: as in `RoundReply`.
@@ -69,7 +69,7 @@ class Record:
 
     plan_id: bytes
     sessions: frozenset[int] = frozenset()
-    epoch: Epoch | None = None
+    generation: Generation | None = None
     more: bool = False
     left_out: tuple[Task, ...] = ()
     given: tuple[Array, ...] = ()
@@ -87,16 +87,16 @@ class Record:
     def of(
         cls,
         job: ReadyRound,
-        epoch: Epoch | None,
+        generation: Generation | None,
         given: Given,
         dropped: Sequence[Task],
         warnings: Sequence[str],
     ) -> Record:
-        """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest epoch."""
+        """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest generation."""
         return cls(
             job.plan.id,
             frozenset(part.member.session for part in job.parts),
-            epoch,
+            generation,
             any(part.said.more for part in job.parts),
             tuple(sorted((*job.left_out, *dropped))),
             tuple(given.arrays),
@@ -108,7 +108,7 @@ class Record:
 
 
 class Parked:
-    """Pushes for an epoch that is not known here yet. They belong to no round of this server so far."""
+    """Pushes for a generation that is not known here yet. They belong to no round of this server so far."""
 
     def __init__(self) -> None:
         self._pushes: dict[tuple[int, bool], list[Push]] = {}  # of a session those to rounds of all, and its own
@@ -152,7 +152,7 @@ class Parked:
         shared = [pushes for (_, alone), pushes in self._pushes.items() if not alone]
         rounds = [round for each in shared for round in sorted({push.said.round for push in each})]
         return tuple(
-            OpenRound(round, "a section of an epoch that is not known here yet", (), False) for round in rounds
+            OpenRound(round, "a section of a generation that is not known here yet", (), False) for round in rounds
         )
 
 

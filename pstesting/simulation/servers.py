@@ -450,11 +450,11 @@ class Line:
         travel(self._scheduler, self._host, host, nbytes, latency, do, nbytes * self._transport.receive_byte, nothing)
 
     def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
-        seconds, epoch = (
+        seconds, generation = (
             self._transport.piece + nbytes * self._transport.receive_byte,
-            self._server.core.machine.rounds.epoch,
+            self._server.core.machine.rounds.generation,
         )
-        members = len(epoch.members) if epoch else 0
+        members = len(generation.members) if generation else 0
         self._up(nbytes, seconds, self._server.streamed, self, round, piece, members)
 
     def take_piece(self, nbytes: float) -> None:

@@ -42,7 +42,7 @@ from pswire.model.closures import (
 )
 from pswire.model.compression import CodecKind
 from pswire.model.joins import Enlisted
-from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Return, Start
+from pswire.model.log import Examples, Generation, LogEntry, Member, Mode, Position, Return, Start
 from pswire.model.places import Moved, Offered, Spare
 from pswire.model.plan import (
     Form,
@@ -175,7 +175,7 @@ POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
 MEMBER = MAPPER.pair(Member, pb.Member)
 MAPPER.pair(Return, pb.Return)
-EPOCH = MAPPER.pair(Epoch, pb.Epoch, names={"join_point": "entry"})
+GENERATION = MAPPER.pair(Generation, pb.Generation, names={"join_point": "entry"})
 
 MAPPER.add(tuple[str, Attr], Codec(pb.Attr, _attr_to_pb, _attr_from_pb))
 PROGRAM = MAPPER.pair(Program, pb.Program, constants={"version": PROGRAM_VERSION}, admit=_admit_program)
@@ -237,7 +237,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
     """Makes the header of a push whose payload has `size` bytes."""
     return pb.PushHeader(
         session=contribution.session,
-        epoch=contribution.epoch,
+        generation=contribution.generation,
         round=contribution.round,
         plan_id=contribution.plan_id,
         weights=contribution.weights,
@@ -268,7 +268,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
     """Reads the header of a push."""
     return Contribution(
         message.session,
-        message.epoch,
+        message.generation,
         message.round,
         message.plan_id,
         tuple(message.weights),
@@ -297,19 +297,19 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
 class RoundEncoder:
     """Encodes the headers of answers to pushes: what all members of a round are told alike, once. Used by any thread.
 
-    An epoch, which is the same for many rounds and takes longer than all the rest, is kept as it travels.
+    A generation, which is the same for many rounds and takes longer than all the rest, is kept as it travels.
     """
 
     def __init__(self) -> None:
-        self._epoch: tuple[Epoch | None, bytes] = (None, b"")
+        self._generation: tuple[Generation | None, bytes] = (None, b"")
         self._last: tuple[tuple[object, ...], bytes] = ((), b"")
 
     def encode(self, reply: RoundReply) -> bytes:
         """Returns the encoded header of an answer."""
-        epoch, said = self._epoch
-        if epoch is not reply.epoch:
-            said = pb.RoundHeader(epoch=EPOCH.to_pb(reply.epoch)).SerializeToString()
-            self._epoch = reply.epoch, said
+        generation, said = self._generation
+        if generation is not reply.generation:
+            said = pb.RoundHeader(generation=GENERATION.to_pb(reply.generation)).SerializeToString()
+            self._generation = reply.generation, said
         size = reply.payload.size
         rest = (
             said,
@@ -341,16 +341,16 @@ class RoundEncoder:
 
 
 class RoundDecoder:
-    """Reads the headers of answers to pushes, of which many have the same epoch. Used by any thread."""
+    """Reads the headers of answers to pushes, of which many have the same generation. Used by any thread."""
 
     def __init__(self) -> None:
-        self._epoch: tuple[bytes, Epoch] | None = None
+        self._generation: tuple[bytes, Generation] | None = None
 
     def decode(self, message: pb.RoundHeader, payload: Payload) -> RoundReply:
         """Reads a header that came with a payload."""
-        said, known = message.epoch.SerializeToString(), self._epoch
+        said, known = message.generation.SerializeToString(), self._generation
         if known is None or known[0] != said:
-            known = self._epoch = said, EPOCH.from_pb(message.epoch)
+            known = self._generation = said, GENERATION.from_pb(message.generation)
         return RoundReply(
             message.round,
             known[1],
@@ -422,7 +422,7 @@ def _vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
         job=vote.job,
         round=vote.round,
         plan_id=vote.plan_id,
-        epoch=vote.epoch,
+        generation=vote.generation,
         attempt=vote.attempt,
         whole=sorted(vote.whole),
         error=None if vote.error is None else refusal_to_pb(vote.error),
@@ -442,7 +442,7 @@ def _vote_from_pb(message: pb.ServerVote) -> Vote:
         message.job,
         message.round,
         message.plan_id,
-        message.epoch,
+        message.generation,
         message.attempt,
         whole,
         error,

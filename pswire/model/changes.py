@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
-from pswire.model.log import Epoch, Member, Mode
+from pswire.model.log import Generation, Member, Mode
 from pswire.model.plan import Nonfinite
 
 _MODES, _NONFINITE = ("|".join(get_args(words)) for words in (Mode, Nonfinite))
@@ -19,7 +19,7 @@ class Change:
 
     Attributes:
         number: the changes that the job has made before.
-        round: the next round of the process that asks for it; in an epoch the first round that is made so.
+        round: the next round of the process that asks for it; in a generation the first round that is made so.
         mode, backup_workers, staleness: as of `Member`.
         nonfinite: what becomes of updates if a contribution has NaN or infinity.
     """
@@ -69,6 +69,6 @@ def words_of(mode: Mode, backup_workers: int = 0, staleness: int = 0, nonfinite:
     return f"ps.{name}({', '.join(given)})"
 
 
-def change_of(epoch: Epoch) -> Change | None:
-    """Returns the change that an epoch begins with; None for an epoch of the same consistency as the one before."""
-    return Change.parse(epoch.join_point)
+def change_of(generation: Generation) -> Change | None:
+    """Returns the change that a generation begins with; None for a generation of the same consistency as the one before."""
+    return Change.parse(generation.join_point)

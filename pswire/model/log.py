@@ -54,15 +54,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Start:
-    """The place at which members that are new to an epoch begin.
+    """The place at which members that are new to a generation begin.
 
     Attributes:
-        epoch: number of the epoch.
+        generation: number of the generation.
         round: number of their first round.
         positions: the datasets' positions then.
     """
 
-    epoch: int
+    generation: int
     round: int
     positions: tuple[Position, ...] = ()
 
@@ -75,7 +75,7 @@ class Member:
         task: the task that the process is.
         session: number of the process's session.
         replicas: number of local replicas.
-        mode: the way in which it makes its rounds; all members of an epoch have the same.
+        mode: the way in which it makes its rounds; all members of a generation have the same.
         backup_workers: members without whose contributions its rounds may be made; all have the same.
         staleness: in the mode "bounded" the most rounds that it may be ahead of another member; so have all.
     """
@@ -103,15 +103,15 @@ class Member:
 
 
 STEP = "step"
-"""The join point of an epoch that some members leave, or by which a server comes back: the beginning of a step, which
+"""The join point of a generation that some members leave, or by which a server comes back: the beginning of a step, which
 is a batch, or outside of every pass a `run`."""
 
 
 @dataclass(frozen=True)
 class Return:
-    """The return of a server that was gone, as a new process. Two epochs tell of it, and those closed in between.
+    """The return of a server that was gone, as a new process. Two generations tell of it, and those closed in between.
 
-    A server that is there moves in the same way: it is lost where the last of these epochs begins.
+    A server that is there moves in the same way: it is lost where the last of these generations begins.
 
     The members of the first hand over its variables where a step begins, in a round that orders a checkpoint of them,
     and wait. The last one tells that the server has them, or, without a return, that it does not come back.
@@ -119,7 +119,7 @@ class Return:
     Attributes:
         server: index of the server.
         incarnation: its new life.
-        epoch: number of the first of these epochs.
+        generation: number of the first of these generations.
         ready: True in the last one.
         round: in that one the first round that it takes part in.
         address: its address, where it is another one than before; "" where it is the same.
@@ -127,7 +127,7 @@ class Return:
 
     server: int
     incarnation: int
-    epoch: int
+    generation: int
     ready: bool = False
     round: int = 0
     address: str = ""
@@ -143,21 +143,21 @@ class Return:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Generation:
     """The members of rounds from some round on. Approves, by being committed, every plan that was approved before.
 
     Attributes:
-        number: the epoch's number; counts from 1.
+        number: the generation's number; counts from 1.
         members: the members, in task order.
         join_point: place at which the older members take the new ones in: `dataset:<number>` before its next batch,
-            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members; `step` where some leave;
+            `plan:<hex>` before a round of that plan, or "" where the generation has no new members; `step` where some leave;
             a `Change` where all members make their rounds in another way from here on.
         start: place at which new members begin, if no older member is there to say it; all of them at a change.
-        leaving: members of earlier epochs that make rounds with the others up to this epoch's join point, and leave
+        leaving: members of earlier generations that make rounds with the others up to this generation's join point, and leave
             there. They are not fenced.
-        save: number of the epoch that has ordered a checkpoint, which its older members save before they take it in; 0
+        save: number of the generation that has ordered a checkpoint, which its older members save before they take it in; 0
             for none.
-        returns: the server that is being taken back, or is back with this epoch; None for none.
+        returns: the server that is being taken back, or is back with this generation; None for none.
     """
 
     number: int
@@ -199,11 +199,11 @@ class Epoch:
 
     @property
     def everybody(self) -> tuple[Member, ...]:
-        """Who makes rounds while this is the newest epoch: its members, and those who leave."""
+        """Who makes rounds while this is the newest generation: its members, and those who leave."""
         return (*self.members, *self.leaving)
 
     def takes_part(self, number: int) -> bool:
-        """Returns whether a session makes rounds while this is the newest epoch: of a member, or of one who leaves."""
+        """Returns whether a session makes rounds while this is the newest generation: of a member, or of one who leaves."""
         return number in self.by_session or number in self._leavers
 
     @cached_property
@@ -253,15 +253,15 @@ class Approved:
 
 
 @dataclass(frozen=True)
-class EpochClosed:
-    """The epoch before this one has ended; this one holds."""
+class GenerationClosed:
+    """The generation before this one has ended; this one holds."""
 
-    epoch: Epoch
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class Started:
-    """An older member says where the new ones of its epoch begin."""
+    """An older member says where the new ones of its generation begin."""
 
     start: Start
 
@@ -314,7 +314,7 @@ class Gone:
     reason: str
 
 
-LogEntry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost | Gone
+LogEntry = JobStarted | Created | Approved | GenerationClosed | Started | Snapshotted | Done | Lost | Gone
 
 
 def in_order(servers: Iterable[int], losses: Sequence[int]) -> list[int]:
@@ -345,7 +345,7 @@ def holds_job(entries: Iterable[LogEntry], incarnations: Sequence[int], name: st
                 lives, found = entry.incarnations, False
                 if entry.name != name:
                     return False
-            case EpochClosed(epoch=Epoch(returns=Return(ready=True) as back)):
+            case GenerationClosed(generation=Generation(returns=Return(ready=True) as back)):
                 lives = back.among(lives)
             case Done() | Lost():
                 return False

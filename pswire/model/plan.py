@@ -234,7 +234,7 @@ class SnapshotOrder:
         round: the round of the section, so that no two orders are the same.
         state: JSON text of the process that proposes it, `{"objects": ..., "state": ...}`, for the manifest. No part of
             the plan's identity: processes may differ in it.
-        returns: number of the epoch by which a server comes back that is to read it; 0 for none. Then it has the arrays
+        returns: number of the generation by which a server comes back that is to read it; 0 for none. Then it has the arrays
             that this server held, by the numbers of their variables, and all dynamic tables.
     """
 
@@ -252,12 +252,12 @@ class Turn:
     Attributes:
         round: the next round of the process that asks; where workers are asynchronous that from which they are, 0 where
             the job began so.
-        epoch: the epoch that it has taken in; 0 where workers are asynchronous.
-        ordinal: number of restores begun before in that round and epoch; where workers are asynchronous, since then.
+        generation: the generation that it has taken in; 0 where workers are asynchronous.
+        ordinal: number of restores begun before in that round and generation; where workers are asynchronous, since then.
     """
 
     round: int = 0
-    epoch: int = 0
+    generation: int = 0
     ordinal: int = 0
 
 

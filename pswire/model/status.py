@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pswire.cluster import Task
-from pswire.model.log import Epoch, Member, Position, in_order
+from pswire.model.log import Generation, Member, Position, in_order
 from pswire.model.places import Moved, Spare
 from pswire.model.program import PROGRAM_VERSION
 
@@ -19,10 +19,10 @@ class Pace:
         steps: calls of `strategy.run`.
         rounds: rounds that it has made.
         waits: times that it has waited for rounds.
-        knows_leaving: True if it takes in epochs that some leave; older versions do not.
+        knows_leaving: True if it takes in generations that some leave; older versions do not.
         leaving: True if it was told to end, and leaves at the beginning of a step.
         saving: True if it asks for a checkpoint before that.
-        knows_returns: True if it takes in epochs by which a server comes back.
+        knows_returns: True if it takes in generations by which a server comes back.
         page: URL of its status page, "" for none.
     """
 
@@ -47,7 +47,7 @@ class SessionState:
     Attributes:
         member: task, session and replicas.
         state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it beat, and held a round up).
-        join_point: place at which a new member waits to be taken in, as `Epoch.join_point`; "" while it is not ready.
+        join_point: place at which a new member waits to be taken in, as `Generation.join_point`; "" while it is not ready.
         silent: seconds since its last sign of life.
         drives: True for a chief's session, which takes part in no round.
         pace: its steps, rounds and waits, as its last beat has told them.
@@ -215,7 +215,7 @@ class ServerStatus:
         server: index of the server.
         incarnation: number of this incarnation.
         log: length of its log.
-        epoch: the epoch that it knows, if any.
+        generation: the generation that it knows, if any.
         round: the last complete round, -1 before the first; where workers are asynchronous how many rounds are
             complete on this server, less one.
         positions: the datasets' positions that that round's members told; of asynchronous workers see `places`.
@@ -255,7 +255,7 @@ class ServerStatus:
     server: int
     incarnation: int
     log: int
-    epoch: Epoch | None
+    generation: Generation | None
     round: int
     positions: tuple[Position, ...]
     waiting: tuple[OpenRound, ...]

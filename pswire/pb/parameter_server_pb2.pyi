@@ -361,12 +361,12 @@ class Moved(_message.Message):
     def __init__(self, server: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ServerVote(_message.Message):
-    __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed", "testimony", "digest", "sums")
+    __slots__ = ("session", "job", "round", "plan_id", "generation", "attempt", "whole", "error", "closed", "testimony", "digest", "sums")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -378,7 +378,7 @@ class ServerVote(_message.Message):
     job: int
     round: int
     plan_id: bytes
-    epoch: int
+    generation: int
     attempt: int
     whole: _containers.RepeatedScalarFieldContainer[int]
     error: Refusal
@@ -386,7 +386,7 @@ class ServerVote(_message.Message):
     testimony: Testimony
     digest: Digest
     sums: _containers.RepeatedCompositeFieldContainer[Sessions]
-    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[Sessions, _Mapping]]] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[Sessions, _Mapping]]] = ...) -> None: ...
 
 class Sessions(_message.Message):
     __slots__ = ("numbers",)
@@ -889,14 +889,14 @@ class SnapshotOrder(_message.Message):
     def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., state: _Optional[str] = ..., returns: _Optional[int] = ...) -> None: ...
 
 class Turn(_message.Message):
-    __slots__ = ("round", "epoch", "ordinal")
+    __slots__ = ("round", "generation", "ordinal")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     ORDINAL_FIELD_NUMBER: _ClassVar[int]
     round: int
-    epoch: int
+    generation: int
     ordinal: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., ordinal: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[int] = ..., ordinal: _Optional[int] = ...) -> None: ...
 
 class RestoreCommit(_message.Message):
     __slots__ = ("path", "servers", "turn", "choice")
@@ -971,14 +971,14 @@ class Examples(_message.Message):
     def __init__(self, index: _Optional[int] = ..., first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("epoch", "round", "positions")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("generation", "round", "positions")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    generation: int
     round: int
     positions: _containers.RepeatedCompositeFieldContainer[Position]
-    def __init__(self, epoch: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("task", "session", "replicas", "mode", "backup_workers", "staleness")
@@ -996,7 +996,7 @@ class Member(_message.Message):
     staleness: int
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
-class Epoch(_message.Message):
+class Generation(_message.Message):
     __slots__ = ("number", "members", "entry", "start", "leaving", "save", "returns")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -1015,20 +1015,20 @@ class Epoch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ..., returns: _Optional[_Union[Return, _Mapping]] = ...) -> None: ...
 
 class Return(_message.Message):
-    __slots__ = ("server", "incarnation", "epoch", "ready", "round", "address")
+    __slots__ = ("server", "incarnation", "generation", "ready", "round", "address")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
-    epoch: int
+    generation: int
     ready: bool
     round: int
     address: str
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., ready: _Optional[bool] = ..., round: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., ready: _Optional[bool] = ..., round: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class JobStarted(_message.Message):
     __slots__ = ("job", "incarnations", "name", "addresses", "copies", "workers", "chief")
@@ -1077,11 +1077,11 @@ class Snapshotted(_message.Message):
     def __init__(self, plan_id: _Optional[bytes] = ..., round: _Optional[int] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("job_started", "created", "approved", "epoch_closed", "started", "snapshotted", "done", "lost", "gone")
+    __slots__ = ("job_started", "created", "approved", "generation_closed", "started", "snapshotted", "done", "lost", "gone")
     JOB_STARTED_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     APPROVED_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_CLOSED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTTED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -1090,13 +1090,13 @@ class Entry(_message.Message):
     job_started: JobStarted
     created: Variable
     approved: Plan
-    epoch_closed: Epoch
+    generation_closed: Generation
     started: Start
     snapshotted: Snapshotted
     done: Empty
     lost: Lost
     gone: Gone
-    def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., epoch_closed: _Optional[_Union[Epoch, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
+    def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., generation_closed: _Optional[_Union[Generation, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
     __slots__ = ("session", "plan", "entry", "start", "trace")
@@ -1380,9 +1380,9 @@ class HandOutReply(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., over: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace", "host", "parts", "hints", "batch")
+    __slots__ = ("session", "generation", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace", "host", "parts", "hints", "batch")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -1407,7 +1407,7 @@ class PushHeader(_message.Message):
     HINTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     session: int
-    epoch: int
+    generation: int
     round: int
     plan_id: bytes
     weights: _containers.RepeatedScalarFieldContainer[float]
@@ -1431,12 +1431,12 @@ class PushHeader(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[PushHeader]
     hints: _containers.RepeatedCompositeFieldContainer[RowRead]
     batch: str
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ..., host: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PushHeader, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., batch: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., generation: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ..., host: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PushHeader, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., batch: _Optional[str] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
-    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")
+    __slots__ = ("round", "generation", "more", "left_out", "size", "warnings", "observers", "rows", "over")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -1445,7 +1445,7 @@ class RoundHeader(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     round: int
-    epoch: Epoch
+    generation: Generation
     more: bool
     left_out: _containers.RepeatedCompositeFieldContainer[Task]
     size: int
@@ -1453,7 +1453,7 @@ class RoundHeader(_message.Message):
     observers: _containers.RepeatedCompositeFieldContainer[Task]
     rows: _containers.RepeatedScalarFieldContainer[int]
     over: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., over: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., over: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "variables", "after", "rows", "tables")
@@ -1714,7 +1714,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transports: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "catching_up", "tier_bytes", "tier_resident", "tier_memory")
+    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "catching_up", "tier_bytes", "tier_resident", "tier_memory")
     class PhasesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1739,7 +1739,7 @@ class StatusReply(_message.Message):
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -1777,7 +1777,7 @@ class StatusReply(_message.Message):
     server: int
     incarnation: int
     log: int
-    epoch: Epoch
+    generation: Generation
     round: int
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     waiting: _containers.RepeatedCompositeFieldContainer[OpenRound]
@@ -1812,7 +1812,7 @@ class StatusReply(_message.Message):
     tier_bytes: int
     tier_resident: int
     tier_memory: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., spares: _Optional[_Iterable[_Union[Spare, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., catching_up: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., spares: _Optional[_Iterable[_Union[Spare, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., catching_up: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("server", "round", "variables", "more", "agreed")

@@ -22,7 +22,7 @@ class Vote:
 
     Attributes:
         job: the session of the chief that began the job.
-        round, plan_id, epoch: which round, as in its contributions.
+        round, plan_id, generation: which round, as in its contributions.
         attempt: how many votes of this round there were before.
         whole: the sessions whose contributions are whole on this server.
         error: why the round cannot run on this server; then it fails on all.
@@ -34,7 +34,7 @@ class Vote:
     job: int
     round: int
     plan_id: bytes
-    epoch: int
+    generation: int
     attempt: int = 0
     whole: frozenset[int] = frozenset()
     error: PSError | None = None

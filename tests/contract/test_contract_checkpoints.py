@@ -370,7 +370,7 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
     variable = job.variable(one, np.array(1), (1,))
     if mode == "sync":
         job.close([one.member])
-        one.epoch = job.epoch.number
+        one.generation = job.generation.number
     plan = job.approve(checkpoint("run/ckpt-1", BOTH), one)
     together(one.push(plan))
     missing = job.verbs[1].snapshot(job.token, plan.id, "")
@@ -379,7 +379,7 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
         (back,) = job.join(B)
     else:
         job.close([other.member])
-        other.epoch = job.epoch.number
+        other.generation = job.generation.number
         other.make(job.approve(sum_into(variable), other), [1], server=1)
         (back,) = job.join(A, mode="async")
     back.round = 1
@@ -391,7 +391,7 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
     assert forgotten(job)
 
 
-def test_a_new_epoch_completes_the_round(job):
+def test_a_new_generation_completes_the_round(job):
     """A member that is gone is left out, and the checkpoint is made without it."""
     one, gone = job.join(A, B)
     job.variable(one, np.array(1))

@@ -13,9 +13,9 @@ from tests.kit.internals import (
     Created,
     Diverged,
     Done,
-    Epoch,
-    EpochClosed,
     Fenced,
+    Generation,
+    GenerationClosed,
     Input,
     InvalidRequest,
     JobStarted,
@@ -63,9 +63,9 @@ def test_the_log_is_what_was_appended(job, worker):
     start = Start(2, 7, (Position(0, 1, 2), Position(1, 0, 5)))
     entries = [
         Approved(plan),
-        EpochClosed(Epoch(2, (worker.member,), "plan:00ff")),
+        GenerationClosed(Generation(2, (worker.member,), "plan:00ff")),
         Started(start),
-        EpochClosed(Epoch(3, (worker.member,), "", Start(3, 8))),
+        GenerationClosed(Generation(3, (worker.member,), "", Start(3, 8))),
         Snapshotted(plan.id, 7, "/tmp/x", "no space"),
     ]
     job.append(*entries)
@@ -125,11 +125,11 @@ def test_before_there_is_a_chief_no_token_counts(serve):
 
 
 def test_a_new_job_drops_everything(job, worker):
-    """Variables, plans and epochs are gone; who was in the old one is told; who came for the new one goes on."""
+    """Variables, plans and generations are gone; who was in the old one is told; who came for the new one goes on."""
     variable = job.variable(worker, np.array(1))
     plan = job.approve(reduce_only(NUMBER), worker)
     (absent,) = job.join(C)
-    worker.epoch = absent.epoch
+    worker.generation = absent.generation
     other = job.open(B)
     core = job.servers.cores[0]
     waiting = [
@@ -153,7 +153,7 @@ def test_a_new_job_drops_everything(job, worker):
     with pytest.raises(Fenced):
         job.verbs[0].beat(worker.session, -1, b"")
     status = job.verbs[0].status()
-    assert (status.log, status.variables, status.nbytes, status.epoch, status.round) == (1, 0, 0, None, -1)
+    assert (status.log, status.variables, status.nbytes, status.generation, status.round) == (1, 0, 0, None, -1)
     job.verbs[0].beat(other.session, -1, b"")
     named = job.verbs[0].create(other.session, 0, -1, VariableSpec("new", PAIR), (0,), None)
     assert (named.id, named.servers) == (0, (0,))
@@ -266,28 +266,28 @@ def test_an_entry_says_where_a_new_member_waits(job, worker):
 
 def test_a_start_is_said_once(job, worker):
     """All older members say the same; who says otherwise has diverged."""
-    job.append(EpochClosed(Epoch(2, (worker.member,), "dataset:0")))
+    job.append(GenerationClosed(Generation(2, (worker.member,), "dataset:0")))
     start = Start(2, 4, (Position(0, 0, 9),))
     for _ in range(2):
         job.verbs[0].propose(worker.session, None, "", start)
     assert log(job)[-1] == Started(start)
     assert log(job).count(Started(start)) == 1
-    job.append(EpochClosed(Epoch(3, (worker.member,), "dataset:0")))
+    job.append(GenerationClosed(Generation(3, (worker.member,), "dataset:0")))
     job.verbs[0].propose(worker.session, None, "", Start(3, 5))
-    assert log(job)[-1] == Started(Start(3, 5)), "another epoch begins elsewhere"
-    with pytest.raises(Diverged, match="epoch 2 begins"):
+    assert log(job)[-1] == Started(Start(3, 5)), "another generation begins elsewhere"
+    with pytest.raises(Diverged, match="generation 2 begins"):
         job.verbs[0].propose(worker.session, None, "", Start(2, 5))
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_an_epoch_that_is_not_there_begins_nowhere(job, epoch):
+@pytest.mark.parametrize("generation", [0, 1, 2])
+def test_an_generation_that_is_not_there_begins_nowhere(job, generation):
     """Neither one of before the job's first nor one that no chief has closed; who says so disturbs nobody."""
     session = job.open(B).session
-    if epoch != 1:
+    if generation != 1:
         session = job.join(A)[0].session
     before = log(job)
-    with pytest.raises(InvalidRequest, match=f"epoch {epoch} is not known here"):
-        job.verbs[0].propose(session, None, "", Start(epoch, 4))
+    with pytest.raises(InvalidRequest, match=f"generation {generation} is not known here"):
+        job.verbs[0].propose(session, None, "", Start(generation, 4))
     assert log(job) == before
     job.verbs[0].beat(session, -1, b"")
 

@@ -37,7 +37,7 @@ def test_looking_leaves_no_trace(job: Job, worker: Worker):
         version = job.verbs[0].watch(worker.session, 0, 0).result(SOON).version
         status = [server.status() for server in job.verbs]
         told = [[(each.what, each.said) for each in server.recent()] for server in job.verbs]
-        return version, told, [(s.log, s.epoch, s.round, len(s.sessions)) for s in status]
+        return version, told, [(s.log, s.generation, s.round, len(s.sessions)) for s in status]
 
     before = now()
     for after in (-1, 99):
@@ -138,7 +138,7 @@ def test_calls_are_told(job: Job, worker: Worker):
         ("open", "/job:chief/task:0: drives"),
         ("approve", "the log from 0 on: 1 job started"),
         ("open", "/job:worker/task:0: 1 replica, sync"),
-        ("approve", "the log from 1 on: 1 epoch closed"),
+        ("approve", "the log from 1 on: 1 generation closed"),
         ("create", f"{who(worker)}: 'dense/kernel' float32[2,3]"),
         ("create", f"{who(worker)}: 'dense/kernel' float32[2,3], number {v.id}"),
         ("pull", f"{who(worker)}: 1 variable"),
@@ -152,7 +152,7 @@ def test_each_server_tells_its_own(job: Job, worker: Worker):
     v = job.variable(worker, np.zeros(3), (1,))
     plan = job.approve(sum_into(v), worker)
     together(worker.push(plan, [np.ones(3)], server=1))
-    assert last(job, "push", 1).said == f"{who(worker)}: round 0 of epoch 1, 24 bytes"
+    assert last(job, "push", 1).said == f"{who(worker)}: round 0 of generation 1, 24 bytes"
     assert last(job, "worked", 1) == Happened(0.0, "worked", "step (arrays)")
     assert last(job, "propose").said == f"{who(worker)}: plan {plan.id.hex()[:8]}"
     assert {"push", "worked"}.isdisjoint(what(job))

@@ -89,7 +89,7 @@ def test_a_push_is_answered_at_once(job, lone):
     variable, plan = lone.adder([1, 2])
     for number in range(3):
         reply = lone.push(other, plan, [[10, 20]], want=(variable.id,))
-        assert (reply.round, reply.epoch, reply.more, reply.left_out) == (number, job.epoch, False, ())
+        assert (reply.round, reply.generation, reply.more, reply.left_out) == (number, job.generation, False, ())
         total, value = given(reply, plan, 0, (variable,))
         assert total.tolist() == [10, 20]
         assert value.tolist() == [10 * number + 11, 20 * number + 22]
@@ -127,13 +127,13 @@ def test_a_mean_is_over_the_weights_of_the_push(job, lone):
 
 
 def test_who_is_fenced_adds_no_more(job, lone):
-    """By the epoch, on every server: what it sends late does not count, and the other is not held up. Who comes back
+    """By the generation, on every server: what it sends late does not count, and the other is not held up. Who comes back
     begins anew, or goes on in its task's place: its rounds are no others' resends."""
     one, other = lone.two
     variable, plan = lone.adder(0, (1,))
     lone.push(one, plan, [1], server=1, positions=HERE)
     job.close([other.member])
-    with pytest.raises(Fenced, match=r"was ended|new epoch"):
+    with pytest.raises(Fenced, match=r"was ended|new generation"):
         lone.push(one, plan, [100], server=1)
     lone.push(other, plan, [10], server=1)
     (back,) = job.join(A, mode=other.mode)
@@ -402,15 +402,15 @@ def test_who_does_not_wait_is_applied_no_further(job, near):
     assert int(job.value(other, variable)) == 7
 
 
-@pytest.mark.parametrize("how", ["leave", "epoch", "lease"])
+@pytest.mark.parametrize("how", ["leave", "generation", "lease"])
 def test_who_goes_releases_the_others(job, near, how):
-    """A clean farewell, or a lease that ends, at server 0 at once, before any epoch says so; and on all servers with
-    the epoch that leaves it out."""
+    """A clean farewell, or a lease that ends, at server 0 at once, before any generation says so; and on all servers with
+    the generation that leaves it out."""
     one, other = near
     *_, late = ahead(job, one)
     if how == "leave":
         job.verbs[0].leave(other.session, "")
-    elif how == "epoch":
+    elif how == "generation":
         job.close([one.member])
     else:
         job.servers.spend(12, one.session)

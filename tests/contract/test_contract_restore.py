@@ -50,7 +50,7 @@ def values(job, worker, *variables):
 def second(job, worker):
     """Another member, who begins where the first one is."""
     (other,) = job.join(B)
-    other.round, worker.epoch = worker.round, other.epoch
+    other.round, worker.generation = worker.round, other.generation
     return other
 
 
@@ -209,7 +209,7 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
     with pytest.raises(NoCheckpoint):
         ask(job, worker, turn, "open")
     job.close([worker.member])
-    worker.epoch = job.epoch.number
+    worker.generation = job.generation.number
     job.save(worker)
     other = second(job, worker)
     with pytest.raises(NoCheckpoint):

@@ -18,9 +18,9 @@ from tests.kit.internals import (
     Approved,
     Contribution,
     Diverged,
-    Epoch,
-    EpochClosed,
     Fenced,
+    Generation,
+    GenerationClosed,
     Input,
     InvalidRequest,
     Member,
@@ -63,7 +63,7 @@ def test_a_round_waits_for_everyone(job, two):
     assert not first.done()
     replies = together(first, other.push(plan, [[100, 200]]))
     for reply in replies:
-        assert (reply.round, reply.epoch, reply.more, reply.left_out) == (0, job.epoch, False, ())
+        assert (reply.round, reply.generation, reply.more, reply.left_out) == (0, job.generation, False, ())
         assert given(reply, plan)[0].tolist() == [110, 220]
     assert job.value(one, variable, 0).tolist() == [111, 222]
     total = 111
@@ -247,7 +247,7 @@ def test_a_push_resent_after_completion_gets_the_recorded_answer(job, two):
     first = together(*(w.push(plan, [5], more=True, want=(0,)) for w in two))[0]
     for _ in range(2):
         again = two[0].push(plan, [5], more=True, want=(0,)).result(SOON)
-        assert (again.round, again.epoch, again.more, again.left_out) == (0, first.epoch, True, ())
+        assert (again.round, again.generation, again.more, again.left_out) == (0, first.generation, True, ())
         assert [int(x) for x in given(again, plan, 0, (variable,))] == [10, 10]
     turn(two[1])
     two[1].push(plan, [1])
@@ -273,7 +273,7 @@ def test_a_round_is_completed_without_who_is_gone(job, two):
     job.arrived(two[0])
     job.close([two[0].member])
     reply = waiting.result(SOON)
-    assert (reply.left_out, reply.epoch.number) == ((B,), 2)
+    assert (reply.left_out, reply.generation.number) == ((B,), 2)
     assert float(given(reply, plan)[0]) == 6.0
     assert isinstance(refused(lambda: two[1].push(plan, [3.0])), Fenced)
 
@@ -291,22 +291,22 @@ def test_what_a_lost_member_gave_whole_counts(job, two):
 
 def _wrong(job, worker, plan) -> Future[RoundReply]:
     """A push whose payload does not fit its plan."""
-    said = Contribution(worker.session, worker.epoch, worker.round, plan.id, (1.0,))
+    said = Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0,))
     return job.verbs[0].push(said, Payload.pack([np.zeros(5)]))
 
 
-def test_new_members_come_with_their_epoch(job, two):
-    """A round expects the members of the epoch that its pushes name."""
+def test_new_members_come_with_their_generation(job, two):
+    """A round expects the members of the generation that its pushes name."""
     plan = job.approve(reduce_only(NUMBER), two[0])
     session = job.open(C).session
     third = Member(C, session, 1)
-    job.append(EpochClosed(Epoch(2, (*job.epoch.members, third), "dataset:0")))
+    job.append(GenerationClosed(Generation(2, (*job.generation.members, third), "dataset:0")))
     replies = together(*(worker.push(plan, [1]) for worker in two))
-    assert (replies[0].epoch.number, replies[0].left_out) == (2, ())
+    assert (replies[0].generation.number, replies[0].left_out) == (2, ())
     turn(*two)
     futures = []
     for worker in two:
-        worker.epoch = 2
+        worker.generation = 2
         futures.append(worker.push(plan, [1]))
         job.arrived(worker)
     assert not any(future.done() for future in futures)
@@ -448,8 +448,8 @@ def test_who_observes_sends_nothing(job, two):
 def test_a_start_is_where_rounds_begin(job, two):
     """Members that come later begin after what was there; gaps in the numbers do not matter."""
     plan = job.approve(reduce_only(NUMBER), two[0])
-    epoch = Epoch(2, job.epoch.members, "", Start(2, 40))
-    job.append(EpochClosed(epoch))
+    generation = Generation(2, job.generation.members, "", Start(2, 40))
+    job.append(GenerationClosed(generation))
     for worker in two:
-        worker.epoch, worker.round = 2, 40
+        worker.generation, worker.round = 2, 40
     assert together(*(worker.push(plan, [1]) for worker in two))[0].round == 40

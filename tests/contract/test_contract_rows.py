@@ -39,7 +39,7 @@ def push(worker, plan, *given, lookups=(), want=(), **said):
     counts, payload = packed(plan, given)
     weights = tuple(0.0 if one is None else 1.0 for one in given)
     header = Contribution(
-        worker.session, worker.epoch, worker.round, plan.id, weights, want=want, rows=counts, lookups=lookups
+        worker.session, worker.generation, worker.round, plan.id, weights, want=want, rows=counts, lookups=lookups
     )
     return worker.job.verbs[0].push(replace(header, **said), payload)
 

@@ -13,9 +13,9 @@ from tests.kit.internals import (
     Diverged,
     Done,
     Enlisted,
-    Epoch,
-    EpochClosed,
     Fenced,
+    Generation,
+    GenerationClosed,
     Hold,
     InvalidRequest,
     JobStarted,
@@ -253,17 +253,17 @@ def test_time_in_which_a_server_stood_still_counts_for_no_lease(job):
     assert states(job) == {session: "lost", other: "open"}
 
 
-def test_an_epoch_fences_whom_it_leaves_out(job):
+def test_an_generation_fences_whom_it_leaves_out(job):
     """On every server, in every verb; its waiting push is told, its contribution counts."""
     out, stays = job.join(A, B)
     plan = job.approve(reduce_only(NUMBER, server=1), out)
     waiting = out.push(plan, [5], server=1)
     job.arrived(out, server=1)
     job.close([stays.member])
-    for server, why in zip(job.verbs, ("held up a round", "new epoch"), strict=True):
+    for server, why in zip(job.verbs, ("held up a round", "new generation"), strict=True):
         with pytest.raises(Fenced, match=why):
             server.beat(out.session, -1, b"")
-    with pytest.raises(Fenced, match="new epoch"):
+    with pytest.raises(Fenced, match="new generation"):
         waiting.result(SOON)
     with pytest.raises(Fenced):
         out.push(plan, [5], server=1).result(SOON)
@@ -336,16 +336,16 @@ def test_status_tells_who_is_missed(job):
 def test_status_without_a_job(serve):
     """A server that nobody has used has nothing to tell, and no error."""
     status = serve(1).verbs[0].status()
-    assert (status.log, status.epoch, status.round, status.variables) == (0, None, -1, 0)
+    assert (status.log, status.generation, status.round, status.variables) == (0, None, -1, 0)
 
 
-def test_epochs_travel_whole(job):
+def test_generations_travel_whole(job):
     """Members, entry and start come back as they were."""
     one, _ = job.join(A, Task("worker", 7), replicas=3)
-    epoch = Epoch(2, job.epoch.members, "dataset:0")
-    job.append(EpochClosed(epoch))
-    assert [server.status().epoch for server in job.verbs] == [epoch, epoch]
-    assert epoch.session(one.session).replicas == 3
+    generation = Generation(2, job.generation.members, "dataset:0")
+    job.append(GenerationClosed(generation))
+    assert [server.status().generation for server in job.verbs] == [generation, generation]
+    assert generation.session(one.session).replicas == 3
 
 
 # ---- Workers that join: each gets an index of its own, which is free again when its process is gone ----

@@ -53,7 +53,7 @@ def table_of(job, worker, spec=SPEC, server=0, buckets=range(BUCKETS), slot=None
 def push(worker, plan, keys, value=1.0, times=None, lookups=(), server=0, **said):
     """Contributes rows for some keys, all of one number."""
     header = Contribution(
-        worker.session, worker.epoch, worker.round, plan.id, (1.0,) * len(plan.reductions), rows=(len(keys),),
+        worker.session, worker.generation, worker.round, plan.id, (1.0,) * len(plan.reductions), rows=(len(keys),),
         lookups=tuple(RowRead.of(v.id, np.array(ids, np.int64)) for v, ids in lookups),
     )  # fmt: skip
     return worker.job.verbs[server].push(replace(header, **said), Payload.pack(keyed(keys, value, times)))
@@ -226,7 +226,7 @@ def test_tables_of_one_round_share_the_room(serve):
     plan, keys = job.approve(by_keys(*tables), worker), list(range(60_000))
 
     def pushed(*counts):
-        said = Contribution(worker.session, worker.epoch, worker.round, plan.id, (1.0, 1.0), rows=counts)
+        said = Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0, 1.0), rows=counts)
         worker.round += 1
         return job.verbs[0].push(said, Payload.pack([array for n in counts for array in keyed(keys[:n])]))
 

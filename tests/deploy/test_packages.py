@@ -113,8 +113,8 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)  # with the time of now
         target.chmod(target.stat().st_mode & 0o700)
-    epoch = os.environ.get("SOURCE_DATE_EPOCH") or pytest.fail("run it by make dist-check")
-    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", tmp_path, copy, cwd=copy, SOURCE_DATE_EPOCH=epoch)
+    generation = os.environ.get("SOURCE_DATE_GENERATION") or pytest.fail("run it by make dist-check")
+    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", tmp_path, copy, cwd=copy, SOURCE_DATE_GENERATION=generation)
     for first in (wheel(), *DIST.glob("*.tar.gz")):
         assert (tmp_path / first.name).read_bytes() == first.read_bytes(), first.name
 
@@ -139,7 +139,13 @@ def test_a_wheel_installs_in_an_empty_environment(version: str, tmp_path: Path) 
 
 def test_bills_of_materials_are_valid(tmp_path: Path) -> None:
     """By CycloneDX's schema, which refuses others; with versions and digests, and the same bytes again."""
-    run(TOOLS, ROOT / "tools" / "make_sbom.py", tmp_path, cwd=ROOT, SOURCE_DATE_EPOCH=os.environ["SOURCE_DATE_EPOCH"])
+    run(
+        TOOLS,
+        ROOT / "tools" / "make_sbom.py",
+        tmp_path,
+        cwd=ROOT,
+        SOURCE_DATE_GENERATION=os.environ["SOURCE_DATE_GENERATION"],
+    )
     bills = sorted(DIST.glob("*.cdx.json"))
     assert {path.name for path in bills} >= {"paramserver-runtime.cdx.json", "paramserver-gpu.cdx.json"}
     broken = tmp_path / "broken.cdx.json"

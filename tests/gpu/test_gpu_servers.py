@@ -315,7 +315,7 @@ def test_a_table_of_a_server_on_a_gpu() -> None:
         for _ in range(3):
             asked = (inside.RowRead.of(table.id, np.array([7, -1], np.int64)),)
             said = inside.Contribution(
-                worker.session, worker.epoch, worker.round, plan.id, (1.0,), rows=(2,), lookups=asked
+                worker.session, worker.generation, worker.round, plan.id, (1.0,), rows=(2,), lookups=asked
             )  # fmt: skip
             (reply,) = together(core.push(said, inside.Payload.pack(keyed([7, 8]))))
             worker.round += 1

@@ -28,7 +28,7 @@ from tests.kit.internals import (
     ClusterSpec,
     Contribution,
     DamagedCheckpoint,
-    Epoch,
+    Generation,
     Node,
     Payload,
     ProgramError,
@@ -208,7 +208,7 @@ class Driven(Job):
     """A job whose chief is another process."""
 
     def begin(self):
-        self.epoch, self.variables = Epoch(0, ()), []
+        self.generation, self.variables = Generation(0, ()), []
 
 
 @contextmanager
@@ -235,8 +235,8 @@ def driven(servers):
     eventually(lambda: servers.verbs[0].status().log)
     job = Driven(servers)
     worker = Worker(job, WORKERS[0], job.open(WORKERS[0]).session)
-    eventually(lambda: all(server.status().epoch for server in servers.verbs))
-    worker.epoch = servers.verbs[0].status().epoch.number
+    eventually(lambda: all(server.status().generation for server in servers.verbs))
+    worker.generation = servers.verbs[0].status().generation.number
     for task in (0, 1):
         job.variable(worker, np.full(100_000, 2.0), (task,))
         job.variable(worker, np.full(3, 2.0, "float32"), (task,))
@@ -368,10 +368,10 @@ def test_a_save_whose_members_are_gone(tmp_path):
         servers.verbs[0].propose(worker.session, plan, "", None)
         together(worker.push(plan))
         servers.verbs[0].leave(worker.session, "it died")
-        eventually(lambda: not servers.verbs[1].status().epoch.members)
+        eventually(lambda: not servers.verbs[1].status().generation.members)
         back = Worker(worker.job, WORKERS[0], worker.job.open(WORKERS[0]).session, round=1)
-        eventually(lambda: all(server.status().epoch.members for server in servers.verbs))
-        back.epoch = servers.verbs[0].status().epoch.number
+        eventually(lambda: all(server.status().generation.members for server in servers.verbs))
+        back.generation = servers.verbs[0].status().generation.number
         (failed,) = next_save(back, root)
     assert "those who began it are gone" in failed
 
@@ -599,7 +599,7 @@ def job_with_a_table(servers):
         owners = np.searchsorted(ends, buckets_of(hashes_of(np.array(keys), SPEC.salt)), "right") - 1
         mine = [np.array(keys)[owners == n].tolist() for n in range(count)]
         rows = tuple(map(len, mine))
-        said = Contribution(worker.session, worker.epoch, worker.round, plan.id, (1.0,) * count, rows=rows)
+        said = Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0,) * count, rows=rows)
         together(*(job.verbs[n].push(said, Payload.pack(keyed(mine[n], value))) for n in range(count)))
         worker.round += 1
 

@@ -174,7 +174,7 @@ def training(found, alone):
 
 
 def test_two_processes_train_what_one_does(training):
-    """The losses of 20 steps, the variables, and the count of the steps; the last batch of each epoch is partial."""
+    """The losses of 20 steps, the variables, and the count of the steps; the last batch of each generation is partial."""
     found, expected = training
     for process in found:
         assert len(process["losses"]) == 20
@@ -193,13 +193,13 @@ def test_both_processes_say_the_same_to_the_last_bit(training):
 
 
 def test_metrics_are_of_all_examples(training):
-    """Each counts once, whatever replica had it; the accuracy goes on from epoch to epoch."""
+    """Each counts once, whatever replica had it; the accuracy goes on from generation to generation."""
     found, expected = training
     for process in found:
         np.testing.assert_allclose(process["metrics"], expected["metrics"], rtol=1e-7)
         assert process["examples"] == expected["examples"] == 4 * 150
-    epochs = np.reshape(expected["losses"], (4, 5)) @ [32, 32, 32, 32, 22] / 150
-    np.testing.assert_allclose([mean for mean, *_ in expected["metrics"]], epochs, rtol=1e-9)
+    generations = np.reshape(expected["losses"], (4, 5)) @ [32, 32, 32, 32, 22] / 150
+    np.testing.assert_allclose([mean for mean, *_ in expected["metrics"]], generations, rtol=1e-9)
     assert all(accuracy == of_classes for _, accuracy, of_classes, *_ in expected["metrics"])
     assert 0.0 < expected["metrics"][-1][3] < expected["metrics"][-1][4] <= 1.0
 

@@ -93,10 +93,10 @@ def waiting(job, *tasks):
 
 
 def members(job, count):
-    """Whether the newest epoch has so many members."""
+    """Whether the newest generation has so many members."""
     with job.server(PS0) as server:
-        epoch = server.status().epoch
-    return epoch is not None and len(epoch.members) == count
+        generation = server.status().generation
+    return generation is not None and len(generation.members) == count
 
 
 def test_two_become_four_and_then_one(tmp_path):

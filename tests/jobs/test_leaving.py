@@ -112,8 +112,8 @@ def test_a_leaving_worker_that_is_killed(tmp_path):
             job.hear(task, "at")
         tell_to_end(job, W1)
         with job.server(PS0) as server:
-            job.until(lambda: [m.task for m in server.status().epoch.leaving] == [W1])
-            assert server.status().epoch.join_point == STEP
+            job.until(lambda: [m.task for m in server.status().generation.leaving] == [W1])
+            assert server.status().generation.join_point == STEP
         job.kill(W1)
         job.open("go")
         for task in (W0, W2):

@@ -215,13 +215,13 @@ def test_workers_die_and_come_back(tmp_path, chief):
             for task in tasks:
                 job.start(task)
                 job.hear(task, "open")
-            job.until(lambda: len(server.status().epoch.members) == len(job.runners))
+            job.until(lambda: len(server.status().generation.members) == len(job.runners))
 
         job.hear(W1, "at", 3)
         job.kill(W1)
         lost = set(job.said(W1, "took")[-1][1])
         job.hear(W0, "at", 6)
-        job.until(lambda: len(server.status().epoch.members) == len(job.runners) - 1)
+        job.until(lambda: len(server.status().generation.members) == len(job.runners) - 1)
         starts(W1)
         job.open("one")
         if chief == "driver":
@@ -311,7 +311,7 @@ def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path, aft
     ):
 
         def sessions():
-            return {member.session for member in server.status().epoch.members if member.task == W1}
+            return {member.session for member in server.status().generation.members if member.task == W1}
 
         def comes_back(gate):
             before = sessions()

@@ -35,7 +35,9 @@ def move(job: ProcessCluster, task: Task, new: Waiting) -> None:
     """Has a server moved to a process that waits; returns once the next step will wait for it there."""
     with job.server(OTHER[task]) as other:
         assert other.move(task.index, new.address) == new.address
-        job.until(lambda: (e := other.status().epoch) is not None and getattr(e.awaited, "address", "") == new.address)
+        job.until(
+            lambda: (e := other.status().generation) is not None and getattr(e.awaited, "address", "") == new.address
+        )
     job.cluster.addresses[task] = new.address
 
 
@@ -243,7 +245,7 @@ def test_rows_and_tables_are_the_same_whatever_servers_do(tmp_path, lost):
             elif stop == 6:
                 job.start(lost)
                 with job.server(OTHER[lost]) as other:
-                    job.until(lambda other=other: other.status().epoch.returns is not None)
+                    job.until(lambda other=other: other.status().generation.returns is not None)
             elif stop == 20:
                 all_go_on_with(job, lost)
                 await_variables(job, lost)

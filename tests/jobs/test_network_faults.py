@@ -109,7 +109,7 @@ def test_a_lost_answer_at_the_beginning(tmp_path):
     """Who asks again for its session gets the same one: the job that has begun with it does not lose it."""
     with ProcessCluster(begin, tmp_path, (10,), workers=3, gates=["begun"]) as job, job.server(PS0) as server:
         job.hear(W1, "lost")
-        job.until(lambda: server.status().epoch is not None)
+        job.until(lambda: server.status().generation is not None)
         job.open("begun")
         for task in (W0, W1, W2):
             assert job.hear(task, "sums") == 10 * 10101.0

@@ -54,7 +54,7 @@ def test_every_task_tells_what_it_does(tmp_path):
         _check_worker(pages[task])
     _check_servers([pages[PS0], pages[PS1]])
     chief = pages[CHIEF]
-    assert (chief("chief_epochs_total"), chief("chief_members"), chief("chief_plans_approved_total")) == (1, 2, 1)
+    assert (chief("chief_generations_total"), chief("chief_members"), chief("chief_plans_approved_total")) == (1, 2, 1)
     assert not chief.families["paramserver_chief_missing"].samples
     _check_names(pages.values())
     for task, found in lines.items():
@@ -326,9 +326,9 @@ def spans_of_ones_own() -> None:
             say("inner", [f"{inner.span_id:016x}", f"{backward.get_span_context().span_id:016x}"])
             add(v, np.ones(4, "float32"))
 
-    with tracer.start_as_current_span("epoch") as epoch:
-        found = epoch.get_span_context()
-        say("epoch", [f"{found.trace_id:032x}", f"{found.span_id:016x}"])
+    with tracer.start_as_current_span("generation") as generation:
+        found = generation.get_span_context()
+        say("generation", [f"{found.trace_id:032x}", f"{found.span_id:016x}"])
         strategy.run(step)
     strategy.close()
 
@@ -336,12 +336,12 @@ def spans_of_ones_own() -> None:
 def test_a_span_of_the_users_is_the_parent(collector, tmp_path):
     """Steps are below the span that is current, in its trace; what is current within a step is below the step."""
     with ProcessCluster(spans_of_ones_own, tmp_path, (), ps=1, workers=2, traces="otlp") as job:
-        (trace, epoch), (other, _) = (job.hear(task, "epoch") for task in (W0, W1))
+        (trace, generation), (other, _) = (job.hear(task, "generation") for task in (W0, W1))
         step, backward = job.hear(W0, "inner")
         job.finish()
     assert trace != other
     mine = collector.traces()[trace]
-    assert one(mine, "step", W0).parent == epoch
+    assert one(mine, "step", W0).parent == generation
     assert one(mine, "step", W0).id == step
     flush = one(mine, "flush", W0)
     assert flush.parent == backward

@@ -70,7 +70,7 @@ def test_who_is_killed_goes_on_where_it_was_and_who_was_thought_dead_is_told(tmp
         job.open("on")
         job.hear(W0, "done", 20)
         for server in (first, second):  # the chief tells the second, a moment after the first knows
-            job.until(lambda server=server: [one.task for one in server.status().epoch.members] == [W0])
+            job.until(lambda server=server: [one.task for one in server.status().generation.members] == [W0])
         job.open("paused")
         job.resume(W1)
         assert job.exited(W1) == 1

@@ -79,7 +79,7 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
         job.kill(PS1)
         job.hear_error(CHIEF, f"{PS1} answers again, as a new process")
         with job.server(PS0) as server:
-            job.until(lambda: server.status().epoch.returns is not None)
+            job.until(lambda: server.status().generation.returns is not None)
         job.open("go0")
         ended.result(SECONDS)
         for task in (W0, W1):  # one of the rounds is that in which they hand over what it held

@@ -225,7 +225,7 @@ def test_a_worker_without_data_of_its_own_comes_back(tmp_path):
         job.hear(W0, "at", 6)
         job.start(W1)
         job.hear(W1, "open")
-        job.until(lambda: len(server.status().epoch.members) == 2)
+        job.until(lambda: len(server.status().generation.members) == 2)
         job.open("go")
         for task, sizes, rest in ((W0, [2] * 12, [2] * 12), (W1, [0] * 5, [2] * 4 + [0] * 8)):
             assert job.hear(task, "pass") == [0, sizes, 12]

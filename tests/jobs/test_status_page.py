@@ -93,7 +93,7 @@ def test_each_server_and_the_chief_have_a_page(job):
     for task, url in pages.items():
         text = _load(f"{url.partition('?')[0]}?{code}")
         assert task in text
-        assert "job runs: epoch 1" in text
+        assert "job runs: generation 1" in text
     assert "worker-1" in _load(pages["/job:chief/task:0"])
     assert "ps-1" in _load(pages["/job:chief/task:0"])
     line = job.cluster.output(W0, error=True)

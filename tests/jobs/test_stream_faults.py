@@ -169,7 +169,7 @@ def test_an_answer_comes_before_the_last_contribution(cluster):
         assembly.add(frame.offset, frame.data)
     last = wire.read()
     assert last.data is None
-    assert parse(pb.RoundHeader, last.header).epoch.number == 1
+    assert parse(pb.RoundHeader, last.header).generation.number == 1
     cluster.check()
     assert [float(t[-1]) for t in assembly.payload.tensors([v.spec.tensor for v in cluster.variables])] == [11, 22, 33]
 

@@ -273,7 +273,7 @@ def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
         def join(life):
             job.start(W1)
             job.hear(W1, "open", life)
-            job.until(lambda: len(keeper.status().epoch.members) == 2)
+            job.until(lambda: len(keeper.status().generation.members) == 2)
 
         job.hear(W1, "at", 2)
         job.kill(W1)

@@ -29,7 +29,7 @@ from tests.kit.samples import OF_TABLES
 from tests.kit.transports import Site
 
 STRANGER = Task("worker", 7)
-"""Who attacks: a task that no epoch has taken in."""
+"""Who attacks: a task that no generation has taken in."""
 
 SOON = 60.0
 """Seconds within which an attack is answered, where its verb does not wait: far longer than it takes."""
@@ -235,7 +235,7 @@ class Attacker:
                 job=one(0, job.token, 1 << 63),
                 round=one(0, member.round, 1 << 63),
                 plan_id=site.plan.id,
-                epoch=job.epoch.number,
+                generation=job.generation.number,
                 whole=[session],
                 closed=one(-1, 0, 1 << 62),
                 digest=pb.Digest(
@@ -257,7 +257,7 @@ class Attacker:
             "Approve": lambda: pb.ApproveRequest(token=token, index=0, entries=self._entries(draw, variable)),
             "Push": lambda: pb.PushHeader(
                 session=session,
-                epoch=one(0, job.epoch.number, job.epoch.number + 1, 1 << 63),
+                generation=one(0, job.generation.number, job.generation.number + 1, 1 << 63),
                 round=member.round,
                 plan_id=site.plan.id,
                 weights=[1.0] * len(ids),
@@ -280,7 +280,7 @@ class Attacker:
             "Restore": lambda: pb.RestoreRequest(
                 session=session,
                 path=one(*WORDS),
-                turn=pb.Turn(round=member.round, epoch=job.epoch.number),
+                turn=pb.Turn(round=member.round, generation=job.generation.number),
                 order=pb.RestoreOrder(stage=one(1, 2, 3)),
             ),
         }
@@ -292,7 +292,7 @@ class Attacker:
             pb.Entry(job_started=pb.JobStarted(job=1, incarnations=[1])),
             pb.Entry(created=variable),
             pb.Entry(approved=messages.PLAN.to_pb(self.site.plan)),
-            pb.Entry(epoch_closed=messages.EPOCH.to_pb(self.site.job.epoch)),
+            pb.Entry(generation_closed=messages.GENERATION.to_pb(self.site.job.generation)),
             pb.Entry(done=pb.Empty()),
             pb.Entry(),
         ]

@@ -144,7 +144,9 @@ class Sending:
             self._bytes[offset : offset + len(buffer)] = buffer
         self.payload = Payload((), packed.size)
         self.begun: list[Payload] = []
-        self.said = Contribution(worker.session, worker.epoch, worker.round, plan.id, given, False, (), want, observes)
+        self.said = Contribution(
+            worker.session, worker.generation, worker.round, plan.id, given, False, (), want, observes
+        )
         push = worker.job.verbs[server].push
         self.reply: Future[inside.RoundReply] = push(self.said, self.payload, self.begun.append)
 

@@ -217,7 +217,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.network.session.Session._hold": OVER,
     "pswire.network.futures.follow": OVER,
     "psclient._src.network.hosting.Hosting.look_around": "for calls that say themselves which server does not answer",
-    "psclient._src.network.pacing._await_epoch": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
+    "psclient._src.network.pacing._await_generation": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
     "psclient._src.network.session.Session.pause": "between two questions; who asks again and again speaks itself",
     "psclient._src.network.session.Session._beat": "the pause between two beats",
     "psclient._src.network.patience.until_free": "at most a lease and two beats; it says at once for whom (test_verdicts)",

@@ -58,7 +58,7 @@ from pswire.model.tables import (
 # ---- The log of a job, and votes ----
 
 from pswire.model.log import (
-    Approved, Created, Done, Epoch, EpochClosed, Examples, Gone, JobStarted, LogEntry, Lost, Member, Mode, Position,
+    Approved, Created, Done, Generation, GenerationClosed, Examples, Gone, JobStarted, LogEntry, Lost, Member, Mode, Position,
     Return, Snapshotted, Start, Started, STEP,
 )
 from pswire.servers.votes import Digest, Testimony, Vote

@@ -169,7 +169,7 @@ class Job:
         """Opens a chief's session and begins a job, whatever was there before."""
         self.opened = self.open(CHIEF, 0, True)
         self.token = self.opened.token
-        self.epoch = inside.Epoch(0, ())
+        self.generation = inside.Generation(0, ())
         self.variables: list[PlacedVariable] = []
         entry = inside.JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores))
         for server in self.verbs:
@@ -219,20 +219,20 @@ class Job:
             assert server.approve(self.token, 0, whole) == len(whole)
 
     def join(self, *tasks: Task, replicas: int = 1, **said: Any) -> list[Worker]:
-        """Opens a session for each task, and closes an epoch of them and of those who are there; see `open`."""
+        """Opens a session for each task, and closes a generation of them and of those who are there; see `open`."""
         workers = [Worker(self, task, self.open(task, replicas, **said).session, replicas, **said) for task in tasks]
-        members = [*self.epoch.members, *(worker.member for worker in workers)]
+        members = [*self.generation.members, *(worker.member for worker in workers)]
         self.close(sorted(members, key=lambda member: member.task))
         for worker in workers:
-            worker.epoch = self.epoch.number
+            worker.generation = self.generation.number
         return workers
 
-    def close(self, members: Sequence[inside.Member] = ()) -> inside.Epoch:
-        """Closes an epoch of these members."""
-        number = self.epoch.number + 1
-        self.epoch = inside.Epoch(number, tuple(members), start=inside.Start(number, 0))
-        self.append(inside.EpochClosed(self.epoch))
-        return self.epoch
+    def close(self, members: Sequence[inside.Member] = ()) -> inside.Generation:
+        """Closes a generation of these members."""
+        number = self.generation.number + 1
+        self.generation = inside.Generation(number, tuple(members), start=inside.Start(number, 0))
+        self.append(inside.GenerationClosed(self.generation))
+        return self.generation
 
     def variable(
         self,
@@ -335,7 +335,7 @@ class Worker:
     Attributes:
         job: where.
         task, session, replicas: who.
-        epoch: the newest epoch that it has taken in.
+        generation: the newest generation that it has taken in.
         round: its next round.
         mode: how it makes them.
         restores: how many it has begun.
@@ -348,7 +348,7 @@ class Worker:
     task: Task
     session: int
     replicas: int = 1
-    epoch: int = 0
+    generation: int = 0
     round: int = 0
     mode: inside.Mode = "sync"
     restores: int = 0
@@ -359,11 +359,11 @@ class Worker:
     def turn(self) -> Turn:
         """Its next restore."""
         self.restores += 1
-        return Turn(self.round, self.epoch, self.restores) if self.mode == "sync" else Turn(0, 0, self.restores)
+        return Turn(self.round, self.generation, self.restores) if self.mode == "sync" else Turn(0, 0, self.restores)
 
     @property
     def member(self) -> inside.Member:
-        """This process as epochs name it."""
+        """This process as generations name it."""
         return inside.Member(self.task, self.session, self.replicas, self.mode, self.backup_workers, self.k)
 
     def push(
@@ -383,7 +383,7 @@ class Worker:
         """
         given = tuple(weights) if weights is not None else (float(self.replicas),) * len(plan.reductions)
         number = self.own if alone else self.round
-        said = inside.Contribution(self.session, self.epoch, number, plan.id, given, alone=alone, **more)
+        said = inside.Contribution(self.session, self.generation, number, plan.id, given, alone=alone, **more)
         return self.job.verbs[server].push(said, payload(plan, server, values, given, operands))
 
     def make(self, plan: Plan, values: Sequence[Any] = (), **said: Any) -> RoundReply:

@@ -46,7 +46,7 @@ MEMBERS = (
     log.Member(EVALUATOR, 9, 1, "async"),
     log.Member(Task("worker", 2), 12, 1, "bounded", 0, 3),
 )
-EPOCH = log.Epoch(6, MEMBERS, "dataset:1", START)
+GENERATION = log.Generation(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
 VARIABLE = plan.PlacedVariable(150, plan.VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
 ALONE = replace(VARIABLE, spec=replace(VARIABLE.spec, alone=True))
@@ -167,9 +167,9 @@ ENTRIES: tuple[log.LogEntry, ...] = (
     log.Created(plan.PlacedVariable(152, plan.VariableSpec("own", SCALAR), (2,))),
     log.Approved(PLAN),
     log.Approved(RAISING),
-    log.EpochClosed(EPOCH),
-    log.EpochClosed(
-        log.Epoch(7, MEMBERS[1:], log.STEP, None, MEMBERS[:1], 7, log.Return(3, INCARNATION, 6, True, 44, "ps3:1"))
+    log.GenerationClosed(GENERATION),
+    log.GenerationClosed(
+        log.Generation(7, MEMBERS[1:], log.STEP, None, MEMBERS[:1], 7, log.Return(3, INCARNATION, 6, True, 44, "ps3:1"))
     ),
     log.Started(START),
     log.Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
@@ -198,7 +198,7 @@ STATUS = api.ServerStatus(
     server=3,
     incarnation=INCARNATION,
     log=17,
-    epoch=EPOCH,
+    generation=GENERATION,
     round=-1,
     positions=POSITIONS,
     waiting=(status.OpenRound(18, "reduce sum", (WORKER, EVALUATOR), True),),
@@ -255,7 +255,7 @@ def contribution(**said: Any) -> api.Contribution:
 def reply(payload: Payload = EMPTY) -> api.RoundReply:
     """What a server says of a round."""
     warnings = "a value is not finite", "another warning"
-    return api.RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4), 45)
+    return api.RoundReply(41, GENERATION, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4), 45)
 
 
 def small() -> Payload:
@@ -388,7 +388,7 @@ SAMPLES = (
     Sample("Approve", "full", (0x1122_3344_5566, 40, ENTRIES), 40 + len(ENTRIES)),
     Sample("Approve", "least", (1, 0, ()), 0),
     Sample("Push", "full", (contribution(), small()), reply(small())),
-    Sample("Push", "least", (_LEAST, EMPTY), api.RoundReply(0, log.Epoch(0, ()), False, (), EMPTY)),
+    Sample("Push", "least", (_LEAST, EMPTY), api.RoundReply(0, log.Generation(0, ()), False, (), EMPTY)),
     Sample("Push", "large", (contribution(), large(LARGE)), reply(large(LARGE))),
     Sample("Push", "growing", (contribution(), small()), reply(small()), grows=True),
     Sample("Push", "refused", (contribution(), small()), error("Diverged")),
@@ -456,7 +456,9 @@ SAMPLES = (
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
-    Sample("Push", "of a batch", (contribution(batch="batch 3 of epoch 1 has 64 examples"), small()), reply(small())),
+    Sample(
+        "Push", "of a batch", (contribution(batch="batch 3 of generation 1 has 64 examples"), small()), reply(small())
+    ),
     Sample("Push", "of a host", (contribution(host=_HOST, parts=_PARTS), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),

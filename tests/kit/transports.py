@@ -202,7 +202,7 @@ class Site:
     def said(self, worker: Worker) -> Contribution:
         """What a member says in its round."""
         ids = tuple(variable.id for variable in self.variables)
-        return Contribution(worker.session, worker.epoch, worker.round, self.plan.id, (1.0,) * len(ids), want=ids)
+        return Contribution(worker.session, worker.generation, worker.round, self.plan.id, (1.0,) * len(ids), want=ids)
 
     def payload(self, number: float) -> inside.Payload:
         """A contribution: a number times 1, 2, 3 and so on."""

@@ -295,7 +295,7 @@ def test_a_process_serves_what_its_script_counts(monkeypatch, caplog):
     assert found.families["mine"].samples[0].value == 3
     assert found("worker_rounds_total", outcome="completed") == found("worker_steps_total") == 3
     assert found("worker_waits_total") == 2, "for the first, whose plan is new, and for the others at once"
-    assert (found("chief_epochs_total"), found("chief_members")) == (1, 1)
+    assert (found("chief_generations_total"), found("chief_members")) == (1, 1)
     assert not mistakes(found.ours)
     port = int(url.rpartition(":")[2].partition("/")[0])
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):

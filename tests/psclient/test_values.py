@@ -307,7 +307,7 @@ def test_what_needs_a_replica_says_so():
 
 
 def test_a_replica_context_is_of_now():
-    """Its numbers change with the epoch; it is of use in its own thread, while its function runs."""
+    """Its numbers change with the generation; it is of use in its own thread, while its function runs."""
     where = [(2, 5)]
     replica = ReplicaContext(Strategy(), 1, CPU, lambda *_: None, lambda: where[0])
     assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync) == (3, 5)

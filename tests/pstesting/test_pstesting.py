@@ -268,7 +268,7 @@ def same(mine, theirs):
         return type(mine.exception()) is type(error) and str(mine.exception()) == str(error)
     mine, theirs = mine.result(), theirs.result()
     if isinstance(theirs, RoundReply):
-        for name in ("round", "epoch", "left_out", "more"):
+        for name in ("round", "generation", "left_out", "more"):
             assert getattr(mine, name) == getattr(theirs, name)
     if hasattr(theirs, "payload"):
         chunks = ([(at, bytes(buffer)) for at, buffer in each.payload.chunks] for each in (mine, theirs))
@@ -300,7 +300,7 @@ def recorded(job, worker, other):
     job.close([worker.member])
     together(waits)
     worker.round += 1
-    worker.epoch = job.epoch.number
+    worker.generation = job.generation.number
     job.save(worker)
     rounds(worker, 2)
     job.restore(worker)

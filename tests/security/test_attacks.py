@@ -115,7 +115,7 @@ def test_what_is_announced_takes_no_memory(attacked: Attacked, announced: int | 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     few = (memoryview(b"x" * 64),)
     if isinstance(announced, int):
-        push = pb.PushHeader(session=attacked.session, epoch=1, round=0, plan_id=b"p" * 32, size=announced)
+        push = pb.PushHeader(session=attacked.session, generation=1, round=0, plan_id=b"p" * 32, size=announced)
         assert attacked.say("Push", inside.Frame(push.SerializeToString(), 0, few).encode()) == "MemoryLimit"
     else:
         spec = pb.VariableSpec(name="huge", tensor=pb.TensorSpec(dtype="float32", shape=announced))

@@ -115,7 +115,7 @@ def storm(attacker: Attacker, count: int) -> None:
     log = site.server.status().log
     watch = pb.WatchRequest(session=attacker.session, after=log, version=-1)
     pull = pb.PullRequest(session=attacker.session, variables=[site.variables[0].id], after=1 << 40)
-    push = pb.PushHeader(session=attacker.session, epoch=99, size=1 << 20, plan_id=b"p" * 32)
+    push = pb.PushHeader(session=attacker.session, generation=99, size=1 << 20, plan_id=b"p" * 32)
     spec = messages.SPEC.to_pb(site.variables[0].spec)
     create = pb.CreateHeader(session=attacker.session, ordinal=0, id=-1, spec=spec)
     calls: dict[str, list[bytes]] = {
@@ -208,7 +208,7 @@ def transport_messages(draw: Any, front: Front) -> bytes:
     place = draw(st.sampled_from([inside.INLINE, inside.INLINE, *PLACES]))
     push = pb.PushHeader(
         session=session,
-        epoch=draw(st.sampled_from([1, 2, 1 << 63])),
+        generation=draw(st.sampled_from([1, 2, 1 << 63])),
         round=site.workers[0].round,
         plan_id=site.plan.id,
         weights=[draw(st.sampled_from([1.0, 0.0, -1.0, float("nan")]))] * 3,

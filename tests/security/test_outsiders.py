@@ -1,4 +1,4 @@
-"""Who has a session and takes part in no epoch decides nothing for those who do, and costs them next to nothing."""
+"""Who has a session and takes part in no generation decides nothing for those who do, and costs them next to nothing."""
 
 from __future__ import annotations
 
@@ -67,21 +67,24 @@ def test_beats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
 
 
 MANY = inside.VariableSpec("many", FOUR)
-OUTSIDE, NOWHERE = "takes part in no epoch", "nowhere else"
+OUTSIDE, NOWHERE = "takes part in no generation", "nowhere else"
 REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
-    "a start": (lambda two: two.propose(None, "", inside.Start(two.job.epoch.number, 99)), OUTSIDE),
+    "a start": (lambda two: two.propose(None, "", inside.Start(two.job.generation.number, 99)), OUTSIDE),
     "a plan": (lambda two: two.propose(sum_into(two.variable), "", None), OUTSIDE),
     "a checkpoint": (lambda two: two.propose(checkpoint("x", (0, 1)), "", None), OUTSIDE),
     "a restore": (
         lambda two: two.cores[0].restore(two.session, "x", inside.Turn(1 << 63), inside.RestoreOrder("open")),
         OUTSIDE,
     ),
-    # A member neither: a start in an epoch to come would be in the way of who says it then.
-    "no epoch": (lambda two: two.propose(None, "", inside.Start(0, 0), member=True), "epoch 0 is not known"),
-    "an epoch to come": (lambda two: two.propose(None, "", inside.Start(3, 0), member=True), "epoch 3 is not known"),
-    "a late epoch": (
+    # A member neither: a start in a generation to come would be in the way of who says it then.
+    "no generation": (lambda two: two.propose(None, "", inside.Start(0, 0), member=True), "generation 0 is not known"),
+    "a generation to come": (
+        lambda two: two.propose(None, "", inside.Start(3, 0), member=True),
+        "generation 3 is not known",
+    ),
+    "a late generation": (
         lambda two: two.propose(None, "", inside.Start(1 << 63, 0), member=True),
-        f"epoch {1 << 63} is not known",
+        f"generation {1 << 63} is not known",
     ),
     # What is no entry at which newcomers wait is not kept: all that watch the log are told of it, in one message.
     "a word": (lambda two: two.propose(None, "x", None), NOWHERE),
@@ -202,8 +205,8 @@ def test_what_one_session_waits_for_is_bounded(two: Two, kind: str) -> None:
     assert all(each.entries if kind == "watches" else each.round == 0 for each in told)
 
 
-def test_pushes_of_an_epoch_to_come_are_bounded(two: Two) -> None:
-    """A few attempts at one contribution wait until their epoch is known, which may be never."""
+def test_pushes_of_an_generation_to_come_are_bounded(two: Two) -> None:
+    """A few attempts at one contribution wait until their generation is known, which may be never."""
     said = inside.Contribution(two.session, 99, 0, b"x" * 32, ())
     for server in two.cores:
         futures = [server.push(said, inside.Payload((), 1 << 20)) for _ in range(100)]
@@ -272,7 +275,7 @@ def test_a_server_knows_so_many_sessions(two: Two) -> None:
     two.round()
 
 
-def test_a_session_is_of_the_task_that_the_epoch_says(two: Two) -> None:
+def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
     """On a server that does not give the numbers, who opens a member's first contributes nothing in its name."""
     late, server = WORKERS[2], two.cores[1]
     session = two.cores[0].open(late, 1, 99, False).session

@@ -31,7 +31,7 @@ def lose(job: World, *servers: Task) -> None:
 def await_return(job: World, server: Task) -> None:
     """Returns once the log tells that a server comes back."""
     other = OTHER[server]
-    job.until(lambda: (epoch := job.status(other).epoch) is not None and epoch.returns is not None)
+    job.until(lambda: (generation := job.status(other).generation) is not None and generation.returns is not None)
 
 
 def come_back(job: World, *servers: Task) -> None:
@@ -142,7 +142,7 @@ def test_a_process_that_dies_while_a_server_is_taken_back(killed):
         if killed == CHIEF:
             job.until(lambda: job.workers[W0].chief)
         else:
-            job.until(lambda: len(job.status(PS0).epoch.members) == 1)
+            job.until(lambda: len(job.status(PS0).generation.members) == 1)
         job.resume(PS1)
         job.until(lambda: job.is_back(PS1))
         lose(job, PS0)

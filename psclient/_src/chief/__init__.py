@@ -1,7 +1,7 @@
-"""The chief: closes epochs, approves plans, finishes checkpoints, gives up who holds up the others.
+"""The chief: closes generations, approves plans, finishes checkpoints, gives up who holds up the others.
 
 driver        the chief's loop
-epochs        which epoch comes next: who has come, who is dead, where new members begin
+generations        which generation comes next: who has come, who is dead, where new members begin
 decisions     which approvals and ends follow from what is known
 job_state     what the log of a job says
 losses        goes on without servers that are lost

@@ -53,7 +53,7 @@ class CheckpointCommitter:
         Args:
             plans: those that save, in order.
             gone: the servers that are gone, as all others have been told.
-            moving: returns, by the epoch for which one saves, the servers whose variables the others save.
+            moving: returns, by the generation for which one saves, the servers whose variables the others save.
         """
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:

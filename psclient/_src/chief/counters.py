@@ -14,15 +14,15 @@ class Driven:
     """A chief's view of its job, from the log: that of earlier chiefs is included.
 
     Attributes:
-        epochs: number of closed epochs.
-        members: number of members of the newest epoch.
+        generations: number of closed generations.
+        members: number of members of the newest generation.
         plans: number of approved plans.
         missing: tasks of the cluster without a session, in order.
         checkpoints: number of checkpoints by outcome: "saved" or "failed".
         saving: seconds from a checkpoint's order until it was complete, or had failed; this chief's alone.
     """
 
-    epochs: int
+    generations: int
     members: int
     plans: int
     missing: tuple[Task, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from psclient._src.chief.epochs import Beginning, next_epochs
+from psclient._src.chief.generations import Beginning, next_generations
 from psclient._src.chief.job_state import JobState
 from pswire.api import Watched
 from pswire.cluster import Task
@@ -34,11 +34,11 @@ def decide(
         hung: sessions that hold a round up, and are to go.
         saved: checkpoints that are complete, or failed, and of which the log does not tell yet.
         may_save: False if no checkpoint is ordered for members that leave.
-        back: as `next_epochs` takes it.
+        back: as `next_generations` takes it.
     """
     decided: list[Decision] = [Approved(plan) for plan in watched.plans if plan.id not in state.approved]
     decided += saved
-    decided += next_epochs(state, watched.sessions, expected, hung, may_save, back)
+    decided += next_generations(state, watched.sessions, expected, hung, may_save, back)
     return [*decided, Done()] if is_done(state, watched.sessions, expected) else decided
 
 
@@ -69,16 +69,16 @@ def cut_off(statuses: Sequence[ServerStatus], limit: float) -> ServerLost | None
 
 
 def is_done(state: JobState, sessions: Sequence[SessionState], expected: Set[Task]) -> bool:
-    """Returns whether the tasks of the last epoch that had members have left cleanly, and nobody else is here.
+    """Returns whether the tasks of the last generation that had members have left cleanly, and nobody else is here.
 
-    A member may be gone, and another process of its task, which no epoch took in any more, may have left for it.
+    A member may be gone, and another process of its task, which no generation took in any more, may have left for it.
     """
     if any(s.state == "open" for s in sessions) or not expected <= {s.member.task for s in sessions}:
         return False
     # Sessions are numbered in order, so that the newest one of a task stays.
     left = {s.member.task: s.member.session for s in sessions if s.state == "left"}
     last = next(
-        (e.members for _, e in sorted(state.epochs.items(), reverse=True) if e.members),
+        (e.members for _, e in sorted(state.generations.items(), reverse=True) if e.members),
         tuple(s.member for s in sessions),
     )
     return all(left.get(member.task, -1) >= member.session for member in last)

@@ -68,8 +68,8 @@ class Differences:
         Args:
             statuses: the latest answers of all servers that are there.
         """
-        epoch = self._log.state.epoch
-        if epoch is None or epoch.awaited is not None:
+        generation = self._log.state.generation
+        if generation is None or generation.awaited is not None:
             return None  # members wait for a server, which the others are to save for
         for pair, found in sorted(found_of(statuses).items()):
             if pair not in self._left and self._may_repair(pair, found):

@@ -1,4 +1,4 @@
-"""The chief: approves plans, closes epochs, has checkpoints written, ends the job.
+"""The chief: approves plans, closes generations, has checkpoints written, ends the job.
 
 It holds no state that the servers do not hold: a new chief reads the log and goes on. It looks at server 0,
 decides, appends to server 0's log, and copies the log to the other servers. It never touches an array. It alone says
@@ -19,7 +19,7 @@ from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.counters import Driven
 from psclient._src.chief.decisions import Decision, decide, undone
 from psclient._src.chief.differences import Differences
-from psclient._src.chief.epochs import Beginning, came, told_of
+from psclient._src.chief.generations import Beginning, came, told_of
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leaving import LeaveSaves, StepDown
@@ -32,7 +32,7 @@ from pswire.api import Watched
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Abandoned, Fenced, PSError, ServerGone, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Done, EpochClosed, LogEntry
+from pswire.model.log import Done, GenerationClosed, LogEntry
 from pswire.model.status import Pace, SessionState
 from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
@@ -55,7 +55,7 @@ class Chief:
         servers: connections that only the chief uses.
         cluster: the tasks that begin a job together.
         timeouts: time limits of calls, leases and waits.
-        runs_script: True if the chief task itself is a replica, so that the first epoch waits for it.
+        runs_script: True if the chief task itself is a replica, so that the first generation waits for it.
         failed: called with the reason why a chief that drives in a thread cannot go on.
         job: the identity of the job.
         copied: True if variables have copies, so that the job goes on without a server that is lost.
@@ -142,7 +142,7 @@ class Chief:
 
     @property
     def expected(self) -> list[Task]:
-        """The tasks that the first epoch waits for, and the chief's. May be read by any thread."""
+        """The tasks that the first generation waits for, and the chief's. May be read by any thread."""
         return sorted(self._expected | {self.task})
 
     def log_from(self, index: int) -> tuple[LogEntry | None, Sequence[LogEntry]]:
@@ -154,9 +154,9 @@ class Chief:
     def driven(self) -> Driven:
         """The readings of this chief for its metrics. May be read by any thread."""
         state = self._log.state
-        members = len(state.epoch.members) if state.epoch else 0
+        members = len(state.generation.members) if state.generation else 0
         missing = tuple(sorted(self._missing))
-        return Driven(len(state.epochs), members, len(state.approved), missing, state.saved, self._took)
+        return Driven(len(state.generations), members, len(state.approved), missing, state.saved, self._took)
 
     def start(self, takes_over: bool = False, waits: bool = True) -> None:
         """Drives in a thread of its own, from now on.
@@ -208,7 +208,7 @@ class Chief:
         """Of a process that only drives: those who are there say themselves for whom they wait."""
         waited = undone(self._sessions, self._expected)
         missing = {task: state for task, state in waited.items() if state != "still here"}
-        if missing and self._thread is None and (self._log.state.epoch is None or missing == waited):
+        if missing and self._thread is None and (self._log.state.generation is None or missing == waited):
             log.warning("%s drives the job, and waits for %s", self.task, _told(missing))
 
     def _drive_quietly(self) -> None:
@@ -354,7 +354,7 @@ class Chief:
 
     def _has_news(self) -> bool:
         """Returns whether there is something to decide of which the server that keeps the log does not tell."""
-        return bool(self._checkpoints.ended() or self._hung.look(self._log.state.epoch) or self._returns.due())
+        return bool(self._checkpoints.ended() or self._hung.look(self._log.state.generation) or self._returns.due())
 
     def _act(self, watched: Watched) -> bool:
         """Takes the decisions that are due; returns whether the job is over: done, or given up."""
@@ -365,9 +365,11 @@ class Chief:
         back = self._returns.look()
         traced = None if self.traces is None else self.traces.approve(watched.traces)
         entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save, back))
-        closed = [entry.epoch for entry in entries if isinstance(entry, EpochClosed)]
-        for epoch in closed:
-            log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
+        closed = [entry.generation for entry in entries if isinstance(entry, GenerationClosed)]
+        for generation in closed:
+            log.info(
+                "generation %d: %s", generation.number, ", ".join(str(m.task) for m in generation.members) or "nobody"
+            )
         for line in told_of(state, closed[-1], watched.sessions) if closed else ():
             log.warning("%s", line)
         done = entries[-1:] == [Done()]

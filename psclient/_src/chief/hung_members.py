@@ -12,7 +12,7 @@ from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.session import Session
 from pswire.limits import Timeouts
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient.chief")
@@ -48,7 +48,7 @@ class HungMembers:
         self._asked: list[Future[ServerStatus]] = []
         self._ask_at = self._spoke = 0.0
 
-    def look(self, epoch: Epoch | None) -> bool:
+    def look(self, generation: Generation | None) -> bool:
         """Looks from time to time whom the job's oldest open round waits for; says whether somebody is to go.
 
         While a server does not answer, no answer is looked at.
@@ -57,7 +57,7 @@ class HungMembers:
             ServerLost: two servers do not reach one another, or have other values, so that one is given up.
         """
         now = time.monotonic()
-        if epoch is None or any(member.mode == "async" for member in epoch.members) or now < self._ask_at:
+        if generation is None or any(member.mode == "async" for member in generation.members) or now < self._ask_at:
             return False
         if not self._asked:
             self._asked = [self._threads.submit(server.status) for server in self._session.live]
@@ -75,7 +75,7 @@ class HungMembers:
             return False
         self._speak(stall, now)
         late = stall.seconds >= self._timeouts.round_timeout
-        members = epoch.everybody
+        members = generation.everybody
         hung = {member.session for member in members if member.task in stall.missing} if late else set()
         new = hung - self.sessions
         self.sessions |= new

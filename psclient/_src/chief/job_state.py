@@ -10,8 +10,8 @@ from pswire.model.changes import change_of
 from pswire.model.log import (
     Approved,
     Created,
-    Epoch,
-    EpochClosed,
+    Generation,
+    GenerationClosed,
     Gone,
     JobStarted,
     LogEntry,
@@ -32,26 +32,26 @@ class JobState:
     Attributes:
         log: all entries so far.
         approved: ids of the plans that may run.
-        epoch: the newest one.
+        generation: the newest one.
         started: sessions of members whose place to begin is known.
-        epochs: all of them, by number.
+        generations: all of them, by number.
         saves: plans that ordered a checkpoint which is neither complete nor failed, by id, in order.
         saved: checkpoints so far, by how they ended: "saved" or "failed".
         gone: the servers that are lost, and without which the job goes on.
         losses: the servers that were lost, one after the other; those that have come back included.
         returned: how servers came back the last time, by their numbers.
-        handed_over: by the number of the epoch by which a server comes back how the checkpoint ended that it reads.
+        handed_over: by the number of the generation by which a server comes back how the checkpoint ended that it reads.
         variables: all variables.
         changes: changes of the job's consistency so far.
         changed: place from which the last of them holds; None before the first.
-        model: a member of the last epoch that had some: all make their rounds as it does. None before the first.
+        model: a member of the last generation that had some: all make their rounds as it does. None before the first.
     """
 
     log: list[LogEntry] = field(default_factory=list)
     approved: set[bytes] = field(default_factory=set)
-    epoch: Epoch | None = None
+    generation: Generation | None = None
     started: set[int] = field(default_factory=set)
-    epochs: dict[int, Epoch] = field(default_factory=dict)
+    generations: dict[int, Generation] = field(default_factory=dict)
     saves: dict[bytes, Plan] = field(default_factory=dict)
     saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
     gone: frozenset[int] = frozenset()
@@ -70,15 +70,15 @@ class JobState:
             match entry:
                 case Approved():
                     self._approve(entry.plan)
-                case EpochClosed():
-                    self._close(entry.epoch)
+                case GenerationClosed():
+                    self._close(entry.generation)
                 case Created():
                     self.variables.append(entry.variable)
                 case Gone():
                     self.gone |= {entry.server}
                     self.losses.append(entry.server)
                 case Started():
-                    self.started |= {m.session for m in self.epochs[entry.start.epoch].members}
+                    self.started |= {m.session for m in self.generations[entry.start.generation].members}
                 case Snapshotted():
                     plan = self.saves.pop(entry.plan_id, None)
                     if plan is not None and plan.snapshot is not None and plan.snapshot.returns:
@@ -86,17 +86,17 @@ class JobState:
                     self.saved["failed" if entry.error else "saved"] += 1
                     forget_state(self.log, entry.plan_id)
 
-    def _close(self, epoch: Epoch) -> None:
-        self.epoch = self.epochs[epoch.number] = epoch
-        if epoch.start:
-            self.started = {member.session for member in epoch.members}
-        if epoch.members:
-            self.model = epoch.members[0]
-        if epoch.returns is not None and epoch.returns.ready:
-            self.gone -= {epoch.returns.server}
-            self.returned[epoch.returns.server] = epoch.returns
-        if change_of(epoch) is not None:
-            self.changes, self.changed = self.changes + 1, epoch.start
+    def _close(self, generation: Generation) -> None:
+        self.generation = self.generations[generation.number] = generation
+        if generation.start:
+            self.started = {member.session for member in generation.members}
+        if generation.members:
+            self.model = generation.members[0]
+        if generation.returns is not None and generation.returns.ready:
+            self.gone -= {generation.returns.server}
+            self.returned[generation.returns.server] = generation.returns
+        if change_of(generation) is not None:
+            self.changes, self.changed = self.changes + 1, generation.start
 
     def _approve(self, plan: Plan) -> None:
         self.approved.add(plan.id)

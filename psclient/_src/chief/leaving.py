@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pswire.limits import Timeouts
-from pswire.model.log import EpochClosed, LogEntry
+from pswire.model.log import GenerationClosed, LogEntry
 from pswire.model.status import SessionState
 
 
@@ -27,7 +27,7 @@ class LeaveSaves:
     def decided(self, entries: Iterable[LogEntry], now: float) -> None:
         """Told what was appended to the log."""
         for entry in entries:
-            if isinstance(entry, EpochClosed) and entry.epoch.save == entry.epoch.number:
+            if isinstance(entry, GenerationClosed) and entry.generation.save == entry.generation.number:
                 self._ordered = now
 
 

@@ -1,10 +1,10 @@
 """Servers that come back, and those that move: has a process read what a server held, and take its place.
 
-The job goes on without a server that is gone. Where a new process answers in its place, the chief closes an epoch that
+The job goes on without a server that is gone. Where a new process answers in its place, the chief closes a generation that
 tells so. Its members make a round, where a step begins, that saves what the server held, and wait until all servers
-have it. The next epoch tells that it is back: it votes in rounds, and makes them once the others have written, and it
+have it. The next generation tells that it is back: it votes in rounds, and makes them once the others have written, and it
 has read, what was saved. If that fails it is lost as any other. A process that waits for a place (`psserver --join`)
-gets that of a server that stays away, or of one that is to move: then that one serves until the last of these epochs.
+gets that of a server that stays away, or of one that is to move: then that one serves until the last of these generations.
 Where it alone has a variable, members wait until that is read.
 """
 
@@ -26,7 +26,7 @@ from psclient._src.network.remote_server import RemoteServer, elsewhere, expect
 from psclient._src.network.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.model.log import EpochClosed, Gone, JobStarted, LogEntry, Return, Snapshotted
+from pswire.model.log import GenerationClosed, Gone, JobStarted, LogEntry, Return, Snapshotted
 from pswire.model.places import NOWHERE, Spare
 from pswire.model.status import ServerStatus
 
@@ -102,17 +102,21 @@ class Returns:
 
     def look(self) -> Return | None:
         """Returns what `decide` needs to know: the server that may be taken back, or how its return stands."""
-        epoch = self._log.state.epoch
-        if epoch is None or not self._session.copied:
+        generation = self._log.state.generation
+        if generation is None or not self._session.copied:
             return None
-        if epoch.awaited is None:
+        if generation.awaited is None:
             self._readying = None
-            return self._find(epoch.number + 1)
-        return self._proceed(epoch.awaited)
+            return self._find(generation.number + 1)
+        return self._proceed(generation.awaited)
 
     def leaving(self, entries: Sequence[LogEntry]) -> list[Gone]:
-        """Returns the servers that are there, and move by an epoch among these entries."""
-        ready = (e.epoch.returns for e in entries if isinstance(e, EpochClosed) and e.epoch.returns is not None)
+        """Returns the servers that are there, and move by a generation among these entries."""
+        ready = (
+            e.generation.returns
+            for e in entries
+            if isinstance(e, GenerationClosed) and e.generation.returns is not None
+        )
         gone = self._log.state.gone
         return [Gone(b.server, f"it moved to {b.address}") for b in ready if b.ready and b.server not in gone]
 
@@ -264,9 +268,9 @@ class Returns:
 
     # ---- Once members wait ----
 
-    def moving(self, epoch: int) -> frozenset[int]:
-        """Returns the server that is to move, or to come back, by an epoch, if others have all that it has."""
-        back = self._log.state.epochs[epoch].returns if epoch in self._log.state.epochs else None
+    def moving(self, generation: int) -> frozenset[int]:
+        """Returns the server that is to move, or to come back, by a generation, if others have all that it has."""
+        back = self._log.state.generations[generation].returns if generation in self._log.state.generations else None
         return frozenset() if back is None or not self._is_spare(back.server) else frozenset({back.server})
 
     def _is_spare(self, server: int) -> bool:
@@ -274,7 +278,7 @@ class Returns:
         return self._log.state.survives(self._log.state.gone | {server})
 
     def _proceed(self, back: Return) -> Return | None:
-        saved = self._log.state.handed_over.get(back.epoch)
+        saved = self._log.state.handed_over.get(back.generation)
         if saved is not None and saved.error:
             self._give_up(back, saved.error)
             return None
@@ -303,8 +307,12 @@ class Returns:
         """Tells a process of the job, and waits until all servers hold what is saved; returns the round of that."""
         self._log.prepare(there)
         path, state = back.path, self._log.state
-        while state.epoch is not None and state.epoch.awaited is not None and state.epoch.awaited.epoch == back.epoch:
-            if (saved := state.handed_over.get(back.epoch)) is not None:
+        while (
+            state.generation is not None
+            and state.generation.awaited is not None
+            and state.generation.awaited.generation == back.generation
+        ):
+            if (saved := state.handed_over.get(back.generation)) is not None:
                 return saved.round
             statuses = [server.status() for server in self._session.live]
             found = [saving.round for status in statuses for saving in status.saving if saving.path == path]

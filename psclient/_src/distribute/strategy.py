@@ -76,7 +76,7 @@ class Strategy(Unpicklable):
     def num_replicas_in_sync(self) -> int:
         """R: the replicas over which gradients are aggregated, those of all workers. In any context.
 
-        It changes only when a new epoch of membership is taken in. A process that comes late reads here, until it
+        It changes only when a new generation of membership is taken in. A process that comes late reads here, until it
         takes part, what those saw that began together: a batch size that the script computes from it is then the
         same everywhere. In asynchronous mode it is the number of this worker's replicas.
         """

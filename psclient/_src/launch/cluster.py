@@ -393,7 +393,7 @@ class Cluster:
     def _job_began(self) -> bool:
         """Returns whether workers ever took part in a job: a script may do without one, and its servers wait then."""
         status = self._ask(next(task for task in self.addresses if task not in self._lost))
-        return status is None or status.epoch is not None  # it ends only after a job
+        return status is None or status.generation is not None  # it ends only after a job
 
     def _ask(self, task: Task) -> ServerStatus | None:
         """Returns what a server says of itself; None where it does not answer."""

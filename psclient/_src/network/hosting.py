@@ -366,7 +366,9 @@ class Lookout:
             finally:
                 found.close()
             if status.takes_part and status.job == job and self._goes_on(status):
-                back = Return(server, status.incarnation, status.epoch.number if status.epoch else 0, address=address)
+                back = Return(
+                    server, status.incarnation, status.generation.number if status.generation else 0, address=address
+                )
                 take_back(back, status.losses.count(server))
 
     def _goes_on(self, status: ServerStatus) -> bool:

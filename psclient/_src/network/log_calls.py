@@ -20,8 +20,8 @@ from pswire.limits import Timeouts
 from pswire.model.changes import Change, change_of
 from pswire.model.log import (
     Approved,
-    Epoch,
-    EpochClosed,
+    Generation,
+    GenerationClosed,
     Gone,
     JobStarted,
     LogEntry,
@@ -51,7 +51,7 @@ class Proposal(NamedTuple):
 
 
 class Proposals:
-    """The plans of which no round was answered yet, the last join point, and the last start of an epoch.
+    """The plans of which no round was answered yet, the last join point, and the last start of a generation.
 
     May be used by any thread.
     """
@@ -85,7 +85,7 @@ class Proposals:
 
 def changes_of(entries: Sequence[LogEntry]) -> list[Change]:
     """Returns the changes of consistency among the entries of a log, in order."""
-    found = (change_of(entry.epoch) for entry in entries if isinstance(entry, EpochClosed))
+    found = (change_of(entry.generation) for entry in entries if isinstance(entry, GenerationClosed))
     return [change for change in found if change is not None]
 
 
@@ -94,22 +94,22 @@ class JobNews:
 
     Attributes:
         followed: the number of entries that it has read.
-        epochs: all epochs, by number.
-        starts: places at which new members of an epoch begin, as an older one has said it, by the epoch's number.
+        generations: all generations, by number.
+        starts: places at which new members of a generation begin, as an older one has said it, by the generation's number.
         snapshots: checkpoints that are complete, or failed, and were not asked for yet, by their plan.
         saves: plans that ordered a checkpoint which is neither complete nor failed.
-        changed: the epochs that began with a change of consistency, in order.
-        returned: servers that came back, and were not taken back yet: by which epoch, how, and after how many losses.
+        changed: the generations that began with a change of consistency, in order.
+        returned: servers that came back, and were not taken back yet: by which generation, how, and after how many losses.
     """
 
     def __init__(self) -> None:
         self.followed = 0
-        self.epochs: dict[int, Epoch] = {}
+        self.generations: dict[int, Generation] = {}
         self.starts: dict[int, Start] = {}
         self.snapshots: dict[bytes, Snapshotted] = {}
         self.saves: set[bytes] = set()
-        self.changed: list[Epoch] = []
-        self.returned: list[tuple[Epoch, Return, int]] = []
+        self.changed: list[Generation] = []
+        self.returned: list[tuple[Generation, Return, int]] = []
         self._losses = Counter[int]()  # how often each server was lost
 
     def take(self, watched: Watched) -> None:
@@ -119,15 +119,15 @@ class JobNews:
         self.followed = watched.start + len(watched.entries)
         for entry in watched.entries:
             match entry:
-                case EpochClosed():
-                    self.epochs[entry.epoch.number] = entry.epoch
-                    self.changed += [entry.epoch] if change_of(entry.epoch) else []
-                    if (back := entry.epoch.returns) is not None and back.ready:
-                        self.returned.append((entry.epoch, back, self._losses[back.server]))
+                case GenerationClosed():
+                    self.generations[entry.generation.number] = entry.generation
+                    self.changed += [entry.generation] if change_of(entry.generation) else []
+                    if (back := entry.generation.returns) is not None and back.ready:
+                        self.returned.append((entry.generation, back, self._losses[back.server]))
                 case Gone():
                     self._losses[entry.server] += 1
                 case Started():
-                    self.starts[entry.start.epoch] = entry.start
+                    self.starts[entry.start.generation] = entry.start
                 case Approved() if entry.plan.snapshot is not None:
                     self.saves.add(entry.plan.id)
                 case Snapshotted():
@@ -135,17 +135,17 @@ class JobNews:
                     self.saves.discard(entry.plan_id)
 
     @property
-    def newest(self) -> Epoch:
-        """The newest epoch that it has read of."""
-        return self.epochs[max(self.epochs)]
+    def newest(self) -> Generation:
+        """The newest generation that it has read of."""
+        return self.generations[max(self.generations)]
 
-    def after(self, epoch: Epoch) -> Epoch:
-        """Returns the epoch that members go on with who wait, since one tells of a server that comes back.
+    def after(self, generation: Generation) -> Generation:
+        """Returns the generation that members go on with who wait, since one tells of a server that comes back.
 
         It is the first that ends their wait, and not one after it, by which they would wait for the next server; as
         long as there is none the newest.
         """
-        newer = (self.epochs[number] for number in sorted(self.epochs) if number > epoch.number)
+        newer = (self.generations[number] for number in sorted(self.generations) if number > generation.number)
         return next((each for each in newer if each.awaited is None), self.newest)
 
     @property
@@ -154,9 +154,9 @@ class JobNews:
 
         Those that began the job, and those that were there when it was changed.
         """
-        found = {member.task: member for member in self.epochs[min(self.epochs)].members}
-        for epoch in self.changed[-1:]:
-            found |= {member.task: member for member in epoch.members}
+        found = {member.task: member for member in self.generations[min(self.generations)].members}
+        for generation in self.changed[-1:]:
+            found |= {member.task: member for member in generation.members}
         return [found[task] for task in sorted(found)]
 
 
@@ -202,7 +202,7 @@ class LogCalls:
         return [self.servers[index] for index in self.hosting.live]
 
     def _reason(self, error: Fenced) -> PSError:
-        """Returns why the session was ended, which this server knows: the others learn of it by an epoch."""
+        """Returns why the session was ended, which this server knows: the others learn of it by a generation."""
         try:
             self.log_server.beat(self.number, *self.waits)
         except PSError as told:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pswire.api import Contribution, CreateBatchReply, CreateReply, RoundReply
 from pswire.errors import CheckpointError, Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.network.payload import EMPTY, Payload
 
@@ -42,4 +42,4 @@ def give_each(
     for variable, value in zip(variables, values, strict=True):
         id, packed = variable.id, Payload.pack([value])
         create(contribution.session, id, id, variable.spec, variable.servers, packed)
-    return RoundReply(0, Epoch(0, ()), False, (), EMPTY)
+    return RoundReply(0, Generation(0, ()), False, (), EMPTY)

@@ -32,18 +32,18 @@ def goes_on(session: Session, next: int) -> int:
     session.clock.come_back(next)
     deadline = session.deadline(session.timeouts.call_timeout)
     for index, server in enumerate(session.servers):
-        _await_epoch(session, server, deadline)
+        _await_generation(session, server, deadline)
         session.beat_now(index)
     places = [place for server in session.servers for place in server.status().places if place.task == session.task]
     return max([next, *(place.clock for place in places)])
 
 
-def _await_epoch(session: Session, server: ParameterServer, deadline: Deadline) -> None:
+def _await_generation(session: Session, server: ParameterServer, deadline: Deadline) -> None:
     """Waits until a server knows that this process takes part: the chief copies the log to all but the first."""
 
     def word() -> str:
         return "waits for the chief to tell all servers that it takes part"
 
-    while (status := server.status()).epoch is None or status.epoch.session(session.number) is None:
+    while (status := server.status()).generation is None or status.generation.session(session.number) is None:
         news = server.watch(session.number, status.log, -1)
         session.wait(news, deadline, lambda: Unreachable(f"{session.task} {word()}", str(session.task)), word)

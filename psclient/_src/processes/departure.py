@@ -8,7 +8,7 @@ from typing import Protocol
 
 from psclient._src.processes.sigterm import Notice
 from pswire.cluster import Task
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 
 log = logging.getLogger("psclient")
 
@@ -30,39 +30,39 @@ class Departure:
     Attributes:
         notice: the same.
         save: saves a checkpoint, as all members do at the same place; called before some of them leave.
-        hand_over: saves at a path, with a state and the number of an epoch, what a server held that comes back by it.
+        hand_over: saves at a path, with a state and the number of a generation, what a server held that comes back by it.
     """
 
     def __init__(self, session: OwnSession, notice: Notice) -> None:
         self.notice = notice
         self.save: Callable[[], object] = lambda: None
-        self.hand_over: Callable[[str, str, int], object] = lambda path, state, epoch: None
+        self.hand_over: Callable[[str, str, int], object] = lambda path, state, generation: None
         self._session = session
-        self._saved_for = 0  # the epoch that has ordered the last of these
+        self._saved_for = 0  # the generation that has ordered the last of these
 
-    def save_for(self, epoch: Epoch) -> None:
-        """Before an epoch is taken in: saves the checkpoint that it tells of, once."""
-        if epoch.save > self._saved_for:
-            self._saved_for = epoch.save
+    def save_for(self, generation: Generation) -> None:
+        """Before a generation is taken in: saves the checkpoint that it tells of, once."""
+        if generation.save > self._saved_for:
+            self._saved_for = generation.save
             self.save()
 
-    def look(self, epoch: Epoch | None, alone: bool) -> None:
+    def look(self, generation: Generation | None, alone: bool) -> None:
         """Where a step begins: ends this process if it is to leave.
 
         Args:
-            epoch: the newest that it has taken in; None before it takes part.
+            generation: the newest that it has taken in; None before it takes part.
             alone: True if it makes rounds of its own: nobody has to know where it leaves.
 
         Raises:
             Leaving: it leaves.
         """
         notice = self.notice
-        if epoch is not None and not alone and epoch.session(self._session.number) is None:
+        if generation is not None and not alone and generation.session(self._session.number) is None:
             log.info("%s leaves, as it was told to end", self._session.task)
             notice.leave()
         if not notice.leaving:
             return
-        if alone or epoch is None:
+        if alone or generation is None:
             if alone and notice.saves:
                 self.save()
             notice.leave()

@@ -13,7 +13,7 @@ read_cache   reads variables between the rounds, and keeps what was read
 table_reads  reads whole dynamic tables, in pages
 awaited      names those whom a round waits for
 first_values waits where another process gives a variable its first value
-membership   the epochs of the job as this process sees them
+membership   the generations of the job as this process sees them
 placement    chooses the servers of a variable
 checkpoints  saves checkpoints, waits for them, restores them
 restore      restores a checkpoint into servers

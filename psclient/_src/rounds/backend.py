@@ -401,7 +401,7 @@ class RemoteBackend(_RemoteVariables):
         if not context.in_merge_call():
             self._exchange.begin_run()
         self.flush()
-        if self.group.epoch is not None or self._before is not None:
+        if self.group.generation is not None or self._before is not None:
             return replicas()
         self._before = [content for variable in self._copies for content in variable.contents()]
         try:
@@ -417,7 +417,7 @@ class RemoteBackend(_RemoteVariables):
     def _order_snapshot(self, path: str, state: str = "", returns: int = 0) -> bytes:
         """Ends the open section with a checkpoint; servers are writing it when this returns its plan's id.
 
-        With the number of an epoch it is of what a server held that comes back by it, as the servers have it.
+        With the number of a generation it is of what a server held that comes back by it, as the servers have it.
         """
         if not returns:
             self._save_copies()

@@ -124,14 +124,14 @@ class FirstValues:
     def _runs(self) -> bool:
         """True once this process has made a round, or the others have taken it in."""
         group = self._group
-        return group.round > group.start or (group.epoch is not None and group.late and not group.outside)
+        return group.round > group.start or (group.generation is not None and group.late and not group.outside)
 
     def _ahead(self) -> Sequence[Member]:
         """Returns those before this process, in task order, that may create a variable at the same place."""
         group, me = self._group, self._session.task
-        if group.apart or group.epoch is None or not self._runs:
+        if group.apart or group.generation is None or not self._runs:
             return group.ahead()
-        members = group.epoch.members
+        members = group.generation.members
         if group.alone:  # it does not take in who has come since
             states = self._session.look().sessions
             members = tuple(state.member for state in states if state.state == "open" and not state.drives)

@@ -1,9 +1,9 @@
 """The group that makes rounds together, as one process sees it: who is in it, and where it stands.
 
-A process takes part from the round that the log names. A newer epoch, announced in a round's answer, is
+A process takes part from the round that the log names. A newer generation, announced in a round's answer, is
 taken in by every member at the same place of the program: at once if nobody is new in it, else where the
 new members wait. Where workers are asynchronous, each makes rounds of its own, and what others do is nothing to it:
-its pushes bear the epoch in which it began.
+its pushes bear the generation in which it began.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout, ServerLost
 from pswire.model.changes import Change, change_of
-from pswire.model.log import ALONE, STEP, Epoch, Examples, Member, Snapshotted, Start
+from pswire.model.log import ALONE, STEP, Examples, Generation, Member, Snapshotted, Start
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -52,8 +52,8 @@ class Follower(Progress):
         """News have come."""
         raise NotImplementedError
 
-    def _take_in(self, epoch: Epoch) -> None:
-        """Goes on by a newer epoch."""
+    def _take_in(self, generation: Generation) -> None:
+        """Goes on by a newer generation."""
         raise NotImplementedError
 
     def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
@@ -80,29 +80,29 @@ class Follower(Progress):
         ask = partial(_watch, session.number, self._news.followed)
         self._take(session.ask_keeper(ask, deadline, late, word))
 
-    def _await_return(self, epoch: Epoch) -> None:
-        """Where an epoch tells of a server that comes back: hands over what it held, as all members do, and waits.
+    def _await_return(self, generation: Generation) -> None:
+        """Where a generation tells of a server that comes back: hands over what it held, as all members do, and waits.
 
         The next round is made with it, or, if it could not be taken back, without.
         """
-        back, session = epoch.awaited, self.session
+        back, session = generation.awaited, self.session
         if back is None:
             return
         session.hosting.moves = {**session.hosting.moves, back.server: back.address}
-        self.departure.hand_over(back.path, "", back.epoch)
+        self.departure.hand_over(back.path, "", back.generation)
         task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round_timeout)
         late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
         word = f"waits for {task}, which comes back, to read its variables"
-        while epoch.awaited is not None:
+        while generation.awaited is not None:
             self._follow(deadline, lambda: late, lambda: word)
-            epoch = self._news.after(epoch)
-            self._take_in(epoch)
+            generation = self._news.after(generation)
+            self._take_in(generation)
 
-    def _take_back(self, epoch: Epoch) -> None:
-        """Goes on with the servers that are back by an epoch that was taken in, or an earlier one."""
+    def _take_back(self, generation: Generation) -> None:
+        """Goes on with the servers that are back by a generation that was taken in, or an earlier one."""
         returned, self._news.returned = self._news.returned, []
         for by, back, times in returned:
-            if by.number <= epoch.number:
+            if by.number <= generation.number:
                 self.session.take_back(back, times)
             else:
                 self._news.returned.append((by, back, times))
@@ -136,8 +136,8 @@ class Group(Follower):
         """The next round of this process."""
         self.start = 0
         """The round from which it takes part, as the log says it."""
-        self.epoch: Epoch | None = None
-        """The newest epoch that this process has taken in; None before it takes part."""
+        self.generation: Generation | None = None
+        """The newest generation that this process has taken in; None before it takes part."""
         self.apart = False
         """True while this process runs a closure, which no other does: nobody else creates the same variables."""
         self.coordinated = False
@@ -154,7 +154,7 @@ class Group(Follower):
         self._entered = False
         self._over = 0  # rounds that are over, from 0 on, as answers have told it that came late
         self._taken_in = ""
-        self._announced: Epoch | None = None
+        self._announced: Generation | None = None
 
     def _be_as_all(self) -> None:
         """Makes rounds as the session says; called where that has changed."""
@@ -175,7 +175,7 @@ class Group(Follower):
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
-        """Enters the join point before a batch: a newer epoch may hold from here on; who was told to end leaves."""
+        """Enters the join point before a batch: a newer generation may hold from here on; who was told to end leaves."""
         self.settle()
         self._begin_step()
         self.enter(f"dataset:{dataset}")
@@ -257,7 +257,7 @@ class Group(Follower):
 
     @property
     def replicas(self) -> int:
-        """R of the epoch taken in; before that R of the first epoch, once all that begin together are there.
+        """R of the generation taken in; before that R of the first generation, once all that begin together are there.
 
         Of an asynchronous worker it is L, and waits for nobody.
         """
@@ -272,14 +272,14 @@ class Group(Follower):
         if self.coordinated:
             index, workers = self.session.task.index, [task for task in self._expected if task.job == "worker"]
             return (index, max(len(workers), index + 1)) if self.session.task.job == "worker" else (0, 1)
-        epoch = self._first_epoch if self.alone else self._newest
-        tasks = [member.task for member in epoch.members]
+        generation = self._first_generation if self.alone else self._newest
+        tasks = [member.task for member in generation.members]
         return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
 
     @property
     def late(self) -> bool:
         """True if the job began without this process: its variables are newer than any checkpoint."""
-        return self._first_epoch.session(self.session.number) is None
+        return self._first_generation.session(self.session.number) is None
 
     @property
     def outside(self) -> bool:
@@ -293,9 +293,9 @@ class Group(Follower):
     def leads(self) -> bool:
         """True if this process is the first of the group, in task order; of asynchronous workers always the same."""
         if self.alone:
-            return self._first_epoch.members[0].task == self.session.task
+            return self._first_generation.members[0].task == self.session.task
         self._settle()
-        return self.epoch is not None and self.epoch.members[0].session == self.session.number
+        return self.generation is not None and self.generation.members[0].session == self.session.number
 
     def ahead(self) -> Sequence[Member]:
         """Returns those before this process, in task order, of the members that began the job with it.
@@ -306,7 +306,7 @@ class Group(Follower):
         me = self.session.task
         if self.apart or self.round > self.start or me == min(self._expected, default=me) or self.late:
             return ()
-        return [member for member in self._first_epoch.members if member.task < me]
+        return [member for member in self._first_generation.members if member.task < me]
 
     def saves(self) -> bool:
         """Returns whether this process says, for those that make rounds together, what a checkpoint has but variables.
@@ -314,27 +314,27 @@ class Group(Follower):
         The first in task order of those that began the job: who came later has not restored what it has. Where none
         of them is left, whoever has been there the longest.
         """
-        if self.alone or self.epoch is None or len(self.epoch.members) == 1:
+        if self.alone or self.generation is None or len(self.generation.members) == 1:
             return True
         gone = {member.session for member in self.session.ended()}
-        here = [member.session for member in self.epoch.members if member.session not in gone]
-        began = [number for number in here if self._first_epoch.session(number)]
+        here = [member.session for member in self.generation.members if member.session not in gone]
+        began = [number for number in here if self._first_generation.session(number)]
         return self.session.number == next(iter(began), min(here, default=self.session.number))
 
     @property
     def has_chief(self) -> bool:
         """True if the chief runs the script, as this process does. Waits until all that begin together are there."""
-        return any(member.task.job == "chief" for member in self._first_epoch.members)
+        return any(member.task.job == "chief" for member in self._first_generation.members)
 
     @property
-    def _first_epoch(self) -> Epoch:
+    def _first_generation(self) -> Generation:
         self._settle()
-        return self._news.epochs[min(self._news.epochs)]
+        return self._news.generations[min(self._news.generations)]
 
     @property
-    def _newest(self) -> Epoch:
+    def _newest(self) -> Generation:
         self._settle()
-        return self.epoch or self._first_epoch
+        return self.generation or self._first_generation
 
     # ---- For rounds ----
 
@@ -344,14 +344,14 @@ class Group(Follower):
             self._begin_step()
 
     def _begin_step(self) -> None:
-        """A step begins: the epoch that some leave here is taken in; see `Departure`, which may end this process."""
+        """A step begins: the generation that some leave here is taken in; see `Departure`, which may end this process."""
         if self.apart:
             return  # a closure is finished first
-        if (epoch := self.due(STEP)) is not None:
-            self.departure.save_for(epoch)
-            self._take_in(epoch)
-            self._await_return(epoch)
-        self.departure.look(self.epoch, self.alone)
+        if (generation := self.due(STEP)) is not None:
+            self.departure.save_for(generation)
+            self._take_in(generation)
+            self._await_return(generation)
+        self.departure.look(self.generation, self.alone)
 
     def sent(self, trains: bool = False) -> Pass | None:
         """A round was sent: the next one is the next number. Returns the pass that it belongs to."""
@@ -360,7 +360,12 @@ class Group(Follower):
         return super().sent(trains)
 
     def answered(
-        self, passed: Pass | None, epoch: Epoch | None, more: bool, out: Set[Task] = frozenset(), over: int = 0
+        self,
+        passed: Pass | None,
+        generation: Generation | None,
+        more: bool,
+        out: Set[Task] = frozenset(),
+        over: int = 0,
     ) -> None:
         """Takes in what a round's answers said, the oldest round first.
 
@@ -368,7 +373,7 @@ class Group(Follower):
 
         Args:
             passed: as `sent` returned it.
-            epoch: the newest epoch that the answers name; None where there are none.
+            generation: the newest generation that the answers name; None where there are none.
             more: True if any member had a further batch.
             out: who was left out of it, if it is a round of updates, and there are backup workers.
             over: rounds that are over, from 0 on; 0 where this process was not left out.
@@ -380,47 +385,47 @@ class Group(Follower):
                 self.come_back(passed, out)
         if self.alone:
             return
-        if epoch is not None and (self._announced is None or epoch.number > self._announced.number):
-            self._announced = epoch
+        if generation is not None and (self._announced is None or generation.number > self._announced.number):
+            self._announced = generation
         if self._announced is not None and not self._announced.join_point:
             self._take_in(self._announced)
 
-    def due(self, join_point: str) -> Epoch | None:
-        """Returns the epoch whose new members begin when this process comes to a join point; None if there is none."""
+    def due(self, join_point: str) -> Generation | None:
+        """Returns the generation whose new members begin when this process comes to a join point; None if there is none."""
         announced = self._announced
         if announced is None or announced.join_point != join_point:
             return None
-        return announced if self.epoch is None or announced.number > self.epoch.number else None
+        return announced if self.generation is None or announced.number > self.generation.number else None
 
     def enter(self, join_point: str) -> None:
-        """Enters a join point, a place in the program where epochs begin.
+        """Enters a join point, a place in the program where generations begin.
 
         Args:
             join_point: `dataset:<number>` before a batch of that dataset, `save` before a checkpoint, `plan:<hex>`
                 before a round of that plan. An asynchronous worker only waits here until it takes part.
         """
         self.session.check()
-        if self.epoch is None:
+        if self.generation is None:
             self._join(join_point)
             if self.late and self.session.clock is not None:
                 self.session.clock.come_late()
         if self.session.clock is not None:
             self.round = goes_on(self.session, self.round - self.saved) + self.saved
-        if (epoch := self.due(join_point)) is not None:
-            self._take_in(epoch)
+        if (generation := self.due(join_point)) is not None:
+            self._take_in(generation)
         self._entered = True
 
     def _others(self) -> str:
         members = self._news.newest.members
         return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
 
-    def _take_in(self, epoch: Epoch) -> None:
-        if self.epoch is None or epoch.number <= self.epoch.number:
+    def _take_in(self, generation: Generation) -> None:
+        if self.generation is None or generation.number <= self.generation.number:
             return
-        self.epoch = epoch
-        self._take_back(epoch)
-        if epoch.join_point and epoch.join_point != STEP:  # where some leave nobody is new
-            start = Start(epoch.number, self.round, self.positions)
+        self.generation = generation
+        self._take_back(generation)
+        if generation.join_point and generation.join_point != STEP:  # where some leave nobody is new
+            start = Start(generation.number, self.round, self.positions)
             self.session.propose(start=start)
 
     def settle_in(self) -> None:
@@ -443,7 +448,7 @@ class Group(Follower):
             Diverged: a member asks for another change, makes a round first, or does not come.
         """
         session = self.session
-        if self.late and not self._entered and not (self.alone and self.epoch is not None):
+        if self.late and not self._entered and not (self.alone and self.generation is not None):
             if self.alone:
                 self._join("")
             return False
@@ -458,20 +463,22 @@ class Group(Follower):
         deadline = session.deadline(session.timeouts.round_timeout)
         while len(self._news.changed) == made:
             self._follow(deadline, *waits)
-        self.epoch = self._news.changed[made]
-        self.round = self.epoch.start.round if self.epoch.start else round
+        self.generation = self._news.changed[made]
+        self.round = self.generation.start.round if self.generation.start else round
         self._announced, self._entered, self.saved = None, True, 0
         self._adopt()
-        log.info("%s makes rounds with %s from round %d on, epoch %d", session.task, change.said, self.round, made + 1)
+        log.info(
+            "%s makes rounds with %s from round %d on, generation %d", session.task, change.said, self.round, made + 1
+        )
         return True
 
     def _told(self) -> None:
-        if self.epoch is None:  # members come to a change themselves
+        if self.generation is None:  # members come to a change themselves
             self._adopt()
 
     def _adopt(self) -> None:
-        for epoch in self._news.changed:
-            change = change_of(epoch)
+        for generation in self._news.changed:
+            change = change_of(generation)
             if change is not None and self.session.move(change):
                 self._be_as_all()
 
@@ -480,7 +487,7 @@ class Group(Follower):
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round_timeout)
-        while self.epoch is None and not self._begin():
+        while self.generation is None and not self._begin():
             if not (self.alone or asked):  # where each makes rounds of its own, as may have been till now, nobody waits
                 self.session.propose(join_point=join_point)
                 asked = True
@@ -490,25 +497,25 @@ class Group(Follower):
                 self._follow(deadline, late, word)
 
     def _settle(self) -> None:
-        """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
+        """Waits until the job has closed a generation; takes part at once if this process is in the first."""
         deadline = self.session.deadline(self.session.timeouts.start_timeout)
-        while not self._news.epochs:
+        while not self._news.generations:
             self._follow(deadline, *self._awaits)
-        if self.epoch is None:
+        if self.generation is None:
             self._begin()
 
     def _begin(self) -> bool:
-        for number in sorted(self._news.epochs):
-            epoch = self._news.epochs[number]
-            start = epoch.start or self._news.starts.get(number)
-            if start is not None and epoch.session(self.session.number):
-                self.epoch, self.round = epoch, start.round
+        for number in sorted(self._news.generations):
+            generation = self._news.generations[number]
+            start = generation.start or self._news.starts.get(number)
+            if start is not None and generation.session(self.session.number):
+                self.generation, self.round = generation, start.round
                 self.start = start.round
-                self._take_back(epoch)
-                self._taken_in = epoch.join_point
+                self._take_back(generation)
+                self._taken_in = generation.join_point
                 if start.positions:
                     self.begin_at(start.positions)
-                log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
+                log.info("%s takes part from round %d, generation %d", self.session.task, self.round, number)
                 return True
         return False
 

@@ -350,7 +350,7 @@ class ReadCache:
         To an asynchronous worker it is all the same who made rounds in the meantime.
         """
         with self._lock:
-            if self._renewed or self._group.epoch is None or self._group.alone:
+            if self._renewed or self._group.generation is None or self._group.alone:
                 return False
             self._renewed = True
             stale = any(self._session.servers[s].status().round != round for s, round in self._seen.items())

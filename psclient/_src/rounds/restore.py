@@ -98,11 +98,11 @@ class Restoring:
                 return found[0]
 
     def _next_turn(self) -> Turn:
-        epoch, change = None if self._group.alone else self._group.epoch, self._session.change
+        generation, change = None if self._group.alone else self._group.generation, self._session.change
         # What has no round in common comes after all that had, up to where workers have become asynchronous.
-        place = (self._group.round, epoch.number) if epoch else (change.round if change else 0, 0)
+        place = (self._group.round, generation.number) if generation else (change.round if change else 0, 0)
         last = self._last
-        return Turn(*place, last.ordinal + 1 if last and (last.round, last.epoch) == place else 0)
+        return Turn(*place, last.ordinal + 1 if last and (last.round, last.generation) == place else 0)
 
     def _ask(self, orders: Mapping[int, RestoreOrder], path: str, turn: Turn) -> list[RestoreReply]:
         """Returns the answers of servers, or raises the first one's error, so that every process gets the same.

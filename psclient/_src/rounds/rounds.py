@@ -317,7 +317,7 @@ class Exchange:
         """
         group = self.group
         self.window.take_in(group.round - self.window.size + 1)
-        waiting, join_point, change = group.epoch is None, f"plan:{plan.id.hex()}", self.session.change
+        waiting, join_point, change = group.generation is None, f"plan:{plan.id.hex()}", self.session.change
         if group.due(join_point) is not None:
             self.window.settle()  # new members begin with the values that all rounds before this one have left
         group.enter(join_point)
@@ -437,7 +437,9 @@ class Exchange:
             raise
         number, line = strand.round if alone else group.round, "" if waits else users_line()
         passed = strand.sent(plan.trains)
-        round = UnderWay(number, plan, shares, want, lookups, futures, group.epoch, passed, waits, line, alone, traced)
+        round = UnderWay(
+            number, plan, shares, want, lookups, futures, group.generation, passed, waits, line, alone, traced
+        )
         if self.session.clock is not None:
             group.saved += plan.snapshot is not None
             here = range(len(self.session.servers))
@@ -516,11 +518,11 @@ class Exchange:
         trace: str,
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
-        epoch = self.group.epoch
+        generation = self.group.generation
         previous, strand.pushed[server] = strand.pushed[server], strand.round
         return Contribution(
             self.session.number,
-            epoch.number if epoch else 0,
+            generation.number if generation else 0,
             strand.round,
             outgoing.plan.id,
             (0.0,) * len(outgoing.weights) if observes else outgoing.weights,
@@ -540,7 +542,7 @@ class Exchange:
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
         whole = self.session.consistency == "whole" and len(plan.servers) > 1 and server in plan.streams
         again = whole or said.closure is not None  # else it uses up nothing before all have voted
-        return self.pushes.push(server, plan, said, payload, self.group.epoch, again)
+        return self.pushes.push(server, plan, said, payload, self.group.generation, again)
 
 
 def _flush(traces: StepTraces, plan: Plan, group: Group, own: OwnRounds | None) -> Flush | None:

@@ -12,7 +12,7 @@ from psclient._src.rounds.prepared import PlanShares
 from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.model.plan import Plan, Ref
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
@@ -46,7 +46,7 @@ class UnderWay:
         want: for each server the variables that come back, with their tensors.
         lookups: for each server the rows that come back: variable, ids, and their tensor.
         futures: for each server the answer.
-        label: the epoch that its pushes name; None before this process takes part.
+        label: the generation that its pushes name; None before this process takes part.
         passed: the pass over a dataset that it belongs to; None outside of all.
         waited: True if the call that makes it waits for it: that call is told where it fails.
         line: the user's line that made it.
@@ -62,7 +62,7 @@ class UnderWay:
     want: Mapping[int, tuple[tuple[int, TensorSpec], ...]]
     lookups: Mapping[int, tuple[Lookup, ...]]
     futures: Mapping[int, Future[RoundReply]]
-    label: Epoch | None
+    label: Generation | None
     passed: Pass | None
     waited: bool
     line: str
@@ -78,7 +78,7 @@ class Answered(NamedTuple):
     Attributes:
         number: the round's number.
         passed: as in `UnderWay`.
-        epoch: the newest epoch that they name; None where the round failed.
+        generation: the newest generation that they name; None where the round failed.
         more: True if any member had a further batch.
         out: with backup workers, who was left out of a round of updates.
         over: as in `RoundReply`, the most that any server told.
@@ -86,7 +86,7 @@ class Answered(NamedTuple):
 
     number: int
     passed: Pass | None
-    epoch: Epoch | None
+    generation: Generation | None
     more: bool
     out: frozenset[Task] = frozenset()
     over: int = 0

@@ -164,7 +164,7 @@ class Window:
             self.take(due[-1])
         while self._answered and self._answered[0].number < before:
             said = self._answered.popleft()
-            self._group.answered(said.passed, said.epoch, said.more, said.out, said.over)
+            self._group.answered(said.passed, said.generation, said.more, said.out, said.over)
 
     def settle(self) -> None:
         """Takes in the answers to all rounds."""
@@ -173,7 +173,7 @@ class Window:
     def begin_step(self) -> None:
         """A step begins, or the script ends: says once where each of the last steps has waited too often.
 
-        A step that does so alone is the last one of an epoch, after which the script looks at many values.
+        A step that does so alone is the last one of a generation, after which the script looks at many values.
         """
         self._measures.steps += 1
         self._often = self._often + 1 if self._step_waits > MANY_WAITS else 0
@@ -244,10 +244,12 @@ class Window:
         if replies:
             absent = out.union(*(reply.observers for reply in replies.values()))
             members = () if self._group.alone or round.label is None else round.label.members
-            epoch = round.label.number if round.label else 0
+            generation = round.label.number if round.label else 0
             # It is made where somebody looks at it: there may be a thousand members.
-            self._last = partial(_last_round, round.number, epoch, members, self._session.task, out, absent)
-        newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number, default=None)
+            self._last = partial(_last_round, round.number, generation, members, self._session.task, out, absent)
+        newest = max(
+            (reply.generation for reply in replies.values()), key=lambda generation: generation.number, default=None
+        )
         more = any(reply.more for reply in replies.values())
         late = out if self._session.backup_workers and round.plan.trains else frozenset[Task]()
         over = max((reply.over for reply in replies.values()), default=0)
@@ -350,16 +352,16 @@ def _names(servers: Iterable[int]) -> str:
 
 
 def _last_round(
-    number: int, epoch: int, members: Sequence[Member], me: Task, out: Set[Task], absent: Set[Task]
+    number: int, generation: int, members: Sequence[Member], me: Task, out: Set[Task], absent: Set[Task]
 ) -> Round:
     """Returns what answers say of a round's members.
 
     Args:
-        number, epoch: of the round.
-        members: those of the epoch; none where this process made the round alone.
+        number, generation: of the round.
+        members: those of the generation; none where this process made the round alone.
         me: its task.
         out: members that it was completed without.
         absent: those, and members that only observed.
     """
     everybody = {member.task for member in members} if members else {me}
-    return Round(number, epoch, tuple(map(str, sorted(everybody - absent))), tuple(map(str, sorted(out))))
+    return Round(number, generation, tuple(map(str, sorted(everybody - absent))), tuple(map(str, sorted(out))))

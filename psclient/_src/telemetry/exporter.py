@@ -126,8 +126,8 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
 )
 
 OF_CHIEFS: tuple[Row[Chief], ...] = (
-    Row(CHIEF + "epochs", "counter", "Epochs of this job.", lambda c: {ALL: c.driven.epochs}),
-    Row(CHIEF + "members", "gauge", "Members of the newest epoch.", lambda c: {ALL: c.driven.members}),
+    Row(CHIEF + "generations", "counter", "Generations of this job.", lambda c: {ALL: c.driven.generations}),
+    Row(CHIEF + "members", "gauge", "Members of the newest generation.", lambda c: {ALL: c.driven.members}),
     Row(CHIEF + "plans_approved", "counter", "Plans of this job that may run.", lambda c: {ALL: c.driven.plans}),
     Row(
         CHIEF + "missing",

@@ -1,4 +1,4 @@
-"""The lives of sessions as bars, and epochs as marks on them: small drawings, and beside each the same in words."""
+"""The lives of sessions as bars, and generations as marks on them: small drawings, and beside each the same in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDS = {
 }
 """Words for the end of a life."""
 
-CAPTION = "Who was there, from the left until now; dashed lines are epochs"
+CAPTION = "Who was there, from the left until now; dashed lines are generations"
 
 
 def time_line(lives: Sequence[Life], events: Iterable[Event], now: float) -> Html:
@@ -24,18 +24,18 @@ def time_line(lives: Sequence[Life], events: Iterable[Event], now: float) -> Htm
 
     Args:
         lives: the sessions.
-        events: what the log says; epochs are drawn where their time is known.
+        events: what the log says; generations are drawn where their time is known.
         now: the time, in monotonic seconds.
     """
     begin = max((life.began for life in lives), default=0.0)
     if not begin:
         return Html("")
-    epochs = [now - event.time for event in events if event.what == "epoch" and event.time is not None]
-    rows = [_row(life, begin, epochs) for life in lives]
+    generations = [now - event.time for event in events if event.what == "generation" and event.time is not None]
+    rows = [_row(life, begin, generations) for life in lives]
     return table(f"{CAPTION}. The whole is {duration(begin)}.", ("task", "life", "since", "until"), rows)
 
 
-def _row(life: Life, begin: float, epochs: Iterable[float]) -> Mapping[str, str]:
+def _row(life: Life, begin: float, generations: Iterable[float]) -> Mapping[str, str]:
     until = "now" if life.state == "open" else f"{duration(life.ended)} ago: {ENDS.get(life.state, life.state)}"
     name = short(life.task) + (" (drives)" if life.drives else "")
     since = f"{duration(life.began)} ago"
@@ -47,7 +47,9 @@ def _row(life: Life, begin: float, epochs: Iterable[float]) -> Mapping[str, str]
         x = max(right, 8)
         bar += f'<path class="end" d="M{x - 8:.0f} 3L{x + 8:.0f} 17M{x + 8:.0f} 3L{x - 8:.0f} 17"/>'
     marks = "".join(
-        f'<path class="epoch" d="M{1000 * (1 - seconds / begin):.0f} 0V20"/>' for seconds in epochs if seconds <= begin
+        f'<path class="generation" d="M{1000 * (1 - seconds / begin):.0f} 0V20"/>'
+        for seconds in generations
+        if seconds <= begin
     )
     head = f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" aria-label="{escaped(words)}">'
     return {"task": name, "life": f"{head}{bar}{marks}</svg>", "since": since, "until": until}

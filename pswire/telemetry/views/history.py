@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pswire.cluster import Task
-from pswire.model.log import Created, Done, Epoch, EpochClosed, Gone, JobStarted, LogEntry, Lost, Member, Snapshotted
+from pswire.model.log import (
+    Created,
+    Done,
+    Generation,
+    GenerationClosed,
+    Gone,
+    JobStarted,
+    LogEntry,
+    Lost,
+    Member,
+    Snapshotted,
+)
 from pswire.model.plan import PlacedVariable
 from pswire.model.status import SessionState
 from pswire.telemetry.views.numbers import short
@@ -57,7 +68,7 @@ class Event:
 
     Attributes:
         time: when it was seen, in monotonic seconds; None where it was there before anybody looked.
-        what: "epoch", "checkpoint", "loss", "begin" or "end".
+        what: "generation", "checkpoint", "loss", "begin" or "end".
         said: what was decided, in words.
         entry: the entry of the log.
     """
@@ -111,8 +122,8 @@ class JobHistory:
                 self.variables.append(entry.variable)
             case JobStarted():
                 self._add(time, "begin", f"a chief began the job on {len(entry.incarnations)} servers", entry)
-            case EpochClosed():
-                self._add(time, "epoch", self._epoch_words(entry.epoch), entry)
+            case GenerationClosed():
+                self._add(time, "generation", self._generation_words(entry.generation), entry)
             case Snapshotted(error=""):
                 self._add(time, "checkpoint", f"{entry.path} is saved, of round {entry.round}", entry)
             case Snapshotted():
@@ -126,17 +137,17 @@ class JobHistory:
     def _add(self, time: float | None, what: str, said: str, entry: LogEntry) -> None:
         self.events.append(Event(time, what, said, entry))
 
-    def _epoch_words(self, epoch: Epoch) -> str:
+    def _generation_words(self, generation: Generation) -> str:
         """Says who takes part, who came, and who is not there any more."""
-        before, self._members = self._members, epoch.members
-        said = f"epoch {epoch.number}: {_names(epoch.members) or 'nobody'}"
-        came = [m for m in epoch.members if m.session not in {each.session for each in before}]
-        went = [m for m in before if m.session not in {each.session for each in epoch.members}]
+        before, self._members = self._members, generation.members
+        said = f"generation {generation.number}: {_names(generation.members) or 'nobody'}"
+        came = [m for m in generation.members if m.session not in {each.session for each in before}]
+        went = [m for m in before if m.session not in {each.session for each in generation.members}]
         said += f"; came: {_names(came)}" if came and before else ""
         said += f"; not any more: {_names(went)}" if went else ""
-        if epoch.returns is not None:
-            back = short(str(Task("ps", epoch.returns.server)))
-            said += f"; {back} is back" if epoch.returns.ready else f"; {back} is being taken back"
+        if generation.returns is not None:
+            back = short(str(Task("ps", generation.returns.server)))
+            said += f"; {back} is back" if generation.returns.ready else f"; {back} is being taken back"
         return said
 
 

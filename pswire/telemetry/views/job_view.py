@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pswire.cluster import Task
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, held_up
 from pswire.telemetry.views.looked import Looked, gone_of, keeper_of, why_silent
 
@@ -77,7 +77,7 @@ class ServerView:
     lag: int = 0
     incarnation: int = _told(0, lambda s, p: s.incarnation)
     started_at: float = _told(0.0, lambda s, p: p.clock - p.uptime)
-    epoch: int = _told(0, lambda s, p: s.epoch.number if s.epoch else 0)
+    generation: int = _told(0, lambda s, p: s.generation.number if s.generation else 0)
     round: int = _told(-1, lambda s, p: s.round)
     waiting: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
     waits_for: tuple[str, ...] = _told((), lambda s, p: _awaited(s.waiting))
@@ -88,7 +88,7 @@ class ServerView:
     snapshot_bytes: int = _told(0, lambda s, p: s.held)
     snapshot_limit: int = _told(0, lambda s, p: s.snapshot_limit)
     resident_bytes: int = _told(0, lambda s, p: p.resident)
-    transports: Mapping[str, int] = _told(dict, lambda s, p: _transports(s.epoch, p))
+    transports: Mapping[str, int] = _told(dict, lambda s, p: _transports(s.generation, p))
     saving: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
     device: str = _told("", lambda s, p: s.device)
     domain: str = _told("", lambda s, p: s.domain)
@@ -116,7 +116,7 @@ class TaskView:
         replicas: number of its replicas.
         mode: as in `JobView`; "" where it makes no rounds.
         silent_seconds: seconds since its last sign of life.
-        takes_part: True if it is in the newest epoch.
+        takes_part: True if it is in the newest generation.
         round: the last round that it has contributed to; -1 for none. Of an asynchronous task its own count.
         lag: number of rounds that it is behind the newest of any task.
         waits_for: tasks that it waits for; none while it computes.
@@ -170,9 +170,9 @@ class JobView:
             "unknown" (no server answers).
         mode: "whole" (synchronous rounds, which have the same contributions on all servers), "sync" (the same without
             that), "async" or "bounded"; "" while nobody takes part.
-        epoch: number of the newest epoch, 0 for none.
+        generation: number of the newest generation, 0 for none.
         round: the newest round of any server, complete or not; -1 for none.
-        replicas: R, of the newest epoch.
+        replicas: R, of the newest generation.
         staleness: in the mode "bounded" the most rounds that an answered task may be ahead of another; else 0.
         gap: in the mode "bounded" the rounds between the foremost and the hindmost task that is waited for, on any
             server; one more than `staleness` where the foremost has pushed, and waits for its answer.
@@ -183,7 +183,7 @@ class JobView:
 
     state: str
     mode: str
-    epoch: int
+    generation: int
     round: int
     replicas: int
     staleness: int
@@ -204,13 +204,15 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
     statuses = [found.status for found in looked if found.status]
     keeper = keeper_of(statuses)
     log_server = next((status for status in statuses if status.server == keeper), None)
-    newest = max((s.epoch for s in statuses if s.epoch), key=lambda epoch: epoch.number, default=None)
+    newest = max(
+        (s.generation for s in statuses if s.generation), key=lambda generation: generation.number, default=None
+    )
     servers = tuple(_server(found, max(map(_newest_round, statuses), default=-1)) for found in looked)
     tasks = tuple(_tasks(statuses, log_server, newest, expected))
     return JobView(
         state=_state(statuses, newest),
         mode=newest.members[0].mode if newest and newest.members else "",
-        epoch=newest.number if newest else 0,
+        generation=newest.number if newest else 0,
         round=max(map(_newest_round, statuses), default=-1),
         replicas=newest.replicas if newest else 0,
         staleness=newest.members[0].staleness if newest and newest.members else 0,
@@ -231,7 +233,7 @@ def _spares(statuses: Iterable[ServerStatus]) -> Iterable[SpareView]:
             yield SpareView(spare.address, spare.domain, str(Task("ps", spare.place)) if spare.place >= 0 else "")
 
 
-def _state(statuses: Sequence[ServerStatus], newest: Epoch | None) -> str:
+def _state(statuses: Sequence[ServerStatus], newest: Generation | None) -> str:
     if not statuses:
         return "unknown"
     if any(status.broken for status in statuses):
@@ -245,7 +247,7 @@ def _state(statuses: Sequence[ServerStatus], newest: Epoch | None) -> str:
 
 def _newest_round(status: ServerStatus) -> int:
     """The newest round that a server has heard of, complete or not; asynchronous ones it counts when complete."""
-    alone = status.epoch is not None and any(member.alone for member in status.epoch.members)
+    alone = status.generation is not None and any(member.alone for member in status.generation.members)
     return status.round if alone else max([status.round, *(waiting.round for waiting in status.waiting)])
 
 
@@ -266,8 +268,10 @@ def _server(found: Looked, newest: int) -> ServerView:
     return ServerView(str(found.task), found.address, state, newest - status.round, **told)
 
 
-def _transports(epoch: Epoch | None, process: ProcessStatus) -> dict[str, int]:
-    return dict(Counter(process.transports.get(member.session, "grpc") for member in (epoch.members if epoch else ())))
+def _transports(generation: Generation | None, process: ProcessStatus) -> dict[str, int]:
+    return dict(
+        Counter(process.transports.get(member.session, "grpc") for member in (generation.members if generation else ()))
+    )
 
 
 def _saving(saving: Saving) -> dict[str, Any]:
@@ -342,7 +346,10 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
 
 
 def _tasks(
-    statuses: Sequence[ServerStatus], log_server: ServerStatus | None, newest: Epoch | None, expected: Sequence[Task]
+    statuses: Sequence[ServerStatus],
+    log_server: ServerStatus | None,
+    newest: Generation | None,
+    expected: Sequence[Task],
 ) -> Iterable[TaskView]:
     """Of each task the newest session, and of those that drive and train both; then those that never came."""
     latest = {(s.member.task, not s.drives): s for s in (log_server.sessions if log_server else ())}
@@ -354,7 +361,9 @@ def _tasks(
         yield from (TaskView(str(task), task.job == "chief", "missing") for task in expected if task not in came)
 
 
-def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch | None, furthest: int) -> TaskView:
+def _task(
+    session: SessionState, statuses: Sequence[ServerStatus], newest: Generation | None, furthest: int
+) -> TaskView:
     member, drives = session.member, session.drives
     takes_part = newest is not None and member in newest.members
     round = -1 if drives else _round_of(session, statuses)
@@ -411,7 +420,7 @@ def _problems_of_tasks(tasks: Sequence[TaskView], log_server: ServerStatus | Non
 
 
 def _no_chief(drivers: Sequence[TaskView]) -> Problem:
-    """Nobody approves plans, closes epochs or commits checkpoints."""
+    """Nobody approves plans, closes generations or commits checkpoints."""
     gone = next((task for task in drivers if task.session), None)
     if gone is None:
         what = "no chief has come yet; start the chief task, or worker 0 where the cluster has no chief"

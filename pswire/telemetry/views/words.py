@@ -30,9 +30,9 @@ MODES = {
 def heading(view: JobView) -> str:
     """The job in one line."""
     said = STATES[view.state]
-    if view.epoch:
+    if view.generation:
         rounds = f"round {view.round}" if view.round >= 0 else "no round yet"
-        said += f": epoch {view.epoch}, {rounds}, {view.replicas} replicas, {MODES[view.mode]}"
+        said += f": generation {view.generation}, {rounds}, {view.replicas} replicas, {MODES[view.mode]}"
         if view.mode == "bounded":
             said += f", {view.gap} of at most {view.staleness} rounds apart"
     return said
@@ -52,7 +52,7 @@ SERVER_COLUMNS: Columns = {
     "address": lambda s: s.address,
     "state": lambda s: s.state,
     "up": lambda s: duration(s.up_seconds),
-    "epoch": lambda s: str(s.epoch),
+    "generation": lambda s: str(s.generation),
     "round": lambda s: _round(s.round),
     "lag": lambda s: str(s.lag),
     "variables": lambda s: str(s.variables),

@@ -21,7 +21,7 @@ from psserver.config import ServerConfig
 from psserver.network.server import ServerThread
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
-from pswire.model.log import EpochClosed, Member
+from pswire.model.log import GenerationClosed, Member
 from pswire.model.status import OpenRound, ServerStatus, SessionState
 from pswire.telemetry.metrics import Histogram
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, core, serving, together
@@ -42,7 +42,7 @@ def is_done(job):
     """What a chief says that sees all that happened in a job at once."""
     state = JobState()
     watched = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
-    state.take([entry for entry in watched.entries if isinstance(entry, EpochClosed)])
+    state.take([entry for entry in watched.entries if isinstance(entry, GenerationClosed)])
     return decide_end(state, watched.sessions, {A, B})
 
 
@@ -74,13 +74,13 @@ def test_a_failed_task_is_waited_for(job):
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "replaced"])
 def test_a_process_may_leave_for_the_one_that_died(job, lost):
-    """Its task is done, though no epoch took it in: those who would have done so left at the same time."""
+    """Its task is done, though no generation took it in: those who would have done so left at the same time."""
     one, dead = job.join(A, B)
     if lost:
         job.servers.spend(12, one.session, job.opened.session)
     back = job.open(B).session
     leave(job, back, one.session)
-    assert job.epoch.session(dead.session)
+    assert job.generation.session(dead.session)
     assert is_done(job)
 
 

@@ -15,7 +15,7 @@ from pstesting.clock import Clock
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ServerGone, ServerLost
 from pswire.limits import Timeouts
-from pswire.model.log import Created, Done, Epoch, EpochClosed, Gone, JobStarted, Lost, Return
+from pswire.model.log import Created, Done, Generation, GenerationClosed, Gone, JobStarted, Lost, Return
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Difference, ServerStatus
 from pswire.model.tensor import TensorSpec
@@ -117,7 +117,7 @@ class Job:
         session = SimpleNamespace(hosting=self.hosting, timeouts=Timeouts(session_timeout=LEASE))
         log = SimpleNamespace(state=self.state)
         self.differences = Differences([], session, log, None, self.clock)
-        self.state.take([EpochClosed(Epoch(1, ()))])
+        self.state.take([GenerationClosed(Generation(1, ()))])
         for number, (name, servers) in enumerate(HOMES.items()):
             spec = VariableSpec(name, TensorSpec("float32", ()), True)
             self.state.take([Created(PlacedVariable(number, spec, servers))])
@@ -169,7 +169,7 @@ def test_nobody_is_given_up_before_both_have_told(job):
 
 def test_nobody_is_given_up_while_a_server_is_taken_back(job):
     """Members wait for it, and the others save for it."""
-    job.state.take([EpochClosed(Epoch(2, (), returns=Return(3, 9, 2)))])
+    job.state.take([GenerationClosed(Generation(2, (), returns=Return(3, 9, 2)))])
     assert job.look((0, 1)) is None
 
 
@@ -201,7 +201,7 @@ def test_who_had_the_same_values_since_is_repaired_again_after_ten_leases(job):
     assert job.look((0, 1), round=640, agreed=3, at=700) == 1
 
 
-LOG = [JobStarted(1, (11, 12), "mine", (), (1, 0)), EpochClosed(Epoch(1, ()))]
+LOG = [JobStarted(1, (11, 12), "mine", (), (1, 0)), GenerationClosed(Generation(1, ()))]
 
 
 class Server:

@@ -25,7 +25,7 @@ from pswire.encoding.protocol import CHUNKS, COMPRESSION, OLDEST, PROTOCOL, TABL
 from pswire.errors import ConfigError, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.hashing import BUCKETS
-from pswire.model.log import STEP, Epoch, EpochClosed, Gone, Return
+from pswire.model.log import STEP, Generation, GenerationClosed, Gone, Return
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.model.tables import TablePart, TableSpec
@@ -328,28 +328,28 @@ def test_who_begins_anew_knows_nothing(keeper):
     assert (hosting.live, hosting.losses) == ((0, 1, 2), ())
 
 
-def read(*epochs: Epoch) -> JobNews:
-    """Returns what is known once two servers were lost, and these epochs closed."""
+def read(*generations: Generation) -> JobNews:
+    """Returns what is known once two servers were lost, and these generations closed."""
     news = JobNews()
-    entries = (Gone(1, "was lost"), Gone(2, "was lost"), *map(EpochClosed, epochs))
+    entries = (Gone(1, "was lost"), Gone(2, "was lost"), *map(GenerationClosed, generations))
     news.take(Watched(0, 0, entries, (), ()))
     return news
 
 
-def coming(number: int, server: int, began: int, ready: bool = False) -> Epoch:
-    """Returns an epoch that tells of a server that comes back."""
-    return Epoch(number, (), STEP, returns=Return(server, 70 + server, began, ready, 9 if ready else 0))
+def coming(number: int, server: int, began: int, ready: bool = False) -> Generation:
+    """Returns a generation that tells of a server that comes back."""
+    return Generation(number, (), STEP, returns=Return(server, 70 + server, began, ready, 9 if ready else 0))
 
 
 FIRST, FENCED, BACK, NEXT = coming(2, 1, 2), coming(3, 1, 2), coming(4, 1, 2, True), coming(5, 2, 5)
 
 
-def test_who_waits_goes_on_with_the_epoch_that_ends_it():
+def test_who_waits_goes_on_with_the_generation_that_ends_it():
     """Not with one after it, by which all wait for the next server at a later step; losses are counted."""
     assert read(FIRST).after(FIRST) == FIRST
     assert read(FIRST, FENCED).after(FIRST) == FENCED
     assert read(FIRST, FENCED, BACK).after(FIRST) == BACK
     assert read(FIRST, FENCED, BACK, NEXT).after(FIRST) == read(FIRST, BACK, NEXT).after(FIRST) == BACK
-    assert read(FIRST, Epoch(3, (), STEP), NEXT).after(FIRST) == Epoch(3, (), STEP)
+    assert read(FIRST, Generation(3, (), STEP), NEXT).after(FIRST) == Generation(3, (), STEP)
     news = read(FIRST, BACK)
-    assert [(epoch.number, back.server, times) for epoch, back, times in news.returned] == [(4, 1, 1)]
+    assert [(generation.number, back.server, times) for generation, back, times in news.returned] == [(4, 1, 1)]

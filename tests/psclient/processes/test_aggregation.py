@@ -31,14 +31,14 @@ from pswire.api import Contribution, RoundReply, RowRead
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
 from pswire.model.compression import Codec
-from pswire.model.log import Epoch, Member
+from pswire.model.log import Generation, Member
 from pswire.model.plan import PlacedVariable, Plan, Reduction, VariableSpec
 from pswire.model.tensor import Array, TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.rig import eventually
 
 MEMBERS = tuple(Member(Task("worker", number), number + 1, 1) for number in range(3))
-EPOCH = Epoch(1, MEMBERS)
+GENERATION = Generation(1, MEMBERS)
 NUMBERS = count()
 LONG = 20.0
 
@@ -60,7 +60,7 @@ class Server:
     def answer(self, number: int, value: float, size: int) -> None:
         array = np.full(size, value, np.float32)
         said, future = self.sums[number][1], self.sums[number][3]
-        future.set_result(RoundReply(said.round, EPOCH, False, (), Payload.pack([array])))
+        future.set_result(RoundReply(said.round, GENERATION, False, (), Payload.pack([array])))
 
 
 @dataclass
@@ -81,10 +81,10 @@ class Worker:
         def singly() -> Future[RoundReply]:
             self.singly.append(round)
             answer: Future[RoundReply] = Future()
-            answer.set_result(RoundReply(round, EPOCH, False, (), Payload.pack([np.full(size, -1, np.float32)])))
+            answer.set_result(RoundReply(round, GENERATION, False, (), Payload.pack([np.full(size, -1, np.float32)])))
             return answer
 
-        own = Own(server, plan, contribution, payload, EPOCH.by_session, singly)
+        own = Own(server, plan, contribution, payload, GENERATION.by_session, singly)
         future = self.group.push(own)
         return own if future is own.future else replace(own, future=future)
 
@@ -322,7 +322,7 @@ def test_one_failure_keeps_nobody_waiting(make):
         raise RuntimeError("it cannot")
 
     said = Contribution(1, 1, 1, plan.id, (1.0,), host=7, want=(0,))
-    broken = Own(0, plan, said, Payload.pack([np.ones(4, np.float32)]), EPOCH.by_session, singly)
+    broken = Own(0, plan, said, Payload.pack([np.ones(4, np.float32)]), GENERATION.by_session, singly)
     other = follows.push(1)
     leads.group.push(broken)
     server.until(2)
@@ -405,7 +405,7 @@ def test_others_do_not_wait_for_what_is_in_no_sum(make, more):
         assert values(plain.push(2 * round + 1)) == [-1.0]
 
 
-def test_rounds_of_other_plans_or_epochs_are_in_no_sum(make):
+def test_rounds_of_other_plans_or_generations_are_in_no_sum(make):
     server, leads, follows = make(2)
     owns = [follows.push(0, 5), leads.push(0)]
     assert singly(*owns)

@@ -123,7 +123,7 @@ def test_a_job_that_waits_is_shown(run):
     """Who is in which round, who waits for whom and over which transport; reading it costs the job nothing."""
     code, said = run.until(lambda said: said["round"] == 5 and by_task(said["tasks"])[str(W0)]["waits_for"])
     assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "whole")
-    assert (said["epoch"], said["replicas"]) == (1, 2)
+    assert (said["generation"], said["replicas"]) == (1, 2)
     tasks = by_task(said["tasks"])
     assert (tasks[str(W0)]["round"], tasks[str(W0)]["lag"], tasks[str(W0)]["waits_for"]) == (5, 0, [str(W1)])
     assert (tasks[str(W1)]["round"], tasks[str(W1)]["lag"], tasks[str(W1)]["waits_for"]) == (4, 1, [])
@@ -137,7 +137,7 @@ def test_a_job_that_waits_is_shown(run):
     assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
 
     code, text = run("status")
-    assert (code, text.splitlines()[0]) == (0, "job runs: epoch 1, round 5, 2 replicas, sync")
+    assert (code, text.splitlines()[0]) == (0, "job runs: generation 1, round 5, 2 replicas, sync")
     assert [line for line in text.splitlines() if line.startswith("worker-0") and line.rstrip().endswith("worker-1")]
 
     sessions = [task["session"] for task in said["tasks"]]
@@ -193,7 +193,7 @@ def test_what_servers_were_told_last(run):
         for task in (W0, W1):
             pushed = [one["said"] for one in told if one["what"] == "push" and one["said"].startswith(str(task))]
             pushed = [text for text in pushed if "first value" not in text]
-            assert [f": round {at} of epoch 1, " in text for at, text in enumerate(pushed[:5])] == [True] * 5
+            assert [f": round {at} of generation 1, " in text for at, text in enumerate(pushed[:5])] == [True] * 5
         worked = [one["said"] for one in told if one["what"] == "worked"]
         assert worked == ["copy (arrays)"] * (len(worked) - 5) + ["step (arrays)"] * 5
     code, text = run("recent", "--server", "1")

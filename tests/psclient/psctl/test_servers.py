@@ -80,7 +80,7 @@ def test_what_was_told_last_is_shown(run, worker):
     assert code == 0
     *before, push, work, create, why, _ = cells(text)
     who = f"worker-0, session {count_of(worker.session)}"
-    assert push == ["2.25 s", "ps-1", "push", f"{who}: round 0 of epoch 1, 24 bytes"]
+    assert push == ["2.25 s", "ps-1", "push", f"{who}: round 0 of generation 1, 24 bytes"]
     assert work == ["2.25 s", "ps-1", "worked", "step (arrays)"]
     assert create == ["0.00 s", "ps-0", "create", f"{who}: 'dense/kernel' float32[4]"]
     assert why[0].startswith("VariableMismatch: ")

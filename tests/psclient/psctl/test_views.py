@@ -27,7 +27,7 @@ from psclient.psctl.status import lines
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.model.log import Done, Epoch, JobStarted, Member
+from pswire.model.log import Done, Generation, JobStarted, Member
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened, OpenRound, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
@@ -86,13 +86,13 @@ def test_a_job_begins_runs_and_ends(serve):
     """From the chief's first entry to its last; that nobody has begun one is no fault of the servers."""
     servers: Servers = serve()
     seen = view(*servers.verbs)
-    assert (seen.state, seen.epoch, seen.round, seen.tasks) == ("none", 0, -1, ())
+    assert (seen.state, seen.generation, seen.round, seen.tasks) == ("none", 0, -1, ())
     assert kinds(seen) == [("no_chief", "")]
     job = Job(servers)
     assert view(*servers.verbs).state == "starting"
     (worker,) = job.join(W0, replicas=3)
     seen = view(*servers.verbs)
-    assert (seen.state, seen.epoch, seen.replicas, kinds(seen)) == ("running", 1, 3, [])
+    assert (seen.state, seen.generation, seen.replicas, kinds(seen)) == ("running", 1, 3, [])
     servers.verbs[0].leave(worker.session, "")
     job.append(Done())
     servers.verbs[0].leave(job.opened.session, "")
@@ -158,7 +158,7 @@ STATUSES = st.builds(
     server=st.integers(0, 2),
     incarnation=st.integers(1, 4),
     log=st.integers(0, 9),
-    epoch=st.none() | st.builds(Epoch, st.integers(1, 3), st.lists(MEMBERS, max_size=3).map(tuple)),
+    generation=st.none() | st.builds(Generation, st.integers(1, 3), st.lists(MEMBERS, max_size=3).map(tuple)),
     round=ROUNDS,
     positions=st.just(()),
     waiting=st.lists(

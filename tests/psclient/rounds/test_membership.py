@@ -12,7 +12,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.chief.decisions import decide
-from psclient._src.chief.epochs import Beginning
+from psclient._src.chief.generations import Beginning
 from psclient._src.chief.job_state import JobState
 from psclient._src.distribute.strands import Marks, PlanCutter
 from psclient._src.processes.sigterm import Leaving, Notice
@@ -26,7 +26,7 @@ from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
 from pswire.model.closures import ClosureName
-from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
+from pswire.model.log import STEP, Approved, Generation, GenerationClosed, Member, Position, Start, Started
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.status import SessionState
 from pswire.network.payload import Payload
@@ -58,34 +58,34 @@ def test_members_count_replicas(job, mode, slices):
         assert [one.group.leads for one in processes] == [True, False, False]
 
 
-def test_an_epoch_with_new_members_is_taken_in_at_its_entry(job):
+def test_an_generation_with_new_members_is_taken_in_at_its_entry(job):
     """Where the program comes to it, which tells the others the round; nowhere else, and only once."""
     with began(job, "sync", 1, 1) as (one, _):
         plan = approved(job, one.create("v"))
         job.close([one.member])
         one.group.enter("dataset:0")
         late = Process(job, B, "sync")
-        epoch = Epoch(3, (one.member, late.member), "dataset:0")
+        generation = Generation(3, (one.member, late.member), "dataset:0")
 
         def told() -> list[Start]:
             entries = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).entries
             return [entry.start for entry in entries if isinstance(entry, Started)]
 
         one.add(plan, 1)
-        job.append(EpochClosed(epoch))
+        job.append(GenerationClosed(generation))
         one.group.enter("dataset:0")
-        assert one.group.epoch.number == 2, "no answer has announced the epoch yet"
+        assert one.group.generation.number == 2, "no answer has announced the generation yet"
         one.add(plan, 1)
         one.group.advance(0, 0, 7, True, frozenset())
         one.group.boundary(1)
-        assert (one.group.epoch.number, one.group.replicas, told()) == (2, 1, [])
+        assert (one.group.generation.number, one.group.replicas, told()) == (2, 1, [])
         one.group.boundary(0)
-        one.group.answered(one.group.sent(), epoch, False)
+        one.group.answered(one.group.sent(), generation, False)
         one.group.boundary(0)
-        assert (one.group.epoch, told()) == (epoch, [Start(3, 2, (Position(0, 0, 7),))])
+        assert (one.group.generation, told()) == (generation, [Start(3, 2, (Position(0, 0, 7),))])
         assert one.group.slice() == (0, 2)
         late.group.join(0)
-        assert (late.group.epoch, late.group.round, late.group.position(0)) == (epoch, 2, Position(0, 0, 7))
+        assert (late.group.generation, late.group.round, late.group.position(0)) == (generation, 2, Position(0, 0, 7))
         late.session.leave()
 
 
@@ -97,8 +97,8 @@ def test_who_is_taken_in_before_a_batch_knows_that_there_is_one(job):
         late = Process(job, B, "sync", 2)
         late.create("v")
         job.close([one.member])
-        entered = Epoch(3, (late.member,), "dataset:2", Start(3, 1))
-        job.append(EpochClosed(entered))
+        entered = Generation(3, (late.member,), "dataset:2", Start(3, 1))
+        job.append(GenerationClosed(entered))
         assert late.group.replicas == 2
         late.group.enter("dataset:2")
         assert (late.group.any_more(2), late.group.any_more(1)) == (True, None)
@@ -159,7 +159,7 @@ def test_who_came_late_is_outside(job, mode):
         assert (one.group.late, late.group.late) == (False, True)
         assert (one.group.outside, late.group.outside) == (False, True)
         assert late.group.saves(), "alone it does, as long as it makes no rounds with others"
-        job.append(EpochClosed(Epoch(2, (one.member, late.member), start=Start(2, 0))))
+        job.append(GenerationClosed(Generation(2, (one.member, late.member), start=Start(2, 0))))
         for process in (one, late):
             process.group.enter("dataset:0")
         assert (one.group.outside, late.group.outside) == (False, mode == "async")
@@ -192,8 +192,8 @@ def test_who_comes_back_has_its_share_again(job):
         back, other, new = Process(job, B, "async"), Process(job, A, "async", 3), Process(job, C, "async")
         where = Position(0, 1, 9)
         members = [other.member, back.member, new.member]
-        number = job.epoch.number + 1
-        job.append(EpochClosed(Epoch(number, tuple(members), start=Start(number, 17, (where,)))))
+        number = job.generation.number + 1
+        job.append(GenerationClosed(Generation(number, tuple(members), start=Start(number, 17, (where,)))))
         back.group.enter("dataset:0")
         assert (back.group.round, back.group.position(0), back.group.late) == (17, where, True)
         assert (back.group.share(), back.group.slice(), back.group.pipeline) == ((2, 3), (0, 1), (1, 2))
@@ -204,7 +204,7 @@ def test_who_comes_back_has_its_share_again(job):
 
 
 def test_an_asynchronous_worker_waits_at_no_boundary(job):
-    """It asks for no place to be taken in, and keeps the epoch in which it began: others come and go."""
+    """It asks for no place to be taken in, and keeps the generation in which it began: others come and go."""
     with began(job, "async", 1, 1) as (one, other):
         plan = sum_into(one.create("v"))
         one.group.enter("dataset:0")
@@ -212,8 +212,8 @@ def test_an_asynchronous_worker_waits_at_no_boundary(job):
         job.close([one.member])
         one.add(plan, 1)
         one.group.enter("dataset:0")
-        assert one.group.epoch is not None
-        assert one.group.epoch.number == 1
+        assert one.group.generation is not None
+        assert one.group.generation.number == 1
         assert all(state.join_point == "" for state in one.session.look().sessions)
         one.add(plan, 2)
         assert (one.group.round, one.session.waits) == (2, (-1, b""))
@@ -279,7 +279,7 @@ def test_a_section_is_out_of_date_by_what_it_was_computed_with(job, asks, replic
         one.add(plan, 1)
         if reads == "now":
             assert int(late.exchange.reads.read(v)) == 2
-        job.append(EpochClosed(Epoch(3, (one.member, late.member), start=Start(3, 2))))
+        job.append(GenerationClosed(Generation(3, (one.member, late.member), start=Start(3, 2))))
         assert late.exchange.enter(plan) == (reads == "before" or (asks and replicas == 2))
         assert not late.exchange.enter(plan), "it takes part by now"
         assert int(late.exchange.reads.read(v)) == 2
@@ -326,7 +326,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
 
 
 def test_each_who_comes_begins_where_its_task_was(job):
-    """After the newest push that reached any server; those who come at once get an epoch each."""
+    """After the newest push that reached any server; those who come at once get a generation each."""
     one, other = job.join(A, B, mode="async")
     v, w = job.variable(one, np.array(0), (0,)), job.variable(one, np.array(0), (1,))
     plan = job.approve(sum_into(v, w), one)
@@ -339,13 +339,13 @@ def test_each_who_comes_begins_where_its_task_was(job):
     other.push(plan, [1, 1], positions=places[3])
     job.close()
     state = JobState()
-    state.take([EpochClosed(job.epoch)])
+    state.take([GenerationClosed(job.generation)])
     back = [Member(A, 77, 1, "async"), Member(B, 78, 1, "async")]
     sessions = tuple(SessionState(member, "open", "", 0.0) for member in back)
     decided = [one for one in decide(state, Watched(1, 0, (), (), sessions), {A, B}) if isinstance(one, Beginning)]
-    epochs = [one.closed([server.status() for server in job.verbs]).epoch for one in decided]
-    assert [epoch.members for epoch in epochs] == [(back[0],), tuple(back)]
-    assert [epoch.start for epoch in epochs] == [Start(3, 2, places[2]), Start(4, 6, places[3])]
+    generations = [one.closed([server.status() for server in job.verbs]).generation for one in decided]
+    assert [generation.members for generation in generations] == [(back[0],), tuple(back)]
+    assert [generation.start for generation in generations] == [Start(3, 2, places[2]), Start(4, 6, places[3])]
 
 
 def told_to_end(job, one, grace=60.0, saves=False):
@@ -356,7 +356,7 @@ def told_to_end(job, one, grace=60.0, saves=False):
     return notice
 
 
-def test_an_epoch_that_some_leave_is_taken_in_where_a_step_begins(job):
+def test_an_generation_that_some_leave_is_taken_in_where_a_step_begins(job):
     """By all at the same place: those who stay save first if it says so, and go on; those who leave end there."""
     with began(job, "sync", 1, 2, 1) as (one, two, three):
         v, *_ = [each.create("v") for each in (one, two, three)]
@@ -364,25 +364,25 @@ def test_an_epoch_that_some_leave_is_taken_in_where_a_step_begins(job):
         saved = []
         for each in (one, two, three):
             each.group.departure.notice = Notice()
-            each.group.departure.save = lambda each=each: saved.append((each.member.task, each.group.epoch.number))
+            each.group.departure.save = lambda each=each: saved.append((each.member.task, each.group.generation.number))
             each.group.enter("dataset:0")
         told_to_end(job, two)
         two.group.boundary(0)
-        epoch = Epoch(2, (one.member, three.member), STEP, None, (two.member,), 2)
-        job.append(EpochClosed(epoch))
+        generation = Generation(2, (one.member, three.member), STEP, None, (two.member,), 2)
+        job.append(GenerationClosed(generation))
         threads = [Thread(target=each.add, args=(plan, 1)) for each in (one, two, three)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(SOON)
         one.group.enter("save")
-        assert (one.group.epoch.number, one.group.replicas) == (1, 4), "that is no step"
+        assert (one.group.generation.number, one.group.replicas) == (1, 4), "that is no step"
         one.group.advance(0, 0, 1, True, frozenset())
         one.group.begin_run()
-        assert one.group.epoch.number == 1, "its pass has batches, which are steps"
+        assert one.group.generation.number == 1, "its pass has batches, which are steps"
         for each in (one, three):
             each.group.boundary(0)
-            assert (each.group.epoch, each.group.replicas) == (epoch, 2)
+            assert (each.group.generation, each.group.replicas) == (generation, 2)
             each.group.boundary(0)
         refused(Leaving, "", lambda: two.group.begin_run())
         assert saved == [(A, 1), (C, 1), (B, 1)]
@@ -431,19 +431,19 @@ def test_beats_tell_that_a_process_leaves(job):
 
 
 class Processes:
-    """Those of a job, in the order in which they came; each epoch has those that are there."""
+    """Those of a job, in the order in which they came; each generation has those that are there."""
 
     def __init__(self, job: Job, count: int) -> None:
         self.job, self.here = job, [Process(job, task, "sync") for task in WORKERS[:count]]
         self.close()
 
     def close(self) -> None:
-        """An epoch of all that are there, which all take in."""
+        """A generation of all that are there, which all take in."""
         here = sorted(self.here, key=lambda process: process.session.task)
         self.job.close([process.member for process in here])
         for process in here:
             process.group.enter("dataset:0")
-            process.group.epoch = self.job.epoch
+            process.group.generation = self.job.generation
 
     def die(self, process: Process) -> None:
         self.here.remove(process)

@@ -21,7 +21,7 @@ from pstesting import InProcessCluster
 from pswire.api import RoundReply
 from pswire.errors import MemoryLimit
 from pswire.limits import PART_BYTES, WINDOW
-from pswire.model.log import Approved, Epoch, EpochClosed
+from pswire.model.log import Approved, Generation, GenerationClosed
 from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from tests.kit.rig import sum_into
@@ -97,21 +97,21 @@ def test_a_full_window_waits_for_its_oldest_round(alone):
 
 
 def test_what_answers_say_of_the_members_waits_for_its_place(alone):
-    """A look brings values; an epoch that the same answers name is taken in a window later, or before a batch."""
+    """A look brings values; a generation that the same answers name is taken in a window later, or before a batch."""
     job, one, plan = alone
-    job.append(EpochClosed(Epoch(2, (one.member,))))
+    job.append(GenerationClosed(Generation(2, (one.member,))))
     first = send(one, plan, 1)
     assert value_of(one, first) == 1
     for number in range(WINDOW - 1):
         assert value_of(one, send(one, plan, number)) == number
-        assert one.group.epoch.number == 1, "it was looked at, and is not taken in"
+        assert one.group.generation.number == 1, "it was looked at, and is not taken in"
     send(one, plan, 7)
-    assert one.group.epoch.number == 2
-    job.append(EpochClosed(Epoch(3, (one.member,))))
+    assert one.group.generation.number == 2
+    job.append(GenerationClosed(Generation(3, (one.member,))))
     send(one, plan, 8)
-    assert one.group.epoch.number == 2
+    assert one.group.generation.number == 2
     one.group.boundary(0)
-    assert one.group.epoch.number == 3
+    assert one.group.generation.number == 3
 
 
 def test_a_round_that_fails_later_ends_the_session_and_names_its_line(alone):

@@ -31,7 +31,7 @@ SLOT = SlotTensor("m", "float32", (2,), 0.25)
 
 def pushed(worker, plan, keys, value=1.0, server=0):
     """Contributes rows for some keys, all of one number."""
-    header = Contribution(worker.session, worker.epoch, worker.round, plan.id, (1.0,), rows=(len(keys),))
+    header = Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0,), rows=(len(keys),))
     return worker.job.verbs[server].push(header, Payload.pack(keyed(keys, value)))
 
 

@@ -107,7 +107,7 @@ def test_all_who_are_whole_when_it_runs_count(tmp_path):
 def test_half_a_late_contribution_is_let_go_of(three):
     """When the round runs its sender is answered, and what has come of it is not kept, nor what still comes."""
     payload = Payload((), ONE.nbytes)
-    said = Contribution(three.c.session, three.c.epoch, three.c.round, three.plan.id, (1.0,), previous=0)
+    said = Contribution(three.c.session, three.c.generation, three.c.round, three.plan.id, (1.0,), previous=0)
     half = three.cores[0].push(said, payload)
     payload.add(0, memoryview(ONE[:1].tobytes()))
     three.push(three.a)

@@ -24,7 +24,7 @@ from pstesting.clock import Clock
 from pswire.api import Contribution, PullReply, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
-from pswire.model.log import Approved, Done, Epoch, EpochClosed, Gone, JobStarted, Member, Return, Start
+from pswire.model.log import Approved, Done, Generation, GenerationClosed, Gone, JobStarted, Member, Return, Start
 from pswire.model.plan import Plan, SnapshotOrder, Turn, VariableSpec
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
@@ -170,7 +170,7 @@ def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
 
 def test_leases_end_by_ticks_alone(job):
     """A clock that nobody looks at ends nothing; one that was not looked at for long forgives. The other servers have
-    no leases: they learn by an epoch who has ended."""
+    no leases: they learn by a generation who has ended."""
     one, other = job.join(A, B)
     job.servers.clock.now += 9_999.0
     job.verbs[0].beat(job.opened.session, -1, b"")
@@ -181,7 +181,7 @@ def test_leases_end_by_ticks_alone(job):
         job.verbs[0].beat(one.session, -1, b"")
     job.verbs[1].beat(one.session, -1, b"")
     job.close([])
-    with pytest.raises(Fenced, match="epoch"):
+    with pytest.raises(Fenced, match="generation"):
         job.verbs[1].beat(one.session, -1, b"")
 
 
@@ -214,7 +214,7 @@ def test_an_answer_may_ask_again(job, late):
     job.append(Approved(plan))
     late.run()
     assert asked == [0]
-    said = Contribution(one.session, one.epoch, 1, wrong.id, (1.0,))
+    said = Contribution(one.session, one.generation, 1, wrong.id, (1.0,))
     refused = job.verbs[0].push(said, Payload.pack([np.zeros(1)]))
     refused.add_done_callback(lambda _: asked.append(job.verbs[0].status().log))
     job.append(Approved(wrong))
@@ -299,20 +299,20 @@ class Told:
         return self.tell("approve", self.token, len(self.machine.log.entries), entries, prepared)[1]
 
     def close(self, *members):
-        number = self.machine.rounds.epoch.number + 1 if self.machine.rounds.epoch else 1
-        return self.append(EpochClosed(Epoch(number, members, start=Start(number, 0))))
+        number = self.machine.rounds.generation.number + 1 if self.machine.rounds.generation else 1
+        return self.append(GenerationClosed(Generation(number, members, start=Start(number, 0))))
 
     def approve(self, plan):
         self.append(Approved(plan))
         return plan
 
-    def push(self, session, plan=None, round=0, came=None, epoch=1, want=()):
+    def push(self, session, plan=None, round=0, came=None, generation=1, want=()):
         """A member pushes ones, of which as many bytes have come; returns its future, and what is to be done."""
         plan, future = plan or self.plan, Future()
         sent = payload(plan, 0, [np.ones(2)] * len(plan.reductions), (1.0,) * len(plan.reductions), ())
         if came is not None:
             sent = Payload((), sent.size)
-        said = Contribution(session, epoch, round, plan.id, (1.0,) * len(plan.reductions), want=want)
+        said = Contribution(session, generation, round, plan.id, (1.0,) * len(plan.reductions), want=want)
         return future, self.tell("push", said, sent, None, future)[1]
 
     def made(self, work):
@@ -334,8 +334,8 @@ def begin(told, incarnation):
 
 
 def back(server, incarnation, round):
-    epoch = Epoch(1, (Member(A, 1, 1),), "step", returns=Return(server, incarnation, 1, True, round))
-    return EpochClosed(epoch)
+    generation = Generation(1, (Member(A, 1, 1),), "step", returns=Return(server, incarnation, 1, True, round))
+    return GenerationClosed(generation)
 
 
 def test_who_is_back_waits_for_those_who_do_not_know_yet(told):
@@ -358,7 +358,7 @@ def test_who_is_back_makes_no_round_of_before(told):
     told.append(Gone(0, "was lost"), Gone(2, "was lost"))
     plan = reduce_only(VALUE)
     vote = Vote(told.machine.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
-    told.append(Approved(plan), EpochClosed(Epoch(1, (Member(A, 1, 1),), start=Start(1, 0))))
+    told.append(Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
     told.tell("testify", 1, said_by_servers.Testimony(vote.job, 2, (vote,), 0))
     assert [open.round for open in told.machine.rounds.waiting()] == [3]
     told.append(back(0, 100, 5))
@@ -378,7 +378,7 @@ def test_a_round_waits_for_all_its_members(told):
     assert (step.queue, step.follows, step.future) == ("arrays", False, None)
     run, *replies, counted = told.made(step)
     assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
-    answer = RoundReply(0, told.machine.rounds.epoch, False, (), replies[0].value.payload, ())
+    answer = RoundReply(0, told.machine.rounds.generation, False, (), replies[0].value.payload, ())
     assert replies == [Reply(first, answer), Reply(second, answer)]
     assert told.machine.store.value(0).tolist() == [2, 2]
 

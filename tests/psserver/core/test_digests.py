@@ -12,7 +12,7 @@ from psserver.core.digests import MAX_NAMES
 from psserver.effects import Work
 from psserver.plans import backlog
 from pswire.errors import CheckpointError, PSError, ServerGone
-from pswire.model.log import EpochClosed, Gone, JobStarted, Return
+from pswire.model.log import GenerationClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
 from tests.kit.contributions import Mail, Voters
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, eventually, sum_into
@@ -281,24 +281,26 @@ def test_what_differs_from_a_server_that_is_lost_is_forgotten(copies):
 
 def come_back(copies):
     """Server 1 is back as another process, without its variables; returns it, and what the others have of these."""
-    new, number = core(1, 777, clock=copies.clock), copies.job.epoch.number + 1
+    new, number = core(1, 777, clock=copies.clock), copies.job.generation.number + 1
     new.others = Mail(1, copies.votes)
-    epoch = replace(copies.job.epoch, number=number, returns=Return(1, 777, number, True, copies.worker.round))
+    generation = replace(
+        copies.job.generation, number=number, returns=Return(1, 777, number, True, copies.worker.round)
+    )
     others = [one for one in copies.cores if one.server != 1]
     log = [*others[0].machine.log.entries]
     for one in (*others, new):
         have = one.status().log
-        one.approve(copies.job.token, have, [*log[have:], EpochClosed(epoch)])
+        one.approve(copies.job.token, have, [*log[have:], GenerationClosed(generation)])
     held = {id: value.copy() for one in others for id, value in one.machine.store.values().items()}
     new.open(WORKERS[0], 1, copies.worker.session, False, "whole", "", 0, 0, 0)
     copies.cores[1] = copies.job.verbs[1] = new
-    copies.worker.epoch, copies.job.epoch = number, epoch
+    copies.worker.generation, copies.job.generation = number, generation
     return new, {v.id: held[v.id] for v in copies.variables if 1 in v.servers}
 
 
 def read(copies, new, held):
     new.machine.store.commit(held)
-    new.machine.rounds.backlog.has_read(copies.job.epoch.number)
+    new.machine.rounds.backlog.has_read(copies.job.generation.number)
     new.tick()
 
 

@@ -40,7 +40,7 @@ from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, PushAgain, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Epoch, EpochClosed, Mode, Started
+from pswire.model.log import Generation, GenerationClosed, Mode, Started
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import row_specs
@@ -215,7 +215,7 @@ class Worker:
                 group.boundary(0)
                 begins = group.position(0)
                 batch = max(batch, begins.index if begins else 0)
-            if group.epoch is not None and group.round >= model.rounds:
+            if group.generation is not None and group.round >= model.rounds:
                 self.exchange.settle()
                 while self.sent:
                     self._look(self.sent.pop())
@@ -495,7 +495,7 @@ class Model(RuleBasedStateMachine):
         self.unique, self.luck = count(1), Random(0)
         self.broken = False
         # The ledger: what was said, what arrived, and what the servers made of it.
-        self.epochs: dict[int, Epoch] = {}
+        self.generations: dict[int, Generation] = {}
         self.begun: dict[Name, dict[int, Contribution]] = defaultdict(dict)
         self.arrived: dict[Name, set[int]] = defaultdict(set)
         self.carriers: dict[tuple[Name, int], list[Message]] = defaultdict(list)
@@ -890,19 +890,19 @@ class Model(RuleBasedStateMachine):
         return tuple(int(values.get(place * len(self.cores) + number, 0)) for place in range(3))
 
     def _check_log(self) -> None:
-        """One log, and epochs in order. Before server 0 has a job, a chief that was killed may have begun others."""
+        """One log, and generations in order. Before server 0 has a job, a chief that was killed may have begun others."""
         log = self.cores[0].machine.log.entries
         for one in self.cores[1:] if log else ():
             assert one.machine.log.entries == log[: len(one.machine.log.entries)], "two logs differ"
-        closed = [entry.epoch for entry in log if isinstance(entry, EpochClosed)]
-        assert [epoch.number for epoch in closed] == list(range(1, len(closed) + 1))
-        self.epochs = {epoch.number: epoch for epoch in closed}
+        closed = [entry.generation for entry in log if isinstance(entry, GenerationClosed)]
+        assert [generation.number for generation in closed] == list(range(1, len(closed) + 1))
+        self.generations = {generation.number: generation for generation in closed}
         starts = [entry.start for entry in log if isinstance(entry, Started)]
-        starts += [epoch.start for epoch in closed if epoch.start]
-        assert len({start.epoch for start in starts}) == len(starts), "an epoch starts twice"
+        starts += [generation.start for generation in closed if generation.start]
+        assert len({start.generation for start in starts}) == len(starts), "a generation starts twice"
 
     def _check_record(self, name: Name, record: Record) -> None:
-        """A round holds the contributions of the members of its epoch, each once, but for those it names."""
+        """A round holds the contributions of the members of its generation, each once, but for those it names."""
         (server, strand, round), arrived = name, self.arrived[name]
         assert round > self.lasts.get((server, strand), -1), "rounds run out of order"
         self.lasts[server, strand] = round
@@ -914,9 +914,9 @@ class Model(RuleBasedStateMachine):
             self.tables.count(name, None, (), ran=False)
             return
         plan = self._plan_of(record.plan_id)  # of a round of this number that was forgotten it may be another
-        number = max(said.epoch for said in self.begun[name].values())
-        assert {self.begun[name][session].epoch for session in arrived} <= {number}
-        members = [member for member in self.epochs[number].members if strand in (None, member.task)]
+        number = max(said.generation for said in self.begun[name].values())
+        assert {self.begun[name][session].generation for session in arrived} <= {number}
+        members = [member for member in self.generations[number].members if strand in (None, member.task)]
         counted = frozenset(member.session for member in members if member.task not in record.left_out)
         if record.error is None:
             if self.mode == "whole":
@@ -1005,7 +1005,7 @@ class Model(RuleBasedStateMachine):
         reply = answer.result()
         name = self._name(message.server, message.task, message.said.round)
         given, rows = self._given(message, reply)
-        told = reply.epoch, reply.left_out, reply.more, given
+        told = reply.generation, reply.left_out, reply.more, given
         assert self.replies.setdefault(name, told) == told
         self.tables.check_answer(name, answer, message.said.lookups, rows, self.mode == "async")
 
@@ -1163,7 +1163,7 @@ class Late(Whole):
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chief looks, and does not wait for something to see; for no hung member, as the model has none."""
     monkeypatch.setattr(chief_module, "PAUSE", 0.0)
-    monkeypatch.setattr(chief_module.HungMembers, "look", lambda self, epoch: False)
+    monkeypatch.setattr(chief_module.HungMembers, "look", lambda self, generation: False)
 
 
 class TestModel(Model.TestCase):

@@ -23,7 +23,7 @@ from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
-from pswire.model.log import Approved, Created, Epoch, EpochClosed, Member, Start
+from pswire.model.log import Approved, Created, Generation, GenerationClosed, Member, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
@@ -44,7 +44,7 @@ SPEC = VariableSpec("dense/kernel", TensorSpec("float32", (2, 3)))
 VARIABLE = PlacedVariable(4, SPEC, (0,))
 PLAN = checkpoint("run/ckpt-1", (0,))
 ID = PLAN.id.hex()[:8]
-ENTRIES = [Created(VARIABLE), Created(VARIABLE), Approved(PLAN), EpochClosed(Epoch(1, ()))]
+ENTRIES = [Created(VARIABLE), Created(VARIABLE), Approved(PLAN), GenerationClosed(Generation(1, ()))]
 
 
 def write_shard() -> None:
@@ -104,7 +104,7 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "propose": [
         ((SESSION, PreparedPlan(PLAN, 0, False), "", None, ""), f"{WHO}: plan {ID}"),
         ((SESSION, None, f"plan:{PLAN.id.hex()}", None, ""), f"{WHO}: waits at plan:{ID}"),
-        ((SESSION, None, "", Start(2, 5), ""), f"{WHO}: new members of epoch 2 begin with round 5"),
+        ((SESSION, None, "", Start(2, 5), ""), f"{WHO}: new members of generation 2 begin with round 5"),
         ((SESSION, PreparedPlan(PLAN, 0, False), "dataset:1", None, ""), f"{WHO}: plan {ID}, waits at dataset:1"),
     ],
     "watch": [
@@ -114,7 +114,7 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "part": [((SESSION,), f"{WHO}: watches no more")],
     "holds": [((TOKEN,), "a chief's token")],
     "approve": [
-        ((TOKEN, 3, ENTRIES, {}), "the log from 3 on: 2 created, 1 approved, 1 epoch closed"),
+        ((TOKEN, 3, ENTRIES, {}), "the log from 3 on: 2 created, 1 approved, 1 generation closed"),
         ((TOKEN, 0, [], {}), "the log from 0 on: nothing"),
     ],
     "push": [
@@ -122,7 +122,10 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
             (Contribution(SESSION, 0, 0, b"", first_values=(4, 5)), Payload((), 2048), None, FUTURE),
             f"{WHO}: 2 first values, 2 KiB",
         ),
-        ((Contribution(SESSION, 1, 5, PLAN.id), Payload((), 40), None, FUTURE), f"{WHO}: round 5 of epoch 1, 40 bytes"),
+        (
+            (Contribution(SESSION, 1, 5, PLAN.id), Payload((), 40), None, FUTURE),
+            f"{WHO}: round 5 of generation 1, 40 bytes",
+        ),
     ],
     "hear": [
         ((1, Vote(7, 5, PLAN.id, 1, 0, frozenset((SESSION,)))), "server 1 votes in round 5"),

@@ -16,7 +16,7 @@ from pswire.errors import Fenced, MemoryLimit, NonfiniteError, ProgramError, Pus
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
-from pswire.model.log import Approved, Epoch, EpochClosed, Start
+from pswire.model.log import Approved, Generation, GenerationClosed, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.status import MissedPeer
@@ -45,7 +45,7 @@ class Two(Voters):
         return [worker.push(plan, [ONE] * len(plan.reductions), server=n, **said) for n in servers]
 
     def lose(self, *lost):
-        """The chief closes an epoch without these."""
+        """The chief closes a generation without these."""
         self.job.close([w.member for w in (self.a, self.b) if w not in lost])
 
 
@@ -287,7 +287,7 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
     """What was used up of the others is asked for once more, and taken in whole."""
     two = streamed
     first = two.push(two.a, 0, 1)
-    said = Contribution(two.b.session, two.b.epoch, two.b.round, two.plan.id, (1.0, 1.0))
+    said = Contribution(two.b.session, two.b.generation, two.b.round, two.plan.id, (1.0, 1.0))
     half = two.cores[0].push(said, Payload((), ONE.nbytes))  # of which nothing is there
     whole = two.push(two.b, 1)
     two.hear()
@@ -314,12 +314,12 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
 
 def change(two, made, round, mode):
     """The entry of a change that both members ask for; they go on from there."""
-    asked, number = Change(made, round, mode), two.job.epoch.number + 1
-    members = tuple(map(asked.moved, two.job.epoch.members))
-    two.job.epoch = Epoch(number, members, str(asked), Start(number, round))
+    asked, number = Change(made, round, mode), two.job.generation.number + 1
+    members = tuple(map(asked.moved, two.job.generation.members))
+    two.job.generation = Generation(number, members, str(asked), Start(number, round))
     for worker in (two.a, two.b):
-        worker.epoch, worker.round = number, round
-    return EpochClosed(two.job.epoch)
+        worker.generation, worker.round = number, round
+    return GenerationClosed(two.job.generation)
 
 
 def test_a_vote_counts_that_comes_before_its_server_knows_of_the_change(two):
@@ -355,7 +355,7 @@ def test_an_own_round_is_not_taken_for_one_that_streams(tmp_path):
         common = job.approve(sum_into(large, returned=False), two[0])
         shared = [Sending(worker, common, [np.ones(large.spec.tensor.shape, "int64")]) for worker in two]
         assert all(sending.begun for sending in shared)  # it streams
-        said = Contribution(two[0].session, two[0].epoch, 0, plan.id, (1.0,), alone=True)
+        said = Contribution(two[0].session, two[0].generation, 0, plan.id, (1.0,), alone=True)
         begun = []
         own = servers.cores[0].push(said, Payload.pack([np.array(10)]), begun.append)
         assert not own.done()
@@ -395,7 +395,7 @@ class Tables(Two):
             counts = tuple(len(mine) * (place == n) for place in (0, 1))
             asked = (RowRead.of(self.tables[n].id, np.array(lookups, np.int64)),) if lookups else ()
             header = Contribution(
-                worker.session, worker.epoch, worker.round, self.plan.id, (1.0, 1.0), rows=counts, lookups=asked
+                worker.session, worker.generation, worker.round, self.plan.id, (1.0, 1.0), rows=counts, lookups=asked
             )
             payload = Payload.pack(keyed(mine, value))
             futures.append(self.job.verbs[n].push(replace(header, **said), payload))

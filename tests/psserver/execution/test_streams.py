@@ -160,7 +160,7 @@ def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
     """And so is who wants what is not here: with an error of its own. A stranger that names the round that runs gets an
     error alone, and hears nothing of the answer."""
     (third,) = job.join(C)
-    third.epoch = two[0].epoch
+    third.generation = two[0].generation
     nothing = Sending(two[0], plan, full(1, 2, 3)).come()
     missing = Sending(two[1], plan, full(1, 2, 3), want=(77,)).come(LIMIT)
     stranger = Sending(third, plan, full(1, 2, 3), want=ids(three))
@@ -397,7 +397,7 @@ def test_what_a_member_has_not_sent_whole_is_left_out(job, two):
     (third,) = job.join(C)
     one, other = two
     for worker in two:
-        worker.epoch = job.epoch.number
+        worker.generation = job.generation.number
     variables = [job.variable(one, value) for value in zeros(3)]
     plan = job.approve(sum_into(*variables, op="mean", returned=False), one)
     sent = [
@@ -416,7 +416,7 @@ def test_what_a_member_has_not_sent_whole_is_left_out(job, two):
     assert stored(job, *variables) == [39 / 5, 9 / 2, 9 / 2]
     for reply in together(sent[0].reply, sent[2].reply):
         assert reply.left_out == (B,)
-        assert reply.epoch.number == job.epoch.number
+        assert reply.generation.number == job.generation.number
         assert wanted(reply, variables) == [39 / 5, 9 / 2, 9 / 2]
 
 

@@ -737,7 +737,7 @@ def test_whatever_is_sent_others_are_served(
     with Hand(site.transports, name) as guest:
         header, _ = guest.push(site, last, 2)
         pull = pb.PullRequest(session=last.session, variables=[site.variables[0].id], after=-1).SerializeToString()
-        wide = pb.PushHeader(session=last.session, epoch=1 << 63, round=1 << 62, size=1 << 38).SerializeToString()
+        wide = pb.PushHeader(session=last.session, generation=1 << 63, round=1 << 62, size=1 << 38).SerializeToString()
         headers = {"push": header, "pull": pull, "wide": wide}
         if known:
             guest.welcomed(last.session, site.transports)

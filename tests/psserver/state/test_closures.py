@@ -22,7 +22,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit, ProgramError, PushAgain
 from pswire.limits import CLOSURE_LOSSES, CLOSURE_ROUNDS
 from pswire.model.closures import ClosureName, ClosureOrder, ClosureResult, Piece
-from pswire.model.log import Epoch, Member
+from pswire.model.log import Generation, Member
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.cases import search
@@ -418,11 +418,11 @@ class Maker:
         self.rounds = Rounds(str)
         self.rounds.approve(PreparedPlan(PLAN, 0))
         self.rounds.approve(PreparedPlan(OTHER, 0))
-        self.rounds.close_epoch(Epoch(1, MEMBERS))
+        self.rounds.close_generation(Generation(1, MEMBERS))
 
-    def push(self, session, name, round=0, plan=PLAN, whole=True, epoch=1):
+    def push(self, session, name, round=0, plan=PLAN, whole=True, generation=1):
         """Pushes, unless it is answered by the record; returns the future."""
-        said = Contribution(session, epoch, round, plan.id, (1.0,), previous=round - 1, closure=name)
+        said = Contribution(session, generation, round, plan.id, (1.0,), previous=round - 1, closure=name)
         future = Future()
         record = self.rounds.recorded(said)
         if record is not None:
@@ -479,11 +479,11 @@ def test_all_answers_are_kept_until_the_closure_is_over(maker):
 
 
 def test_what_is_not_whole_makes_room(maker):
-    """The first worker died in the middle of its push: the second one's counts, in whatever epoch it is."""
+    """The first worker died in the middle of its push: the second one's counts, in whatever generation it is."""
     first = maker.push(1, FIRST, whole=False)
     assert maker.run() == []
-    maker.rounds.close_epoch(Epoch(2, MEMBERS[1:]))
-    maker.push(2, SECOND, epoch=2)
+    maker.rounds.close_generation(Generation(2, MEMBERS[1:]))
+    maker.push(2, SECOND, generation=2)
     with pytest.raises(Fenced, match="handed to another worker"):
         first.result()
     assert maker.run() == [2]
@@ -527,16 +527,16 @@ def test_another_sequence_is_refused(maker):
         maker.push(2, replace(SECOND, number=0)).result()
 
 
-def test_a_push_that_waited_for_its_epoch_comes_again(maker):
+def test_a_push_that_waited_for_its_generation_comes_again(maker):
     """By then the round may have been made."""
-    early = maker.push(2, SECOND, epoch=2)
+    early = maker.push(2, SECOND, generation=2)
     maker.push(1, FIRST)
     maker.run()
-    for effect in maker.rounds.close_epoch(Epoch(2, MEMBERS)):
+    for effect in maker.rounds.close_generation(Generation(2, MEMBERS)):
         effect.future.set_exception(effect.error)
     with pytest.raises(PushAgain):
         early.result()
-    assert maker.push(2, SECOND, epoch=2).result().sessions == {1}
+    assert maker.push(2, SECOND, generation=2).result().sessions == {1}
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.booleans()), max_size=12))

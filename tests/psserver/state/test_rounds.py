@@ -18,7 +18,7 @@ from psserver.state.strands import RECORDS, RESENDS, Given
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.limits import WINDOW
-from pswire.model.log import Epoch, Member, Position, Start
+from pswire.model.log import Generation, Member, Position, Start
 from pswire.model.plan import Plan, Reduction
 from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
@@ -50,8 +50,8 @@ class Told:
 
         return call
 
-    approve, refuse, close_epoch, push, fail_session, abandon = map(
-        _keep, ("approve", "refuse", "close_epoch", "push", "fail_session", "abandon")
+    approve, refuse, close_generation, push, fail_session, abandon = map(
+        _keep, ("approve", "refuse", "close_generation", "push", "fail_session", "abandon")
     )
 
     def failed(self):
@@ -66,14 +66,16 @@ def rounds():
     found = Told(lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
     found.approve(PreparedPlan(PLAN, 0))
     found.approve(PreparedPlan(OTHER, 0))
-    found.close_epoch(Epoch(1, MEMBERS[:2]))
+    found.close_generation(Generation(1, MEMBERS[:2]))
     return found
 
 
-def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=(), start=-1, previous=-1):
+def push(rounds, session, round=0, plan=PLAN, generation=1, value=None, positions=(), start=-1, previous=-1):
     """Pushes its own number; returns the future."""
     future = Future()
-    said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions, start=start, previous=previous)
+    said = Contribution(
+        session, generation, round, plan.id, (1.0,), positions=positions, start=start, previous=previous
+    )
     rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future, 0.0)
     return future
 
@@ -147,16 +149,16 @@ def test_a_record_is_for_those_who_are_in_it(rounds):
     assert rounds.recorded(Contribution(3, 1, 1, OTHER.id)).error.message == "no"
 
 
-def test_an_epoch_completes_what_is_open(rounds):
+def test_an_generation_completes_what_is_open(rounds):
     """Without those whom it leaves out, if they gave nothing; with them if they did."""
     push(rounds, 1)
-    rounds.close_epoch(Epoch(2, MEMBERS[:1]))
+    rounds.close_generation(Generation(2, MEMBERS[:1]))
     job = rounds.next_job()
     assert (sessions(job), job.left_out) == ([1], (WORKERS[1],))
     finish(rounds, job)
-    assert records(rounds)[0].epoch.number == 2
-    push(rounds, 1, 1, epoch=2)
-    rounds.close_epoch(Epoch(3, MEMBERS[1:2]))
+    assert records(rounds)[0].generation.number == 2
+    push(rounds, 1, 1, generation=2)
+    rounds.close_generation(Generation(3, MEMBERS[1:2]))
     job = rounds.next_job()
     assert (sessions(job), job.left_out) == ([1], ())
     with pytest.raises(Fenced):
@@ -172,7 +174,7 @@ def test_a_round_that_is_forgotten_leaves_no_position(rounds):
     said = Contribution(1, 1, 1, PLAN.id, (1.0,), positions=(second,))
     rounds.push(said, Payload((), NUMBER.nbytes), Future(), 0.0)
     assert (rounds.strands[None].newest, rounds.positions) == (1, (second,))
-    rounds.close_epoch(Epoch(2, MEMBERS[2:]))
+    rounds.close_generation(Generation(2, MEMBERS[2:]))
     assert rounds.next_job() is None
     assert (rounds.strands[None].newest, rounds.positions) == (0, (first,))
 
@@ -234,7 +236,7 @@ def test_batches_are_compared_where_both_say_them(rounds, batches):
 
 def test_the_batches_of_a_sum_are_compared(rounds):
     """Each part of a sum says its sender's own."""
-    host = {"round": 0, "plan_id": PLAN.id, "host": 7, "epoch": 1}
+    host = {"round": 0, "plan_id": PLAN.id, "host": 7, "generation": 1}
     parts = [Contribution(session=s, weights=(1.0,), batch=f"batch {s} has {s} examples", **host) for s in (1, 2)]
     future = Future()
     said = Contribution(session=1, weights=(2.0,), parts=tuple(parts), **host)
@@ -255,12 +257,12 @@ def test_a_left_out_round_is_a_divergence(rounds, first):
 
 @pytest.mark.parametrize("gone", [True, False], ids=["gone", "new"])
 def test_who_need_not_make_a_round_leaves_none_out(rounds, gone):
-    """It was fenced, or is a member only since a later epoch: what it sent to a later one says nothing."""
+    """It was fenced, or is a member only since a later generation: what it sent to a later one says nothing."""
     if gone:
         push(rounds, 2, 1)
-    rounds.close_epoch(Epoch(2, MEMBERS[:1] if gone else MEMBERS))
+    rounds.close_generation(Generation(2, MEMBERS[:1] if gone else MEMBERS))
     if not gone:
-        push(rounds, 3, 1, epoch=2)
+        push(rounds, 3, 1, generation=2)
         push(rounds, 2)
     push(rounds, 1)
     assert not failed(rounds)
@@ -288,13 +290,13 @@ def test_a_window_of_rounds_may_be_under_way(rounds):
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_round_waits_for_the_one_that_its_sender_has_sent_before(rounds, members):
     """Which may arrive later, on another connection; rounds of other servers are no concern of this one."""
-    rounds.close_epoch(Epoch(2, MEMBERS[:members]))
+    rounds.close_generation(Generation(2, MEMBERS[:members]))
     here = range(1, members + 1)
     for session in here:
-        push(rounds, session, 5, epoch=2, previous=3)
+        push(rounds, session, 5, generation=2, previous=3)
     assert rounds.next_job() is None
     for session in here:
-        push(rounds, session, 3, epoch=2)
+        push(rounds, session, 3, generation=2)
     for number in (3, 5):
         job = rounds.next_job()
         assert (job.round, sessions(job)) == (number, list(here))
@@ -304,7 +306,7 @@ def test_a_round_waits_for_the_one_that_its_sender_has_sent_before(rounds, membe
 
 def test_nobody_waits_for_the_round_of_one_who_is_gone(rounds):
     push(rounds, 1, 1, previous=0)
-    rounds.close_epoch(Epoch(2, MEMBERS[1:2]))
+    rounds.close_generation(Generation(2, MEMBERS[1:2]))
     assert rounds.next_job() is None
     for number in (1, 0):
         push(rounds, 2, number, previous=number - 1)
@@ -317,7 +319,7 @@ def test_nobody_waits_for_the_round_of_one_who_is_gone(rounds):
 def test_what_nobody_else_makes_is_forgotten_with_its_sender(rounds):
     """Where the round before it has not come: it would never run."""
     push(rounds, 1, 1, previous=0)
-    rounds.close_epoch(Epoch(2, ()))
+    rounds.close_generation(Generation(2, ()))
     assert rounds.next_job() is None
     assert not list(rounds.waiting())
 
@@ -339,25 +341,25 @@ def test_a_round_that_others_make_is_not_jumped_over(rounds):
 
 
 def test_what_is_pushed_too_soon_is_kept(rounds):
-    """Until its epoch is here; strangers are told then."""
-    early = [push(rounds, session, epoch=2) for session in (1, 2, 3)]
+    """Until its generation is here; strangers are told then."""
+    early = [push(rounds, session, generation=2) for session in (1, 2, 3)]
     assert rounds.next_job() is None
     assert rounds.sessions() == {1, 2, 3}
     assert [waiting.approved for waiting in rounds.waiting()] == [False] * 3
-    rounds.close_epoch(Epoch(2, MEMBERS[:2]))
+    rounds.close_generation(Generation(2, MEMBERS[:2]))
     assert isinstance(failed(rounds)[early[2]], Fenced)
     assert sessions(rounds.next_job()) == [1, 2]
 
 
 def test_what_is_pushed_too_soon_is_bounded(rounds):
     """A window of each session, of which the newest attempts wait: it may try as often as its network loses them."""
-    early = [push(rounds, 1, 3, epoch=9) for _ in range(RESENDS + 2)]
+    early = [push(rounds, 1, 3, generation=9) for _ in range(RESENDS + 2)]
     found = failed(rounds)
     assert list(found) == early[:2]
     for number in range(4, 3 + WINDOW):
-        push(rounds, 1, number, epoch=9, previous=number - 1)
+        push(rounds, 1, number, generation=9, previous=number - 1)
     with pytest.raises(InvalidRequest, match="8 rounds of this session are under way, from 3 on"):
-        refused(rounds, 1, 3 + WINDOW, epoch=9)
+        refused(rounds, 1, 3 + WINDOW, generation=9)
     assert list(failed(rounds)) == []
     assert [waiting.round for waiting in rounds.waiting()] == list(range(3, 3 + WINDOW))
 
@@ -431,14 +433,14 @@ def test_a_session_that_ends_waits_no_more(rounds):
     job = rounds.next_job()
     assert sessions(job) == [1, 2]
     assert finish(rounds, job) == [2]
-    futures = {push(rounds, 1, 1), push(rounds, 1, 1), push(rounds, 2, epoch=5)}
+    futures = {push(rounds, 1, 1), push(rounds, 1, 1), push(rounds, 2, generation=5)}
     rounds.abandon(PSError("the server ends"))
     assert set(failed(rounds)) == futures
 
 
 def test_status_tells_who_is_missing(rounds):
-    rounds.close_epoch(Epoch(2, MEMBERS))
-    push(rounds, 2, epoch=2)
+    rounds.close_generation(Generation(2, MEMBERS))
+    push(rounds, 2, generation=2)
     (waiting,) = rounds.waiting()
     assert (waiting.round, waiting.section, waiting.approved) == (0, "this", True)
     assert waiting.missing == (WORKERS[0], WORKERS[2])
@@ -455,7 +457,7 @@ def alone(rounds):
     rounds.clear()
     rounds.approve(PreparedPlan(PLAN, 0))
     rounds.approve(PreparedPlan(OTHER, 0))
-    rounds.close_epoch(Epoch(1, LONERS[:2]))
+    rounds.close_generation(Generation(1, LONERS[:2]))
     return rounds
 
 
@@ -499,12 +501,12 @@ def test_a_resend_of_its_own_is_answered(alone):
 
 def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):
     """Its last round was over the longest ago, though it pushes last; with bounded staleness all may wait for it."""
-    alone.close_epoch(Epoch(2, LONERS))
+    alone.close_generation(Generation(2, LONERS))
     for session, round in ((3, 0), (1, 0), (2, 0), (1, 1), (2, 1)):
-        push(alone, session, round, epoch=2)
+        push(alone, session, round, generation=2)
         finish(alone, alone.next_job())
     for session, round in ((1, 2), (2, 2), (3, 1)):
-        push(alone, session, round, epoch=2)
+        push(alone, session, round, generation=2)
     turns = []
     for _ in range(3):
         job = alone.next_job()
@@ -539,13 +541,13 @@ def test_what_a_dead_worker_left_whole_counts(alone):
     """Once; its place tells where its task goes on, and what it sends later is refused."""
     here, later = Position(0, 0, 4), Position(0, 1, 0)
     push(alone, 1, 3, positions=(here,))
-    alone.close_epoch(Epoch(2, LONERS[1:2]))
+    alone.close_generation(Generation(2, LONERS[1:2]))
     assert alone.places == (WorkerProgress(ONE, 3, (here,)),)
     with pytest.raises(Fenced):
         alone.check(1)
     back = Member(ONE, 9, 1, "async")
-    alone.close_epoch(Epoch(3, (back, LONERS[1])))
-    push(alone, 9, 4, epoch=3, positions=(later,))
+    alone.close_generation(Generation(3, (back, LONERS[1])))
+    push(alone, 9, 4, generation=3, positions=(later,))
     job = alone.next_job()
     assert (job.round, sessions(job), job.positions) == (3, [1], (here,))
     finish(alone, job)
@@ -560,8 +562,8 @@ def test_tasks_that_come_and_go_leave_little(alone):
     """Of each task the last answers are kept, however often it was started."""
     for life in range(50):
         session = 10 + life
-        alone.close_epoch(Epoch(2 + life, (Member(ONE, session, 1, "async"), LONERS[1])))
-        push(alone, session, life, epoch=2 + life)
+        alone.close_generation(Generation(2 + life, (Member(ONE, session, 1, "async"), LONERS[1])))
+        push(alone, session, life, generation=2 + life)
         finish(alone, alone.next_job())
     assert len(alone.strands) == 2
     assert len(records(alone, ONE)) == RECORDS
@@ -572,7 +574,7 @@ def test_every_push_is_counted_once(steps):
     """In any interleaving of pushes, resends and turns of the server; each task's in its own order."""
     found = Told(lambda _: "")
     found.approve(PreparedPlan(PLAN, 0))
-    found.close_epoch(Epoch(1, LONERS))
+    found.close_generation(Generation(1, LONERS))
     rounds, ran, pushed = dict.fromkeys((1, 2, 3), 0), [], []
 
     def run():
@@ -606,26 +608,26 @@ def joined(rounds):
         for session in (1, 2):
             push(rounds, session, number, start=0)
         finish(rounds, rounds.next_job())
-    rounds.close_epoch(Epoch(2, MEMBERS, "dataset:0"))
+    rounds.close_generation(Generation(2, MEMBERS, "dataset:0"))
     return rounds
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
 def test_a_newcomer_that_differs_is_refused_alone(joined, first):
     """With both positions, as soon as somebody comes who was there before: the round is theirs, once it is fenced."""
-    new = push(joined, 3, 3, OTHER, epoch=2, start=3) if first else None
+    new = push(joined, 3, 3, OTHER, generation=2, start=3) if first else None
     assert failed(joined) == {}
-    old = push(joined, 1, 3, epoch=2, start=0)
+    old = push(joined, 1, 3, generation=2, start=0)
     if first:
         assert [(future, type(error)) for future, error in failed(joined).items()] == [(new, NewcomerDiverged)]
     else:
         told = r"in its first round, 3, .*worker/task:0 is at: this.*worker/task:2 is at: that"
         with pytest.raises(NewcomerDiverged, match=told) as error:
-            refused(joined, 3, 3, OTHER, epoch=2, start=3)
+            refused(joined, 3, 3, OTHER, generation=2, start=3)
         assert error.value.task == str(WORKERS[2])
-    push(joined, 2, 3, epoch=2, start=0)
+    push(joined, 2, 3, generation=2, start=0)
     assert joined.next_job() is None
-    joined.close_epoch(Epoch(3, MEMBERS[:2]))
+    joined.close_generation(Generation(3, MEMBERS[:2]))
     job = joined.next_job()
     assert (sessions(job), job.left_out) == ([1, 2], (WORKERS[2],))
     assert failed(joined) == {}
@@ -636,23 +638,28 @@ def test_a_newcomer_that_differs_is_refused_alone(joined, first):
 def test_of_newcomers_that_differ_the_members_tell_who_is_wrong(joined, right):
     """Two of them come first: the one that does what the members do takes part."""
     fourth = Member(WORKERS[3], 4, 1)
-    joined.close_epoch(Epoch(3, (*MEMBERS, fourth), "dataset:0"))
-    new = {PLAN: push(joined, 3, 3, PLAN, epoch=3, start=3), OTHER: push(joined, 4, 3, OTHER, epoch=3, start=3)}
+    joined.close_generation(Generation(3, (*MEMBERS, fourth), "dataset:0"))
+    new = {
+        PLAN: push(joined, 3, 3, PLAN, generation=3, start=3),
+        OTHER: push(joined, 4, 3, OTHER, generation=3, start=3),
+    }
     assert joined.sessions() == {3, 4}
     assert failed(joined) == {}
-    push(joined, 1, 3, right, epoch=3, start=0)
+    push(joined, 1, 3, right, generation=3, start=0)
     wrong = new.pop(PLAN if right is OTHER else OTHER)
     assert [(future, type(error)) for future, error in failed(joined).items()] == [(wrong, NewcomerDiverged)]
-    push(joined, 2, 3, right, epoch=3, start=0)
-    joined.close_epoch(Epoch(4, tuple(m for m in (*MEMBERS, fourth) if m.session != (4 if right is PLAN else 3))))
+    push(joined, 2, 3, right, generation=3, start=0)
+    joined.close_generation(
+        Generation(4, tuple(m for m in (*MEMBERS, fourth) if m.session != (4 if right is PLAN else 3)))
+    )
     assert len(sessions(joined.next_job())) == 3
 
 
 def test_an_ended_newcomer_waits_no_more(joined):
     """Also where it waits for the members to say who is right."""
-    joined.close_epoch(Epoch(3, (*MEMBERS, Member(WORKERS[3], 4, 1)), "dataset:0"))
-    push(joined, 3, 3, PLAN, epoch=3, start=3)
-    doubtful = push(joined, 4, 3, OTHER, epoch=3, start=3)
+    joined.close_generation(Generation(3, (*MEMBERS, Member(WORKERS[3], 4, 1)), "dataset:0"))
+    push(joined, 3, 3, PLAN, generation=3, start=3)
+    doubtful = push(joined, 4, 3, OTHER, generation=3, start=3)
     joined.fail_session(4, Fenced("it ended"))
     assert list(failed(joined)) == [doubtful]
     assert joined.sessions() == {3}
@@ -661,12 +668,15 @@ def test_an_ended_newcomer_waits_no_more(joined):
 @pytest.mark.parametrize("begins", [True, False], ids=["where all begin together", "after its first round"])
 def test_what_differs_differs_for_all(joined, begins):
     """In a round of members, and in the first round of a job, or of its next workers: there nobody is a newcomer."""
-    round, epoch = (4, 2) if not begins else (3, 3)
+    round, generation = (4, 2) if not begins else (3, 3)
     if begins:
-        joined.close_epoch(Epoch(3, MEMBERS, start=Start(3, 3)))
+        joined.close_generation(Generation(3, MEMBERS, start=Start(3, 3)))
     else:
         for session, start in ((1, 0), (2, 0), (3, 3)):
-            push(joined, session, 3, epoch=2, start=start)
+            push(joined, session, 3, generation=2, start=start)
         finish(joined, joined.next_job())
-    futures = [push(joined, 1, round, epoch=epoch, start=0), push(joined, 3, round, OTHER, epoch=epoch, start=3)]
+    futures = [
+        push(joined, 1, round, generation=generation, start=0),
+        push(joined, 3, round, OTHER, generation=generation, start=3),
+    ]
     assert {future: type(error) for future, error in failed(joined).items()} == dict.fromkeys(futures, Diverged)

@@ -10,7 +10,7 @@ from psserver.registry import REMEMBERED, TRANSPORT_TOKEN_BYTES, Registry
 from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
-from pswire.model.log import Epoch, Member
+from pswire.model.log import Generation, Member
 from pswire.model.status import Pace
 from pswire.security.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
 from tests.kit.rig import CHIEF, WORKERS
@@ -316,8 +316,8 @@ def test_what_somebody_waited_for_before_does_not_count(members, ends):
 
 
 def test_who_takes_no_part_ends_nobody():
-    """A process that no epoch has taken in yet may wait for anything, and diverge: it is no part of the job."""
-    members = begun(epoch=lambda: Epoch(1, (Member(A, one, 1),)))
+    """A process that no generation has taken in yet may wait for anything, and diverge: it is no part of the job."""
+    members = begun(generation=lambda: Generation(1, (Member(A, one, 1),)))
     one, newcomer = opened(members, A), opened(members, B)
     beat(members, one, 0.0, (4, b"x"))
     beat(members, newcomer, 0.0, (4, b"y"))
@@ -357,7 +357,7 @@ def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessi
     """But not a process in whose place another one has come already. Who opened elsewhere has the session that it has:
     asked again by its number it is no second one."""
     before, absent, now = (Member(task, number, 1) for task, number in ((A, 1), (B, 2), (A, 3)))
-    members = begun(epoch=lambda: Epoch(1, (before,), leaving=(absent,)))
+    members = begun(generation=lambda: Generation(1, (before,), leaving=(absent,)))
     members.know(now, False, "job", 90.0)
     members.take_over(1 << DRAWN, 100.0)
     assert states(members) == {now.session: "open", absent.session: "open"}
@@ -614,18 +614,18 @@ def test_a_server_for_years_remembers_so_many(registry):
     assert len(registry._sessions) == len(registry._past) == REMEMBERED
 
 
-def test_the_epoch_says_whose_its_members_are(registry):
-    """Whoever opened them before; also where the session is opened after the epoch has begun."""
-    epoch = Epoch(1, (Member(A, 7, 1), Member(B, 8, 1)))
+def test_the_generation_says_whose_its_members_are(registry):
+    """Whoever opened them before; also where the session is opened after the generation has begun."""
+    generation = Generation(1, (Member(A, 7, 1), Member(B, 8, 1)))
     registry.enter(7, A)
-    registry.check(7, epoch)
+    registry.check(7, generation)
     registry.enter(8, A)
     with pytest.raises(Forbidden, match=r"session 8 is /job:worker/task:1's, and /job:worker/task:0 has opened it"):
-        registry.check(8, epoch)
-    registry.check(7, epoch)
-    registry.check(8, Epoch(2, (Member(A, 8, 1),)))
+        registry.check(8, generation)
+    registry.check(7, generation)
+    registry.check(8, Generation(2, (Member(A, 8, 1),)))
     with pytest.raises(Fenced, match="not opened here"):
-        registry.check(9, epoch)
+        registry.check(9, generation)
 
 
 def test_a_number_is_of_the_task_that_it_was_made_for():
@@ -653,7 +653,7 @@ def test_a_task_takes_back_its_own_number(registry):
         assert owners(registry, number) == [A]
         assert registry.find(number).transport_token != before.transport_token
         assert registry.ends > version
-        registry.check(number, Epoch(1, (Member(A, number, 1),)))
+        registry.check(number, Generation(1, (Member(A, number, 1),)))
         with pytest.raises(Forbidden, match="restart /job:worker/task:1"):
             registry.enter(number, B)
 

@@ -20,7 +20,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest
 from pswire.limits import WINDOW
 from pswire.model.changes import Change
-from pswire.model.log import Epoch, Member, Position, Start
+from pswire.model.log import Generation, Member, Position, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
 from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
@@ -34,20 +34,20 @@ ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async"
 
 def begins(number, change, members=MEMBERS, positions=(), made=0):
     start, here = Start(number, change.round, positions), str(replace(change, number=made))
-    return Epoch(number, tuple(map(change.moved, members)), here, start)
+    return Generation(number, tuple(map(change.moved, members)), here, start)
 
 
 @pytest.fixture
 def rounds():
     found = Rounds(lambda plan_id: "a section")
     found.approve(PreparedPlan(PLAN, 0))
-    found.close_epoch(Epoch(1, MEMBERS, start=Start(1, 0)))
+    found.close_generation(Generation(1, MEMBERS, start=Start(1, 0)))
     return found
 
 
-def push(rounds, session, round, epoch=1, previous=-1, positions=()):
+def push(rounds, session, round, generation=1, previous=-1, positions=()):
     future = Future()
-    said = Contribution(session, epoch, round, PLAN.id, (1.0,), positions=positions, start=0, previous=previous)
+    said = Contribution(session, generation, round, PLAN.id, (1.0,), positions=positions, start=0, previous=previous)
     for effect in rounds.push(said, payload(PLAN, 0, [1], (1.0,), ()), future, 0.0):
         if isinstance(effect, Fail):
             effect.future.set_exception(effect.error)
@@ -65,44 +65,44 @@ def run(rounds):
 def test_after_a_change_each_makes_rounds_of_its_own(rounds):
     """From the round of the change on, though each has pushed others before; a push of the new way waits until the
     change is known here: the chief copies its log to one server after the other. What is sent again across it finds its
-    record, since a contribution is named by its session, its epoch and its round."""
+    record, since a contribution is named by its session, its generation and its round."""
     push(rounds, 1, 0), push(rounds, 2, 0)
     assert run(rounds) == [(0, {A, B})]
-    early = push(rounds, 1, 7, epoch=2, previous=0)
+    early = push(rounds, 1, 7, generation=2, previous=0)
     assert run(rounds) == []
     assert not early.done()
-    rounds.close_epoch(begins(2, ASYNC))
+    rounds.close_generation(begins(2, ASYNC))
     assert rounds.last == 6
     again = Contribution(1, 1, 0, PLAN.id, (1.0,), start=0)
     assert rounds.recorded(again) is not None
-    assert rounds.recorded(replace(again, epoch=2, round=7)) is None
-    push(rounds, 1, 8, epoch=2, previous=7)
+    assert rounds.recorded(replace(again, generation=2, round=7)) is None
+    push(rounds, 1, 8, generation=2, previous=7)
     assert run(rounds) == [(7, {A}), (8, {A})]
-    push(rounds, 2, 7, epoch=2, previous=0)
+    push(rounds, 2, 7, generation=2, previous=0)
     assert run(rounds) == [(7, {B})]
 
 
 def test_after_a_change_all_make_rounds_together(rounds):
     """The next one waits for all, and its number is above all that any of them has made."""
-    rounds.close_epoch(begins(2, ASYNC))
-    push(rounds, 1, 7, epoch=2), push(rounds, 1, 8, epoch=2, previous=7), push(rounds, 2, 7, epoch=2)
+    rounds.close_generation(begins(2, ASYNC))
+    push(rounds, 1, 7, generation=2), push(rounds, 1, 8, generation=2, previous=7), push(rounds, 2, 7, generation=2)
     assert len(run(rounds)) == 3
-    rounds.close_epoch(begins(3, replace(SYNC, round=9), made=1))
-    push(rounds, 1, 9, epoch=3, previous=8)
+    rounds.close_generation(begins(3, replace(SYNC, round=9), made=1))
+    push(rounds, 1, 9, generation=3, previous=8)
     assert run(rounds) == []
-    push(rounds, 2, 9, epoch=3, previous=7)
+    push(rounds, 2, 9, generation=3, previous=7)
     assert run(rounds) == [(9, {A, B})]
     assert rounds.last == 9
 
 
 def test_what_a_lost_member_left_open_is_never_applied(rounds):
     """Nobody makes that round any more, and no later round is held up by it. The change itself fences nobody: who was
-    named in the epoch before, and waits to be taken in, goes on waiting."""
+    named in the generation before, and waits to be taken in, goes on waiting."""
     left, late = push(rounds, 2, 0), Member(C, 3, 1, "whole")
-    rounds.close_epoch(Epoch(2, (MEMBERS[0], late), "dataset:0"))
-    effects = rounds.close_epoch(begins(3, ASYNC, MEMBERS[:1]))
+    rounds.close_generation(Generation(2, (MEMBERS[0], late), "dataset:0"))
+    effects = rounds.close_generation(begins(3, ASYNC, MEMBERS[:1]))
     assert [type(effect.error) for effect in effects if effect.future is left] == [Fenced]
-    push(rounds, 1, 7, epoch=3)
+    push(rounds, 1, 7, generation=3)
     assert run(rounds) == [(7, {A})]
     assert rounds.waiting() == ()
     rounds.check(late.session)
@@ -111,40 +111,43 @@ def test_what_a_lost_member_left_open_is_never_applied(rounds):
 
 def test_all_clocks_count_from_a_change_on(rounds):
     """From before its round; a change of the bound begins them anew."""
-    rounds.close_epoch(begins(2, BOUNDED))
+    rounds.close_generation(begins(2, BOUNDED))
     assert (rounds.clocks.bound, dict(rounds.clocks.counted)) == (1, {1: 6, 2: 6})
-    push(rounds, 1, 7, epoch=2)
+    push(rounds, 1, 7, generation=2)
     run(rounds)
     assert not rounds.clocks.answers(1, 8)
     assert rounds.clocks.answers(1, 7)
-    rounds.close_epoch(begins(3, replace(BOUNDED, round=9, staleness=3), made=1))
+    rounds.close_generation(begins(3, replace(BOUNDED, round=9, staleness=3), made=1))
     assert (rounds.clocks.bound, dict(rounds.clocks.counted)) == (3, {1: 8, 2: 8})
 
 
 def test_positions_go_over_with_a_change(rounds):
     """Who comes back finds the datasets where they were, in the strand that counts by then."""
     told = (Position(0, 1, 0),)
-    rounds.close_epoch(begins(2, ASYNC, positions=told))
+    rounds.close_generation(begins(2, ASYNC, positions=told))
     assert [(place.round, place.positions) for place in rounds.places] == [(6, told)] * 2
     further = (Position(0, 2, 0),)
-    push(rounds, 1, 7, epoch=2, positions=further)
+    push(rounds, 1, 7, generation=2, positions=further)
     run(rounds)
-    rounds.close_epoch(begins(3, replace(BOUNDED, round=8), positions=told, made=1))
+    rounds.close_generation(begins(3, replace(BOUNDED, round=8), positions=told, made=1))
     assert rounds.places[0].positions == further  # each keeps its own where each has one
-    rounds.close_epoch(begins(4, replace(SYNC, round=9), positions=further, made=2))
+    rounds.close_generation(begins(4, replace(SYNC, round=9), positions=further, made=2))
     assert rounds.positions == further
 
 
 class Here:
-    """Members with open sessions, and the epochs of their job."""
+    """Members with open sessions, and the generations of their job."""
 
     def __init__(self, mode="whole"):
-        self.epochs = {}
+        self.generations = {}
         self.members = Membership(
-            Registry(Task("ps", 0), 8), 10.0, epoch=lambda: self.epochs.get(1), epochs=lambda: self.epochs
+            Registry(Task("ps", 0), 8),
+            10.0,
+            generation=lambda: self.generations.get(1),
+            generations=lambda: self.generations,
         )
         self.a, self.b = (self.members.open(task, 1, False, 0, 0.0, mode)[0] for task in (A, B))
-        self.epochs[1] = Epoch(1, (Member(A, self.a, 1, mode), Member(B, self.b, 1, mode)))
+        self.generations[1] = Generation(1, (Member(A, self.a, 1, mode), Member(B, self.b, 1, mode)))
 
     def beat(self, number, round):
         self.members.check(number)
@@ -178,8 +181,8 @@ def test_a_synchronous_member_that_makes_a_round_in_place_of_a_change_is_named(f
 def test_a_change_that_was_made_is_compared_with_nothing():
     here = Here()
     here.members.enter(here.a, str(ASYNC))
-    here.epochs[2] = begins(2, ASYNC, here.epochs[1].members)
-    here.members.move(here.epochs[2].members[0])
+    here.generations[2] = begins(2, ASYNC, here.generations[1].members)
+    here.members.move(here.generations[2].members[0])
     here.members.enter(here.b, str(replace(ASYNC, number=1, mode="whole")))
     here.members.enter(here.a, str(ASYNC))
     here.members.check(here.a)
@@ -189,8 +192,8 @@ def test_a_change_that_was_made_is_compared_with_nothing():
 def test_who_comes_back_has_what_the_job_has_by_now():
     """Its script begins with what the job began with, or with what it has now; nothing else is taken."""
     here = Here()
-    here.epochs[2] = begins(2, BOUNDED, here.epochs[1].members)
-    here.members.move(here.epochs[2].members[0])
+    here.generations[2] = begins(2, BOUNDED, here.generations[1].members)
+    here.members.move(here.generations[2].members[0])
     here.members.leave(here.b, "killed")
     for how in (("whole",), ("bounded", "", 0, 0, 0, 1)):
         number, _ = here.members.open(B, 1, False, 0, 0.0, *how)
@@ -215,14 +218,14 @@ def apart():
         prepared = PreparedPlan(plan, 0)
         prepared.look({0: APART, 1: SHARED})
         found.approve(prepared)
-    found.close_epoch(Epoch(1, MEMBERS))
+    found.close_generation(Generation(1, MEMBERS))
     return found
 
 
-def push_own(rounds, session, round=0, epoch=1, alone=True):
+def push_own(rounds, session, round=0, generation=1, alone=True):
     """Pushes its own number; returns the effects, and the future."""
     plan = OWN if alone else COMMON
-    said = Contribution(session, epoch, round, plan.id, (1.0,), alone=alone, previous=round - 1)
+    said = Contribution(session, generation, round, plan.id, (1.0,), alone=alone, previous=round - 1)
     future = Future()
     return rounds.push(said, payload(plan, 0, [session], (1.0,), ()), future, 0.0), future
 
@@ -249,14 +252,14 @@ def test_strands_take_turns(apart):
 
 
 def test_a_session_has_a_window_of_each_kind(apart):
-    """As many rounds of its own as of all, also while their epoch is not known here."""
-    for epoch in (1, 2):
+    """As many rounds of its own as of all, also while their generation is not known here."""
+    for generation in (1, 2):
         for alone in (False, True):
             first = 50 * alone  # its numbers are none of those of all
             for round in range(first, first + WINDOW):
-                effects, _ = push_own(apart, 1, round, epoch, alone)
+                effects, _ = push_own(apart, 1, round, generation, alone)
                 assert not any(isinstance(effect, Fail) for effect in effects)
-            effects, future = push_own(apart, 1, first + WINDOW, epoch, alone)
+            effects, future = push_own(apart, 1, first + WINDOW, generation, alone)
             (failed,) = (effect for effect in effects if isinstance(effect, Fail) and effect.future is future)
             assert isinstance(failed.error, InvalidRequest)
     parked = [told for told in apart.waiting() if "not known here yet" in told.section]
@@ -266,10 +269,10 @@ def test_a_session_has_a_window_of_each_kind(apart):
 
 
 def test_what_is_parked_is_taken_in_its_strand(apart):
-    """Once the epoch is known; what a session that has ended left is failed, of both kinds."""
+    """Once the generation is known; what a session that has ended left is failed, of both kinds."""
     push_own(apart, 1, 0, 2)
     push_own(apart, 1, 0, 2, alone=False)
-    apart.close_epoch(Epoch(2, MEMBERS))
+    apart.close_generation(Generation(2, MEMBERS))
     assert strands(apart) == [(Own(1), 0)]
     for alone in (False, True):
         push_own(apart, 2, 1, 3, alone)
@@ -283,6 +286,6 @@ def test_a_session_that_is_fenced_is_forgotten(apart):
         push_own(apart, session)
     strands(apart)
     assert {Own(1), Own(2)} <= apart.strands.keys()
-    apart.close_epoch(Epoch(2, MEMBERS[1:]))
+    apart.close_generation(Generation(2, MEMBERS[1:]))
     assert Own(1) not in apart.strands
     assert Own(2) in apart.strands

@@ -49,7 +49,7 @@ class Hosts(Voters):
     def said(self, worker, weight=1.0, **more):
         host = THERE if worker.task == D else HERE
         weights = (weight,) * len(self.plan.reductions)
-        said = Contribution(worker.session, self.job.epoch.number, worker.round, self.plan.id, weights, host=host)
+        said = Contribution(worker.session, self.job.generation.number, worker.round, self.plan.id, weights, host=host)
         return replace(said, previous=worker.round - 1, **more)
 
     def data(self, workers, server=0, weight=1.0):
@@ -155,8 +155,8 @@ def test_who_was_lost_counts_in_a_sum_that_is_whole(hosts):
     """It had contributed; and the others of its sum with it."""
     hosts.sum(hosts.a, hosts.b, hosts.c)
     hosts.close(hosts.a, hosts.b)
-    own = hosts.push(hosts.c, epoch=1)
-    last = hosts.push(hosts.d, epoch=1)
+    own = hosts.push(hosts.c, generation=1)
+    last = hosts.push(hosts.d, generation=1)
     assert made(own, last) == [True, True]
     assert hosts.values == [1111]
 
@@ -246,7 +246,7 @@ def test_who_sends_a_sum_is_lost_halfway(hosts):
     others = [hosts.push(hosts.d), hosts.push(hosts.b)]
     hosts.close(hosts.a)
     assert errors(total) == [PushAgain]
-    others.append(hosts.push(hosts.c, epoch=1))
+    others.append(hosts.push(hosts.c, generation=1))
     assert [future.result(0).left_out for future in others] == [(A,)] * 3
     assert hosts.values == [1110]
 
@@ -280,19 +280,19 @@ def test_a_late_contribution_leaves_a_sum_alone_that_its_round_has_begun_with(tm
 def test_a_sum_with_a_member_that_was_lost(hosts):
     """It is refused: the others push by themselves, and it cannot."""
     hosts.close(hosts.b)
-    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), epoch=1)) == [PushAgain]
-    told = [hosts.push(worker, epoch=1) for worker in (hosts.a, hosts.c, hosts.d)]
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), generation=1)) == [PushAgain]
+    told = [hosts.push(worker, generation=1) for worker in (hosts.a, hosts.c, hosts.d)]
     assert [future.result(0).left_out for future in told] == [(B,)] * 3
     assert hosts.values == [1101]
 
 
-def parts_of(hosts, epoch, **said):
-    return tuple(hosts.said(worker, epoch=epoch, **said) for worker in (hosts.a, hosts.b, hosts.c))
+def parts_of(hosts, generation, **said):
+    return tuple(hosts.said(worker, generation=generation, **said) for worker in (hosts.a, hosts.b, hosts.c))
 
 
 @pytest.mark.parametrize("new", ["a session that is no member", "a newcomer"])
 def test_a_sum_with_who_may_not_be_in_one(hosts, new):
-    """A process that the next epoch takes in; or one that is new, which may be in another section in its first round,
+    """A process that the next generation takes in; or one that is new, which may be in another section in its first round,
     and then that is its error alone."""
     assert made(*map(hosts.push, hosts.members)) == [True] * 4
     hosts.turn()
@@ -304,8 +304,8 @@ def test_a_sum_with_who_may_not_be_in_one(hosts, new):
     assert hosts.values == [2222]
 
 
-def test_a_sum_to_an_epoch_that_is_not_known_yet(hosts):
-    total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 2), epoch=2)
+def test_a_sum_to_an_generation_that_is_not_known_yet(hosts):
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 2), generation=2)
     assert not total.done()
     hosts.close(hosts.d)
     assert total.result(0).left_out == ()
@@ -318,10 +318,10 @@ def test_a_sum_to_a_round_that_was_made_without_one_of_its_senders(hosts):
     hosts.close(hosts.b)
     assert [future.result(0).left_out for future in others] == [(B,)] * 3
     with pytest.raises(PushAgain):
-        hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), epoch=1)
-    assert hosts.push(hosts.a, epoch=1).result(0).left_out == (B,)
+        hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), generation=1)
+    assert hosts.push(hosts.a, generation=1).result(0).left_out == (B,)
     with pytest.raises(Fenced):
-        hosts.push(hosts.b, epoch=1).result(0)
+        hosts.push(hosts.b, generation=1).result(0)
 
 
 def test_a_sum_to_rounds_that_each_worker_makes_by_itself(tmp_path):
@@ -341,7 +341,7 @@ WRONG = {
     "a session twice": {"twice": True},
     "without its sender": {"missing": True},
     "of another round": {"part": {"round": 1}},
-    "of another epoch": {"part": {"epoch": 2}},
+    "of another generation": {"part": {"generation": 2}},
     "of another plan": {"part": {"plan_id": b"another"}},
     "of another host": {"part": {"host": THERE}},
     "with rows": {"part": {"rows": (2,)}},
@@ -425,9 +425,9 @@ def test_a_vote_that_would_cut_a_sum(two, late):
     two.hear()
     assert errors(*told) == [Fenced, PushAgain, PushAgain, PushAgain, PushAgain]
     if late:
-        parts = tuple(two.said(worker, epoch=1) for worker in (two.a, two.c))
-        assert errors(two.sum(two.a, two.c, server=0, parts=parts, epoch=1)) == [PushAgain]
-    again = [two.push(worker, server=server, epoch=1) for server in (0, 1) for worker in (two.a, two.c, two.d)]
+        parts = tuple(two.said(worker, generation=1) for worker in (two.a, two.c))
+        assert errors(two.sum(two.a, two.c, server=0, parts=parts, generation=1)) == [PushAgain]
+    again = [two.push(worker, server=server, generation=1) for server in (0, 1) for worker in (two.a, two.c, two.d)]
     assert two.values == [0, 0]
     two.hear()
     assert [future.result(0).left_out for future in again] == [(B,)] * 6

@@ -14,7 +14,7 @@ from psserver.state.votes import MAX_HEARD, Votes
 from pswire.api import RESTS
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
-from pswire.model.log import Epoch, Member, Start
+from pswire.model.log import Generation, Member, Start
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
 
@@ -153,14 +153,14 @@ A, B, C = (Member(Task("worker", index), index + 1, 1, "bounded", staleness=2) f
 
 
 def clocks(*members, before=None, start=0, found=None):
-    """Clocks after an epoch of these members."""
+    """Clocks after a generation of these members."""
     found = found or Clocks()
-    found.close_epoch(before, Epoch(1, members, start=Start(1, start)))
+    found.close_generation(before, Generation(1, members, start=Start(1, start)))
     return found
 
 
 def later(found, *members, start=0):
-    return clocks(*members, before=Epoch(1, ()), start=start, found=found)
+    return clocks(*members, before=Generation(1, ()), start=start, found=found)
 
 
 def do(found, member, *rounds):
@@ -173,7 +173,7 @@ def names_of(members):
 
 
 def test_an_answer_waits_for_who_is_more_than_k_behind():
-    """Who has made no round yet counts as before its first one; who begins together begins at the epoch's start, and
+    """Who has made no round yet counts as before its first one; who begins together begins at the generation's start, and
     not at 0: a job goes on after rounds that were made before. Rounds elsewhere, on servers that a worker's rounds do
     not touch, count by what it tells."""
     found = clocks(A, B, C)
@@ -195,7 +195,7 @@ def test_an_answer_waits_for_who_is_more_than_k_behind():
 
 
 def test_who_leaves_releases_the_others():
-    """A member of no later epoch, and one whose lease has ended; nobody then waits for it."""
+    """A member of no later generation, and one whose lease has ended; nobody then waits for it."""
     for leave in (lambda found: found.leave(B.session), lambda found: later(found, A)):
         found = clocks(A, B)
         do(found, A, 0, 1, 2)

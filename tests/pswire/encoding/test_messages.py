@@ -26,7 +26,7 @@ from pswire.encoding.mapper import Codec, Mapper
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
 from pswire.model import tables
-from pswire.model.log import Epoch, LogEntry
+from pswire.model.log import Generation, LogEntry
 from pswire.model.plan import Operand, ShardOf, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr
 from pswire.model.status import Saving, WorkerProgress
@@ -198,11 +198,11 @@ def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], repli
         assert pb.RoundHeader.FromString(encoder.encode(replace(reply, more=not reply.more))).more != reply.more
 
 
-def test_an_epoch_is_read_once() -> None:
+def test_an_generation_is_read_once() -> None:
     """As long as the answers have the same."""
     decoder = messages.RoundDecoder()
-    headers = [ROUND.to_pb(RoundReply(n, Epoch(n // 2, ()), False, (), EMPTY)) for n in range(4)]
-    first, second, third, fourth = (decoder.decode(header, EMPTY).epoch for header in headers)
+    headers = [ROUND.to_pb(RoundReply(n, Generation(n // 2, ()), False, (), EMPTY)) for n in range(4)]
+    first, second, third, fourth = (decoder.decode(header, EMPTY).generation for header in headers)
     assert first is second
     assert third is fourth
     assert [first.number, third.number] == [0, 1]

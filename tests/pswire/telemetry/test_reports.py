@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pswire.cluster import Task
-from pswire.model.log import Created, Done, Epoch, EpochClosed, Gone, JobStarted, LogEntry, Lost, Member, Snapshotted
+from pswire.model.log import (
+    Created,
+    Done,
+    Generation,
+    GenerationClosed,
+    Gone,
+    JobStarted,
+    LogEntry,
+    Lost,
+    Member,
+    Snapshotted,
+)
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import SessionState
 from pswire.model.tensor import TensorSpec
@@ -241,17 +252,17 @@ def followed(log: Log) -> JobHistory:
     return history
 
 
-def test_epochs_say_who_came_and_who_went():
+def test_generations_say_who_came_and_who_went():
     """By sessions: a task that was started again has come, and its last process has gone."""
-    log = Log(BEGUN, EpochClosed(Epoch(1, (ONE, TWO))))
+    log = Log(BEGUN, GenerationClosed(Generation(1, (ONE, TWO))))
     history = followed(log)
-    log.entries += [EpochClosed(Epoch(2, (ONE,))), EpochClosed(Epoch(3, (ONE, AGAIN)))]
+    log.entries += [GenerationClosed(Generation(2, (ONE,))), GenerationClosed(Generation(3, (ONE, AGAIN)))]
     history.follow(20.0)
     assert [(event.time, event.said) for event in history.events] == [
         (None, "a chief began the job on 2 servers"),
-        (None, "epoch 1: worker-0, worker-1"),
-        (20.0, "epoch 2: worker-0; not any more: worker-1"),
-        (20.0, "epoch 3: worker-0, worker-1; came: worker-1"),
+        (None, "generation 1: worker-0, worker-1"),
+        (20.0, "generation 2: worker-0; not any more: worker-1"),
+        (20.0, "generation 3: worker-0, worker-1; came: worker-1"),
     ]
 
 
@@ -281,18 +292,18 @@ def test_another_job_begins_anew():
     """Nothing of the last one stays; its entries have the time at which they were seen."""
     log = Log(BEGUN, Created(VARIABLE), Done())
     history = followed(log)
-    log.entries[:] = [JobStarted(8, (11, 12)), EpochClosed(Epoch(1, (ONE,)))]
+    log.entries[:] = [JobStarted(8, (11, 12)), GenerationClosed(Generation(1, (ONE,)))]
     history.follow(30.0)
-    assert [(event.what, event.time) for event in history.events] == [("begin", 30.0), ("epoch", 30.0)]
+    assert [(event.what, event.time) for event in history.events] == [("begin", 30.0), ("generation", 30.0)]
     assert history.variables == []
 
 
 def test_events_are_bounded():
     """The newest stay."""
-    log = Log(BEGUN, *(EpochClosed(Epoch(number, (ONE,))) for number in range(1, 3 * KEPT)))
+    log = Log(BEGUN, *(GenerationClosed(Generation(number, (ONE,))) for number in range(1, 3 * KEPT)))
     history = followed(log)
     assert len(history.events) == KEPT
-    assert history.events[-1].said == f"epoch {3 * KEPT - 1}: worker-0"
+    assert history.events[-1].said == f"generation {3 * KEPT - 1}: worker-0"
 
 
 def test_a_life_ends_when_it_was_heard_of_last():
@@ -311,15 +322,19 @@ def test_a_life_ends_when_it_was_heard_of_last():
 
 
 def test_the_time_line_is_said_in_words_as_well():
-    """Each bar has a label and cells with the same; epochs are marks where their time is known."""
+    """Each bar has a label and cells with the same; generations are marks where their time is known."""
     lives = [Life("/job:worker/task:1", False, "lost", 40.0, 12.0), Life("/job:chief/task:0", True, "open", 20.0, 0.0)]
-    events = [Event(None, "epoch", "", BEGUN), Event(90.0, "epoch", "", BEGUN), Event(95.0, "loss", "", BEGUN)]
+    events = [
+        Event(None, "generation", "", BEGUN),
+        Event(90.0, "generation", "", BEGUN),
+        Event(95.0, "loss", "", BEGUN),
+    ]
     drawn = time_line(lives, events, 100.0)
     assert 'aria-label="worker-1: from 40 s ago until 12 s ago: lost: its lease ended"' in drawn
     assert 'aria-label="chief-0 (drives): from 20 s ago until now"' in drawn
     assert '<rect class="ended" x="0" y="3" width="700"' in drawn
     assert '<rect class="open" x="500" y="3" width="500"' in drawn
-    assert drawn.count('class="epoch" d="M750 0') == drawn.count('class="epoch"') == 2
+    assert drawn.count('class="generation" d="M750 0') == drawn.count('class="generation"') == 2
     assert time_line([], events, 100.0) == ""
 
 

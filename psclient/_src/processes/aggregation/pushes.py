@@ -10,7 +10,7 @@ from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.sums import Own
 from pswire.api import Contribution, ParameterServer, RoundReply
 from pswire.errors import PSError, PushAgain, ServerGone
-from pswire.model.log import Epoch
+from pswire.model.log import Generation
 from pswire.model.plan import Plan
 from pswire.network.futures import follow
 from pswire.network.payload import Payload
@@ -31,7 +31,7 @@ class Pushes:
         self.near: HostGroup | None = None
 
     def push(
-        self, server: int, plan: Plan, said: Contribution, payload: Payload, epoch: Epoch | None, again: bool
+        self, server: int, plan: Plan, said: Contribution, payload: Payload, generation: Generation | None, again: bool
     ) -> Future[RoundReply]:
         """Pushes to a server; returns the future of its answer.
 
@@ -40,13 +40,13 @@ class Pushes:
             plan: the plan.
             said: what this process says; with a host it may be in a sum.
             payload: what it contributes; it may still grow.
-            epoch: the epoch that it names.
+            generation: the generation that it names.
             again: True if the server may ask for it once more: then it is pushed at once, since others may wait for it.
         """
-        if self.near is None or epoch is None or not said.host:
+        if self.near is None or generation is None or not said.host:
             return self.singly(server, said, payload) if again else self.once(server, said, payload)
         singly = partial(self.near.by_itself, partial(self.singly, server, said, payload))
-        return self.near.push(Own(server, plan, said, payload, epoch.by_session, singly))
+        return self.near.push(Own(server, plan, said, payload, generation.by_session, singly))
 
     def singly(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, in no sum, and once more whenever it asks for that."""

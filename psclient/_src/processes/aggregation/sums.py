@@ -28,7 +28,7 @@ class Own:
         plan: the plan.
         said: what it says.
         payload: what it contributes; it may still grow.
-        members: the members of the epoch that it names, by their sessions.
+        members: the members of the generation that it names, by their sessions.
         singly: pushes it, with nobody else's.
         future: the answer.
     """
@@ -83,7 +83,7 @@ def sum_of(own: Own, singles: Sequence[Single]) -> tuple[Contribution, Payload] 
         nobody contributes, or the sum has NaN or infinity, of which it does not tell whose they are.
     """
     said = [single.said for single in singles]
-    rounds = {(each.epoch, each.round, each.plan_id, each.host, len(each.weights)) for each in said}
+    rounds = {(each.generation, each.round, each.plan_id, each.host, len(each.weights)) for each in said}
     givers = [single for single in singles if not single.said.observes]
     if len(rounds) > 1 or not givers:
         return None

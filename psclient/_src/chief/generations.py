@@ -1,4 +1,4 @@
-"""Which epoch comes next: who has come, who is gone, and where new members begin. Plain functions, no I/O, no clock."""
+"""Which generation comes next: who has come, who is gone, and where new members begin. Plain functions, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from psclient._src.chief.job_state import JobState
 from pswire.cluster import Task
 from pswire.model.changes import Change
-from pswire.model.log import STEP, Epoch, EpochClosed, Member, Position, Return, Start
+from pswire.model.log import STEP, Generation, GenerationClosed, Member, Position, Return, Start
 from pswire.model.status import ServerStatus, SessionState
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """An epoch whose new members begin where the servers stand; these have to be asked first.
+    """A generation whose new members begin where the servers stand; these have to be asked first.
 
     Attributes:
-        number: the epoch's number.
-        members: the epoch's members, in task order.
+        number: the generation's number.
+        members: the generation's members, in task order.
         task: the asynchronous worker that is new, and goes on where its task was; None where all members begin
             together.
         since: place from which the job's last change of consistency holds: nobody begins before it. None for no change.
-        change: the change of consistency with which the epoch begins; None for none. `members` are as they were before.
+        change: the change of consistency with which the generation begins; None for none. `members` are as they were before.
     """
 
     number: int
@@ -31,12 +31,12 @@ class Beginning:
     since: Start | None = None
     change: Change | None = None
 
-    def closed(self, statuses: Sequence[ServerStatus]) -> EpochClosed:
-        """The epoch, now that all servers have said where they stand."""
+    def closed(self, statuses: Sequence[ServerStatus]) -> GenerationClosed:
+        """The generation, now that all servers have said where they stand."""
         if self.change is not None:
             return self._changed(statuses, self.change)
         start = self._together(statuses) if self.task is None else self._alone(statuses)
-        return EpochClosed(Epoch(self.number, self.members, start=start))
+        return GenerationClosed(Generation(self.number, self.members, start=start))
 
     def _together(self, statuses: Sequence[ServerStatus]) -> Start:
         """Members begin after the last round that any server knows."""
@@ -54,9 +54,9 @@ class Beginning:
         last = max(places, key=lambda place: place.round, default=None)
         found = Start(self.number, last.round + 1, last.positions) if last else Start(self.number, 0)
         since = self.since
-        return found if since is None or found.round >= since.round else replace(since, epoch=self.number)
+        return found if since is None or found.round >= since.round else replace(since, generation=self.number)
 
-    def _changed(self, statuses: Sequence[ServerStatus], change: Change) -> EpochClosed:
+    def _changed(self, statuses: Sequence[ServerStatus], change: Change) -> GenerationClosed:
         """All members go on with one round, after all that any of them, or any server, knows."""
         places = [place for status in statuses for place in status.places]
         waiting = [open.round for status in statuses for open in status.waiting]
@@ -67,7 +67,7 @@ class Beginning:
         if alone:
             positions = max(places, key=lambda place: place.round).positions if places else ()
         start, here = Start(self.number, round, positions), str(replace(change, round=round))
-        return EpochClosed(Epoch(self.number, tuple(map(change.moved, self.members)), here, start))
+        return GenerationClosed(Generation(self.number, tuple(map(change.moved, self.members)), here, start))
 
 
 WAYS = {"lost": "is lost", "failed": "has failed", "hung": "has held up a round for longer than PS_ROUND_TIMEOUT"}
@@ -79,14 +79,14 @@ def came(sessions: Sequence[SessionState]) -> set[Task]:
     return {session.member.task for session in sessions if session.state in ("open", "left")}
 
 
-def next_epochs(
+def next_generations(
     state: JobState,
     sessions: Sequence[SessionState],
     expected: Set[Task],
     hung: Set[int],
     may_save: bool = True,
     back: Return | None = None,
-) -> Sequence[EpochClosed | Beginning]:
+) -> Sequence[GenerationClosed | Beginning]:
     """Returns who takes part from now on; nothing if that does not change.
 
     Args:
@@ -99,7 +99,7 @@ def next_epochs(
     """
     here = {s.member.session: _as_all(s, state) for s in sessions if s.state == "open" and s.member.session not in hung}
     members = [s.member for s in here.values()]
-    current = state.epoch
+    current = state.generation
     if current is None:
         return [Beginning(1, _ordered(members))] if here and expected <= came(sessions) else []
     left = {s.member.session for s in sessions if s.state == "left"}
@@ -110,14 +110,14 @@ def next_epochs(
         return _alone(current, members, state.changed)
     if current.awaited is not None:
         return _with(current, members, back)
-    epochs = _together(current, here, left, state.started, may_save)
-    if epochs or back is None or not _can_wait(current, here, state.started):
-        return epochs
-    begun = Epoch(current.number + 1, current.members, STEP, save=current.save, returns=back)
-    return [EpochClosed(begun)]
+    generations = _together(current, here, left, state.started, may_save)
+    if generations or back is None or not _can_wait(current, here, state.started):
+        return generations
+    begun = Generation(current.number + 1, current.members, STEP, save=current.save, returns=back)
+    return [GenerationClosed(begun)]
 
 
-def _with(current: Epoch, here: Sequence[Member], back: Return | None) -> Sequence[EpochClosed]:
+def _with(current: Generation, here: Sequence[Member], back: Return | None) -> Sequence[GenerationClosed]:
     """While a server is taken back nobody is let in or go, and who is gone is fenced; then all go on."""
     stay = [member for member in current.members if member in here]
     dead = len(stay) < len(current.members)
@@ -126,10 +126,10 @@ def _with(current: Epoch, here: Sequence[Member], back: Return | None) -> Sequen
     if not stay:
         return [_closed(current, stay)]
     # Where it is not over yet, members that have not come to the step yet find this one there.
-    return [EpochClosed(Epoch(current.number + 1, _ordered(stay), STEP, save=current.save, returns=back))]
+    return [GenerationClosed(Generation(current.number + 1, _ordered(stay), STEP, save=current.save, returns=back))]
 
 
-def _can_wait(current: Epoch, here: Mapping[int, SessionState], started: Set[int]) -> bool:
+def _can_wait(current: Generation, here: Mapping[int, SessionState], started: Set[int]) -> bool:
     """Returns whether members may be asked to wait for a server: nobody is on the way in or out, and all know how."""
     if not current.members or any(member.session in here for member in current.leaving):
         return False
@@ -141,8 +141,8 @@ def _as_all(session: SessionState, state: JobState) -> SessionState:
     return session if state.model is None else replace(session, member=session.member.like(state.model))
 
 
-def _change(state: JobState, current: Epoch, here: Mapping[int, SessionState], left: Set[int]) -> Beginning | None:
-    """Returns the epoch of another consistency, once all who make rounds have come to the place and ask for it.
+def _change(state: JobState, current: Generation, here: Mapping[int, SessionState], left: Set[int]) -> Beginning | None:
+    """Returns the generation of another consistency, once all who make rounds have come to the place and ask for it.
 
     Who is gone is fenced before. Who waits to be taken in makes no rounds, is not waited for, and goes on waiting.
     """
@@ -158,7 +158,9 @@ def _change(state: JobState, current: Epoch, here: Mapping[int, SessionState], l
     return Beginning(current.number + 1, _ordered(members), change=change)
 
 
-def _alone(current: Epoch, here: Sequence[Member], since: Start | None = None) -> Sequence[EpochClosed | Beginning]:
+def _alone(
+    current: Generation, here: Sequence[Member], since: Start | None = None
+) -> Sequence[GenerationClosed | Beginning]:
     """Asynchronous workers come and go at once: each begins where its task was."""
     stay = [member for member in current.members if member in here]
     if len(stay) < len(current.members):
@@ -172,12 +174,12 @@ def _alone(current: Epoch, here: Sequence[Member], since: Start | None = None) -
 
 
 def _together(
-    current: Epoch, here: Mapping[int, SessionState], left: Set[int], started: Set[int], may_save: bool
-) -> Sequence[EpochClosed | Beginning]:
+    current: Generation, here: Mapping[int, SessionState], left: Set[int], started: Set[int], may_save: bool
+) -> Sequence[GenerationClosed | Beginning]:
     """Synchronous members take new ones in at a join point, and let go of those who leave where a step begins."""
     stay = [m for m in current.members if m.session in here]
     waiting = [m for m in stay if m.session not in started]
-    # Who has left an epoch by its join point is done with it; who is lost before that is waited for until fenced.
+    # Who has left a generation by its join point is done with it; who is lost before that is waited for until fenced.
     leaving = [m for m in current.leaving if m.session in here]
     dead = [m for m in current.leaving if m.session not in here and m.session not in left]
     gone = len(stay) < len(current.members) or bool(dead)
@@ -201,48 +203,48 @@ def _together(
 
 
 def _asking(stay: Sequence[Member], leaving: Sequence[Member], here: Mapping[int, SessionState]) -> list[Member]:
-    """Returns the members that ask to leave; nobody while there is one who would not take such an epoch in."""
+    """Returns the members that ask to leave; nobody while there is one who would not take such a generation in."""
     if not all(here[m.session].pace.knows_leaving for m in (*stay, *leaving)):
         return []
     return [m for m in stay if here[m.session].pace.leaving]
 
 
 def _let_go(
-    current: Epoch,
+    current: Generation,
     stay: Sequence[Member],
     leaving: Sequence[Member],
     asking: Sequence[Member],
     may_save: bool,
     here: Mapping[int, SessionState],
-) -> list[EpochClosed]:
-    """Closes the epoch that some members leave; whether a checkpoint is saved before they do is said in it.
+) -> list[GenerationClosed]:
+    """Closes the generation that some members leave; whether a checkpoint is saved before they do is said in it.
 
-    Of an epoch that nobody has taken in yet the newest alone is: it has to say what that one said.
+    Of a generation that nobody has taken in yet the newest alone is: it has to say what that one said.
     """
     number = current.number + 1
     save = current.save
     if may_save and any(here[m.session].pace.saving for m in asking):
         save = number
     members = [m for m in stay if m not in asking]
-    return [EpochClosed(Epoch(number, _ordered(members), STEP, None, _ordered([*leaving, *asking]), save))]
+    return [GenerationClosed(Generation(number, _ordered(members), STEP, None, _ordered([*leaving, *asking]), save))]
 
 
-def _closed(current: Epoch, members: Sequence[Member], join_point: str = "") -> EpochClosed:
-    return EpochClosed(Epoch(current.number + 1, _ordered(members), join_point))
+def _closed(current: Generation, members: Sequence[Member], join_point: str = "") -> GenerationClosed:
+    return GenerationClosed(Generation(current.number + 1, _ordered(members), join_point))
 
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
     return tuple(sorted(members, key=lambda member: member.task))
 
 
-def told_of(state: JobState, epoch: Epoch, sessions: Sequence[SessionState]) -> list[str]:
-    """Returns lines for the log: which members are lost by an epoch that is about to be closed, and which are back."""
-    if state.epoch is None:
+def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionState]) -> list[str]:
+    """Returns lines for the log: which members are lost by a generation that is about to be closed, and which are back."""
+    if state.generation is None:
         return []
-    before, now = ({m.session: m.task for m in each.everybody} for each in (state.epoch, epoch))
+    before, now = ({m.session: m.task for m in each.everybody} for each in (state.generation, generation))
     ends = {session.member.session: session.state for session in sessions}
     lost = [(task, ends.get(number, "lost")) for number, task in before.items() if number not in now]
     lines = [f"goes on without {task}, which {WAYS[end]}" for task, end in lost if end in WAYS]
-    earlier = {member.task for each in state.epochs.values() for member in each.members}
+    earlier = {member.task for each in state.generations.values() for member in each.members}
     back = [task for number, task in now.items() if number not in before and task in earlier]
     return lines + [f"{task} is back, and takes part again" for task in back]
