@@ -102,7 +102,7 @@ def train_module(work: str, steps: int) -> None:
     count, shape = SHAPES[work]
     strategy = ps.ParameterServerStrategy(["cpu:0"])
     models = {early: make_model(work) for early in (False, True)}
-    optimizers = {e: pst.Optimizer(m, torch.optim.SGD, lr=0.1, strategy=strategy, early=e) for e, m in models.items()}
+    optimizers = {e: pst.Optimizer(m, torch.optim.SGD, lr=0.1, strategy=strategy, overlap=e) for e, m in models.items()}
     with strategy.scope():
         variables = [ps.Variable(np.ones(shape, "float32"), name=f"plain{n}") for n in range(count)]
         plain = ps.optimizers.SGD(0.1)

@@ -302,10 +302,10 @@ class Worker:
             for _ in range(MODELS[size].warm):
                 make_round()
             self._wait()
-        before, sent = Cost.of(os.getpid()), self._strategy.traffic[0]
+        before, sent = Cost.of(os.getpid()), self._strategy.bytes_transferred[0]
         seconds = [make_round() for _ in range(self._options.count(size))]
         used = Cost.of(os.getpid()).since(before)
-        sent = self._strategy.traffic[0] - sent
+        sent = self._strategy.bytes_transferred[0] - sent
         self._wait()
         return {"seconds": seconds, "cpu": used.seconds, "growth": used.rss, "sent": sent}
 

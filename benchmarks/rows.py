@@ -61,7 +61,7 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "sgd": lambda: ps.optimizers.SGD(RATE),
     "adagrad": lambda: ps.optimizers.Adagrad(RATE, initial_accumulator_value=0.1, epsilon=1e-7),
     "adam": lambda: ps.optimizers.Adam(1e-3),
-    "closedadam": lambda: ps.optimizers.Adam(1e-3, settle="closed"),
+    "closedadam": lambda: ps.optimizers.Adam(1e-3, catch_up="closed_form"),
     "lazyadam": lambda: ps.optimizers.LazyAdam(1e-3),
     "rowwise": lambda: ps.optimizers.RowwiseAdagrad(RATE),
 }
@@ -154,7 +154,7 @@ def train(work: Work, name: str) -> None:
 
         seconds = []
         for number in range(work.warm + work.steps):
-            table.look_ahead(batches[(number + 1) % len(batches)])
+            table.prefetch(batches[(number + 1) % len(batches)])
             start = time.perf_counter()
             strategy.run(step, args=(number,))
             table.lookup(batches[(number + 1) % len(batches)])  # waits for the round, and finds them

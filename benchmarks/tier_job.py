@@ -4,7 +4,7 @@
     python benchmarks/tier_job.py --path /nvme --rows 4000000  on another disk, a gigabyte
 
 For each system one server and two workers, all real processes on this machine, as users have them: a dataset names
-the keys of each batch (`InputOptions(lookups=...)`), 4,096 for each worker by Zipf's law; a step looks its rows up,
+the keys of each batch (`InputOptions(prefetch=...)`), 4,096 for each worker by Zipf's law; a step looks its rows up,
 computes for a while (it sleeps), and applies a gradient of each row by SGD. What it computes is left out of its time.
 The jobs are there together, and make their steps in turns, lap by lap.
 
@@ -97,7 +97,7 @@ class Work:
 class Unhinted:
     """A table whose rows are named one batch ahead, and not two."""
 
-    look_ahead: Callable[..., None]
+    prefetch: Callable[..., None]
 
 
 def train(work: Work, system: str, directory: Path) -> None:
@@ -120,8 +120,8 @@ def train(work: Work, system: str, directory: Path) -> None:
             slept = time.perf_counter() - began
             optimizer.apply_gradients([(rows.gradient(gradient[: len(rows.ids)]), table)])
 
-        named: Any = Unhinted(table.look_ahead) if system == "unhinted" else table
-        options = ps.InputOptions(lookups={named: lambda keys: keys})
+        named: Any = Unhinted(table.prefetch) if system == "unhinted" else table
+        options = ps.InputOptions(prefetch={named: lambda keys: keys})
         data = ps.ArrayDataset(work.keys()).batch(WORKERS * BATCH)
         batches = iter(strategy.experimental_distribute_dataset(data, options))
         table.lookup([0])  # waits until all rows are there

@@ -35,7 +35,7 @@ def main(epochs: int, resume: bool) -> None:
     params = {"conv": {"kernel": init(keys[0], (16, 1, 3, 3)), "bias": np.zeros((16, 1, 1), "float32")}}
     params["dense"] = {"kernel": init(keys[1], (256, 10)), "bias": np.zeros(10, "float32")}
     strategy = ps.ParameterServerStrategy(["cpu:0"])
-    state = psj.TrainState.create(apply_fn=apply, params=params, tx=psj.optax.adam(0.005), strategy=strategy)
+    state = psj.TrainState.create(apply_fn=apply, params=params, tx=psj.optimizers.adam(0.005), strategy=strategy)
     checkpoint = ps.train.Checkpoint(params=state.variables, tx=state.tx)
     checkpoint.restore("digits_jax" if resume else None)
     gradients = jax.jit(jax.value_and_grad(mean_loss))

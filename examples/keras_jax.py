@@ -35,7 +35,7 @@ def main(epochs: int, resume: bool) -> None:
     gradients = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
     strategy = ps.ParameterServerStrategy(["cpu:0"])
     params = OrderedDict((v.path, v.value) for v in model.trainable_variables)  # JAX sorts the keys of a plain dict
-    state = psj.TrainState.create(apply_fn=None, params=params, tx=psj.optax.adam(0.005), strategy=strategy)
+    state = psj.TrainState.create(apply_fn=None, params=params, tx=psj.optimizers.adam(0.005), strategy=strategy)
     checkpoint = ps.train.Checkpoint(state)
     checkpoint.restore("keras_jax" if resume else None)
     train, test = load_data()

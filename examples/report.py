@@ -25,7 +25,9 @@ class Report:
     def __init__(self, strategy: ps.ParameterServerStrategy, epochs: int, steps: int, first: int) -> None:
         self.strategy, self.epochs, self.steps = strategy, epochs, steps
         self.losses = deque[float](maxlen=steps)
-        self.marks = deque([(time.monotonic(), sum(strategy.traffic))], maxlen=steps + 1)  # an epoch back, at most
+        self.marks = deque(
+            [(time.monotonic(), sum(strategy.bytes_transferred))], maxlen=steps + 1
+        )  # an epoch back, at most
         drawn = get_console().is_terminal and strategy.extended.should_checkpoint
         self.bar = Progress("{task.description}", BarColumn(16), disable=not drawn)
         self.task = self.bar.add_task(f"step {first}", total=epochs * steps, completed=first)
@@ -33,7 +35,7 @@ class Report:
     def step(self, epoch: int, step: int, loss: float) -> None:
         """Step number `step` of the job is over."""
         self.losses.append(loss)
-        self.marks.append((time.monotonic(), sum(self.strategy.traffic)))
+        self.marks.append((time.monotonic(), sum(self.strategy.bytes_transferred)))
         (began, before), (now, moved) = self.marks[0], self.marks[-1]
         speed, traffic = (len(self.marks) - 1) / (now - began), decimal(int((moved - before) / (now - began)))
         text = f"epoch {epoch + 1:2}/{self.epochs}  loss {np.mean(self.losses):.4f}  {speed:3.0f} steps/s  {traffic}/s"

@@ -53,7 +53,7 @@ from psclient._src.tracing.update_function import update_function
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.indexed_slices import IndexedSlices, convert_to_tensor
 from psclient._src.variables.sharded import ShardedVariable
-from psclient._src.variables.sparse_updates import exactly, lazily
+from psclient._src.variables.sparse_updates import exact_update, lazy_update
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
     ClusterResolver,
@@ -121,7 +121,7 @@ __all__ = [
     "coordinator",
     "dynamic_embedding",
     "errors",
-    "exactly",
+    "exact_update",
     "experimental",
     "experimental_set_strategy",
     "get_replica_context",
@@ -130,7 +130,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "initializers",
-    "lazily",
+    "lazy_update",
     "losses",
     "metrics",
     "nn",

@@ -35,7 +35,7 @@ from psserver.telemetry import MetricsPort, Rim
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
-from pswire.flags import flag, flags
+from pswire.flags import explained, flag, flags
 from pswire.model.places import NOWHERE
 from pswire.model.status import ServerStatus
 from pswire.process import INTERRUPTED, take_interrupts
@@ -436,7 +436,7 @@ def main(args: Sequence[str] | None = None) -> None:
         leave_scipy_out()
         code = command.main(args, prog_name="psserver", standalone_mode=False)
     except click.ClickException as error:
-        code = _refuse(error.format_message())
+        code = _refuse(explained(error))
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     sys.exit(code)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from pswire import retired
 from pswire.options import LIST, SWITCH, WHOLE, Option, flag_name, options_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -56,3 +57,15 @@ def flags(
         return command
 
     return decorate
+
+
+def explained(error: click.ClickException) -> str:
+    """Returns the message of a command line's error; of a retired flag or command with the name that it has now."""
+    if isinstance(error, click.NoSuchOption):
+        name = error.option_name.lstrip("-").replace("-", "_").removeprefix("timeout_")
+        if name in retired.OPTIONS:
+            now = retired.renamed(name, retired.OPTIONS).replace("called ", "called --").replace("_", "-")
+            return f"No such option {error.option_name}: it {now}"
+    if isinstance(error, click.exceptions.NoSuchCommand) and error.command_name in retired.COMMANDS:
+        return f"No such command {error.command_name}: it {retired.renamed(error.command_name, retired.COMMANDS)}"
+    return error.format_message()

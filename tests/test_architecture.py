@@ -159,7 +159,7 @@ WALL_CLOCK_IN = {
     "pswire.security.names",  # certificates
     "psserver.network.process",  # what its clock says, for psctl doctor
     "psclient._src.telemetry.observer",  # the same
-    "psclient.psctl.page",  # how long a link is good, by the clock of the server that checks it
+    "psclient.psctl.dashboard",  # how long a link is good, by the clock of the server that checks it
     "pswire.telemetry.page.status_page",  # the same
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
     "psclient._src.network.session",  # which beats come together

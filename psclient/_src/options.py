@@ -45,25 +45,25 @@ class InputOptions:
         experimental_prefetch_to_device: batches are put on the replicas' devices; False leaves them on the host,
             as NumPy arrays.
         auto_shard_policy: for `experimental_distribute_dataset`; a dataset from a function is never sharded.
-        lookups: for variables, of which rows are looked up in each step, a function that returns their ids, given one
+        prefetch: for variables, of which rows are looked up in each step, a function that returns their ids, given one
             replica's batch. The rows of the next batch then come with the round of this one.
 
     Raises:
         ValueError: there is no such policy.
-        TypeError: a value of `lookups` is no function.
+        TypeError: a value of `prefetch` is no function.
     """
 
     nest_leaf: ClassVar[bool] = True
 
     experimental_prefetch_to_device: bool = True
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
-    lookups: Mapping[Any, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
+    prefetch: Mapping[Any, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
-        for variable, ids in self.lookups.items():
-            if not (hasattr(variable, "look_ahead") and callable(ids)):
-                raise TypeError(f"lookups has {variable!r}: {ids!r}; give a function of a batch for each variable")
+        for variable, ids in self.prefetch.items():
+            if not (hasattr(variable, "prefetch") and callable(ids)):
+                raise TypeError(f"prefetch has {variable!r}: {ids!r}; give a function of a batch for each variable")
 
 
 @dataclass(frozen=True)

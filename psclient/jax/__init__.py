@@ -1,6 +1,6 @@
 """Training of JAX's models on parameter servers; `import psclient.jax as psj`.
 
-    state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optax.adam(1e-3), strategy=strategy)
+    state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optimizers.adam(1e-3), strategy=strategy)
     for batch in psj.loader(data, strategy=strategy):
         loss, grads = step(state.params, batch)         # compiled by jax.jit, and pure
         state = state.apply_gradients(grads=grads)      # a round: the mean over all workers, and a step on the servers
@@ -9,7 +9,7 @@ Nothing else of this package imports JAX. Needs `paramserver[jax]`.
 
 state       `TrainState`, with the face of flax's
 parameters  the leaves of a pytree as variables: reads, steps, assignments
-optax       sgd, adam, adamw, adagrad by optax's formulas
+optimizers  sgd, adam, adamw, adagrad by optax's formulas
 rows        rows of embedding tables, in few shapes
 loading     batches, shared among all workers
 modules     modules of Flax NNX
@@ -17,10 +17,10 @@ trees       names, dtypes and structures of pytrees
 arrays      between NumPy and JAX: what is copied
 """
 
-from psclient.jax import optax
+from psclient.jax import optimizers
 from psclient.jax.loading import loader
 from psclient.jax.modules import Bound, bind
 from psclient.jax.rows import Rows, lookup
 from psclient.jax.state import TrainState
 
-__all__ = ["Bound", "Rows", "TrainState", "bind", "loader", "lookup", "optax"]
+__all__ = ["Bound", "Rows", "TrainState", "bind", "loader", "lookup", "optimizers"]

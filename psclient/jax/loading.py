@@ -12,11 +12,11 @@ from psclient.jax.parameters import strategy_of
 
 
 def loader(
-    data: object, lookups: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
+    data: object, prefetch: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
 ) -> DistributedDataset:
     """Shares the batches of a dataset among all workers, and names the rows of the next one. In any context.
 
-        batches = psj.loader(ps.ArrayDataset(arrays).batch(64), lookups={users: lambda batch: batch["user"]})
+        batches = psj.loader(ps.ArrayDataset(arrays).batch(64), prefetch={users: lambda batch: batch["user"]})
         for epoch in batches.epochs(10):
             for batch in batches:
                 rows = psj.lookup(users, batch["user"])     # from the second batch on it is here already
@@ -27,7 +27,7 @@ def loader(
     Args:
         data: gives global batches, nests of arrays, anew each time it is iterated: a `ps.ArrayDataset`, grain's
             datasets, a PyTorch `DataLoader`, a list of batches.
-        lookups: for tables, of which rows are looked up in each step, a function that returns their ids, given this
+        prefetch: for tables, of which rows are looked up in each step, a function that returns their ids, given this
             worker's batch. The rows of the next batch then come with the round of this one.
         strategy: the strategy; None for that of the tables, or of the scope.
 
@@ -36,9 +36,9 @@ def loader(
 
     Raises:
         RuntimeError: there is no strategy.
-        TypeError: the dataset is of no known kind; `lookups` has what is no table, or no function.
+        TypeError: the dataset is of no known kind; `prefetch` has what is no table, or no function.
         ValueError: the dataset is not batched; the strategy has several replicas here.
     """
-    options = InputOptions(experimental_prefetch_to_device=False, lookups=dict(lookups or {}))
-    given = next((table.strategy for table in options.lookups), None) if strategy is None else strategy
+    options = InputOptions(experimental_prefetch_to_device=False, prefetch=dict(prefetch or {}))
+    given = next((table.strategy for table in options.prefetch), None) if strategy is None else strategy
     return strategy_of(given).experimental_distribute_dataset(data, options)

@@ -79,7 +79,7 @@ def bind(
 ) -> Bound:
     """Trains the parameters of a module of Flax NNX on the servers; by all processes alike.
 
-        optimizer = psj.bind(module, psj.optax.adam(1e-3), strategy=strategy)
+        optimizer = psj.bind(module, psj.optimizers.adam(1e-3), strategy=strategy)
         loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(module, batch)
         optimizer.update(grads)
 

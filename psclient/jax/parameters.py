@@ -14,7 +14,7 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import all_to_jax, scaled, to_host
-from psclient.jax.optax import check_transformation
+from psclient.jax.optimizers import check_transformation
 from psclient.jax.rows import Rows
 from psclient.jax.trees import Tree, check_alike, first_value, is_traced, leaves_of, nested
 from psclient.optimizers import Optimizer
@@ -201,4 +201,6 @@ def check_optimizer(tx: Any) -> Optimizer:
     if isinstance(tx, Optimizer):
         return tx
     check_transformation(tx)
-    raise TypeError(f"tx is a {type(tx).__name__}; give one of psj.optax or ps.optimizers, such as psj.optax.sgd(0.1)")
+    raise TypeError(
+        f"tx is a {type(tx).__name__}; give one of psj.optimizers or ps.optimizers, such as psj.optimizers.sgd(0.1)"
+    )

@@ -21,7 +21,7 @@ NO_ROWS: Mapping[Rows, Any] = MappingProxyType({})
 class TrainState:
     """Parameters after some number of steps. Made by `create`, and by `apply_gradients` of the state before.
 
-        state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optax.adam(1e-3), strategy=strategy)
+        state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optimizers.adam(1e-3), strategy=strategy)
         loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, batch)
         state = state.apply_gradients(grads=grads)
 
@@ -67,7 +67,7 @@ class TrainState:
             apply_fn: the model's function, which becomes an attribute; None for none.
             params: a pytree of arrays of float16, bfloat16, float32 or float64. The leaf at `dense`, `kernel` becomes
                 the variable "params/dense/kernel".
-            tx: an optimizer of `psj.optax`, by optax's formulas, or of `ps.optimizers`, by Keras's.
+            tx: an optimizer of `psj.optimizers`, by optax's formulas, or of `ps.optimizers`, by Keras's.
             strategy: where they live; None for the strategy of the scope. It has one replica in this process.
             tables: tables whose rows are trained with it, so that their slots are there from the beginning.
             reduction: "mean" if each worker's gradients are those of the mean over its own examples: they count as

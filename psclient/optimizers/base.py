@@ -17,7 +17,7 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Settings, is_view
 from psclient._src.variables.sharded import shards_of
-from psclient._src.variables.sparse_updates import Settle, Sparse
+from psclient._src.variables.sparse_updates import CatchUp, Sparse
 from psclient._src.variables.table_views import join_views, without_views
 from psclient._src.variables.tables import OneRow, TableVariable
 from psclient._src.variables.variable import Variable
@@ -31,7 +31,7 @@ from psclient.optimizers.step_driver import StepDriver
 from psclient.optimizers.step_functions import become, state_dtype
 from pswire.model.tensor import Array
 
-_NOT_KERAS = {"sparse": "exact", "settle": "replay"}
+_NOT_KERAS = {"sparse": "exact", "catch_up": "replay"}
 """Options that Keras does not have, with their defaults."""
 
 
@@ -68,13 +68,13 @@ class Optimizer(Described):
             in a step if the sum of the gradients of one of its calls is not zero there. "dense": what it is for the
             whole gradient, which is made. A step that is not elementwise, as of `Lamb`, is dense, and cannot be lazy.
             Dynamic tables have no dense steps, and refuse what needs one.
-        settle: how an exact step is made up. "replay": one after the other, with the same bits. "closed": many as one,
+        catch_up: how an exact step is made up. "replay": one after the other, with the same bits. "closed_form": many as one,
             within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and
             `Adadelta` have one.
 
     Raises:
         ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`
-            or `settle`.
+            or `catch_up`.
         TypeError: the learning rate is no number, schedule or function, or another number is no number.
     """
 
@@ -105,7 +105,7 @@ class Optimizer(Described):
     loss_scale_factor: float | DynamicLossScale | None
     gradient_accumulation_steps: int | None
     sparse: Sparse
-    settle: Settle
+    catch_up: CatchUp
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Optimizer(Described):
         loss_scale_factor: float | DynamicLossScale | None = None,
         gradient_accumulation_steps: int | None = None,
         sparse: Sparse = "exact",
-        settle: Settle = "replay",
+        catch_up: CatchUp = "replay",
     ) -> None:
         self._learning_rate: object = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
@@ -137,7 +137,7 @@ class Optimizer(Described):
             "loss_scale_factor": loss_scale_factor,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "sparse": sparse,
-            "settle": settle,
+            "catch_up": catch_up,
         }
         vars(self).update(check_options(options))
         first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
@@ -251,7 +251,7 @@ class Optimizer(Described):
         return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an optimizer like this one; `sparse`, `settle` if not by default."""
+        """Returns the arguments that make an optimizer like this one; `sparse`, `catch_up` if not by default."""
         config = super().get_config()
         return {name: value for name, value in config.items() if name not in _NOT_KERAS or value != _NOT_KERAS[name]}
 

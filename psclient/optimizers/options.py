@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-from psclient._src.variables.sparse_updates import Settle, Sparse, check_settle, check_sparse
+from psclient._src.variables.sparse_updates import CatchUp, Sparse, check_catch_up, check_sparse
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.ranges import (
     AT_LEAST_0,
@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
     loss_scale_factor: float | DynamicLossScale | None
     gradient_accumulation_steps: int | None
     sparse: Sparse
-    settle: Settle
+    catch_up: CatchUp
     name: str | None
 
 
@@ -101,7 +101,7 @@ def check_options(options: Mapping[str, object]) -> dict[str, Any]:
         if options[name] is not None:
             check_count(name, options[name], least, ", or None")
     numbers = {name: _kept(name, options[name], range) for name, range in _RANGES.items()}
-    words = {"sparse": check_sparse(options["sparse"]), "settle": check_settle(options["settle"])}
+    words = {"sparse": check_sparse(options["sparse"]), "catch_up": check_catch_up(options["catch_up"])}
     return {**options, **numbers, **words, "use_ema": bool(options["use_ema"])}
 
 

@@ -20,7 +20,7 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.sharded import VariableOfShards, shards_of
-from psclient._src.variables.sparse_updates import Settle, Sparse, SparseUpdate
+from psclient._src.variables.sparse_updates import CatchUp, Sparse, SparseUpdate
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients, has_rows
 from psclient.optimizers.loss_scale import DynamicLossScale
@@ -50,7 +50,7 @@ class Rule(Protocol):
         """As of `Optimizer`."""
 
     @property
-    def settle(self) -> Settle:
+    def catch_up(self) -> CatchUp:
         """As of `Optimizer`."""
 
     def settings(self) -> Settings:
@@ -220,7 +220,7 @@ class StepDriver:
             begun[id(shared)] = extended.update_non_slot(counted, self._functions.begin, (settings, shared, finite))
         rule, optional = self._rule, self._functions.optional
         step = SparseUpdate(
-            self._functions.apply, rule.sparse, optional=optional, settle=rule.settle, of_optimizer=True
+            self._functions.apply, rule.sparse, optional=optional, catch_up=rule.catch_up, of_optimizer=True
         )
         # A step of several calls changes rows that its last call does not have: in all other rows it is put off.
         marking = SparseUpdate(self._functions.apply, "exact", optional=optional, of_optimizer=True, as_lazy=True)

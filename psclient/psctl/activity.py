@@ -1,4 +1,4 @@
-"""`psctl top` and `psctl recent`: a job as it runs, what it does in a second, and what its servers were told last."""
+"""`psctl top` and `psctl events`: a job as it runs, what it does in a second, and what its servers were told last."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Watcher:
 @click.option("--server", "number", type=click.IntRange(0), metavar="NUMBER", help="Show this server alone.")
 @options
 @settings
-def recent(settings: CommandSettings, number: int | None) -> int:
+def events(settings: CommandSettings, number: int | None) -> int:
     """Shows the last calls that servers took, and work that is over.
 
     The newest is last; of each server there are a hundred at most. What comes by itself, such as beats, is left out
@@ -97,7 +97,7 @@ def recent(settings: CommandSettings, number: int | None) -> int:
     problems = [Problem(why_silent(one), str(one.task), one.error.message) for one in found if one.error]
     said = {
         "servers": [
-            {"task": str(one.task), "address": one.address, "recent": list(map(dataclasses.asdict, one.recent))}
+            {"task": str(one.task), "address": one.address, "events": list(map(dataclasses.asdict, one.recent))}
             for one in found
         ],
         "problems": list(map(dataclasses.asdict, problems)),

@@ -8,19 +8,20 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from psclient.psctl.activity import recent, top
+from psclient.psctl.activity import events, top
 from psclient.psctl.certs import certs
 from psclient.psctl.checkpoint import checkpoint
+from psclient.psctl.dashboard import dashboard
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
 from psclient.psctl.job import drain, job, move, rebalance
 from psclient.psctl.local import clusters, with_values
 from psclient.psctl.output import say
-from psclient.psctl.page import page
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
 from pswire.errors import ConfigError, PSError
+from pswire.flags import explained
 from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.given import printable
 
@@ -77,8 +78,8 @@ def command(context: click.Context) -> int:
 for each in (
     status,
     top,
-    page,
-    recent,
+    dashboard,
+    events,
     variables,
     read,
     health,
@@ -102,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> None:
         code = command.main(given, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "psctl"
-        code = _fail(settings, "UsageError", f"{error.format_message()} (see {where} --help)")
+        code = _fail(settings, "UsageError", f"{explained(error)} (see {where} --help)")
     except PSError as error:
         code = _fail(settings, type(error).__name__, str(error), error.task)
     except OSError as error:

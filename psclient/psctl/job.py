@@ -1,4 +1,4 @@
-"""What is done about a running job: it is ended (`psctl job end`), or its servers move (`move`, `drain`, `rebalance`).
+"""What is done about a running job: it is ended (`psctl job delete`), or its servers move (`move`, `drain`, `rebalance`).
 
 Servers go to processes that wait for a place, as `psserver --join` does. The chief moves them, one after the other,
 each where a step begins; these commands ask for it, and wait until it is done.
@@ -56,7 +56,7 @@ def job() -> None:
 @job.command()
 @options
 @settings
-def end(told: CommandSettings) -> int:
+def delete(told: CommandSettings) -> int:
     """Discards the job that the servers hold, once its processes are gone.
 
     Servers keep the variables of a job that was not left cleanly, so that its processes may come back. After this any

@@ -153,15 +153,15 @@ class EmbeddingBagCollection(LookupModule):
         """The configurations of its tables."""
         return self._configs
 
-    def look_ahead(self, *features: Any) -> None:
+    def prefetch(self, *features: Any) -> None:
         """Says which features will be looked up next, so that their rows come with the next round; see `Loader`."""
         for rows, ids in self._ids(features):
-            rows.table.look_ahead(*ids)
+            rows.table.prefetch(*ids)
 
-    def hint_ahead(self, *features: Any) -> None:
+    def prefetch_hint(self, *features: Any) -> None:
         """Says which features will be looked up after that, so that servers read their rows from their disks."""
         for rows, ids in self._ids(features):
-            rows.table.hint_ahead(*ids)
+            rows.table.prefetch_hint(*ids)
 
     def _ids(self, features: Sequence[Any]) -> Iterator[tuple[TableRows, list[Any]]]:
         """Yields each table with the ids that it looks up for some batches."""

@@ -132,16 +132,16 @@ class LookupModule(torch.nn.Module):
         """Those of each of its tables."""
         raise NotImplementedError
 
-    def look_ahead(self, *features: Any) -> None:
+    def prefetch(self, *features: Any) -> None:
         """Says what `forward` will be given next, so that its rows come with the next round; see `Loader`."""
         raise NotImplementedError
 
     @property
     def takes_hints(self) -> bool:
-        """True if `hint_ahead` is of use: rows of its tables lie in files on servers."""
+        """True if `prefetch_hint` is of use: rows of its tables lie in files on servers."""
         return any(rows.table.takes_hints for rows in self.rows)
 
-    def hint_ahead(self, *features: Any) -> None:
+    def prefetch_hint(self, *features: Any) -> None:
         """Says what `forward` will be given after that, so that servers read its rows meanwhile; see `Loader`."""
         raise NotImplementedError
 
@@ -187,13 +187,13 @@ class OfOneTable(LookupModule):
         """The size of a row."""
         return int(np.prod(self.table.shape[1:]))
 
-    def look_ahead(self, *features: Any) -> None:
+    def prefetch(self, *features: Any) -> None:
         """Says which ids will be looked up next, so that their rows come with the next round; see `Loader`."""
-        self.table.look_ahead(*[to_numpy(each) for each in features])
+        self.table.prefetch(*[to_numpy(each) for each in features])
 
-    def hint_ahead(self, *features: Any) -> None:
+    def prefetch_hint(self, *features: Any) -> None:
         """Says which ids will be looked up after that, so that servers read their rows meanwhile; see `Loader`."""
-        self.table.hint_ahead(*[to_numpy(each) for each in features])
+        self.table.prefetch_hint(*[to_numpy(each) for each in features])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A module of the same table: there is one on the servers."""

@@ -29,13 +29,13 @@ CHANGED = (
 
 SECOND = (
     "the gradient of {} was computed by a second backward() before step(), and that of the first one had left for the "
-    "servers while backward() went on; put all but the last backward() of a step in `with optimizer.accumulate():`, or "
-    "create the optimizer without early=True: then gradients leave in step()"
+    "servers while backward() went on; put all but the last backward() of a step in `with optimizer.no_sync():`, or "
+    "create the optimizer without overlap=True: then gradients leave in step()"
 )
 
 LEFT = (
     "gradients had left for the servers while backward() went on, {}, and nobody can take them back; make a step after "
-    "each backward(), or create the optimizer without early=True: then all leave in step()"
+    "each backward(), or create the optimizer without overlap=True: then all leave in step()"
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from psclient._src.arrays.devices import Value
 from psclient._src.tracing.hyperparameters import Configured, Settings
 from psclient._src.tracing.update_function import update_function
-from psclient._src.variables.sparse_updates import Settle, Sparse
+from psclient._src.variables.sparse_updates import CatchUp, Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import DynamicLossScale, Optimizer, step_functions
 from psclient.optimizers.schedules import LearningRateSchedule
@@ -111,9 +111,9 @@ class Groups(Configured):
         return self.first.sparse
 
     @property
-    def settle(self) -> Settle:
+    def catch_up(self) -> CatchUp:
         """The first rule's."""
-        return self.first.settle
+        return self.first.catch_up
 
     # ---- Groups ----
 
@@ -222,14 +222,14 @@ def keys_of(rule: Optimizer) -> Mapping[str, str]:
 _OF_A_STEP = frozenset(
     {
         *("learning_rate", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"),
-        *("sparse", "settle"),
+        *("sparse", "catch_up"),
         *("gradient_accumulation_steps", "use_ema", "ema_momentum", "ema_overwrite_frequency"),
     }
 )
 """Options of Keras's optimizers that are not of a group."""
 
 
-OURS = frozenset({"clipnorm", "clipvalue", "global_clipnorm", "sparse", "settle"})
+OURS = frozenset({"clipnorm", "clipvalue", "global_clipnorm", "sparse", "catch_up"})
 """Options of `ps.optimizers` that go with torch's rules as well."""
 
 

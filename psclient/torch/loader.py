@@ -37,12 +37,12 @@ class Loader:
             texts, anew each time: a `DataLoader`, a `ps.ArrayDataset`, a list. A `DataLoader` that shuffles needs a
             generator with a seed; a step of workers whose global batches differ raises `Diverged`.
         optimizer: whose steps are made with the batches; or several.
-        lookups: for modules of this package, whose rows are looked up, a function that returns what the module will be
+        prefetch: for modules of this package, whose rows are looked up, a function that returns what the module will be
             given, given a batch as the loop has it.
 
     Raises:
         TypeError: the loader can be gone through only once; there is no optimizer of this package; or a key of
-            `lookups` is no module whose rows are looked up, or a value no function.
+            `prefetch` is no module whose rows are looked up, or a value no function.
         ValueError: optimizers are of different strategies.
     """
 
@@ -52,30 +52,30 @@ class Loader:
         self,
         loader: Any,
         optimizer: Optimizer | Sequence[Optimizer],
-        lookups: Mapping[Any, Callable[[Any], Any]] | None = None,
+        prefetch: Mapping[Any, Callable[[Any], Any]] | None = None,
     ) -> None:
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for each in self._optimizers:
             if not isinstance(each, Optimizer):
                 raise TypeError(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
-        for module, ids in (lookups or {}).items():
+        for module, ids in (prefetch or {}).items():
             if not isinstance(module, LookupModule):
                 raise TypeError(
-                    f"lookups has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
+                    f"prefetch has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
                     "psclient.torch.Embedding"
                 )
             if not callable(ids):
                 raise TypeError(
-                    f"lookups has {ids!r} for a {type(module).__name__}; give a function that returns the ids of a "
-                    'batch: lookups={module: lambda batch: batch["user"]}'
+                    f"prefetch has {ids!r} for a {type(module).__name__}; give a function that returns the ids of a "
+                    'batch: prefetch={module: lambda batch: batch["user"]}'
                 )
         strategies = {id(each.strategy): each.strategy for each in self._optimizers}
         if len(strategies) != 1:
             raise ValueError("a loader is for optimizers of one strategy")
         (self._strategy,) = strategies.values()
         self._loader = loader
-        named = {module: partial(_named, ids) for module, ids in (lookups or {}).items()}
-        options = InputOptions(experimental_prefetch_to_device=False, lookups=named)
+        named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}
+        options = InputOptions(experimental_prefetch_to_device=False, prefetch=named)
         self._batches = self._strategy.experimental_distribute_dataset(Weighed(loader), options)
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,10 +67,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             they stay each worker's own, as they always do where workers are asynchronous. They are in checkpoints in
             any case, as of the first worker.
         reduction: "mean" of the workers' gradients, or their "sum".
-        early: True to send gradients while backward goes on, where there is more than 4 MiB of them. What was sent
+        overlap: True to send gradients while backward goes on, where there is more than 4 MiB of them. What was sent
             counts: a step has to follow each backward.
         prefix: of the names of variables.
-        options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `settle`,
+        options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `catch_up`,
             as of `ps.optimizers`, which no class of torch has.
 
     Attributes:
@@ -97,7 +97,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         strategy: Strategy | None = None,
         buffers: Mode = "first",
         reduction: Reduction = "mean",
-        early: bool = False,
+        overlap: bool = False,
         prefix: str = "",
         **options: Any,
     ) -> None:
@@ -110,7 +110,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = Groups(self.rule)
         self._steps = Steps(
-            self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules), module
+            self.strategy, self._groups, reduction == "mean", overlap, weakly(self._refresh_rules), module
         )
         self._slots = SlotState(self.strategy, self._groups)
         self._find()
@@ -286,7 +286,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         return loss
 
     @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes within are added up here, and nothing is sent: as `no_sync` of DDP.
 
         The last backward of a step is outside; or `step` follows, and sends what was added up. A block that is used

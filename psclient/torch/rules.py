@@ -28,7 +28,7 @@ class TorchRule(Optimizer):
     Args:
         numbers: torch's hyperparameters, by torch's names.
         name: prefix of the names of slots.
-        options: `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `settle`, as of `ps.optimizers`.
+        options: `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `catch_up`, as of `ps.optimizers`.
     """
 
     hyperparameters: ClassVar[Mapping[str, str]] = {}

@@ -40,7 +40,7 @@ class Steps:
         strategy: owns the variables.
         groups: the rules.
         averages: True if gradients are averaged over workers; False if they are summed.
-        early: True if gradients may leave while backward goes on.
+        overlap: True if gradients may leave while backward goes on.
         refresh: gives the rules the hyperparameters of now.
         module: has the parameters.
 
@@ -60,7 +60,7 @@ class Steps:
         strategy: Strategy,
         groups: Groups,
         averages: bool,
-        early: bool,
+        overlap: bool,
         refresh: Callable[[], object],
         module: torch.nn.Module,
     ) -> None:
@@ -68,7 +68,7 @@ class Steps:
         self._backend = cast(RemoteBackend, strategy.backend)
         self._groups = groups
         self._rounds = StepRounds(strategy, groups)
-        self._averages, self._early, self._refresh, self.module = averages, early, refresh, module
+        self._averages, self._overlap, self._refresh, self.module = averages, overlap, refresh, module
         self.trained: list[Trained] = []
         self.tables: list[TableRows] = []
         self.buffers: ModuleBuffers | None = None
@@ -283,7 +283,7 @@ class Steps:
     def _begin(self) -> dict[int, Coming] | None:
         """Sends a round whose gradients are still computed, if it is known which of them will come, and is worth it."""
         trained = self._active()
-        if not (self._early and _is_large(trained) and _will_come(trained)):
+        if not (self._overlap and _is_large(trained) and _will_come(trained)):
             return None
         self._finish()
         self._prepare(None)
@@ -310,10 +310,10 @@ class Steps:
         if missing := self.gradients.missing(trained):
             why = (
                 f"backward has failed, or has given no gradient to {names_of(missing)}, which it seemed to come to; if "
-                "an autograd function returns None for it, create the optimizer without early=True"
+                "an autograd function returns None for it, create the optimizer without overlap=True"
             )
         elif scale is not None:
-            why = "a GradScaler is used for the first time; use it from the first step on, or leave early=True out"
+            why = "a GradScaler is used for the first time; use it from the first step on, or leave overlap=True out"
         else:
             self._refresh()
             if self._rounds.changed:

@@ -549,7 +549,7 @@ def _other_job(task: Task, job: str, held: str, here: str) -> ConfigError:
     why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
     return ConfigError(
         f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
-        "it once its processes have ended, run psctl job end"
+        "it once its processes have ended, run psctl job delete"
     )
 
 

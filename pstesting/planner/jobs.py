@@ -90,7 +90,7 @@ def _rounds_of(strategy: Any, name: str, dense: float, count: int, ids: int, wid
     def make_round(turn: int) -> float:
         following = batches[(turn + 1) % 8]
         if table is not None:
-            table.look_ahead(following)
+            table.prefetch(following)
         begun = time.perf_counter()
         strategy.run(step, args=(turn,))
         for variable in variables:

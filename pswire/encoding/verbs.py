@@ -86,31 +86,31 @@ class Verb:
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
-        Verb("Open", pb.OpenRequest, "task", "start", guarded=False),
-        Verb("Enlist", pb.EnlistRequest, "joiner", "call", guarded=False, newer=True),
+        Verb("Open", pb.OpenRequest, "task", "start_timeout", guarded=False),
+        Verb("Enlist", pb.EnlistRequest, "joiner", "call_timeout", guarded=False, newer=True),
         Verb("Beat", pb.BeatRequest, "session", ""),  # until the server has been silent for a lease, and is lost
-        Verb("Leave", pb.LeaveRequest, "session", "call"),
-        Verb("Create", pb.CreateHeader, "session", "call", streams=(True, False)),
-        Verb("CreateBatch", pb.CreateBatchRequest, "session", "call", newer=True),
-        Verb("Propose", pb.ProposeRequest, "session", "call"),
+        Verb("Leave", pb.LeaveRequest, "session", "call_timeout"),
+        Verb("Create", pb.CreateHeader, "session", "call_timeout", streams=(True, False)),
+        Verb("CreateBatch", pb.CreateBatchRequest, "session", "call_timeout", newer=True),
+        Verb("Propose", pb.ProposeRequest, "session", "call_timeout"),
         Verb("Watch", pb.WatchRequest, "reader", "", waits=True),
-        Verb("Approve", pb.ApproveRequest, "chief", "call"),
+        Verb("Approve", pb.ApproveRequest, "chief", "call_timeout"),
         Verb("Push", pb.PushHeader, "session", "", streams=(True, True), waits=True),
         Verb("Pull", pb.PullRequest, "reader", "", streams=(False, True), waits=True),
         # Who may push or pull is asked for each of its messages.
         Verb("Exchange", pb.ExchangeHeader, "anyone", "", streams=(True, True), waits=True, newer=True),
-        Verb("Snapshot", pb.SnapshotRequest, "chief", "round", "RoundTimeout", waits=True),
-        Verb("Restore", pb.RestoreRequest, "session", "round", "RoundTimeout", waits=True),
+        Verb("Snapshot", pb.SnapshotRequest, "chief", "round_timeout", "RoundTimeout", waits=True),
+        Verb("Restore", pb.RestoreRequest, "session", "round_timeout", "RoundTimeout", waits=True),
         Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True, newer=True),
         Verb("Take", pb.TakeRequest, "session", "", waits=True, newer=True),
         Verb("Fetch", pb.FetchRequest, "session", "", waits=True, newer=True),
-        Verb("HandOut", pb.HandOutRequest, "session", "call", newer=True),
-        Verb("Status", pb.Empty, "anyone", "call", guarded=False),
-        Verb("Recent", pb.Empty, "anyone", "call", guarded=False, newer=True),
-        Verb("Introduce", pb.IntroduceRequest, "server", "call"),
-        Verb("Vote", pb.ServerVote, "session", "call"),
-        Verb("Offer", pb.OfferRequest, "spare", "call", guarded=False, newer=True),
-        Verb("Move", pb.MoveRequest, "mover", "call", guarded=False, newer=True),
+        Verb("HandOut", pb.HandOutRequest, "session", "call_timeout", newer=True),
+        Verb("Status", pb.Empty, "anyone", "call_timeout", guarded=False),
+        Verb("Recent", pb.Empty, "anyone", "call_timeout", guarded=False, newer=True),
+        Verb("Introduce", pb.IntroduceRequest, "server", "call_timeout"),
+        Verb("Vote", pb.ServerVote, "session", "call_timeout"),
+        Verb("Offer", pb.OfferRequest, "spare", "call_timeout", guarded=False, newer=True),
+        Verb("Move", pb.MoveRequest, "mover", "call_timeout", guarded=False, newer=True),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""

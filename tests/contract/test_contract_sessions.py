@@ -103,7 +103,7 @@ def test_a_second_job_is_refused(job):
     beat(job, worker.session)
     job.verbs[0].leave(worker.session, "it failed")
     job.verbs[0].leave(job.opened.session, "it failed")
-    with pytest.raises(ConfigError, match=r"was not left cleanly.*psctl job end"):
+    with pytest.raises(ConfigError, match=r"was not left cleanly.*psctl job delete"):
         blue()
     job.opened = job.open(CHIEF, 0, True)
     job.token = job.opened.token

@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 ROWS: dict[str, Callable[[], Any]] = {
     "sgd": OPTIMIZERS["sgd"],
     "adam": OPTIMIZERS["adam"],
-    "closed": lambda: ps.optimizers.Adam(0.01, settle="closed"),
+    "closed": lambda: ps.optimizers.Adam(0.01, catch_up="closed_form"),
     "lazy": lambda: ps.optimizers.LazyAdam(0.01),
     "adagrad": OPTIMIZERS["adagrad"],
     "rowwise": lambda: ps.optimizers.RowwiseAdagrad(0.1),
@@ -272,7 +272,7 @@ def trained(kind: str, device: str, optimizer: type[ps.optimizers.Optimizer]) ->
         xp = devices.namespace(devices.Device.parse(device))
 
         def step(n: int) -> None:
-            table.look_ahead(IDS + n + 1)
+            table.prefetch(IDS + n + 1)
             rows = table.lookup(xp.asarray(IDS + n))
             assert devices.device_of(rows.values) == devices.Device.parse(device)
             assert rows.values[rows.inverse].shape == (4, 2)

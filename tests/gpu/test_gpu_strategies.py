@@ -185,7 +185,7 @@ def test_a_step_waits_once(on_servers):
 
     waits, losses = [], []
     for _ in range(6):
-        waits.append(on_servers.waits)
+        waits.append(on_servers.blocking_waits)
         losses.append(on_servers.reduce("mean", on_servers.run(step, args=(cupy.ones(1000, "float32"),)), axis=None))
     assert np.diff(waits)[2:].tolist() == [1] * 3
     assert [float(loss) for loss in losses] == [1000.0 * 0.25**number for number in range(6)]

@@ -116,9 +116,9 @@ def test_nothing_is_compressed_unless_it_is_asked_for():
     """No variable, no byte and no plan is another; without a request there is nothing of it."""
     with opened() as strategy:
         w = ps.Variable(np.zeros((60, 7), "float32"))
-        before = strategy.traffic[0]
+        before = strategy.bytes_transferred[0]
         step(strategy, ps.optimizers.SGD(1.0), (np.ones((60, 7), "float32"), w))
-        assert strategy.traffic[0] - before >= 60 * 7 * 4
+        assert strategy.bytes_transferred[0] - before >= 60 * 7 * 4
         assert w.feedback is None
         assert strategy.backend.group.session.log_server.status().variables == 2  # and a count of steps
 
@@ -131,9 +131,9 @@ def test_a_round_sends_less(name):
         w, optimizer = ps.Variable(spec), ps.optimizers.SGD(1.0)
         sent = []
         for gradient in gradients((100, 100)):
-            before = strategy.traffic[0]
+            before = strategy.bytes_transferred[0]
             step(strategy, optimizer, (gradient, w))
-            sent.append(strategy.traffic[0] - before)
+            sent.append(strategy.bytes_transferred[0] - before)
         assert how.codec.nbytes(w.spec) <= sent[-1] < how.codec.nbytes(w.spec) + 200
         assert how.codec.nbytes(w.spec) <= w.spec.nbytes / 2
 

@@ -45,7 +45,7 @@ def test_a_step_is_one_round_trip(environ, transport):
             optimizer.apply_gradients([(rows.gradient(np.ones_like(rows.values)), table)])
             expected[rows.ids] -= 0.5
 
-        options = ps.InputOptions(lookups={table: lambda batch: batch["user"]})
+        options = ps.InputOptions(prefetch={table: lambda batch: batch["user"]})
         for number, batch in enumerate(strategy.experimental_distribute_dataset(data, options)):
             strategy.run(step, args=(batch,))
             if number == 2:
@@ -76,7 +76,7 @@ def test_two_processes_add_up_repeated_rows(transport):
 
         def step(number):
             ids = np.array([number, number + worker, number, 7])
-            table.look_ahead(ids)
+            table.prefetch(ids)
             optimizer.apply_gradients([(ps.IndexedSlices(np.full((4, 4), worker + 1, "float32"), ids), table)])
             rows = table.lookup(ids)
             assert rows.values.shape == (len(rows.ids), 4)

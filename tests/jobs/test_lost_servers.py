@@ -320,7 +320,7 @@ def train_rows(strategy, worker, goes_on, dense=True):
 
     def step(number):
         keys = draw.integers(0, 60, 5)
-        table.look_ahead(keys + 1)
+        table.prefetch(keys + 1)
         found = table.lookup(keys)
         grads = [
             (ps.IndexedSlices(draw.standard_normal((5, 2)).astype("float32"), keys % 40), cut),

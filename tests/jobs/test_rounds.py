@@ -46,11 +46,11 @@ def test_a_run_without_a_section_is_local():
 
     def look(strategy, worker, a, b):
         strategy.run(lambda: add_all([(a, np.ones(4)), (b, np.ones(3))]))
-        sent, round = strategy.traffic[0], strategy.round
+        sent, round = strategy.bytes_transferred[0], strategy.round
         found = [strategy.run(lambda: float(a.read_value().sum() + b.read_value().sum())) for _ in range(20)]
-        again = strategy.traffic
+        again = strategy.bytes_transferred
         strategy.run(lambda: a.read_value().sum() + b.read_value().sum())
-        return found == [14.0] * 20, strategy.traffic == again, again[0] == sent, strategy.round == round
+        return found == [14.0] * 20, strategy.bytes_transferred == again, again[0] == sent, strategy.round == round
 
     assert of_two(look) == [(True,) * 4] * 2
 
@@ -294,10 +294,10 @@ def loops(strategy, worker):
         for number, x in enumerate(source):
             if number == STEPS:
                 strategy.backend.settle()
-                waits, rounds = strategy.waits, strategy.round
+                waits, rounds = strategy.blocking_waits, strategy.round
             step(x)
         strategy.backend.settle()
-        return (strategy.waits - waits) / STEPS, (strategy.round - rounds) / STEPS
+        return (strategy.blocking_waits - waits) / STEPS, (strategy.round - rounds) / STEPS
 
     every = [apply_within, apply_after, reduced_loss, print_on_one_worker, early_stop, assigns, metrics, merged]
     every += [all_reduced, two_strategies, evaluated]
@@ -427,7 +427,7 @@ def test_two_arrays_alternate(transport):
         """Three gradients a step, in buffers; the last two steps look at the values."""
         with strategy.scope():
             variables = [ps.Variable(np.zeros(size), name=f"{size}/{n}") for n in range(3)]
-        optimizer, places, waits = ps.optimizers.SGD(1.0), [set() for _ in variables], strategy.waits
+        optimizer, places, waits = ps.optimizers.SGD(1.0), [set() for _ in variables], strategy.blocking_waits
 
         def step(n):
             gradients = [strategy.buffer(v) for v in variables]
@@ -446,7 +446,7 @@ def test_two_arrays_alternate(transport):
         for n in range(steps):
             strategy.run(step, (n,))
         assert [len(found) for found in places] == [2, 2, 2]
-        assert strategy.waits - waits <= steps
+        assert strategy.blocking_waits - waits <= steps
 
     in_threads(
         lambda strategy, _: [fill(strategy, size) for size in (1, 20_000, LARGE)], servers=1, transport=transport

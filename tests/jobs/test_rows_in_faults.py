@@ -68,9 +68,9 @@ def learn(rounds, held, lags, rates, momentum):
             return ps.IndexedSlices(np.full((len(keys), width), -(100.0**ME)), keys)
 
         for table in tables:
-            table.look_ahead([round % 50, 7])
-        shards.look_ahead([7, 20, 40])
-        dynamic.look_ahead([round - 3, 1 << 62])
+            table.prefetch([round % 50, 7])
+        shards.prefetch([7, 20, 40])
+        dynamic.prefetch([round - 3, 1 << 62])
         pairs = [(added([7, round % 50, 7]), table) for table in tables]
         pairs += [(added([40, 7, 20, 7, 40, 20, 21 + round], 3), shards), (added([-7, round - 3, -7]), dynamic)]
         pairs += [(np.full(3, -(100.0**ME)), dense), (ps.IndexedSlices(np.ones((1, 2), "float32"), [round // 2]), rare)]

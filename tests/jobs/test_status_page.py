@@ -72,7 +72,7 @@ def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
         assert {task["task"] for task in said["tasks"]} == {str(task) for task in (CHIEF, W0)}
         assert all(task["opened_seconds"] > 0 for task in said["tasks"])
         assert psctl(f"--local={found['name']}", "top")["rates"][str(PS0)]["rounds_per_second"] > 0
-        assert "no task of this job has a metrics port" in psctl("page", "--local")["error"]["message"]
+        assert "no task of this job has a metrics port" in psctl("dashboard", "--local")["error"]["message"]
         assert psctl("--local=other", "status")["error"]["message"] == (
             f"no cluster is named 'other'; there is {found['name']}"
         )
@@ -82,13 +82,13 @@ def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
 
 def test_each_server_and_the_chief_have_a_page(job):
     """Which psctl links to; a link of one opens all of the job, and a worker has none."""
-    pages = {each["task"]: each["url"] for each in psctl("--local", "page")["pages"]}
+    pages = {each["task"]: each["url"] for each in psctl("--local", "dashboard")["pages"]}
     assert set(pages) == {"/job:chief/task:0", "/job:ps/task:0", "/job:ps/task:1"}
-    assert [each["url"].partition("?")[0] for each in psctl("--local", "page", "--chief")["pages"]] == [
+    assert [each["url"].partition("?")[0] for each in psctl("--local", "dashboard", "--chief")["pages"]] == [
         pages["/job:chief/task:0"].partition("?")[0]
     ]
-    assert [each["task"] for each in psctl("--local", "page", "--server", "ps:1")["pages"]] == ["/job:ps/task:1"]
-    assert "there is no ps-7" in psctl("--local", "page", "--server", "7")["error"]["message"]
+    assert [each["task"] for each in psctl("--local", "dashboard", "--server", "ps:1")["pages"]] == ["/job:ps/task:1"]
+    assert "there is no ps-7" in psctl("--local", "dashboard", "--server", "7")["error"]["message"]
     code = pages["/job:ps/task:1"].partition("?")[2]
     for task, url in pages.items():
         text = _load(f"{url.partition('?')[0]}?{code}")
@@ -101,7 +101,7 @@ def test_each_server_and_the_chief_have_a_page(job):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(metrics.removesuffix("metrics"), timeout=60)
     assert caught.value.code == 404
-    assert b"psctl page says where there is one" in caught.value.read()
+    assert b"psctl dashboard says where there is one" in caught.value.read()
 
 
 def test_the_link_needs_the_token(job, environ):
@@ -109,9 +109,9 @@ def test_the_link_needs_the_token(job, environ):
     addresses = ",".join(job.cluster.addresses[task] for task in sorted(job.cluster.addresses))
     environ.pop("PS_TOKEN", None)
     for more, said in (({}, "the call has none"), ({"PS_TOKEN": "x" * 32}, "the token of another job")):
-        error = psctl("page", "--address", addresses, code=2, **more)["error"]
+        error = psctl("dashboard", "--address", addresses, code=2, **more)["error"]
         assert said in error["message"]
-    recent = psctl("--local", "recent", "--server", "0")["servers"][0]["recent"]
+    recent = psctl("--local", "events", "--server", "0")["servers"][0]["events"]
     refused = [each for each in recent if "Unauthenticated" in each["refused"]]
     assert {each["what"] for each in refused} == {"status"}
     assert all("a caller at ipv4:127.0.0.1" in each["said"] for each in refused)
@@ -127,7 +127,7 @@ def _load(url: str) -> str:
 def test_the_page_lives_in_a_browser(job, tmp_path):
     """It changes by itself, keeps no code in its address, shows a worker's death, and runs no script of a variable."""
     with Browser(tmp_path / "profile") as browser:
-        (page,) = psctl("--local", "page", "--chief")["pages"]
+        (page,) = psctl("--local", "dashboard", "--chief")["pages"]
         browser.look()
         browser.open(page["url"])
         assert browser.run("location.search") == ""

@@ -108,7 +108,7 @@ def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
         table = made(strategy, optimizer)
         assert table.takes_hints
         pushes = Pushes(cluster)
-        options = ps.InputOptions(lookups={table: lambda keys: keys}, **of_data)
+        options = ps.InputOptions(prefetch={table: lambda keys: keys}, **of_data)
         data = strategy.experimental_distribute_dataset(list(KEYS), options)
         train(strategy, table, optimizer, data)
         expected = [*map(sorted, KEYS.tolist())]
@@ -126,7 +126,7 @@ def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(dire
         ask = calls.ask
         calls.ask = lambda question: asked.append(ask(question)) or asked[-1]
         policy = ps.AutoShardPolicy.DYNAMIC
-        options = ps.InputOptions(lookups={table: lambda keys: keys}, auto_shard_policy=policy)
+        options = ps.InputOptions(prefetch={table: lambda keys: keys}, auto_shard_policy=policy)
         data = strategy.experimental_distribute_dataset(list(batches), options)
         train(strategy, table, optimizer, ((keys, futures.wait(asked))[0] for keys in data))
         hints, expected = pushes.keys("hints"), [*batches[2:].tolist(), [], []]
@@ -137,7 +137,7 @@ def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(dire
 def test_a_function_of_a_worker_gives_hints_as_well(world):
     """A dataset of its own is read two batches ahead."""
     _, strategy, optimizer, table, pushes = world
-    options = ps.InputOptions(lookups={table: lambda keys: keys})
+    options = ps.InputOptions(prefetch={table: lambda keys: keys})
     data = strategy.distribute_datasets_from_function(lambda context: list(KEYS), options)
     train(strategy, table, optimizer, data)
     assert pushes.keys("hints") == [*map(sorted, KEYS[2:].tolist()), [], []]
@@ -160,7 +160,7 @@ def test_data_is_read_further_ahead_only_for_files(directory, tiered):
                 return batches()
 
         pushes, ahead = Pushes(cluster), []
-        options = ps.InputOptions(lookups={table: lambda keys: keys})
+        options = ps.InputOptions(prefetch={table: lambda keys: keys})
         data = strategy.experimental_distribute_dataset(Data(), options)
         first = next(iter(data)), read.clear()
         assert len(first)
@@ -176,11 +176,11 @@ def test_a_hint_is_said_once(directory):
         optimizer = ps.optimizers.SGD(1.0)
         table, other = made(strategy, optimizer), made(strategy, optimizer, "others")
         pushes = Pushes(cluster)
-        table.hint_ahead([5, 3, 5], [9])
-        other.hint_ahead([4])
+        table.prefetch_hint([5, 3, 5], [9])
+        other.prefetch_hint([4])
         for _ in range(2):
             train(strategy, table, optimizer, [[1]])
-        table.hint_ahead([6])
+        table.prefetch_hint([6])
         train(strategy, table, optimizer, [[1]])
         train(strategy, other, optimizer, [[1]])
         assert pushes.keys("hints") == [[3, 5, 9], [], [6], [4]]
@@ -192,8 +192,8 @@ def test_hints_of_a_group_go_together(directory):
         with strategy.scope():
             group = de.group(["user", "item"], dim=2)
         pushes = Pushes(cluster)
-        group.hint_ahead({"item": [4, 9], "user": [4]})
-        group["user"].hint_ahead([5])
+        group.prefetch_hint({"item": [4, 9], "user": [4]})
+        group["user"].prefetch_hint([5])
         group["user"].scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [1]))
         strategy.backend.settle()
         (found,) = pushes.keys("hints")
@@ -206,8 +206,8 @@ def test_what_lookups_leave_of_a_header_is_for_hints(world, monkeypatch):
     monkeypatch.setattr(read_cache, "ROWS_AT_A_TIME", 7)
     _, strategy, optimizer, table, pushes = world
     for lookups, hints in ((4, 3), (4, 4), (9, 7)):
-        table.look_ahead(range(lookups))
-        table.hint_ahead(range(10, 10 + hints))
+        table.prefetch(range(lookups))
+        table.prefetch_hint(range(10, 10 + hints))
         train(strategy, table, optimizer, [[1]])
     assert [len(keys) for keys in pushes.keys("lookups")] == [4, 4, 0]
     assert [len(keys) for keys in pushes.keys("hints")] == [3, 0, 7]
@@ -217,11 +217,11 @@ def test_bad_hints_are_refused_where_they_are_named(world):
     """As bad ids of lookups; a plain variable takes none, and looks at none."""
     _, strategy, _, table, _ = world
     with pytest.raises(TypeError, match="of rows of table 'users' are"):
-        table.hint_ahead([0.5])
+        table.prefetch_hint([0.5])
     with strategy.scope():
         plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")
     assert not plain.takes_hints
-    plain.hint_ahead([7])
+    plain.prefetch_hint([7])
 
 
 def test_a_server_reads_what_it_is_told(directory):
@@ -237,11 +237,11 @@ def test_a_server_reads_what_it_is_told(directory):
         tier = cluster.cores[0].machine.store.native.tier
         tier.settle()
         rows = list(np.arange(0, many, 50).reshape(-1, 40))  # a page each
-        table.look_ahead(rows[0])
+        table.prefetch(rows[0])
         before = None
         for now, after, behind in zip(rows, islice(rows, 1, None), islice(rows, 2, None), strict=False):
-            table.look_ahead(after)
-            table.hint_ahead(behind)
+            table.prefetch(after)
+            table.prefetch_hint(behind)
             before = before or tier.outcomes  # without what the first lookup waits for
             train(strategy, table, optimizer, [now])
             eventually(lambda: not tier._untaken)
@@ -265,7 +265,7 @@ def learn(strategy, worker):
 
     def step(keys, after):
         rows = users.lookup(keys)
-        users.look_ahead(after)
+        users.prefetch(after)
         optimizer.apply_gradients([(rows.gradient(np.sin(rows.values)), users)])
 
     after = rng.integers(0, 2500, 300)

@@ -187,17 +187,17 @@ def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 
 def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
-    """A second process and a second job are refused, with a sentence that says what to do; so is `psctl job end`.
+    """A second process and a second job are refused, with a sentence that says what to do; so is `psctl job delete`.
 
     The job that runs does not notice, and goes on without its first server. Once its processes are dead its variables
-    are held for them: another job is refused until `psctl job end`. The server that keeps its sessions is asked whether
+    are held for them: another job is refused until `psctl job delete`. The server that keeps its sessions is asked whether
     anybody is there, and told that it is over.
     """
     stops, gates = [(0, 5, "0 at 5"), (0, 8, "0 at 8")], ["0 at 5", "0 at 8"]
     keys = {"ps": 2, "workers": 2, "chief": "driver", "replication_factor": 2, "timeouts": QUICK}
     with ProcessCluster(learn, tmp_path, (20, "ps.Sync()", stops), **keys, gates=gates) as job:
         servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
-        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
+        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "delete"]
         environ = os.environ | job.cluster._options.variables()
 
         def end():
@@ -210,7 +210,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         assert f"error: {W1}: another process is {W1} of this job" in said
         assert f"{W0} is of the job 'blue', and these servers hold the job '{job.cluster.job}'" in refused
         assert f"set PS_JOB={job.cluster.job}" in refused
-        assert "psctl job end" in refused
+        assert "psctl job delete" in refused
         assert "another process is chief of this job" in rival
         job.kill(PS0)
         job.hear_error(W0, f"goes on without {PS0}")

@@ -504,7 +504,7 @@ from pswire.cluster import Task
 from pswire.limits import Timeouts
 
 async def serve():
-    async with _thread(ServerConfig(Task("ps", 0), timeouts=Timeouts(word=0.05)), "files", "writes a file") as files:
+    async with _thread(ServerConfig(Task("ps", 0), timeouts=Timeouts(report_interval=0.05)), "files", "writes a file") as files:
         files.submit(sys.stdin.readline)
 
 logging_setup.configure("text", "info")
@@ -536,7 +536,7 @@ def named(site: Site, caplog: pytest.LogCaptureFixture, text: str) -> bool:
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_it_names_whom_it_waits_for_and_ends_when_that_one_comes(tmp_path, caplog, wait):
-    """Again and again, as often as `Timeouts.word` says."""
+    """Again and again, as often as `Timeouts.report_interval` says."""
     with Site(tmp_path, PATIENT) as site:
         steps = WAITS[wait](site)
         said = next(steps)

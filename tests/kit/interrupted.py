@@ -167,7 +167,7 @@ class Jax(Loop):
         jax, psj = importlib.import_module("jax"), importlib.import_module("psclient.jax")
         params = {f"v{size}": np.zeros(size, "float32") for size in SIZES} | {"z": np.zeros(1, "float32")}
         create = psj.TrainState.create
-        tx = psj.optax.sgd(1.0)
+        tx = psj.optimizers.sgd(1.0)
         self.state = create(apply_fn=None, params=params, tx=tx, strategy=strategy, reduction="sum")
 
         def loss(params: Any, over: Any) -> Any:

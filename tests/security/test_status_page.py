@@ -102,7 +102,7 @@ def test_who_has_no_code_is_told_how_to_get_one(served, path, code, said):
     got = served.get(f"{path}?code={code}")
     assert got.status == 403
     assert said in got.text
-    assert "psctl page" in got.text
+    assert "psctl dashboard" in got.text
     assert "worker" not in got.text
     assert "Set-Cookie" not in got.headers
 
@@ -187,12 +187,12 @@ NAMES = ("metrics.paramserver", "ps-0.paramserver")
 
 
 class Secured:
-    """A real server with certificates and a metrics port, and the link that `psctl page` prints for it."""
+    """A real server with certificates and a metrics port, and the link that `psctl dashboard` prints for it."""
 
     def __init__(self, certificates: Certificates, address: str) -> None:
         self._ca = certificates.out / "ps-0" / "ca.crt"
         environ = os.environ | options(certificates.out).variables()
-        command = [sys.executable, "-m", "psclient.psctl", "page", "--server", "ps:0", "--address", address]
+        command = [sys.executable, "-m", "psclient.psctl", "dashboard", "--server", "ps:0", "--address", address]
         self.said = forks.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
         self.link = self.said.split()[1]
         self.port = urlsplit(self.link).port or 0

@@ -66,7 +66,7 @@ def test_a_server_that_wakes_up_too_late_answers_nobody(lost, caplog):
 
 def test_a_server_and_its_copy():
     """Both are lost: everybody is told which, and ends."""
-    with World(servers=3, timeouts=with_lease(2.0, server=4.0)) as job:
+    with World(servers=3, timeouts=with_lease(2.0, server_timeout=4.0)) as job:
         job.rounds(5)
         job.kill(PS1)
         job.until(lambda: job.gone == {1})
@@ -207,7 +207,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
         job.resume(lost)
         assert job.finish() == [job.steps] * 2
     assert "is complete without" not in caplog.text
-    with World(copies=0, timeouts=with_lease(2.0, server=6.0)) as job:
+    with World(copies=0, timeouts=with_lease(2.0, server_timeout=6.0)) as job:
         job.rounds(5)
         job.pause(lost)
         job.wait(5.5)
@@ -232,7 +232,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
 
 def test_servers_that_never_reach_each_other(caplog):
     """No round is made, and nobody waits for ever: after `PS_SERVER_TIMEOUT` every process ends, and names both."""
-    with World(copies=0, timeouts=with_lease(2.0, server=6.0)) as job:
+    with World(copies=0, timeouts=with_lease(2.0, server_timeout=6.0)) as job:
         job.cut(PS0, PS1)
         job.until(lambda: len(job.failures()) == 3)
         assert job.round == -1

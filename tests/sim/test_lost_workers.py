@@ -68,7 +68,7 @@ def test_a_worker_that_comes_back_begins_where_the_others_are(told):
 
 def test_all_workers_die_and_new_ones_come():
     """The job goes on from the live variables; rounds that nobody holds any more are not waited for."""
-    with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=60.0)) as job:
+    with World(workers=2, copies=0, timeouts=with_lease(LEASE, no_workers_timeout=60.0)) as job:
         job.rounds(9)
         before = job.round
         job.kill(W0, W1)
@@ -81,7 +81,7 @@ def test_all_workers_die_and_new_ones_come():
 
 # ---- Workers that hang ----
 
-HASTY = with_lease(LEASE, round=3 * LEASE)
+HASTY = with_lease(LEASE, round_timeout=3 * LEASE)
 """The shortest time for a round that may be set."""
 
 
@@ -122,10 +122,10 @@ def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(told):
         job.kill(CHIEF)
         began = job.scheduler.now
         job.until(lambda: W0 in job.failures())
-        assert HASTY.round + 2 * LEASE - 1 < job.scheduler.now - began < HASTY.round + 3 * LEASE
+        assert HASTY.round_timeout + 2 * LEASE - 1 < job.scheduler.now - began < HASTY.round_timeout + 3 * LEASE
         at = job.workers[W0].last + 1
         error = str(job.failures()[W0])
-        assert f"round {at} did not complete within {HASTY.round + 2 * LEASE:g} s: it waits for {W1}" in error
+        assert f"round {at} did not complete within {HASTY.round_timeout + 2 * LEASE:g} s: it waits for {W1}" in error
 
 
 # ---- The chief ----
@@ -195,7 +195,7 @@ def test_a_chief_and_a_server_are_lost(heir):
 
 def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
     """When they have been gone for `PS_NO_WORKERS_TIMEOUT`, and not before; it says what became of each, and servers end."""
-    with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=10.0)) as job:
+    with World(workers=2, copies=0, timeouts=with_lease(LEASE, no_workers_timeout=10.0)) as job:
         job.rounds(5)
         began = job.scheduler.now
         job.kill(W0, W1)
@@ -209,7 +209,9 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
 
 def test_a_job_to_which_nobody_comes_is_given_up():
     """After `PS_FIRST_WORKER_TIMEOUT`."""
-    with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=1.0, first=20.0)) as job:
+    with World(
+        workers=2, copies=0, timeouts=with_lease(LEASE, no_workers_timeout=1.0, first_worker_timeout=20.0)
+    ) as job:
         job.kill(W0, W1)
         job.until(lambda: job.failures())
         assert f"{W0} never came, {W1} never came. The job is given up" in str(job.failures()[CHIEF])

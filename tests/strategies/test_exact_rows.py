@@ -115,7 +115,7 @@ CLOSED = {
 def test_closed_forms_lead_to_the_same_values(strategy, name, calls_of):
     """Within a few millionths, whatever is looked at or done in between; with the same bits where there is no form."""
     used = calls_of("numbers_of", ClosedForm)
-    every, closed = (story(strategy, partial(CLOSED[name], settle=word), 5) for word in ("replay", "closed"))
+    every, closed = (story(strategy, partial(CLOSED[name], catch_up=word), 5) for word in ("replay", "closed_form"))
     for place, (one, other) in enumerate(zip(every, closed, strict=True)):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=f"look {place}")
     assert bool(used) == (name != "Adam, amsgrad")
@@ -155,13 +155,13 @@ def test_another_word_is_refused(word):
     with pytest.raises(ValueError, match="it is one of 'exact', 'lazy' and 'dense'"):
         optimizer.sparse = word
     assert optimizer.sparse == "exact"
-    with pytest.raises(ValueError, match="it is 'replay' or 'closed'"):
+    with pytest.raises(ValueError, match="it is 'replay' or 'closed_form'"):
         optimizer.settle = word
-    refused(ValueError, "it is 'replay' or 'closed'", lambda: ps.exactly(print, settle=word))
+    refused(ValueError, "it is 'replay' or 'closed_form'", lambda: ps.exact_update(print, catch_up=word))
 
 
 def test_a_function_of_one_s_own_is_made_up(strategy):
-    """`ps.exactly`: reads find what the plain update makes; one that reads a table it does not assign is whole."""
+    """`ps.exact_update`: reads find what the plain update makes; one that reads a table it does not assign is whole."""
     start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
     wholes = [variable(strategy, start) for _ in range(2)]
     tables = [(v, variable(strategy, np.ones(SHAPE, "float32"), beside=v)) for v in wholes]
@@ -180,10 +180,10 @@ def test_a_function_of_one_s_own_is_made_up(strategy):
         for fn in (decay, reads) if step % 4 == 3 else (decay,):
             for number, (v, m) in enumerate(tables):
                 given = by_replica(strategy, lambda replica, step=step: gradient(step, replica))
-                merged(strategy, partial(update, fn=ps.exactly(fn) if number else fn, v=v, m=m), given)
+                merged(strategy, partial(update, fn=ps.exact_update(fn) if number else fn, v=v, m=m), given)
         for one, other in zip(*tables, strict=True):
             np.testing.assert_array_equal(one.numpy(), other.numpy())
-    refused(TypeError, "exactly takes an update function", lambda: ps.exactly(3))
+    refused(TypeError, "exactly takes an update function", lambda: ps.exact_update(3))
 
 
 def job(strategy, sparse, path=""):

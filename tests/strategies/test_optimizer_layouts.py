@@ -155,7 +155,7 @@ def test_a_layout_makes_the_steps_of_whole_variables(strategy, layout, form, nam
 @kinds("servers-2x2")
 def test_closed_forms_are_of_tables_too(strategy):
     """A row of a table has what a row of a variable has; the last bit depends on when it was made up."""
-    make = functools.partial(O.Adam, 0.01, settle="closed")
+    make = functools.partial(O.Adam, 0.01, catch_up="closed_form")
     found = [trained(strategy, make, FORMS[form], layout, 0) for form, layout in (("keys", "table"), ("rows", "plain"))]
     for one, other in zip(found[0], found[1][: len(found[0])], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)

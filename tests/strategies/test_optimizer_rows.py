@@ -97,7 +97,7 @@ def test_a_lazy_update_is_for_the_given_rows_alone(strategy):
 
     def step(s, g):
         total = s.extended.reduce_to("sum", g, v)
-        s.extended.update(v, ps.lazily(decayed), (m, total))
+        s.extended.update(v, ps.lazy_update(decayed), (m, total))
 
     for number in range(STEPS):
         merged(strategy, step, by_replica(strategy, lambda replica, n=number: slices(n, replica)))
@@ -119,7 +119,7 @@ def test_two_gradients_of_rows_are_whole_in_an_update(strategy):
     words = r"a lazy update takes the rows of one gradient|cannot run lazily"
     for args in ((np.ones(SHAPE, "float32"),), (one, other)):
         with strategy.scope(), pytest.raises(ps.errors.ProgramError, match=words):
-            strategy.extended.update(v, ps.lazily(lambda v, *gs: v.assign(sum(gs, 2 * v))), args)
+            strategy.extended.update(v, ps.lazy_update(lambda v, *gs: v.assign(sum(gs, 2 * v))), args)
 
     def step(s, g, h):
         args = tuple(s.extended.batch_reduce_to("sum", [(g, v), (h, v)]))
@@ -174,7 +174,7 @@ def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
     assert "lazily" not in fn
     assert "Write it of elementwise operations" in fn
     assert rule.endswith("Where only the given rows shall change, give the optimizer sparse='lazy'")
-    assert plain.count("pass ps.lazily(fn)") == 1
+    assert plain.count("pass ps.lazy_update(fn)") == 1
 
 
 def test_an_optimizer_of_wholes_is_not_lazy(strategy):

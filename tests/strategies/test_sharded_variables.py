@@ -251,7 +251,7 @@ def test_rows_are_looked_up(strategy, table):
 
 def test_rows_come_with_the_round(strategy, table, calls_of):
     """Those that were named before: then no server is asked for them; others are."""
-    table.look_ahead([0, 5], [5, 9])
+    table.prefetch([0, 5], [5, 9])
     table.assign_add(1.0)
     asked = calls_of("ask", strategy.backend._reads._pulls)
     same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]] + 1)
@@ -259,7 +259,7 @@ def test_rows_come_with_the_round(strategy, table, calls_of):
     assert asked == []
     same(table.lookup([0, 6]).numpy(), FIRST[[0, 6]] + 1)
     assert names_of(asked) == [table.variables[1].name]
-    table.look_ahead([1])
+    table.prefetch([1])
     table.assign_add(1.0)
     same(table.lookup([1, 9]).numpy(), FIRST[[1, 9]] + 2)
 
@@ -325,7 +325,7 @@ def test_an_update_runs_beside_each_shard(strategy, table):
         v.assign_sub(m)
 
     gradient = ps.IndexedSlices(np.ones((2, 2), "float32"), [3, 4])
-    extended.update(table, ps.lazily(heavy_ball), (gradient, momentum))
+    extended.update(table, ps.lazy_update(heavy_ball), (gradient, momentum))
     moved = np.isin(np.arange(ROWS), [3, 4])[:, None]
     same(momentum, np.where(moved, np.float32(1.5), np.float32(1)) * np.ones_like(FIRST))
     expected = FIRST - np.where(moved, np.float32(1.5), np.float32(0))

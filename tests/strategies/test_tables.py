@@ -122,7 +122,7 @@ def test_it_is_no_array(strategy, table):
         with pytest.raises(TypeError, match="has no size"):
             use(table.variables[0])
     rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [1])
-    for use in (lambda v: v.lookup([1]), lambda v: v.look_ahead([1]), lambda v: v.scatter_add(rows)):
+    for use in (lambda v: v.lookup([1]), lambda v: v.prefetch([1]), lambda v: v.scatter_add(rows)):
         with pytest.raises(TypeError, match=f"is a part of table {table.name!r}"):
             use(table.variables[0])
     assert numbers_of(ps.nn.embedding_lookup(table.variables, KEYS)) == [0.0, 1.0, 2.0, 3.0]
@@ -189,7 +189,7 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
             name(part, pieces)
 
         def names():
-            table.look_ahead([NEW, OLD, BIG])
+            table.prefetch([NEW, OLD, BIG])
             handed.set()
             return ps.get_replica_context().replica_id_in_sync_group
 
@@ -315,7 +315,7 @@ def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
 
     with strategy.scope():
         reduced = strategy.extended.reduce_to("sum", by_replica(strategy, gradient), table)
-        assert strategy.extended.update(table, ps.lazily(heavy_ball), (reduced, slot, rate)) is table
+        assert strategy.extended.update(table, ps.lazy_update(heavy_ball), (reduced, slot, rate)) is table
     total = 2 * sum(range(1, count + 1))
     assert numbers_of(table.lookup([BIG, NEW])) == [2.0 - (0.125 + total), 0.0]
     assert numbers_of(slot.lookup([BIG, NEW, 1000])) == [0.125 + total, 0.25, 0.25]
@@ -329,7 +329,7 @@ def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
 
 
 REFUSED = {
-    "momentum": (lambda v, g: v.assign(0.5 * v + g), "pass ps.exactly"),
+    "momentum": (lambda v, g: v.assign(0.5 * v + g), "pass ps.exact_update"),
     "the whole": (lambda v, g: v.assign_sub(g * np.sum(g)), "sum is not elementwise"),
     "a result": (lambda v, g: np.max(g), "no results"),
     "no rows": (lambda v, g: v.assign(v * 0.0), "it is given none"),
@@ -357,11 +357,11 @@ def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
         assert numbers_of(table.lookup(NEW)) == 0.0
     with strategy.scope():
         with pytest.raises((ValueError, ps.errors.LocalityError), match="is cut into other shards"):
-            extended.update(table, ps.lazily(lambda v, g, o: v.assign_add(g * o)), (given(NEW), other))
+            extended.update(table, ps.lazy_update(lambda v, g, o: v.assign_add(g * o)), (given(NEW), other))
         strategy.backend.drop()
         with extended.colocate_vars_with(table), pytest.raises(ValueError, match="row of different values"):
             ps.Variable(np.array([[1.0, 2.0]], "float32"), name="uneven")
-    decay = ps.exactly(lambda v, g: v.assign(0.5 * v + g))
+    decay = ps.exact_update(lambda v, g: v.assign(0.5 * v + g))
     for key in (BIG, NEW, NEW):
         with strategy.scope():
             extended.update(table, decay, (given(key, 0.0),))
@@ -576,9 +576,9 @@ def test_gradients_of_a_group_that_are_none(strategy, group, what):
 
 def test_rows_of_all_come_with_the_round_before(strategy, group, calls_of):
     """Each names its own, and keeps what the others have named."""
-    group.look_ahead({"item": [4, 9], "user": [4]})
-    group["genre"].look_ahead([1], [2, 1])
-    group["user"].look_ahead([5, 4, LAST])
+    group.prefetch({"item": [4, 9], "user": [4]})
+    group["genre"].prefetch([1], [2, 1])
+    group["user"].prefetch([5, 4, LAST])
     group["user"].scatter_add(ps.IndexedSlices(ones(1), [4]))
     strategy.backend.settle()
     pulls = calls_of("pull", *servers_of(strategy))
@@ -589,7 +589,7 @@ def test_rows_of_all_come_with_the_round_before(strategy, group, calls_of):
 
 
 def test_a_dataset_names_the_rows_of_its_next_batch(strategy, group):
-    """`InputOptions(lookups=...)` takes tables, and those of a group; all rows but the first batch's are here."""
+    """`InputOptions(prefetch=...)` takes tables, and those of a group; all rows but the first batch's are here."""
     table, keys = made(strategy, initializer=0), KEYS[np.arange(12) % 4]
     data = ps.ArrayDataset({"u": np.arange(12), "i": np.arange(12) % 2, "t": keys}).batch(4)
     lookups = {group["user"]: lambda batch: batch["u"], group["item"]: lambda batch: batch["i"]}
@@ -602,7 +602,7 @@ def test_a_dataset_names_the_rows_of_its_next_batch(strategy, group):
         own = table.lookup(batch["t"])
         optimizer.apply_gradients([*pairs, (own.gradient(np.ones_like(own.values)), table)])
 
-    for batch in strategy.experimental_distribute_dataset(data, ps.InputOptions(lookups=lookups)):
+    for batch in strategy.experimental_distribute_dataset(data, ps.InputOptions(prefetch=lookups)):
         strategy.run(step, (batch,))
     assert np.asarray(group["user"].lookup(np.arange(13)))[:, 0].tolist() == [-1.0] * 12 + [0.0]
     assert sorted(group["item"].keys().tolist()) == [0, 1]

@@ -1,4 +1,4 @@
-"""The end of a job that nobody drives any more: `psctl job end`."""
+"""The end of a job that nobody drives any more: `psctl job delete`."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class _Distributed(Unpicklable):
                 last = self._blank()
             spare = nest.map_structure(lambda array: array[:0], last)
             parts = [*taken, *[spare] * (len(self._group.devices) - len(taken))]
-            self._look_ahead(*islice(waiting, depth))
+            self._prefetch(*islice(waiting, depth))
             index += 1
             self._tell(epoch, index, bool(waiting), parts)
             yield self._place(parts)
@@ -264,19 +264,19 @@ class _Distributed(Unpicklable):
     @property
     def _depth(self) -> int:
         """Batches that are read ahead of the one in use: two where their rows are worth a hint, else one."""
-        return 1 + any(_takes_hints(variable) for variable in self._options.lookups)
+        return 1 + any(_takes_hints(variable) for variable in self._options.prefetch)
 
-    def _look_ahead(self, *ahead: Sequence[Nest]) -> None:
+    def _prefetch(self, *ahead: Sequence[Nest]) -> None:
         """Names the rows that the next batch will look up, and hints at those of the one behind it.
 
         Args:
             ahead: the batches ahead, as far as they are known, at most two: of each those of the replicas.
         """
-        for variable, ids in self._options.lookups.items():
+        for variable, ids in self._options.prefetch.items():
             if ahead and ahead[0]:
-                variable.look_ahead(*map(ids, ahead[0]))
+                variable.prefetch(*map(ids, ahead[0]))
             if len(ahead) > 1 and ahead[1] and _takes_hints(variable):
-                variable.hint_ahead(*map(ids, ahead[1]))
+                variable.prefetch_hint(*map(ids, ahead[1]))
 
     def _blank(self) -> Nest:
         def empty(spec: ArraySpec) -> Array:
@@ -355,8 +355,8 @@ class DistributedDataset(_Distributed):
             self._group.boundary(self._number)
             batch = waiting.popleft()
             parts = self._slices(batch)
-            if self._options.lookups:
-                self._look_ahead(*map(self._slices, waiting))
+            if self._options.prefetch:
+                self._prefetch(*map(self._slices, waiting))
             told, index = GlobalBatch(epoch, index, batch), index + 1
             place = (epoch, index, True) if waiting else (epoch + 1, 0, False)
             self._tell(*place, parts, batch.examples, batch=told)
@@ -391,8 +391,8 @@ class DistributedDataset(_Distributed):
             mine = () if group.is_behind(number) else dealt[first : first + local]
             parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
             parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
-            if self._options.lookups:
-                self._look_ahead(*map(self._slices, islice(waiting, depth)))
+            if self._options.prefetch:
+                self._prefetch(*map(self._slices, islice(waiting, depth)))
             self._tell(epoch, index, True, parts, sum(each.stop - each.first for each in dealt), returned)
             if group.backup_workers:
                 group.deal(number, dealt)

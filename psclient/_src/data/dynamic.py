@@ -295,7 +295,7 @@ class DynamicDataset(DistributedDataset):
                 "grain, or use AUTO"
             )
         calls.check()
-        least = 2 * self._depth if self._options.lookups else 1  # those that rounds look up, or hint at, are known
+        least = 2 * self._depth if self._options.prefetch else 1  # those that rounds look up, or hint at, are known
         self._handed = HandedOut(group, calls, number, source, least)
         self._chunks = group
         self._begun: tuple[tuple[Position, ...], int] | None = None
@@ -330,8 +330,8 @@ class DynamicDataset(DistributedDataset):
             batch = handed.batch(chunk)
             parts = self._slices(batch)
             handed.ask_ahead()
-            if self._options.lookups:
-                self._look_ahead(*map(self._slices, handed.coming(self._depth)))
+            if self._options.prefetch:
+                self._prefetch(*map(self._slices, handed.coming(self._depth)))
             index = chunk.examples.index + 1 if chunk.epoch == epoch else index
             self._tell(epoch, index, True, parts, batch.examples)
             yield self._place(parts)

@@ -34,7 +34,7 @@ class DatasetGroup(Protocol):
         ...
 
     def boundary(self, dataset: int) -> None:
-        """Before each batch: takes in a newer epoch of membership."""
+        """Before each batch: takes in a newer generation of members."""
         ...
 
     def slice(self) -> tuple[int, int]:

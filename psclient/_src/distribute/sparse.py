@@ -49,7 +49,7 @@ def how_sparse(
         return "dense"
     may_be_lazy = why is None
     if sparse == "exact" and not (why := why or later_refusal(program)):
-        return "closed" if wish and wish.settle == "closed" else sparse
+        return "closed" if wish and wish.catch_up == "closed_form" else sparse
     if table is not None:
         refuse_whole_update(table, why)
     if sparse != "dense":

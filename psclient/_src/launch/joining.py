@@ -167,7 +167,7 @@ class Joiner:
 
         Raises:
             JobIsOver: the servers hold a job that is over.
-            Unreachable: for `Timeouts.start` no server has answered, or no chief has begun a job.
+            Unreachable: for `Timeouts.start_timeout` no server has answered, or no chief has begun a job.
             TaskTaken: another process is the task that this one has to be, and does not end.
             ConfigError, Unauthenticated, Forbidden: the servers refuse this process.
         """

@@ -43,7 +43,7 @@ from psclient._src.processes.output import Printer
 from psclient._src.processes.shutdown import code_of
 from pswire.cluster import EVALUATOR, TaskConfig, check_addresses
 from pswire.errors import ConfigError, PSError
-from pswire.flags import flag, flags
+from pswire.flags import explained, flag, flags
 from pswire.options import flag_name, said
 from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.identity import SecurityOptions
@@ -441,7 +441,7 @@ def main(args: Sequence[str] | None = None) -> None:
         take_interrupts()
         code = command.main(args, prog_name="psworker", standalone_mode=False)
     except click.ClickException as error:
-        say(None, f"error: {error.format_message()}")
+        say(None, f"error: {explained(error)}")
     except ConfigError as error:
         say(None, f"error: {error}")
     except (click.Abort, KeyboardInterrupt):

@@ -343,7 +343,7 @@ class LogCalls:
                 log.debug("%s could not propose again: %s", self.task, error)
 
     def check_chief(self) -> None:
-        """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
+        """Ends the session if the chief has been silent for longer than `Timeouts.chief_timeout`."""
         silent = self.log_status().chief
         if self.timeouts.chief_timeout < silent < float("inf"):
             error = ChiefLost(

@@ -395,7 +395,7 @@ class Session(LogCalls):
             future: the answer that is waited for.
             deadline: the end of the wait.
             late: returns the error to raise then.
-            word: returns the line to log every `timeouts.word` seconds.
+            word: returns the line to log every `timeouts.report_interval` seconds.
             needs_chief: returns True if the answer cannot come without a chief.
 
         Raises:

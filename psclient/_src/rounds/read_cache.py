@@ -409,7 +409,7 @@ class ReadCache:
         there = places[-1] < len(rows.ids) and bool((rows.ids[places] == ids).all())
         return rows.values[places] if there else None
 
-    def look_ahead(self, variable: PlacedVariable, *ids: Int64s) -> None:
+    def prefetch(self, variable: PlacedVariable, *ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it, until others are named.
 
         Args:
@@ -438,7 +438,7 @@ class ReadCache:
         return self._home(variable) in self._session.hosting.taking_hints
 
     def hint(self, variable: PlacedVariable, *ids: Int64s) -> None:
-        """The next round that assigns a part of a table hints at these rows of it; ids are as of `look_ahead`."""
+        """The next round that assigns a part of a table hints at these rows of it; ids are as of `prefetch`."""
         self._hinted[variable.id] = variable, ids
 
     def hints(self, written: Iterable[int], server: int, lookups: Sequence[Lookup]) -> tuple[RowRead, ...]:

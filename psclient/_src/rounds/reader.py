@@ -85,9 +85,9 @@ class VariableReader:
         in_replica = self._begin(handles)
         return contents(self._reads, handles, what, in_replica or self._exchange.mine)
 
-    def look_ahead(self, handle: Handle, *ids: Int64s) -> None:
-        """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""
-        self._reads.look_ahead(handle, *ids)
+    def prefetch(self, handle: Handle, *ids: Int64s) -> None:
+        """Rounds that assign a variable bring these rows of it: see `ReadCache.prefetch`."""
+        self._reads.prefetch(handle, *ids)
 
     def takes_hints(self, handle: Handle) -> bool:
         """Returns whether a hint is of use to the server of a part of a table."""

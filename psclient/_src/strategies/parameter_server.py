@@ -83,7 +83,7 @@ class ParameterServerStrategy(Strategy):
 
     Every process of the job runs the same script. Without a cluster, one local server is started for it.
 
-    Calls send their rounds and return; a look at a value waits for it, see `waits`.
+    Calls send their rounds and return; a look at a value waits for it, see `blocking_waits`.
 
     One thread at a time runs replicas, reduces, updates, creates variables and saves; another waits as long as what
     the first has recorded is not sent, at the end of its scope at the latest, and is refused after
@@ -334,7 +334,7 @@ class ParameterServerStrategy(Strategy):
         return self._remote.group.round
 
     @property
-    def waits(self) -> int:
+    def blocking_waits(self) -> int:
         """How often this process has waited for rounds. In any context.
 
         A round is sent without a wait. What waits is a look at a value of one that is under way, such as `float(loss)`
@@ -349,7 +349,7 @@ class ParameterServerStrategy(Strategy):
         return self._config.task
 
     @property
-    def traffic(self) -> tuple[int, int]:
+    def bytes_transferred(self) -> tuple[int, int]:
         """Payload bytes sent and received so far, in bytes."""
         transports = [each for server in self._servers for each in server.traffic.values()]
         return sum(each.sent for each in transports), sum(each.received for each in transports)

@@ -30,7 +30,7 @@ log = logging.getLogger("psclient")
 PATHS = ("/", "/events")
 """The paths of a status page."""
 
-NO_PAGE = "this process drives no job, and has no status page; psctl page says where there is one\n"
+NO_PAGE = "this process drives no job, and has no status page; psctl dashboard says where there is one\n"
 
 
 @dataclass(frozen=True)

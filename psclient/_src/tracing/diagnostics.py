@@ -249,8 +249,8 @@ def refuse_whole_update(table: str, why: str | None) -> NoReturn:
         why: the reason why it cannot; None if it would change rows without a gradient.
     """
     reason = why or (
-        "it changes rows that have no gradient, as momentum and decay do; pass ps.exactly(fn) to make that up when a "
-        "row is touched, or ps.lazily(fn) to leave it out"
+        "it changes rows that have no gradient, as momentum and decay do; pass ps.exact_update(fn) to make that up when a "
+        "row is touched, or ps.lazy_update(fn) to leave it out"
     )
     fail(f"an update of table {table!r} has to run on the rows of one gradient, as a table has no whole: {reason}")
 
@@ -259,7 +259,7 @@ WHOLE_BYTES = 1 << 30
 """Largest array that an update makes of rows; a larger one is refused."""
 
 _INSTEAD_OF_WHOLE = {
-    (False, True): "Where only the given rows shall change, pass ps.lazily(fn) to update",
+    (False, True): "Where only the given rows shall change, pass ps.lazy_update(fn) to update",
     (False, False): "Write it of elementwise operations and sums along each row, to have it run on rows",
     (True, True): "Where only the given rows shall change, give the optimizer sparse='lazy'",
     (True, False): "Take another optimizer where that is too much; with sparse='dense' it is done and not said",

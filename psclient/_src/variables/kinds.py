@@ -41,7 +41,7 @@ class ServerReader(Protocol):
         """Returns rows of a variable, by their places, int64[n]."""
         ...
 
-    def look_ahead(self, handle: Handle, *ids: Int64s) -> None:
+    def prefetch(self, handle: Handle, *ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
         ...
 
@@ -50,7 +50,7 @@ class ServerReader(Protocol):
         ...
 
     def hint(self, handle: Handle, *ids: Int64s) -> None:
-        """The next round that assigns a part of a table says these rows of it, given as to `look_ahead`."""
+        """The next round that assigns a part of a table says these rows of it, given as to `prefetch`."""
         ...
 
 
@@ -91,8 +91,8 @@ class ServerVariable(Variable):
     def _fetch(self) -> Array:
         return self._reader.read(self.handle)
 
-    def _look_ahead(self, ids: Int64s) -> None:
-        self._reader.look_ahead(self.handle, ids)
+    def _prefetch(self, ids: Int64s) -> None:
+        self._reader.prefetch(self.handle, ids)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         rows = self._reader.read_rows(self.handle, ids)

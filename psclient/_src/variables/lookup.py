@@ -195,15 +195,15 @@ class RowReadable(Readable):
 
     @property
     def takes_hints(self) -> bool:
-        """True if `hint_ahead` is of use: this is a dynamic table whose rows lie in files on its servers."""
+        """True if `prefetch_hint` is of use: this is a dynamic table whose rows lie in files on its servers."""
         return False
 
-    def look_ahead(self, *ids: Nest) -> None:
+    def prefetch(self, *ids: Nest) -> None:
         """Says which rows will be looked up next, so that they come with the next round that assigns the variable.
 
         The lookup then waits for no call of its own; it sees the variable as of that round. What was not named is
         fetched when it is looked up. In replica and cross-replica context; a variable in this process has nothing to
-        fetch. `InputOptions(lookups=...)` calls it for each batch.
+        fetch. `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
             ids: as of `lookup`, each.
@@ -211,14 +211,14 @@ class RowReadable(Readable):
         Raises:
             TypeError, ValueError, RuntimeError: as `lookup`.
         """
-        self._look_ahead(self._name(ids))
+        self._prefetch(self._name(ids))
 
-    def hint_ahead(self, *ids: Nest) -> None:
+    def prefetch_hint(self, *ids: Nest) -> None:
         """Says which rows the batch behind the next one looks up, so that a server reads them from its disk meanwhile.
 
-        Servers are told with the next round that assigns the table, and `look_ahead` names the rows one batch later.
+        Servers are told with the next round that assigns the table, and `prefetch` names the rows one batch later.
         Nothing that is computed depends on it. In replica and cross-replica context; of no use, and without effect,
-        unless `takes_hints` is True. `InputOptions(lookups=...)` calls it for each batch.
+        unless `takes_hints` is True. `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
             ids: as of `lookup`, each.
@@ -227,7 +227,7 @@ class RowReadable(Readable):
             TypeError, ValueError, RuntimeError: as `lookup`.
         """
         if self.takes_hints:
-            self._hint_ahead(self._name(ids))
+            self._prefetch_hint(self._name(ids))
 
     def no_rows(self) -> IndexedSlices:
         """Returns a gradient of none of its rows."""
@@ -257,11 +257,11 @@ class RowReadable(Readable):
         # What was named is most often what is looked up next, or behind the ids of the batches after it.
         return next(((order, starts) for named, order, starts in self._named if np.array_equal(named, ids)), None)
 
-    def _look_ahead(self, ids: Int64s) -> None:
-        """Does as `look_ahead`, with int64[U], increasing."""
+    def _prefetch(self, ids: Int64s) -> None:
+        """Does as `prefetch`, with int64[U], increasing."""
 
-    def _hint_ahead(self, ids: Int64s) -> None:
-        """Does as `hint_ahead`, with int64[U], increasing."""
+    def _prefetch_hint(self, ids: Int64s) -> None:
+        """Does as `prefetch_hint`, with int64[U], increasing."""
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         """Fetches rows; all reads of rows come here.

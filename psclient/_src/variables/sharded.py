@@ -276,9 +276,9 @@ class CutVariable(VariableOfShards):
     def _copy_on(self, device: Device) -> AnyArray:
         return to_device(self._fetch(), device)
 
-    def _look_ahead(self, ids: Int64s) -> None:
+    def _prefetch(self, ids: Int64s) -> None:
         for shard, (_, own) in zip(self._shards, self.sharding.split_ids(ids), strict=True):
-            shard._look_ahead(own)
+            shard._prefetch(own)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         split = zip(self._shards, self.sharding.split_ids(ids), strict=True)

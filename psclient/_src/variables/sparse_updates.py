@@ -1,4 +1,4 @@
-"""What an update with the gradient of some rows is to all other rows: `ps.lazily`, `ps.exactly`."""
+"""What an update with the gradient of some rows is to all other rows: `ps.lazy_update`, `ps.exact_update`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Sparse = Literal["exact", "lazy", "dense"]
 gradient, which is made.
 """
 
-Settle = Literal["replay", "closed"]
-"""How exact updates are made up. Replay: one by one, with the same bits. Closed: many as one, where their function has
+CatchUp = Literal["replay", "closed_form"]
+"""How exact updates are made up. Replay: one by one, with the same bits. Closed form: many as one, where their function has
 a closed form, within a few millionths.
 """
 
 
-def check_settle(settle: object) -> Settle:
+def check_catch_up(catch_up: object) -> CatchUp:
     """Returns one of the two words; raises `ValueError` for anything else."""
-    for word in get_args(Settle):
-        if settle == word:
-            found: Settle = word
+    for word in get_args(CatchUp):
+        if catch_up == word:
+            found: CatchUp = word
             return found
-    raise ValueError(f"settle is {settle!r}; it is 'replay' or 'closed'")
+    raise ValueError(f"catch_up is {catch_up!r}; it is 'replay' or 'closed_form'")
 
 
 def check_sparse(sparse: object) -> Sparse:
@@ -42,7 +42,7 @@ class SparseUpdate:
         sparse: as above.
         needs_rows: True if it is an error where the update is given no rows.
         optional: True if it is left out where no process contributes to the gradient.
-        settle: how what it is to other rows is made up, if it is exact.
+        catch_up: how what it is to other rows is made up, if it is exact.
         of_optimizer: True if it is an optimizer's step, and no function of the script.
         as_lazy: True if it stands for a lazy update, and is refused where that would be.
     """
@@ -53,7 +53,7 @@ class SparseUpdate:
         sparse: Sparse,
         needs_rows: bool = False,
         optional: bool = False,
-        settle: Settle = "replay",
+        catch_up: CatchUp = "replay",
         of_optimizer: bool = False,
         as_lazy: bool = False,
     ) -> None:
@@ -61,7 +61,7 @@ class SparseUpdate:
         self.sparse = sparse
         self.needs_rows = needs_rows
         self.optional = optional
-        self.settle = settle
+        self.catch_up = catch_up
         self.of_optimizer = of_optimizer
         self.as_lazy = as_lazy
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -71,7 +71,7 @@ class SparseUpdate:
         return self.fn(*args, **kwargs)
 
 
-def lazily(fn: Callable[..., object]) -> SparseUpdate:
+def lazy_update(fn: Callable[..., object]) -> SparseUpdate:
     """Makes an update function be for the rows of its `IndexedSlices` alone: all other rows stay as they are.
 
     Without it an update means what it means for the whole gradient, which is zero where no row is given: momentum goes
@@ -80,38 +80,38 @@ def lazily(fn: Callable[..., object]) -> SparseUpdate:
     The function assigns variables of one shape, by elementwise operations on them, on rows of one gradient, and on
     numbers.
 
-        strategy.extended.update(table, ps.lazily(fn), args=(gradient, momentum))
+        strategy.extended.update(table, ps.lazy_update(fn), args=(gradient, momentum))
 
     Args:
         fn: for `strategy.extended.update`, also one that `update_function` has made.
     """
-    return _sparse(fn, "lazy", "lazily")
+    return _sparse(fn, "lazy", "lazy_update")
 
 
-def exactly(fn: Callable[..., object], settle: Settle = "replay") -> SparseUpdate:
+def exact_update(fn: Callable[..., object], catch_up: CatchUp = "replay") -> SparseUpdate:
     """Makes servers put an update off in rows that its `IndexedSlices` do not have, until somebody needs them.
 
-    The update means what it means without `exactly`, and every value that anybody reads has the same bits: a row that
+    The update means what it means without `exact_update`, and every value that anybody reads has the same bits: a row that
     has missed updates has them made up when it is touched, read or saved. So a round costs what its rows cost, and
     what they have missed.
 
-    The function is as for `lazily`, and assigns each table that it reads. Where it is another, and with copies of the
+    The function is as for `lazy_update`, and assigns each table that it reads. Where it is another, and with copies of the
     variables in the processes, the whole gradient is made.
 
     Args:
         fn: for `strategy.extended.update`, also one that `update_function` has made.
-        settle: "closed" to have many updates made up as one where the function has a closed form: it multiplies each
+        catch_up: "closed_form" to have many updates made up as one where the function has a closed form: it multiplies each
             table by numbers, and adds to one of them a multiple of another one, which it may divide by a root. Then
             values are right within a few millionths, and what a row has missed costs the same, however much it is.
 
     Raises:
         TypeError: it is no function.
-        ValueError: `settle` is another word.
+        ValueError: `catch_up` is another word.
     """
-    return _sparse(fn, "exact", "exactly", check_settle(settle))
+    return _sparse(fn, "exact", "exact_update", check_catch_up(catch_up))
 
 
-def _sparse(fn: Callable[..., object], sparse: Sparse, name: str, settle: Settle = "replay") -> SparseUpdate:
+def _sparse(fn: Callable[..., object], sparse: Sparse, name: str, catch_up: CatchUp = "replay") -> SparseUpdate:
     if not callable(fn):
         raise TypeError(f"{name} takes an update function, and not a {type(fn).__name__}")
-    return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy", settle=settle)
+    return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy", catch_up=catch_up)

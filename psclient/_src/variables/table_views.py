@@ -120,16 +120,16 @@ class TableView(RowWritable):
         """Returns rows of the group's table, each key once; see `RowReadable.fit_slices`."""
         return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
-    def _look_ahead(self, ids: Int64s) -> None:
-        self.table.look_ahead_as(self.number, ids)
+    def _prefetch(self, ids: Int64s) -> None:
+        self.table._prefetch_as(self.number, ids)
 
     @property
     def takes_hints(self) -> bool:
-        """True if `hint_ahead` is of use: rows of the group lie in files on its servers."""
+        """True if `prefetch_hint` is of use: rows of the group lie in files on its servers."""
         return self.table.takes_hints
 
-    def _hint_ahead(self, ids: Int64s) -> None:
-        self.table.hint_ahead_as(self.number, ids)
+    def _prefetch_hint(self, ids: Int64s) -> None:
+        self.table._prefetch_hint_as(self.number, ids)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         return self.table._take_rows(ids)
@@ -188,23 +188,23 @@ class TableGroup(Mapping[str, TableView]):
         }
         return {name: made[name] for name in ids}
 
-    def look_ahead(self, ids: Mapping[str, Nest]) -> None:
-        """Says which rows of several tables will be looked up next: calls `look_ahead` of each.
+    def prefetch(self, ids: Mapping[str, Nest]) -> None:
+        """Says which rows of several tables will be looked up next: calls `prefetch` of each.
 
         Args:
-            ids: for each table, by its name, what its `look_ahead` takes.
+            ids: for each table, by its name, what its `prefetch` takes.
         """
         for name, own in ids.items():
-            self[name].look_ahead(own)
+            self[name].prefetch(own)
 
-    def hint_ahead(self, ids: Mapping[str, Nest]) -> None:
-        """Says which rows the batch behind the next one looks up: calls `hint_ahead` of each table.
+    def prefetch_hint(self, ids: Mapping[str, Nest]) -> None:
+        """Says which rows the batch behind the next one looks up: calls `prefetch_hint` of each table.
 
         Args:
-            ids: as of `look_ahead`.
+            ids: as of `prefetch`.
         """
         for name, own in ids.items():
-            self[name].hint_ahead(own)
+            self[name].prefetch_hint(own)
 
     def size(self) -> int:
         """Returns the number of rows of all tables; see `TableVariable.size`."""

@@ -95,7 +95,7 @@ class PartOfTable(ServerVariable):
 
     def look_ahead_by(self, pieces: Sequence[Int64s]) -> None:
         """Rounds that assign the table bring the rows of these keys, one piece after another increasing, each once."""
-        self._reader.look_ahead(self.handle, *pieces)
+        self._reader.prefetch(self.handle, *pieces)
 
     @property
     def takes_hints(self) -> bool:
@@ -253,8 +253,8 @@ class TableVariable(CutVariable):
         """Returns rows by keys, each key once; see `RowReadable.fit_slices`."""
         return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
-    def look_ahead_as(self, number: int, ids: Int64s) -> None:
-        """As `look_ahead`, for one of several who look up rows; each replaces what it has named before.
+    def _prefetch_as(self, number: int, ids: Int64s) -> None:
+        """As `prefetch`, for one of several who look up rows; each replaces what it has named before.
 
         Args:
             number: its own; all keys that it names are less than those of any with a greater one.
@@ -262,7 +262,7 @@ class TableVariable(CutVariable):
         """
         self._name_ahead({**self._ahead, number: [own for _, own in self.sharding.split_ids(ids)]})
 
-    def _look_ahead(self, ids: Int64s) -> None:
+    def _prefetch(self, ids: Int64s) -> None:
         self._name_ahead({0: [own for _, own in self.sharding.split_ids(ids)]})
 
     def _name_ahead(self, ahead: dict[int, list[Int64s]]) -> None:
@@ -273,14 +273,14 @@ class TableVariable(CutVariable):
 
     @property
     def takes_hints(self) -> bool:
-        """True if `hint_ahead` is of use: rows of it lie in files on its servers."""
+        """True if `prefetch_hint` is of use: rows of it lie in files on its servers."""
         return any(part.takes_hints for part in self.parts)
 
-    def hint_ahead_as(self, number: int, ids: Int64s) -> None:
-        """As `hint_ahead`, for one of several who look up rows; arguments are as of `look_ahead_as`."""
+    def _prefetch_hint_as(self, number: int, ids: Int64s) -> None:
+        """As `prefetch_hint`, for one of several who look up rows; arguments are as of `_prefetch_as`."""
         self._hint({**self._behind, number: [own for _, own in self.sharding.split_ids(ids)]})
 
-    def _hint_ahead(self, ids: Int64s) -> None:
+    def _prefetch_hint(self, ids: Int64s) -> None:
         self._hint({0: [own for _, own in self.sharding.split_ids(ids)]})
 
     def _hint(self, behind: dict[int, list[Int64s]]) -> None:

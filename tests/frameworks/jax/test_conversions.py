@@ -53,7 +53,7 @@ def test_a_donated_array_leaves_its_memory_to_what_was_given_it(strategy, size):
     donates = jax.jit(lambda x: x * 0 - 5, donate_argnums=0)
     params = {"w": np.ones(size, "float32")}
     state = psj.TrainState.create(
-        apply_fn=None, params=params, tx=psj.optax.sgd(1.0), strategy=strategy, name=f"donated{size}"
+        apply_fn=None, params=params, tx=psj.optimizers.sgd(1.0), strategy=strategy, name=f"donated{size}"
     )
     for step in range(3):
         gradients = {"w": jnp.ones(size) * 2}

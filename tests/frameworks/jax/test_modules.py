@@ -41,7 +41,7 @@ def test_a_module_of_nnx_is_trained_in_place(strategy):
         return nnx.value_and_grad(lambda module: jnp.mean((module(x) - y) ** 2))(module)
 
     bound, alone = make_net(nnx), make_net(nnx)
-    ours = psj.bind(bound, psj.optax.adam(1e-3), strategy=strategy)
+    ours = psj.bind(bound, psj.optimizers.adam(1e-3), strategy=strategy)
     theirs = nnx.Optimizer(alone, optax.adam(1e-3), wrt=nnx.Param)
     assert ours.state.variables["layers"]["0"]["kernel"].name == "params/layers/0/kernel"
     for _ in range(STEPS):
@@ -109,7 +109,7 @@ def test_a_model_of_keras_trains_by_its_stateless_call(strategy, environ):
 
     gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))
     params = OrderedDict((v.path, v.value) for v in model.trainable_variables)  # JAX sorts the keys of a plain dict
-    state = psj.TrainState.create(apply_fn=None, params=params, tx=psj.optax.adam(0.01), strategy=strategy)
+    state = psj.TrainState.create(apply_fn=None, params=params, tx=psj.optimizers.adam(0.01), strategy=strategy)
     rest, losses = [v.value for v in model.non_trainable_variables], []
     for _ in range(STEPS):
         (value, rest), grads = gradients(state.params, rest, X, Y)

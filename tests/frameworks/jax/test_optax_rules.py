@@ -1,4 +1,4 @@
-"""The optimizers of `psj.optax` against optax alone, over 30 steps of a small network."""
+"""The optimizers of `psj.optimizers` against optax alone, over 30 steps of a small network."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_optax(strategy, case):
     name, arguments = CASES[case]
-    assert_near(on_servers(strategy, getattr(psj.optax, name)(**arguments)), alone(getattr(optax, name)(**arguments)))
+    assert_near(
+        on_servers(strategy, getattr(psj.optimizers, name)(**arguments)), alone(getattr(optax, name)(**arguments))
+    )
 
 
 SCHEDULES = {
@@ -99,18 +101,18 @@ def test_schedules_are_functions_of_the_step(strategy, name):
     ours = ps.optimizers.schedules.CosineDecay(0.1, 24, alpha=0.1) if name == "cosine" else schedule
     expected = alone(optax.sgd(schedule, momentum=0.5))
     for rate in {schedule, ours}:
-        assert_near(on_servers(strategy, psj.optax.sgd(rate, momentum=0.5)), expected)
+        assert_near(on_servers(strategy, psj.optimizers.sgd(rate, momentum=0.5)), expected)
 
 
 def test_clipping_is_an_option_and_masks_may_be_trees(strategy):
     """`global_clipnorm` stands for a chain with `clip_by_global_norm`; a mask of another structure is refused."""
     expected = alone(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)))
-    assert_near(on_servers(strategy, psj.optax.adam(1e-2, global_clipnorm=0.1)), expected)
+    assert_near(on_servers(strategy, psj.optimizers.adam(1e-2, global_clipnorm=0.1)), expected)
     mask = decays(PARAMS)
-    found = on_servers(strategy, psj.optax.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3)
+    found = on_servers(strategy, psj.optimizers.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3)
     assert_near(found, alone(optax.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3))
     with pytest.raises(ValueError, match="the leaves of mask lack params/out"):
-        on_servers(strategy, psj.optax.adamw(1e-3, mask={"dense": mask["dense"]}))
+        on_servers(strategy, psj.optimizers.adamw(1e-3, mask={"dense": mask["dense"]}))
     with pytest.raises(
         TypeError, match=r"is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
     ):
@@ -120,14 +122,18 @@ def test_clipping_is_an_option_and_masks_may_be_trees(strategy):
 @pytest.mark.parametrize(
     ("make", "error", "word"),
     [
-        (lambda: psj.optax.adam(1e-3, mu_dtype="bfloat16"), ValueError, "dtype is 'bfloat16'; slots are of the"),
+        (lambda: psj.optimizers.adam(1e-3, mu_dtype="bfloat16"), ValueError, "dtype is 'bfloat16'; slots are of the"),
         (
-            lambda: psj.optax.sgd(1e-3, 0.9, False, "bfloat16"),
+            lambda: psj.optimizers.sgd(1e-3, 0.9, False, "bfloat16"),
             ValueError,
             "dtype is 'bfloat16'; slots are of the",
         ),
-        (lambda: psj.optax.lamb, AttributeError, r"psj\.optax has no 'lamb'; servers run adagrad, adam, adamw, sgd by"),
-        (lambda: psj.optax.adam(1e-3, b1=1), ValueError, "b1 is 1, and must be at least 0 and less than 1"),
+        (
+            lambda: psj.optimizers.lamb,
+            AttributeError,
+            r"psj\.optimizers has no 'lamb'; servers run adagrad, adam, adamw, sgd by",
+        ),
+        (lambda: psj.optimizers.adam(1e-3, b1=1), ValueError, "b1 is 1, and must be at least 0 and less than 1"),
     ],
 )
 def test_what_servers_cannot_run_is_refused_by_name(make, error, word):
@@ -139,7 +145,7 @@ def test_what_servers_cannot_run_is_refused_by_name(make, error, word):
 def test_names_and_defaults_are_those_of_optax():
     """So that a script changes its import; what is more are options that servers know."""
     for name in ("sgd", "adam", "adamw", "adagrad"):
-        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (psj.optax, optax))
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (psj.optimizers, optax))
         assert [(p.name, p.default, p.kind) for p in ours.values()][:-1] == [
             (p.name, p.default, p.kind) for p in theirs.values()
         ]

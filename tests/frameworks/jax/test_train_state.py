@@ -52,7 +52,7 @@ def test_variables_have_the_names_of_their_paths(strategy):
 
 def test_each_state_has_an_optimizer_of_its_own(strategy):
     """One that another state has is refused by name: they would share its count."""
-    tx = psj.optax.adam(0.1)
+    tx = psj.optimizers.adam(0.1)
     state = create(strategy, tx=tx, name="own")
     with pytest.raises(ValueError, match=r"tx is the Adam 'adam.*' of another TrainState.*create one for each"):
         create(strategy, tx=tx, name="other")
@@ -68,7 +68,7 @@ def test_large_parameters_may_be_in_shards():
             InProcessCluster(2) as cluster,
             ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), **keys) as strategy,
         ):
-            state = create(strategy, tx=psj.optax.adam(0.1))
+            state = create(strategy, tx=psj.optimizers.adam(0.1))
             for _ in range(3):
                 state = state.apply_gradients(grads=ones(state))
             return isinstance(state.variables["dense"]["kernel"], ps.ShardedVariable), state.params
@@ -200,7 +200,7 @@ def test_replaced_parameters_are_assigned(strategy):
 def test_other_strategies_with_one_replica_do_the_same(kind):
     """Without servers, and with one of the process's own; that of the scope where none is given."""
     with opened(kind) as strategy, strategy.scope():
-        state = psj.TrainState.create(apply_fn=None, params=params(), tx=psj.optax.sgd(1.0))
+        state = psj.TrainState.create(apply_fn=None, params=params(), tx=psj.optimizers.sgd(1.0))
         state = state.apply_gradients(grads=ones(state))
         equal(state.params, jax.tree.map(lambda x: x - 1, params()))
         assert state.step == 1
@@ -226,14 +226,14 @@ def test_a_job_resumes_and_its_weights_are_read_by_others(tmp_path):
     """A checkpoint has parameters, slots and steps; safetensors reads it into a plain tree, which starts a job."""
     files = pytest.importorskip("safetensors.flax")
     with InProcessCluster(2, checkpoint_root=tmp_path) as cluster, worker(cluster) as strategy:
-        state = create(strategy, tx=psj.optax.adam(0.1))
+        state = create(strategy, tx=psj.optimizers.adam(0.1))
         for _ in range(3):
             state = state.apply_gradients(grads=state.params)
         ps.train.Checkpoint(params=state.variables, tx=state.tx).save("run/ckpt")
         state = state.apply_gradients(grads=state.params)
         expected = state.params
     with InProcessCluster(1, checkpoint_root=tmp_path) as cluster, worker(cluster) as strategy:
-        state = create(strategy, jax.tree.map(np.zeros_like, params()), psj.optax.adam(0.1))
+        state = create(strategy, jax.tree.map(np.zeros_like, params()), psj.optimizers.adam(0.1))
         assert not state.params["dense"]["kernel"].any()
         ps.train.Checkpoint(params=state.variables, tx=state.tx).restore("run").assert_consumed()
         assert state.step == 3

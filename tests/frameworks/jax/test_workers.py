@@ -59,7 +59,9 @@ def sgd(strategy, params):
 
 def train(strategy, index, loss=mean_loss, data=None, steps=STEPS, **more):
     """A user's loop, of so many steps; the parameters at its end."""
-    state = psj.TrainState.create(apply_fn=None, params=start(), tx=psj.optax.adam(1e-2), strategy=strategy, **more)
+    state = psj.TrainState.create(
+        apply_fn=None, params=start(), tx=psj.optimizers.adam(1e-2), strategy=strategy, **more
+    )
     examples = ps.ArrayDataset((X, Y)).shuffle(0).batch(BATCH) if data is None else data
     batches = psj.loader(examples, strategy=strategy)
     while state.step < steps:
@@ -140,17 +142,17 @@ def test_a_step_waits_once():
     """With a loss that is reduced and shown, and an evaluation on the new parameters."""
 
     def script(strategy, index):
-        state = psj.TrainState.create(apply_fn=None, params=start(), tx=psj.optax.adam(1e-2), strategy=strategy)
+        state = psj.TrainState.create(apply_fn=None, params=start(), tx=psj.optimizers.adam(1e-2), strategy=strategy)
         found = []
         for epoch in range(2):
             strategy.backend.settle()
-            waits, steps = strategy.waits, state.step
+            waits, steps = strategy.blocking_waits, state.step
             for x, y in psj.loader(ps.ArrayDataset((X, Y)).batch(BATCH), strategy=strategy):
                 value, grads = gradients[mean_loss](state.params, x, y)
                 state = state.apply_gradients(grads=grads)
                 str(strategy.reduce("mean", value, axis=None))
                 str(mean_loss(state.params, X[:4], Y[:4]))
-            found.append(((strategy.waits - waits) / (state.step - steps), epoch))
+            found.append(((strategy.blocking_waits - waits) / (state.step - steps), epoch))
         return found[1]
 
     for found in on_cluster(script, 2):
@@ -243,7 +245,7 @@ def test_lookups_of_different_counts_are_one_compilation(strategy):
     assert (rows.values.shape, rows.inverse.dtype, rows.inverse.tolist()) == ((1, DIM), "int32", [0, 0])
 
 
-MAKE = {"adam": lambda: psj.optax.adam(0.1), "adagrad": lambda: ps.optimizers.Adagrad(0.5)}
+MAKE = {"adam": lambda: psj.optimizers.adam(0.1), "adagrad": lambda: ps.optimizers.Adagrad(0.5)}
 
 
 @pytest.mark.parametrize(
@@ -287,14 +289,14 @@ def test_the_rows_of_the_next_batch_come_with_the_round(cluster):
         table = static(strategy)
         state = create(strategy, ps.optimizers.SGD(0.1), [table])
         pulls, waits = [], []
-        for ids in psj.loader(data, lookups={table: lambda ids: ids}):
-            before, begun = calls["pull"], strategy.waits
+        for ids in psj.loader(data, prefetch={table: lambda ids: ids}):
+            before, begun = calls["pull"], strategy.blocking_waits
             rows = psj.lookup(table, ids)
             _, (grads, d) = row_gradients(state.params, rows.values, rows.inverse)
             pulls.append(calls["pull"] - before)
             state = state.apply_gradients(grads=grads, rows={rows: d})
             str(state.params["w"])
-            waits.append(strategy.waits - begun)
+            waits.append(strategy.blocking_waits - begun)
         assert pulls[1:] == [0, 0, 0, 0]
         assert waits == [1] * 5
         assert state.step == 5
@@ -303,7 +305,7 @@ def test_the_rows_of_the_next_batch_come_with_the_round(cluster):
 def test_only_tables_may_be_trained(strategy):
     """Without a dense parameter, and with slots that are there from the beginning."""
     table = static(strategy)
-    state = create(strategy, psj.optax.adam(0.1), [table], {})
+    state = create(strategy, psj.optimizers.adam(0.1), [table], {})
     slots = [v.name.partition("/")[2] for v in state.tx.variables]
     assert {f"{table.name}/mu", f"{table.name}/nu"} <= {*slots}
     rows = psj.lookup(table, [1, 1])

@@ -45,8 +45,8 @@ def trained(module, optimizer, count, worker=0):
         optimizer.step()
 
 
-def sgd(strategy, module, lr=1e-4, early=True):
-    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, early=early)
+def sgd(strategy, module, lr=1e-4, overlap=True):
+    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, overlap=early)
 
 
 def assert_ends(work, match):
@@ -87,10 +87,10 @@ def test_early_gradients_change_no_bit(servers):
         found = []
         for early in (True, False):
             module = Wide(3)
-            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, early=early, strategy=strategy)
-            before = strategy.waits
+            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, overlap=early, strategy=strategy)
+            before = strategy.blocking_waits
             trained(module, optimizer, 3, worker)
-            found.append((values(module), strategy.waits - before))
+            found.append((values(module), strategy.blocking_waits - before))
         return found
 
     for (one, waits), (other, more) in job(work, 2, servers):
@@ -109,11 +109,11 @@ def test_compressed_gradients_that_leave_early_have_the_same_bits():
             ) as strategy,
         ):
             module = Wide(3)
-            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, early=early, strategy=strategy)
+            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, overlap=early, strategy=strategy)
             trained(module, optimizer, 1)
-            before = strategy.traffic[0]
+            before = strategy.bytes_transferred[0]
             trained(module, optimizer, 3)
-            sent = strategy.traffic[0] - before
+            sent = strategy.bytes_transferred[0] - before
             left = [optimizer.variables[f"layers.{n}.weight"].feedback.residual.copy() for n in range(3)]
             found.append((values(module), left))
             assert 3 * 3 * SIDE * SIDE * 2 <= sent < 3 * 3 * SIDE * SIDE * 3
@@ -126,7 +126,7 @@ def trained_beside(strategy, kind, lr, step, count, hook=None):
     """A module and its optimizer, and how far it is from a twin with torch's own after some steps of both."""
     module = Wide(3)
     alone = twin(module)
-    ours, theirs = pst.Optimizer(module, kind, lr=lr, strategy=strategy, early=True), kind(alone.parameters(), lr=lr)
+    ours, theirs = pst.Optimizer(module, kind, lr=lr, strategy=strategy, overlap=True), kind(alone.parameters(), lr=lr)
     for of, optimizer in ((module, ours), (alone, theirs)):
         if hook:
             of.layers[1].weight.register_hook(hook)
@@ -169,11 +169,11 @@ def test_accumulated_gradients_leave_early_with_the_last(strategy):
         if isinstance(optimizer, torch.optim.SGD):
             of(x.view(6, SIDE)).square().sum().backward()
             return
-        sent = strategy.traffic[0]
-        with optimizer.accumulate():
+        sent = strategy.bytes_transferred[0]
+        with optimizer.no_sync():
             for own in x[:2]:
                 of(own).square().sum().backward()
-        assert strategy.traffic[0] == sent
+        assert strategy.bytes_transferred[0] == sent
         of(x[2]).square().sum().backward()
 
     assert trained_beside(strategy, torch.optim.SGD, 1e-3, step, 3)[1] < 1e-5
@@ -229,15 +229,15 @@ def test_a_step_that_is_left_out_is_told(left, word):
 
     def work(strategy, worker):
         module, early = Wide(3), Wide(3)
-        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy), early=False)
+        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy), overlap=False)
         alone = Wide(3)
         theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
         for _ in range(2):
             trained(alone, theirs, 1)
         assert apart(module, alone) < 1e-5
         optimizer = sgd(strategy, early)
-        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* without early=True"):
-            leave(early, optimizer, early=True)
+        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* without overlap=True"):
+            leave(early, optimizer, overlap=True)
 
     assert_ends(work, word)
 
@@ -261,7 +261,7 @@ def test_a_second_backward_is_told_where_gradients_have_left():
         assert apart(module, alone) < 1e-5
         module = Wide(3)
         with pytest.raises(
-            RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate.*without early=True"
+            RuntimeError, match=r"by a second backward\(\) before step\(\).*no_sync.*without overlap=True"
         ):
             twice(module, sgd(strategy, module))
 
@@ -314,7 +314,7 @@ def test_what_comes_too_late_is_told(do, wide, early, word):
 
     def work(strategy, worker):
         module = Wide(3) if wide else torch.nn.Linear(SIDE, 1)
-        optimizer = sgd(strategy, module, early=early)
+        optimizer = sgd(strategy, module, overlap=early)
         trained(module, optimizer, 2)
         do(module, optimizer)
         with pytest.raises(RuntimeError, match=word):

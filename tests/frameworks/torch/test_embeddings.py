@@ -205,14 +205,14 @@ def test_zero_grad_forgets_rows(strategy):
     """Of a backward that came before: alone the rows of the one after it move. What was looked ahead stays here."""
     module, optimizer = rows_of(strategy)
     train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
-    module.look_ahead(torch.tensor([2, 3]))
+    module.prefetch(torch.tensor([2, 3]))
     train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
     kept = module(torch.tensor([0]))
     (module(torch.tensor([1])).sum() + kept.sum()).backward(retain_graph=True)
     optimizer.zero_grad()
-    before = strategy.waits
+    before = strategy.blocking_waits
     (module(torch.tensor([2, 3])).sum() + kept.sum()).backward()
-    assert strategy.waits == before
+    assert strategy.blocking_waits == before
     optimizer.step()
     assert changed_rows(module.table) == [0, 2, 3]
 
@@ -220,8 +220,8 @@ def test_zero_grad_forgets_rows(strategy):
 def test_a_table_in_memory_takes_no_hints(strategy, calls_of):
     """A module says what its table says, and hands on what it is told; a copy of it has the same table."""
     module = torch.nn.Sequential(pst.Embedding(static(strategy)), torch.nn.Linear(DIM, 1).double())
-    hints = calls_of("hint_ahead", module[0].table)
-    module[0].hint_ahead(torch.tensor([2, 3]), torch.tensor([4]))
+    hints = calls_of("prefetch_hint", module[0].table)
+    module[0].prefetch_hint(torch.tensor([2, 3]), torch.tensor([4]))
     assert [[ids.tolist() for ids in call] for call in hints] == [[[2, 3], [4]]]
     assert not module[0].takes_hints
     made = copy.deepcopy(module)  # as a moving average of a model makes one
@@ -236,7 +236,7 @@ def test_gradients_of_rows_add_up(strategy, accumulates):
     module, optimizer = rows_of(strategy, lr=1.0)
     (module(torch.tensor([0])).sum() + module(torch.tensor([1])).sum()).backward()
     optimizer.zero_grad()
-    with optimizer.accumulate() if accumulates else contextlib.nullcontext():
+    with optimizer.no_sync() if accumulates else contextlib.nullcontext():
         loss = module(torch.tensor([0])).sum()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -271,9 +271,9 @@ def test_sparse_gradients_of_torch_are_rows(strategy):
     module, sent = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, sparse=True), []
     optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.1, strategy=strategy)
     for batch in ids(10, (2,)):
-        before = strategy.traffic[0]
+        before = strategy.bytes_transferred[0]
         train(module, optimizer, [batch])
-        sent.append(strategy.traffic[0] - before)
+        sent.append(strategy.bytes_transferred[0] - before)
     assert apart(module, [alone("adagrad", ids(10, (2,)), sparse=True)]) < 1e-10
     assert max(sent[1:]) < FIRST.nbytes / 2
 

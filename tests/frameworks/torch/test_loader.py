@@ -279,8 +279,8 @@ def test_features_of_a_collection_ride_as_well(strategy):
     [
         (lambda optimizer, rows: pst.Loader(iter(loader()), optimizer), "can be gone through only once"),
         (lambda optimizer, rows: pst.Loader(loader(), torch.optim.SGD([torch.ones(1)])), "a SGD makes no rounds"),
-        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}), "lookups has a Sequential"),
-        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {rows: 3}), "lookups has 3 for a Embedding"),
+        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}), "prefetch has a Sequential"),
+        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {rows: 3}), "prefetch has 3 for a Embedding"),
     ],
 )
 def test_what_is_wrong_is_told(strategy, make, word):

@@ -328,7 +328,7 @@ def test_a_step_waits_once():
     def work(strategy, worker):
         module = mlp()
         optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy)
-        data, before, seen = share(batches(20), worker, 2), strategy.waits, []
+        data, before, seen = share(batches(20), worker, 2), strategy.blocking_waits, []
         for x, y in data:
             optimizer.zero_grad()
             loss = (module(x) - y).square().mean()
@@ -340,7 +340,7 @@ def test_a_step_waits_once():
                 seen.append(float((module(x) - y).abs().mean()))
                 module.train()
             seen.append((module[0].weight.detach().abs().max() + module[0].weight.grad.abs().max()).item())
-        return strategy.waits - before, len(seen)
+        return strategy.blocking_waits - before, len(seen)
 
     assert job(work, 2, 2) == [(20, 60)] * 2
 
@@ -386,7 +386,7 @@ def test_accumulated_gradients_are_one_step():
             for x, y in share(batches(5), worker, 2):
                 optimizer.zero_grad()
                 parts = [*zip(x.split(2), y.split(2), strict=True)]
-                with optimizer.accumulate():
+                with optimizer.no_sync():
                     for own, target in parts[: None if all_within else -1]:
                         ((module(own) - target).square().mean() / len(parts)).backward()
                 if not all_within:

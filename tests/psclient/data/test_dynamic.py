@@ -214,7 +214,7 @@ def test_rows_that_are_looked_up_come_with_the_round_before(job, monkeypatch):
     monkeypatch.setattr(calls, "ask", lambda question: asked.append(ask(question)) or asked[-1])
     with job.strategy.scope():
         table = ps.Variable(np.ones((40, 2), "float32"), name="table")
-    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, lookups={table: lambda rows: rows})
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, prefetch={table: lambda rows: rows})
     optimizer = ps.optimizers.SGD(1.0)
 
     def step(rows):
@@ -267,7 +267,7 @@ def test_each_batch_is_read_once(job):
     with job.strategy.scope():
         table = ps.Variable(np.ones((40, 2), "float32"), name="table")
     data = Reading(np.arange(index, index + 2) for index in range(0, 40, 2))
-    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, lookups={table: lambda rows: rows})
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, prefetch={table: lambda rows: rows})
     for _ in job.data(data, options):
         job.update()
     assert sorted(read) == list(range(20))

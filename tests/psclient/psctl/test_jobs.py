@@ -184,10 +184,10 @@ def test_variables_are_listed_and_read(run, tmp_path):
 def test_what_servers_were_told_last(run):
     """Each push of both workers on both servers, in order, and the round that it made; the job does not notice."""
     run.until(lambda said: all(server["round"] == 4 for server in said["servers"]))
-    code, said = run.json("recent")
+    code, said = run.json("events")
     assert (code, said["problems"], [each["task"] for each in said["servers"]]) == (0, [], [str(PS0), str(PS1)])
     for each in said["servers"]:
-        told = each["recent"]
+        told = each["events"]
         assert [one["seconds"] for one in told] == sorted((one["seconds"] for one in told), reverse=True)
         assert not any(one["refused"] for one in told)
         for task in (W0, W1):
@@ -196,7 +196,7 @@ def test_what_servers_were_told_last(run):
             assert [f": round {at} of generation 1, " in text for at, text in enumerate(pushed[:5])] == [True] * 5
         worked = [one["said"] for one in told if one["what"] == "worked"]
         assert worked == ["copy (arrays)"] * (len(worked) - 5) + ["step (arrays)"] * 5
-    code, text = run("recent", "--server", "1")
+    code, text = run("events", "--server", "1")
     assert code == 0
     assert "ps-1    push " in text
     assert "ps-0" not in text

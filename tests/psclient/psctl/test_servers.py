@@ -39,7 +39,7 @@ class Beside:
         self.addresses = ",".join(thread.address for thread in self.threads)
 
     def __call__(self, *args: str, address: str = "") -> tuple[Any, str]:
-        done = self._call("recent", *args, "--address", address or self.addresses)
+        done = self._call("events", *args, "--address", address or self.addresses)
         return done.code, done.out + done.err
 
     def json(self, *args: str) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ class Beside:
 
 @pytest.fixture
 def run(call, bare):
-    """Runs `psctl recent` in an environment that says nothing."""
+    """Runs `psctl events` in an environment that says nothing."""
     with ExitStack() as stack:
         yield Beside(stack, call)
 
@@ -92,10 +92,10 @@ def test_what_was_told_last_is_shown(run, worker):
         ("/job:ps/task:0", run.threads[0].address),
         ("/job:ps/task:1", run.threads[1].address),
     ]
-    first, second = (each["recent"] for each in said["servers"])
+    first, second = (each["events"] for each in said["servers"])
     assert second[-1] == {"seconds": 2.25, "what": "worked", "said": "step (arrays)", "refused": ""}
     assert first[-1]["refused"].startswith("VariableMismatch: ")
-    assert [each["recent"] for each in run.json("--server", "1")[1]["servers"]] == [second]
+    assert [each["events"] for each in run.json("--server", "1")[1]["servers"]] == [second]
 
     backwards = ",".join(thread.address for thread in reversed(run.threads))
     for address in (run.addresses, backwards):
@@ -114,7 +114,7 @@ def test_it_fits_a_terminal(run, worker, columns, monkeypatch):
     """What is long goes on below itself; only why a call was refused is red."""
     for name, value in (("COLUMNS", str(columns)), ("FORCE_COLOR", "1"), ("TERM", "xterm-256color")):
         monkeypatch.setenv(name, value)
-    why = run.json()[1]["servers"][0]["recent"][-1]["refused"]
+    why = run.json()[1]["servers"][0]["events"][-1]["refused"]
     text = run()[1]
     red = re.findall(r"\x1b\[31m(.*?)\x1b\[0m", text)
     assert len(red) > 1
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_answer_is_a_problem(run, worker):
     assert "ps-0" in text
     assert text.splitlines()[-1].startswith("! ps-1: no answer at ")
     code, said = run.json("--timeout", "0.5")
-    assert (code, said["servers"][1]["recent"]) == (1, [])
+    assert (code, said["servers"][1]["events"]) == (1, [])
     assert [(each["kind"], each["task"]) for each in said["problems"]] == [("unreachable", "/job:ps/task:1")]
 
 
@@ -146,7 +146,7 @@ def test_a_server_that_is_too_old_is_a_problem(run, worker):
     code, said = run.json()
     assert code == 1
     assert [(each["kind"], each["task"]) for each in said["problems"]] == [("refused", "/job:ps/task:1")]
-    assert [bool(each["recent"]) for each in said["servers"]] == [True, False]
+    assert [bool(each["events"]) for each in said["servers"]] == [True, False]
     del old._server._service._methods[VERBS["Status"].path]
     assert "is no parameter server of this version; correct the address" in run("--server", "1")[1]
 
@@ -156,7 +156,7 @@ def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
     fresh = core()
     with ServerThread(fresh, ServerConfig(fresh.task), grace=0.0) as thread:
         address = thread.address
-        assert call("recent", "--address", address) == (0, "nothing yet\n", "")
+        assert call("events", "--address", address) == (0, "nothing yet\n", "")
         assert call("health", address) == (0, f"{address} serves\n", "")
         said = call("health", "--address", address, "--json")
         one = {"address": address, "serving": True, "why": ""}
@@ -193,8 +193,8 @@ def test_admin_sees_all(ask, server, certificates):
     assert (code, said["servers"][0]["state"]) == (1, "up")
     assert [each["kind"] for each in said["problems"]] == ["no_chief"]
     assert ask("vars", "--address", server.address, *flags(certificates.out / "{task}"))[1]["variables"] == []
-    code, said = ask("recent", "--address", server.address, *flags(certificates.out / "{task}"))
-    assert (code, [each["what"] for each in said["servers"][0]["recent"]]) == (0, [])
+    code, said = ask("events", "--address", server.address, *flags(certificates.out / "{task}"))
+    assert (code, [each["what"] for each in said["servers"][0]["events"]]) == (0, [])
 
 
 def test_in_a_task_s_container_its_certificate_will_do(ask, server, certificates, monkeypatch):
@@ -219,8 +219,8 @@ def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
         code, found = ask("status", "--address", server.address, *shown)
         assert (code, found["servers"][0]["state"]) == (1, "refused")
         assert words in found["problems"][0]["message"]
-        code, found = ask("recent", "--address", server.address, *shown)
-        assert (code, found["servers"][0]["recent"], found["problems"][0]["kind"]) == (1, [], "refused")
+        code, found = ask("events", "--address", server.address, *shown)
+        assert (code, found["servers"][0]["events"], found["problems"][0]["kind"]) == (1, [], "refused")
         assert words in found["problems"][0]["message"]
 
 

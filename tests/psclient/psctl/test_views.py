@@ -19,10 +19,10 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
 
 from psclient._src.telemetry.observer import Servers as Connections
+from psclient.psctl.dashboard import _nothing, _number, _of_chief, _of_servers
 from psclient.psctl.doctor import CHECKS
 from psclient.psctl.findings import Finding
 from psclient.psctl.output import plain
-from psclient.psctl.page import _nothing, _number, _of_chief, _of_servers
 from psclient.psctl.status import lines
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task

@@ -260,7 +260,7 @@ def test_a_step_is_one_push(cluster):
         every = batches(6)
 
         def step(ids, ahead):
-            v.look_ahead(ahead)
+            v.prefetch(ahead)
             return step_on(v, optimizer, ids)
 
         for number, (ids, ahead) in enumerate(pairwise(every)):
@@ -283,7 +283,7 @@ def test_rows_that_were_not_named_are_pulled(cluster):
     calls = Calls(cluster)
     with opened(cluster) as strategy:
         v, optimizer = table(strategy), ps.optimizers.SGD(1.0)
-        strategy.run(lambda: (v.look_ahead([3, 5, 9]), step_on(v, optimizer, [3, 3, 4]))[1])
+        strategy.run(lambda: (v.prefetch([3, 5, 9]), step_on(v, optimizer, [3, 3, 4]))[1])
         truth = descended(1, [3, 3, 4])
         v.lookup([3])
         calls.rounds()
@@ -311,7 +311,7 @@ def test_an_update_from_elsewhere_makes_rows_stale(cluster):
     """An assignment between steps is seen, with the rows that it brings; evaluation in between reads the same."""
     with opened(cluster) as strategy:
         v, optimizer = table(strategy), ps.optimizers.SGD(1.0)
-        strategy.run(lambda: (v.look_ahead([1, 2]), step_on(v, optimizer, [1]))[1])
+        strategy.run(lambda: (v.prefetch([1, 2]), step_on(v, optimizer, [1]))[1])
         v.assign(np.full((SIZE, DIM), 7, "float32"))
         assert v.lookup([1, 2]).numpy().tolist() == [[7.0] * DIM] * 2
         assert set(v.numpy().ravel().tolist()) == {7.0}
@@ -343,7 +343,7 @@ def test_more_rows_than_a_round_may_ask_for_are_pulled(cluster, monkeypatch):
 
         def step():
             for each, count in ((v, 5), (u, 3), (w, 2)):
-                each.look_ahead(range(count))
+                each.prefetch(range(count))
             one = ps.IndexedSlices(np.ones((1, DIM), "float32"), [1])
             optimizer.apply_gradients([(one, v), (one, u), (one, w)])
 
@@ -351,7 +351,7 @@ def test_more_rows_than_a_round_may_ask_for_are_pulled(cluster, monkeypatch):
         found = {each.name: (each.lookup([1]), calls.rounds()[1])[1] for each in (w, v, u, w)}
         assert found == {"table": 0, "u": 1, "w": 0}
         assert [each.lookup([1]).numpy()[0, 0] for each in (v, u, w)] == [DIM - 1.0] * 3
-        u.look_ahead([1])
+        u.prefetch([1])
         strategy.run(lambda: optimizer.apply_gradients([(ps.IndexedSlices(np.ones((1, DIM), "float32"), [1]), u)]))
         assert u.lookup([1]).numpy()[0, 0] == DIM - 2
         strategy.run(step)  # brings none of these: what was brought before is not given again
@@ -374,7 +374,7 @@ def test_a_dataset_names_the_rows_of_its_next_batch(cluster, examples, replicas)
             asked.append(len(batch))
             return batch
 
-        options = ps.InputOptions(lookups={v: name})
+        options = ps.InputOptions(prefetch={v: name})
         data = strategy.experimental_distribute_dataset(ps.ArrayDataset(ids).batch(6), options)
         calls.rounds()
         pulls = []
@@ -403,7 +403,7 @@ def test_two_workers_look_up_what_both_have_trained(cluster):
         with opened(both, index) as strategy:
             v, optimizer, found = table(strategy), ps.optimizers.SGD(1.0), []
             for ids, ahead in pairwise([*every[index], [0]]):
-                found.append(strategy.run(lambda ids=ids, a=ahead: (v.look_ahead(a), step_on(v, optimizer, ids))[1]))
+                found.append(strategy.run(lambda ids=ids, a=ahead: (v.prefetch(a), step_on(v, optimizer, ids))[1]))
             return found, v.numpy()
 
     with InProcessCluster(2, 2) as both, ThreadPoolExecutor(2) as pool:
@@ -418,7 +418,7 @@ def test_an_asynchronous_worker_sees_its_own_push(cluster):
     with opened(cluster, consistency=ps.Async()) as strategy:
         v, optimizer, truth = table(strategy), ps.optimizers.SGD(1.0), descended(0, [0])
         for ids, ahead in pairwise(batches(5)):
-            found = strategy.run(lambda ids=ids, a=ahead: (v.look_ahead(a), step_on(v, optimizer, ids))[1])
+            found = strategy.run(lambda ids=ids, a=ahead: (v.prefetch(a), step_on(v, optimizer, ids))[1])
             np.testing.assert_array_equal(found, truth[ids])
             descended(1, ids, truth)
         np.testing.assert_array_equal(v.numpy(), truth)
@@ -437,8 +437,8 @@ def test_bad_ids_are_refused_where_they_are_named(cluster, ids, error, why):
     calls = Calls(cluster)
     with opened(cluster) as strategy:
         v, optimizer = table(strategy), ps.optimizers.SGD(1.0)
-        v.look_ahead([1, 2])
-        refused(error, why, lambda: v.look_ahead(ids))
+        v.prefetch([1, 2])
+        refused(error, why, lambda: v.prefetch(ids))
         refused(error, why, lambda: strategy.run(lambda: v.lookup(ids)))
         strategy.run(lambda: step_on(v, optimizer, [1]))
         v.lookup([2])
@@ -449,5 +449,5 @@ def test_bad_ids_are_refused_where_they_are_named(cluster, ids, error, why):
 
 def test_options_take_functions():
     with pytest.raises(TypeError, match="give a function of a batch for each variable"):
-        ps.InputOptions(lookups={ps.Variable(np.zeros((2, 2)), name="w"): [1, 2]})
-    refused(TypeError, "give a function of a batch for each variable", lambda: ps.InputOptions(lookups={"w": len}))
+        ps.InputOptions(prefetch={ps.Variable(np.zeros((2, 2)), name="w"): [1, 2]})
+    refused(TypeError, "give a function of a batch for each variable", lambda: ps.InputOptions(prefetch={"w": len}))

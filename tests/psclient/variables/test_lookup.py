@@ -119,7 +119,7 @@ def test_a_number_has_no_rows():
 def test_ids_that_were_named_may_change():
     """A lookup of the same array takes the ids that are in it by then, as well as those that were named."""
     v, ids = table(7, 2), np.array([3, 1, 3])
-    v.look_ahead(ids)
+    v.prefetch(ids)
     assert v.lookup(ids).inverse.tolist() == [1, 0, 1]
     assert v.lookup(ids.reshape(3, 1)).inverse.tolist() == [[1], [0], [1]]
     ids[:] = [5, 5, 6]

@@ -227,7 +227,7 @@ class Worker:
                 group.advance(0, 0, batch + 1, batch + 1 < model.rounds, frozenset())
             outgoing = model.section(batch % len(model.plans))
             if next(model.unique) % 2 and (not model.hosts or model.luck.randrange(8) == 0):  # rows are in no sum
-                self.exchange.reads.look_ahead(*self._some_rows(created))
+                self.exchange.reads.prefetch(*self._some_rows(created))
             self.exchange.enter(outgoing.plan)
             self.sent.append(self.exchange.send(outgoing))
             batch += 1

@@ -165,7 +165,7 @@ def test_another_job_is_refused_until_this_one_is_over():
     members = begun(held=lambda: held[0])
     held[0] = False
     one = members.open(A, 1, False, 0, 0.0, job="red")[0]
-    refused = r"is of the job 'blue', and these servers hold the job 'red': .*set PS_JOB=red.*psctl job end"
+    refused = r"is of the job 'blue', and these servers hold the job 'red': .*set PS_JOB=red.*psctl job delete"
     with pytest.raises(ConfigError, match=refused + "|.*task:0 of it are here"):
         members.open(B, 1, False, 0, 0.0, job="blue")
     with pytest.raises(ConfigError, match="without a name"):

@@ -1,4 +1,4 @@
-"""`psctl page`: links to the status pages of a job, each with a code that is good for an hour."""
+"""`psctl dashboard`: links to the status pages of a job, each with a code that is good for an hour."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Link:
 @click.option("--chief", "of_chief", is_flag=True, help="Only the chief's page, which shows all servers.")
 @options
 @settings
-def page(settings: CommandSettings, server: str | None, of_chief: bool) -> int:
+def dashboard(settings: CommandSettings, server: str | None, of_chief: bool) -> int:
     """Prints links to the status pages of a job.
 
     Open one in a browser: it shows who is there, rounds, bytes, variables, checkpoints, and refused callers, as they

@@ -1,6 +1,6 @@
 """Optimizers of optax by their names, arguments and formulas, which run on the servers.
 
-    state = psj.TrainState.create(..., tx=psj.optax.adamw(1e-3, weight_decay=0.01))
+    state = psj.TrainState.create(..., tx=psj.optimizers.adamw(1e-3, weight_decay=0.01))
 
 An optimizer of optax itself is a Python function of all parameters, which no server could run. These are written
 anew, as update functions. `ps.optimizers` has Keras's, with other formulas: where epsilon stands, what momentum holds.
@@ -264,14 +264,14 @@ def check_transformation(tx: object) -> None:
     """Raises `TypeError`, with what to write, for a transformation of optax itself."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         raise TypeError(
-            "tx is a transformation of optax, a Python function that servers cannot run; write psj.optax."
-            f"{', psj.optax.'.join(NAMES[:-1])} or psj.optax.{NAMES[-1]} with the same arguments, or take one of "
+            "tx is a transformation of optax, a Python function that servers cannot run; write psj.optimizers."
+            f"{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the same arguments, or take one of "
             "ps.optimizers; for optax.clip_by_global_norm(x) give it global_clipnorm=x"
         )
 
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"psj.optax has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of ps.optimizers by "
+        f"psj.optimizers has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of ps.optimizers by "
         "Keras's, among them Adamax, Lamb, Lion, Nadam and RMSprop"
     )
