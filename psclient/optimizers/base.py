@@ -296,6 +296,13 @@ class Optimizer(Described):
         """All that the optimizer keeps: counts, slots, averages; empty before `build` or the first step."""
         return list(self._state)
 
+    def __repr__(self) -> str:
+        rate = self._learning_rate if is_number(self._learning_rate) else type(self._learning_rate).__name__
+        kept = self.variables if "_state" in vars(self) else []
+        places = sorted({device for v in kept for device in v.devices})
+        state = f"{len(kept)} variables on {', '.join(places)}" if kept else "not built"
+        return f"{type(self).__name__}(learning_rate={rate}, name={self.name!r}, {state})"
+
     @property
     def iterations(self) -> Variable:
         """Steps applied, int64; mirrored on every server that has a variable.

@@ -87,6 +87,61 @@ class Strategy(Unpicklable):
         """The resolver of the cluster and this process's task; None of a strategy without a cluster. In any context."""
         return None
 
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that run the script, from 0, in task order. In any context.
+
+        A chief that runs the script comes before the workers. On parameter servers it waits until all that begin
+        together are there. It changes where a process before this one leaves the job, or comes back.
+
+        Source: `torch.distributed.get_rank`.
+        """
+        return self.backend.group.pipeline[0]
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that run the script; see `num_replicas_in_sync` for replicas. In any context.
+
+        It waits as `rank` does, and changes where processes join or leave.
+
+        Source: `torch.distributed.get_world_size`.
+        """
+        return self.backend.group.pipeline[1]
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among the workers on its host, from 0: it may choose a GPU. In any context.
+
+        Hosts are told apart by the addresses in the cluster. It waits for nobody, and never changes.
+        """
+        return 0
+
+    @property
+    def is_main_process(self) -> bool:
+        """True in exactly one of the processes that run the script, which logs, saves or downloads for all of them.
+
+        It is the one with rank 0. If that is lost, another one becomes the main process. In any context.
+        """
+        return self.backend.group.leads
+
+    def barrier(self) -> None:
+        """Waits until each process that runs the script has called it as often. In cross-replica context.
+
+        All processes call it at the same place of the script. Synchronous workers make a round for it, which counts in
+        `round`. A process that joins a running job has such places behind it, and waits for nobody.
+
+        Raises:
+            RuntimeError: called in replica or update context, or by asynchronous workers amid a pass over a
+                distributed dataset.
+            PSError: the session ended, or another process makes other calls.
+        """
+        with self.scope():
+            context.require_cross_replica(self._container, "barrier")
+            self._meet()
+
+    def _meet(self) -> None:
+        """Waits for the other processes."""
+
     # ---- Running ----
 
     def scope(self) -> AbstractContextManager[Strategy]:
@@ -161,7 +216,9 @@ class Strategy(Unpicklable):
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | Sequence[int] | None) -> HostArray:
+    def reduce(
+        self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | Sequence[int] | None = None
+    ) -> HostArray:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:
@@ -400,6 +457,9 @@ class Strategy(Unpicklable):
         "let that process compute with arrays alone, or make a strategy of its own; and let no function or dataset "
         "that is sent there hold this one"
     )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(devices={list(self.backend.worker_devices)})"
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a strategy cannot be copied, since both would make the same rounds; make another one")

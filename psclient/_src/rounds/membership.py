@@ -274,7 +274,8 @@ class Group(Follower):
             return (index, max(len(workers), index + 1)) if self.session.task.job == "worker" else (0, 1)
         generation = self._first_generation if self.alone else self._newest
         tasks = [member.task for member in generation.members]
-        return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
+        place = tasks.index(self.session.task) if self.session.task in tasks else len(tasks)
+        return place, max(len(tasks), place + 1)
 
     @property
     def late(self) -> bool:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from psclient._src import context
+import numpy as np
+
+from psclient._src import context, values
 from psclient._src.arrays.devices import local_devices
 from psclient._src.chief.deputy import Deputy
 from psclient._src.chief.driver import Chief
@@ -39,7 +41,7 @@ from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.network.remote_server import RemoteServer, connect
 from psclient._src.network.session import Session
-from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
+from psclient._src.options import BoundedStaleness, Consistency, ReduceOp, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
@@ -209,8 +211,8 @@ class ParameterServerStrategy(Strategy):
             self._session.drive = self._deputy.told
         self._session.open()
         self._session.await_job()
-        expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
-        self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
+        self._expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
+        self._exchange = Exchange(self._session, Group(self._session, self._devices, self._expected))
         if self._local_reduction and self._embedded is None:
             self._exchange.join_host()
         self._exporter.add_worker(self._exchange, self._servers)
@@ -288,6 +290,37 @@ class ParameterServerStrategy(Strategy):
         """How updates of different workers relate, as of now: what `set_consistency` gave last. In any context."""
         change = self._session.change
         return self._given if change is None else consistency_of(change)
+
+    @property
+    def local_rank(self) -> int:
+        """As `Strategy.local_rank`; in a worker that joined the job the number of those of the cluster on its host."""
+        here = self._config.cluster.at_host_of(self.task)
+        return sum(task < self.task for task in here if task in self._expected)
+
+    def _meet(self) -> None:
+        group = self._remote.group
+        if group.outside:
+            return
+        if not group.alone:
+            nothing = values.per_replica([np.float32(0)] * len(self._devices))
+            float(self.reduce(ReduceOp.SUM, nothing))
+            return
+        # Asynchronous workers meet where they change how they make rounds, and change it back.
+        if self._coordinator is not None or group.apart or group.under_way is not None:
+            raise RuntimeError(
+                "asynchronous workers meet at a barrier between two passes over their datasets, and those of a "
+                "ClusterCoordinator do not: call barrier() before or after the loop"
+            )
+        before = self.consistency
+        self.set_consistency(Sync(nonfinite=before.nonfinite))
+        self.set_consistency(before)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "extended"):
+            return f"<{type(self).__name__} that was not opened>"
+        cluster = self._config.cluster.describe() if self._resolver else "a server of its own"
+        devices, closed = list(self.backend.worker_devices), ", closed" * self._closed
+        return f"{type(self).__name__}({self.task} of {cluster}, {self.consistency}, devices={devices}{closed})"
 
     def set_consistency(self, consistency: Consistency) -> None:
         """Changes how updates of different workers relate, while the job runs. In cross-replica context, or outside.
