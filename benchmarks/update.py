@@ -320,7 +320,7 @@ def calls(laps: int) -> dict[str, list[float]]:
     with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
         w, optimizer = ps.Variable(np.zeros(CALLED, "float32"), name="w"), ps.optimizers.Adam()
         optimizer.build([w])
-        extended, state, own = strategy.extended, state_of(optimizer), optimizer.settings()
+        extended, state, own = strategy.extended, state_of(optimizer), optimizer._settings()
         total = extended.reduce_to("sum", np.ones(CALLED, "float32"), w)
         shared = state.beside(w)
         begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))

@@ -46,7 +46,7 @@ class Initializer(Protocol):
         """
         ...
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as, for the rows of a dynamic table."""
         ...
 
@@ -64,7 +64,7 @@ class Zeros:
         """Returns zeros, see `Initializer`."""
         return np.zeros(_sizes(shape), _dtype(dtype))
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as."""
         return tables.Zeros()
 
@@ -82,7 +82,7 @@ class Ones:
         """Returns ones, see `Initializer`."""
         return np.ones(_sizes(shape), _dtype(dtype))
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as."""
         return tables.Constant(1.0)
 
@@ -105,13 +105,13 @@ class Constant:
     seed = 0
 
     def __post_init__(self) -> None:
-        self.of_rows().check()
+        self._of_rows().check()
 
     def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
         """Returns the number in a shape, see `Initializer`."""
         return np.full(_sizes(shape), self.value, _dtype(dtype))
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as."""
         return tables.Constant(self.value)
 
@@ -142,7 +142,7 @@ class RandomUniform:
         found = np.random.default_rng(self.seed).uniform(self.minval, self.maxval, _sizes(shape))
         return found.astype(_floating(dtype))
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as."""
         return tables.Uniform(self.minval, self.maxval)
 
@@ -173,7 +173,7 @@ class RandomNormal:
         found = np.random.default_rng(self.seed).normal(self.mean, self.stddev, _sizes(shape))
         return found.astype(_floating(dtype))
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as."""
         return tables.Normal(self.mean, self.stddev)
 
@@ -207,13 +207,13 @@ class TruncatedNormal:
             drawn[beyond] = rng.standard_normal(int(beyond.sum()))
         return (self.mean + self.stddev * drawn).astype(_floating(dtype))
 
-    def of_rows(self) -> tables.Initializer:
+    def _of_rows(self) -> tables.Initializer:
         """Returns what servers know it as."""
         return tables.TruncatedNormal(self.mean, self.stddev)
 
 
 def _check(initializer: RandomUniform | RandomNormal | TruncatedNormal) -> None:
-    initializer.of_rows().check()
+    initializer._of_rows().check()
     seed = initializer.seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed of {type(initializer).__name__} is {seed!r}; give an integer from 0 to 2**64 - 1")

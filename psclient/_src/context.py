@@ -112,7 +112,7 @@ class StrategyFace(Protocol):
     def run(self, fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None) -> Nest:
         """Calls a function once on each local replica."""
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Ends the step before."""
 
 
@@ -135,7 +135,7 @@ class ReplicaContext:
         ValueError: this process has no such replica.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     strategy: StrategyFace
     local_replica_id: int
@@ -279,7 +279,7 @@ def arguments(
 class Box:
     """One replica's values. A box of its own keeps a value that all replicas share from being merged."""
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     leaves: tuple[Leaf, ...]
 

@@ -53,7 +53,7 @@ class InputOptions:
         TypeError: a value of `prefetch` is no function.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     experimental_prefetch_to_device: bool = True
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -75,7 +75,7 @@ class RunOptions:
         experimental_bucketizing_dynamic_shape: nothing is compiled for a shape, so shapes are not put into buckets.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
@@ -91,7 +91,7 @@ class InputContext:
         num_replicas_in_sync: R, the replicas of all workers.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
@@ -119,7 +119,7 @@ class ValueContext:
         num_replicas_in_sync: R, the replicas of all workers.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
@@ -140,7 +140,7 @@ class ArraySpec:
         dtype: of its elements.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     shape: tuple[int | None, ...]
     dtype: np.dtype[Any]
@@ -154,7 +154,7 @@ class PerReplicaSpec:
         specs: of each local replica.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     specs: tuple[ArraySpec, ...]
 
@@ -207,7 +207,7 @@ class Round:
         left_out: members that it was completed without, since they were lost, or late where there are backup workers.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     number: int
     generation: int

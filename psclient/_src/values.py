@@ -34,7 +34,7 @@ class DistributedValues:
         """The values, by local replica."""
         return self._values
 
-    def component(self, local_replica_id: int) -> Leaf:
+    def _component(self, local_replica_id: int) -> Leaf:
         """Returns the value of one local replica; raises `ValueError` if there is none."""
         if not 0 <= local_replica_id < len(self.values):
             name, count = type(self).__name__, len(self.values)
@@ -74,7 +74,7 @@ def select(value: Nest, local_replica_id: int) -> Nest:
     """
 
     def component(leaf: Leaf) -> Leaf:
-        return leaf.component(local_replica_id) if isinstance(leaf, DistributedValues) else leaf
+        return leaf._component(local_replica_id) if isinstance(leaf, DistributedValues) else leaf
 
     return nest.map_structure(component, value)
 
@@ -94,7 +94,7 @@ def unwrap(value: Nest, replicas: int) -> list[Nest]:
                 f"a {type(leaf).__name__} of {len(leaf.values)} values is given to {replicas} local replicas; give one "
                 "that this strategy has made"
             )
-        return leaf.component(replica)
+        return leaf._component(replica)
 
     return [nest.map_structure(partial(component, replica=replica), value) for replica in range(replicas)]
 

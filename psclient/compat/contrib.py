@@ -268,7 +268,7 @@ class DistributionStrategy:
             if isinstance(val, values.PerReplica):
                 found = self._of_tower(val, device)
             else:
-                found = val.component(0) if isinstance(val, arraylike.Mirrored) else read(val)
+                found = val._component(0) if isinstance(val, arraylike.Mirrored) else read(val)
             return to_device(fn(found), device)
 
     def _of_tower(self, value: values.PerReplica, device: Device) -> Value:

@@ -53,7 +53,7 @@ class RemoteValue:
     Source: `tf.distribute.coordinator.RemoteValue`.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     def __init__(self, number: int, session: Session, look: Callable[[], object], dropped: deque[int]) -> None:
         self._number = number
@@ -316,7 +316,7 @@ class _References:
             return {"remote": value._number}
         if isinstance(value, PerWorkerValues):
             self.held.append(value)
-            return {"per worker": value.reference()}
+            return {"per worker": value._reference()}
         return None
 
 

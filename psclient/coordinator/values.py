@@ -48,7 +48,7 @@ class PerWorkerValues:
     Source: `tf.distribute.coordinator.PerWorkerValues`.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     def __init__(
         self, kind: Kind, function: str, of: PerWorkerValues | None = None, context: InputContext | None = None
@@ -91,7 +91,7 @@ class PerWorkerValues:
     def __repr__(self) -> str:
         return f"PerWorkerValues({self.kind} {self.number} of {self._function})"
 
-    def reference(self) -> dict[str, Any]:
+    def _reference(self) -> dict[str, Any]:
         """Returns what a worker has to know to make it, as JSON."""
         dataset = self.number if self._of is None else self._of.number
         return {"kind": self.kind, "number": self.number, "dataset": dataset, "function": self._function}

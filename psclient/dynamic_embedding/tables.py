@@ -29,7 +29,7 @@ from pswire.model.tensor import TensorSpec
 class _Request:
     """A table as it was asked for."""
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     name: str
     table: TableSpec
@@ -129,7 +129,7 @@ def get_variable(
             tuple(map(operator.index, row)),
             np.dtype(value_dtype).name,
             cast(Any, np.dtype(key_dtype).name),
-            first.of_rows(),
+            first._of_rows(),
             admission,
             eviction,
             capacity or 0,

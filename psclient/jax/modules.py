@@ -62,9 +62,9 @@ class Bound:
         nnx.replace_by_pure_dict(own, self.state.params)
         nnx.update(self.module, own)
 
-    def trackable_children(self) -> dict[str, Any]:
+    def _trackable_children(self) -> dict[str, Any]:
         """Returns what checkpoints save of it, by name. In any context."""
-        return self.state.trackable_children()
+        return self.state._trackable_children()
 
 
 def bind(

@@ -36,7 +36,7 @@ class Rows:
         found: the rows as they were looked up, on the host.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     values: jax.Array
     inverse: jax.Array

@@ -128,7 +128,7 @@ class TrainState:
         """The variables, in dicts by the keys of `params`, for `ps.train.Checkpoint(params=state.variables)`."""
         return self._parameters.variables
 
-    def trackable_children(self) -> dict[str, Any]:
+    def _trackable_children(self) -> dict[str, Any]:
         """Returns what checkpoints save of it, by name: parameters, optimizer, tables. In any context."""
         tables = {"tables": self._parameters.tables} if self._parameters.tables else {}
         return {"params": self.variables, "tx": self.tx, **tables}

@@ -46,7 +46,7 @@ class Metric:
         self._by_name[name] = variable
         return variable
 
-    def trackable_children(self) -> dict[str, Variable]:
+    def _trackable_children(self) -> dict[str, Variable]:
         """Returns what checkpoints save of it: its variables, by the names given to `add_variable`. In any context."""
         return dict(self._by_name)
 

@@ -114,7 +114,7 @@ class Share(Metric):
         ValueError: there is no threshold, or one is not between 0 and 1.
     """
 
-    of_positive_predictions: ClassVar[bool]
+    _of_positive_predictions: ClassVar[bool]
     """True if the other part is that of false positives, False if it is that of false negatives."""
 
     def __init__(self, thresholds: float | Sequence[float] | None = None, *, name: str | None = None) -> None:
@@ -124,7 +124,7 @@ class Share(Metric):
         super().__init__(name)
         self.thresholds: list[float] = given.tolist()
         self._true = self.add_variable("true_positives", given.shape)
-        other = "false_positives" if self.of_positive_predictions else "false_negatives"
+        other = "false_positives" if self._of_positive_predictions else "false_negatives"
         self._other = self.add_variable(other, given.shape)
 
     def update_state(self, y_true: Value, y_pred: Value, sample_weight: Value = None) -> None:
@@ -148,7 +148,7 @@ class Share(Metric):
             limits = xp.asarray(self.thresholds, predictions.dtype)
             above = predictions.ravel() > limits[:, None]
             actual, counted = labels.ravel().astype(bool), weights.ravel()
-            other = above & ~actual if self.of_positive_predictions else ~above & actual
+            other = above & ~actual if self._of_positive_predictions else ~above & actual
             self._true.assign_add(((above & actual) * counted).sum(axis=1))
             self._other.assign_add((other * counted).sum(axis=1))
 
@@ -176,7 +176,7 @@ class Precision(Share):
         ValueError: there is no threshold, or one is not between 0 and 1.
     """
 
-    of_positive_predictions = True
+    _of_positive_predictions = True
 
 
 class Recall(Share):
@@ -192,7 +192,7 @@ class Recall(Share):
         ValueError: there is no threshold, or one is not between 0 and 1.
     """
 
-    of_positive_predictions = False
+    _of_positive_predictions = False
 
 
 def check_probabilities(predictions: AnyArray) -> None:

@@ -49,7 +49,7 @@ class Bags:
         row_splits: int64[B + 1] on the host, the index of each bag's first id, and the end.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     rows: LookedUpRows
     row_splits: Int64s

@@ -33,7 +33,7 @@ class SparseTensor:
         ValueError: the shapes do not fit, or an index is outside.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     indices: Int64s
     values: Array

@@ -42,12 +42,12 @@ class Moments(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def move(self, gradient: Value, m: Value, s: Value) -> None:
+    def _move(self, gradient: Value, m: Value, s: Value) -> None:
         """Moves both moments."""
         m.assign_add((1 - self.beta_1) * (gradient - m))
         s.assign_add((1 - self.beta_2) * (gradient * gradient - s))
 
-    def corrections(self, iterations: Value) -> tuple[Value, Value]:
+    def _corrections(self, iterations: Value) -> tuple[Value, Value]:
         """`1 - beta_1 ** t` and `1 - beta_2 ** t`, float64: in half precision 0.999 is 1."""
         t = iterations.astype(np.float64)
         return 1 - self.beta_1**t, 1 - self.beta_2**t
@@ -82,9 +82,9 @@ class Adam(Moments):
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s, *largest = slots
-        first, second = self.corrections(iterations)
+        first, second = self._corrections(iterations)
         rate = (self.learning_rate * np.sqrt(second) / first).astype(gradient.dtype)
-        self.move(gradient, m, s)
+        self._move(gradient, m, s)
         for x in largest if self.amsgrad else ():
             s = x.assign(np.maximum(x, s))
         v.assign_sub(rate * m / (np.sqrt(s) + self.epsilon))
@@ -149,7 +149,7 @@ class Adamax(Moments):
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, u = slots
-        rate = (self.learning_rate / self.corrections(iterations)[0]).astype(gradient.dtype)
+        rate = (self.learning_rate / self._corrections(iterations)[0]).astype(gradient.dtype)
         m.assign_add((1 - self.beta_1) * (gradient - m))
         u.assign(np.maximum(self.beta_2 * u, np.abs(gradient)))
         v.assign_sub(rate * m / (u + self.epsilon))
@@ -180,9 +180,9 @@ class Nadam(Moments):
         t = iterations.astype(np.float64)
         now, next = self._momentum(t), self._momentum(t + 1)
         of_m, of_g = next / (1 - product * next), (1 - now) / (1 - product)
-        self.move(gradient, m, s)
+        self._move(gradient, m, s)
         ahead = of_m.astype(gradient.dtype) * m + of_g.astype(gradient.dtype) * gradient
-        second = self.corrections(iterations)[1].astype(gradient.dtype)
+        second = self._corrections(iterations)[1].astype(gradient.dtype)
         v.assign_sub(self.learning_rate * ahead / (np.sqrt(s / second) + self.epsilon))
 
 
@@ -196,8 +196,8 @@ class Lamb(Moments):
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s = slots
-        first, second = (correction.astype(gradient.dtype) for correction in self.corrections(iterations))
-        self.move(gradient, m, s)
+        first, second = (correction.astype(gradient.dtype) for correction in self._corrections(iterations))
+        self._move(gradient, m, s)
         step = (m / first) / (np.sqrt(s / second) + self.epsilon)
         length, own = (np.sqrt(np.sum(np.square(x))) for x in (v.astype(gradient.dtype), step))
         known = np.logical_and(length > 0, own > 0)

@@ -25,7 +25,7 @@ from psclient.optimizers.checks import Exclusions, check_lazy, check_tables, che
 from psclient.optimizers.configs import Described
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
-from psclient.optimizers.ranges import Range, check_number
+from psclient.optimizers.ranges import Range, check_number, is_number
 from psclient.optimizers.state import Needs, State, first_shared
 from psclient.optimizers.step_driver import StepDriver
 from psclient.optimizers.step_functions import become, state_dtype
@@ -174,15 +174,15 @@ class Optimizer(Described):
                 "keeps; create another one"
             )
 
-    def slots_with(self, name: str, value: object) -> tuple[str, ...]:
+    def _slots_with(self, name: str, value: object) -> tuple[str, ...]:
         """Returns the names of the slots that an optimizer with another value of an attribute keeps."""
         if name not in self._slot_of:
             return self.slots
         return type(self).from_config(self.get_config() | {name: value}).slots
 
-    def prepare(self, name: str, value: object) -> None:
+    def _prepare(self, name: str, value: object) -> None:
         """Keeps the slots that another value of an attribute needs, for variables of which it keeps nothing yet."""
-        vars(self)["slots"] = self.slots_with(name, value)
+        vars(self)["slots"] = self._slots_with(name, value)
 
     @property
     def learning_rate(self) -> Any:
@@ -454,14 +454,14 @@ class Optimizer(Described):
             context.require_cross_replica(strategy, "_distributed_apply")
             for v in (*(v for _, v in pairs), *(() if global_step is None else (global_step,))):
                 if isinstance(values.container(v), Variable):
-                    values.container(v).check_strategy(strategy)
+                    values.container(v)._check_strategy(strategy)
             self.apply_gradients(pairs)
             if global_step is not None:
                 strategy.extended.update(global_step, lambda step: step.assign_add(1))
 
-    def settings(self) -> Settings:
+    def _settings(self) -> Settings:
         """Returns what update functions see of it, as of now."""
-        return self.settings_with(_learning_rate=rate_now(self._learning_rate))
+        return self._settings_with(_learning_rate=rate_now(self._learning_rate))
 
     if not TYPE_CHECKING:
 

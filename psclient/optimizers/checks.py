@@ -37,7 +37,7 @@ def check_variables(variables: Sequence[Any]) -> None:
             raise ValueError(f"variable {v.name!r} is not trainable; create it so, or leave it out")
         if v.dtype.kind in "iub":
             raise ValueError(f"variable {v.name!r} is of {v.dtype}, and steps are fractions; take a floating dtype")
-        v.check_strategy(variables[0].strategy)
+        v._check_strategy(variables[0].strategy)
     if len(set(map(id, variables))) < len(variables):
         raise ValueError("a variable stands in several pairs; add up its gradients first")
 
@@ -108,7 +108,7 @@ def _check_gradient(gradient: object, v: Variable) -> None:
                 "up, or ps.IndexedSlices(rows, keys)"
             )
         if isinstance(own, IndexedSlices):
-            own = own.with_shape(v.shape, lambda: f"the gradient of {place_of(v)}")
+            own = own._with_shape(v.shape, lambda: f"the gradient of {place_of(v)}")
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
         if is_torch(own) or not hasattr(own, "dtype"):

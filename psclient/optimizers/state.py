@@ -179,11 +179,11 @@ class State:
     @staticmethod
     def _covers(shared: Mapping[str, Variable], v: Variable) -> bool:
         count = shared["iterations"]
-        return count.alone == v.alone and set(v.devices) <= set(count.devices)
+        return count._alone == v._alone and set(v.devices) <= set(count.devices)
 
     def _first_of(self, alone: bool) -> dict[str, Variable]:
         """Returns what the steps of all workers together share, or those of each worker alone; empty for nothing."""
-        return next((shared for shared in self._shared if shared["iterations"].alone == alone), {})
+        return next((shared for shared in self._shared if shared["iterations"]._alone == alone), {})
 
     def build(
         self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: Sequence[Variable] = ()
@@ -198,7 +198,7 @@ class State:
         self.strategy = variables[0].strategy
         new = [v for v in variables if id(v) not in self._own]
         for alone in (False, True):
-            mine = [v for v in new if v.alone == alone]
+            mine = [v for v in new if v._alone == alone]
             self._build_shared([v for v in mine if not any(self._covers(shared, v) for shared in self._shared)], alone)
         for v in new:
             with self.strategy.extended.colocate_vars_with(v):
@@ -208,7 +208,7 @@ class State:
             if own.staged is None:
                 with self.strategy.extended.colocate_vars_with(v):
                     zeros = np.zeros(v.shape, state_dtype(v.dtype))
-                    own.staged = self._saved_as("", f"{self._name}/{v.name}/gradient_staged", zeros, v.alone)
+                    own.staged = self._saved_as("", f"{self._name}/{v.name}/gradient_staged", zeros, v._alone)
 
     def _build_shared(self, uncounted: Sequence[Variable], alone: bool) -> None:
         """Variables that came later may live where the count is not: there it gets another copy.
@@ -218,7 +218,7 @@ class State:
         """
         if not uncounted:
             return
-        first, consistency = self._first_of(alone), next((v.consistency for v in uncounted if v.alone), None)
+        first, consistency = self._first_of(alone), next((v.consistency for v in uncounted if v._alone), None)
         now = {name: v.numpy() for name, v in first.items()}
         extended, prefix = self.strategy.extended, f"{self._name}/{APART}" if alone else self._name
         with extended.colocate_vars_with(extended.non_slot_devices(uncounted)):

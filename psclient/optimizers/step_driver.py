@@ -53,7 +53,7 @@ class Rule(Protocol):
     def catch_up(self) -> CatchUp:
         """As of `Optimizer`."""
 
-    def settings(self) -> Settings:
+    def _settings(self) -> Settings:
         """Returns the hyperparameters of now."""
 
 
@@ -89,7 +89,7 @@ class StepKey:
 
     variables: tuple[Variable, ...]
     decays: tuple[bool, ...]
-    settings: Settings
+    _settings: Settings
     copies: int
 
     def is_of(self, variables: Sequence[Variable]) -> bool:
@@ -99,7 +99,7 @@ class StepKey:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StepKey) or not _same(self.variables, other.variables):
             return False
-        words, others = ((key.decays, key.copies, key.settings.key) for key in (self, other))
+        words, others = ((key.decays, key.copies, key._settings.key) for key in (self, other))
         return words == others
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with one other, and never looked up
@@ -169,7 +169,7 @@ class StepDriver:
         self._check(variables)
         check_gradients(grads, variables)
         self.build(strategy, variables, grads)
-        settings = self._rule.settings()
+        settings = self._rule._settings()
         if not alone:
             self.record(strategy, settings, grads, variables)
             return
@@ -295,7 +295,7 @@ class StepDriver:
 
     def in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
         """Returns whether a step takes two rounds: what it has to know of a gradient, or all, is on several servers."""
-        own = [v for v in variables if v.alone]
+        own = [v for v in variables if v._alone]
         alone = strategy.backend.group.alone or bool(own)
         if len(own) < len(variables) and own and self._measures:
             raise ValueError(

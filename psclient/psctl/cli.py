@@ -15,7 +15,7 @@ from psclient.psctl.dashboard import dashboard
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
 from psclient.psctl.job import drain, job, move, rebalance
-from psclient.psctl.local import clusters, with_values
+from psclient.psctl.local import _with_values, clusters
 from psclient.psctl.output import say
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
@@ -99,7 +99,7 @@ def main(args: Sequence[str] | None = None) -> None:
     settings = CommandSettings(json="--json" in (sys.argv[1:] if args is None else args))
     try:
         take_interrupts()
-        given = with_values(sys.argv[1:] if args is None else args)
+        given = _with_values(sys.argv[1:] if args is None else args)
         code = command.main(given, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "psctl"

@@ -45,7 +45,7 @@ class BufferCell(Cell):
     def __init__(self, variable: SyncOnReadVariable, buffer: torch.Tensor) -> None:
         self.device, self._name, self._spec = CPU, variable.name, variable.spec
         self._buffer = buffer
-        self._lock = variable.component(0).cell._lock
+        self._lock = variable._component(0).cell._lock
 
     @property
     def array(self) -> Any:

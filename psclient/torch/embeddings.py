@@ -137,9 +137,9 @@ class LookupModule(torch.nn.Module):
         raise NotImplementedError
 
     @property
-    def takes_hints(self) -> bool:
+    def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: rows of its tables lie in files on servers."""
-        return any(rows.table.takes_hints for rows in self.rows)
+        return any(rows.table._takes_hints for rows in self.rows)
 
     def prefetch_hint(self, *features: Any) -> None:
         """Says what `forward` will be given after that, so that servers read its rows meanwhile; see `Loader`."""

@@ -57,17 +57,17 @@ class Groups(Configured):
     # ---- What an update sees ----
 
     @classmethod
-    def label_of(cls, name: str, inner: str) -> str:
+    def _label_of(cls, name: str, inner: str) -> str:
         """As `param_groups` has it."""
         return f"{LR if inner == 'learning_rate' else inner} of param_groups[{name.removeprefix('rule_')}]"
 
-    def settings(self) -> Settings:
+    def _settings(self) -> Settings:
         """Returns what an update function sees of all rules, as of now."""
-        rules, divisors = [rule.settings() for rule in self._made.values()], (self.divisor, self.half_divisor)
+        rules, divisors = [rule._settings() for rule in self._made.values()], (self.divisor, self.half_divisor)
         known = self._seen.get(divisors)
         if known is None or known[0] != rules:
             self._seen.clear()
-            known = self._seen[divisors] = rules, super().settings()
+            known = self._seen[divisors] = rules, super()._settings()
         return known[1]
 
     @property
@@ -76,7 +76,7 @@ class Groups(Configured):
         return getattr(self, f"rule_{self.chosen}")
 
     def _settings_of(self, v: Variable) -> Settings:
-        return self.settings_with(chosen=str(self._of[id(v)]))
+        return self._settings_with(chosen=str(self._of[id(v)]))
 
     # ---- What a step is ----
 
@@ -170,7 +170,7 @@ class Groups(Configured):
         """
         rule, value = self._made[group], plain(value)
         if not any(self.state.has(v) for v, of in self._entered if of == group):
-            rule.prepare(keys_of(rule).get(name, name), value)
+            rule._prepare(keys_of(rule).get(name, name), value)
         if name == LR:
             rule.learning_rate = value
         elif name == BETAS and not isinstance(rule, TorchRule):

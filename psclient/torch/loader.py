@@ -46,7 +46,7 @@ class Loader:
         ValueError: optimizers are of different strategies.
     """
 
-    saved_by_name_alone: ClassVar[bool] = True
+    _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class Loader:
         try:
             for batch, totals in self._batches:
                 for each in self._optimizers:
-                    each.begin_batch(len(totals), int(totals[0]) if len(totals) else 0)
+                    each._begin_batch(len(totals), int(totals[0]) if len(totals) else 0)
                 if len(totals) or last is None:
                     last = nest.map_structure(self._given, batch)
                 yield last
         finally:
             for each in self._optimizers:
-                each.end_batches()
+                each._end_batches()
 
     def _given(self, array: Any) -> torch.Tensor | list[Any]:
         found = _tensor(array)

@@ -84,7 +84,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         VariableMismatch: workers have different modules.
     """
 
-    pickle_remedy = "save its state_dict(), or make another one there, with a strategy of that process"
+    _pickle_remedy = "save its state_dict(), or make another one there, with a strategy of that process"
     _step_supports_amp_scaling = True
     param_groups: list[dict[str, Any]]  # torch has it so; without torch nobody else says it
 
@@ -116,7 +116,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         self._find()
         self._trained: dict[int, Trained] = {}
         self._rules: list[dict[str, Any]] = []  # of each group the hyperparameters that its rule has
-        self._under_scaler = False
+        self._in_scaler = False
         try:
             super().__init__(self._given(params), defaults)
             with self.strategy.scope():
@@ -237,11 +237,11 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         """The variables of the parameters, by their names in the module."""
         return {each.name: each.variable for each in self._trained.values()}
 
-    def variable_of(self, parameter: torch.Tensor) -> Variable:
+    def _variable_of(self, parameter: torch.Tensor) -> Variable:
         """Returns the variable of a parameter that it trains."""
         return self._trained[id(parameter)].variable
 
-    def buffers_by_name(self, names: Mapping[int, str]) -> dict[str, Variable]:
+    def _buffers_by_name(self, names: Mapping[int, str]) -> dict[str, Variable]:
         """Returns the variables of buffers that are in checkpoints.
 
         Args:
@@ -250,7 +250,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         own = self._steps.buffers
         return {} if own is None else {names[key]: v for key, v in own.by_id.items() if key in names}
 
-    def trackable_children(self) -> Mapping[str, Any]:
+    def _trackable_children(self) -> Mapping[str, Any]:
         """Returns what `ps.train.Checkpoint` saves: parameters, buffers, tables, the state of the rules, and groups."""
         buffers = self._steps.buffers
         return {
@@ -308,31 +308,31 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         self._steps.forget()
 
     @property
-    def gradient_holders(self) -> list[torch.Tensor]:
+    def _gradient_holders(self) -> list[torch.Tensor]:
         """The tensors whose `grad` a step sends: the parameters, and rows that were looked up."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         return [*parameters, *(leaf for rows in self._steps.tables for leaf in rows.leaves)]
 
     @property
-    def overflown(self) -> bool:
+    def _overflown(self) -> bool:
         """True if in the last step under a scaler gradients of some worker had NaN or infinity."""
         return self._steps.overflows > 0
 
     @contextlib.contextmanager
-    def under_scaler(self) -> Iterator[None]:
+    def _under_scaler(self) -> Iterator[None]:
         """A step within is made for a `GradScaler` of this package."""
-        self._under_scaler = True
+        self._in_scaler = True
         try:
             yield
         finally:
-            self._under_scaler = False
+            self._in_scaler = False
 
     def _scaled(self) -> tuple[float | None, bool]:
         """Returns the loss scale of this step, and whether gradients have overflown here; None without a scaler."""
         found = getattr(self, "found_inf", None)
         if found is None:
             return None, False
-        if not self._under_scaler:
+        if not self._in_scaler:
             raise RuntimeError(
                 "torch's own GradScaler decides in each worker for itself whether a step overflows; take "
                 "psclient.torch.GradScaler, which decides for all of them"
@@ -356,16 +356,16 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         """Where the parameters are; the host if there are none."""
         return next((each.device for each in self._trained.values()), torch.device("cpu"))
 
-    def begin_batch(self, examples: int, total: int) -> None:
+    def _begin_batch(self, examples: int, total: int) -> None:
         """Says what part of a global batch this worker has, by which its gradients are weighed; see `Loader`.
 
         Args:
             examples: number of examples that this worker has.
             total: number of those of all workers.
         """
-        self._steps.begin_batch(examples, total)
+        self._steps._begin_batch(examples, total)
 
-    def end_batches(self) -> None:
+    def _end_batches(self) -> None:
         """Says that this worker's part is as large as every other's, as it is where no `Loader` says otherwise."""
         self._steps.share = 1.0
 
@@ -474,10 +474,10 @@ def _children_of(module: torch.nn.Module) -> dict[str, Any]:
                 "torch.save"
             )
         owners[id(owner)] = owner
-        found |= {} if isinstance(tensor, Gate) else {name_of(name): owner.variable_of(tensor)}
+        found |= {} if isinstance(tensor, Gate) else {name_of(name): owner._variable_of(tensor)}
     buffers = {id(b): name_of(name) for name, b in module.named_buffers()}
     for owner in owners.values():
-        found |= owner.buffers_by_name(buffers)
+        found |= owner._buffers_by_name(buffers)
     tables = [rows.table for each in lookups_of(module).values() for rows in each.rows]
     return found | {table.name: table for table in tables}
 

@@ -67,16 +67,16 @@ class StepRounds:
     def is_known(self, out: Outgoing) -> bool:
         """Returns whether the last round was like this one, so that its gradients need not be there to send it."""
         nonfinite = self._backend.exchange.session.nonfinite
-        return self._cache.find(self._key(out, self._groups.settings()), nonfinite) is not None
+        return self._cache.find(self._key(out, self._groups._settings()), nonfinite) is not None
 
     @property
     def changed(self) -> bool:
         """True if a learning rate, or another number, is not what the last round was sent with."""
-        return repr(self._groups.settings().numbers) != repr(self._sent)
+        return repr(self._groups._settings().numbers) != repr(self._sent)
 
     def send(self, out: Outgoing) -> Section:
         """Sends a round, and does not wait for it; returns its section."""
-        backend, driver, settings = self._backend, self._groups.driver, self._groups.settings()
+        backend, driver, settings = self._backend, self._groups.driver, self._groups._settings()
         last = self._cache.key
         known = last is not None and last.step.is_of(out.variables)
         if not known:

@@ -44,7 +44,7 @@ class TorchRule(Optimizer):
         """Returns the names of the slots that these hyperparameters need."""
         raise NotImplementedError
 
-    def slots_with(self, name: str, value: object) -> tuple[str, ...]:
+    def _slots_with(self, name: str, value: object) -> tuple[str, ...]:
         """See the base: `_needed` says which."""
         changed = copy.copy(self)
         vars(changed)[name] = value

@@ -1,4 +1,4 @@
-"""`GradScaler`: torch's, which decides with all workers whether a step has overflown."""
+"""`GradScaler`: torch's, which decides with all workers whether a step has _overflown."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class GradScaler(torch.amp.GradScaler):
         """Divides gradients, and looks for overflows among them: those of rows as well, which are of no group."""
         of: Any = optimizer
         if isinstance(optimizer, Optimizer):
-            of = SimpleNamespace(param_groups=[{"params": optimizer.gradient_holders}])
+            of = SimpleNamespace(param_groups=[{"params": optimizer._gradient_holders}])
         return super()._unscale_grads_(of, *args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Makes a step, unless gradients of some worker have NaN or infinity."""
         if not (isinstance(optimizer, Optimizer) and self.is_enabled()):
             return super().step(optimizer, *args, **kwargs)
-        with optimizer.under_scaler():
+        with optimizer._under_scaler():
             found = super().step(optimizer, *args, **kwargs)
         device = optimizer.device
-        overflow = torch.full((), float(optimizer.overflown), device=device)
+        overflow = torch.full((), float(optimizer._overflown), device=device)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {device: overflow}
         return found

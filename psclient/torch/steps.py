@@ -151,7 +151,7 @@ class Steps:
             return [Buffer(self._backend.buffer(v, 0)) for v in variables]
         return self._backend.exchange.buffers.give_all([v.handle for v in own], self._backend.group.devices[0])
 
-    def begin_batch(self, examples: int, total: int) -> None:
+    def _begin_batch(self, examples: int, total: int) -> None:
         """A batch begins, of which this worker has a part."""
         self._finish()
         self.refresh()
@@ -209,7 +209,7 @@ class Steps:
         found = []
         for of_one in some.values():
             own = [rows.take_gradient(self._factor(rows.table)) for rows in of_one]
-            whole = [rows.table.no_rows() if each is None else each for rows, each in zip(of_one, own, strict=True)]
+            whole = [rows.table._no_rows() if each is None else each for rows, each in zip(of_one, own, strict=True)]
             (gradient,), (table,) = join_views(whole, [rows.table for rows in of_one])
             found.append((table, Absent(gradient) if all(each is None for each in own) else gradient))
         return found
@@ -258,8 +258,8 @@ class Steps:
         for each in trained:
             each.version = each.tensor._version
         self._changes.note(self.trained)
-        self.strategy.begin_step()
-        self._backend.reader.begin_step()
+        self.strategy._begin_step()
+        self._backend.reader._begin_step()
 
     def _fetch(self, some: Sequence[Trained]) -> None:
         """Copies values into parameters where rounds cannot write."""

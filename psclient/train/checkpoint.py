@@ -65,14 +65,14 @@ class Checkpoint:
 
     # ---- What it tracks ----
 
-    def trackable_children(self) -> Mapping[str, Any]:
+    def _trackable_children(self) -> Mapping[str, Any]:
         """Returns what is tracked, by name. In any context."""
         own = {name: thing for name, thing in vars(self).items() if not name.startswith("_")}
         counter = {} if self._counter is None else {COUNTER: self._counter}
         return {**dict(children(self._root)), **own, **counter}
 
     def _explore(self) -> Tracked:
-        return explore(self.trackable_children())
+        return explore(self._trackable_children())
 
     @property
     def strategy(self) -> Any:
@@ -132,9 +132,9 @@ class Checkpoint:
         self.backend.check_path(f"{file_prefix}-1")
         if not self.backend.take_part():
             return posixpath.dirname(file_prefix) or "."
-        return self.save_numbered(file_prefix, int(self.save_counter) + 1, options)
+        return self._save_numbered(file_prefix, int(self.save_counter) + 1, options)
 
-    def save_numbered(
+    def _save_numbered(
         self,
         file_prefix: str,
         number: int,
@@ -257,8 +257,8 @@ class Checkpoint:
         self._load_states(opened)
         status = LoadStatus(opened.path, opened.manifest, self._explore, given, self.backend, opened.damaged)
         if leads:
-            status.warn_at_once()
-            self.strategy.after_step(status.warn)
+            status._warn_at_once()
+            self.strategy._after_step(status.warn)
         return status
 
     def read(self, save_path: str, options: CheckpointOptions | None = None) -> LoadStatus:

@@ -243,7 +243,7 @@ class CheckpointManager:
         self._count_from_here()
         try:
             more = self._doomed, {NOTE: note}, base
-            path = self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), *more)
+            path = self.checkpoint._save_numbered(prefix, number, CheckpointOptions(), *more)
         except BaseException:
             self._forget()
             raise

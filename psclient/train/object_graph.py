@@ -27,7 +27,7 @@ _OF_KINDS: dict[type, Callable[[Any], Mapping[str, Any]]] = {}
 
 
 def register_kind(kind: type, children_of: Callable[[Any], Mapping[str, Any]]) -> None:
-    """Says what objects of another library lead to, which cannot have `trackable_children`.
+    """Says what objects of another library lead to, which cannot have `_trackable_children`.
 
     Args:
         kind: their class.
@@ -98,7 +98,7 @@ def explore(root: Mapping[str, object]) -> Tracked:
         elif is_generator(thing):
             found.stateful[path] = Generator(thing)
         elif _says_state(thing):
-            if "/" not in path or not getattr(thing, "saved_by_name_alone", False):
+            if "/" not in path or not getattr(thing, "_saved_by_name_alone", False):
                 found.stateful[path] = thing
         else:
             ahead.extend(_named(path, thing))
@@ -128,7 +128,7 @@ def _is_saved(v: Variable) -> bool:
 
 def _says_state(thing: object) -> bool:
     """Returns whether an object says its state; one that says what is to be tracked of it is asked for that."""
-    tracked = hasattr(thing, "trackable_children") or isinstance(thing, tuple(_OF_KINDS))
+    tracked = hasattr(thing, "_trackable_children") or isinstance(thing, tuple(_OF_KINDS))
     return isinstance(thing, Stateful) and not (tracked or isinstance(thing, _CLOSED))
 
 
@@ -140,8 +140,8 @@ def children(thing: object) -> Iterator[tuple[str, Any]]:
         yield from ((str(key), child) for key, child in thing.items())
     elif isinstance(thing, list | tuple | deque):
         yield from ((str(index), child) for index, child in enumerate(thing))
-    elif hasattr(thing, "trackable_children"):
-        yield from thing.trackable_children().items()
+    elif hasattr(thing, "_trackable_children"):
+        yield from thing._trackable_children().items()
     elif found := next((of for kind, of in _OF_KINDS.items() if isinstance(thing, kind)), None):
         yield from found(thing).items()
     else:

@@ -114,7 +114,7 @@ def _with_residuals(reply: RestoreReply, choose: Choose) -> dict[str, Variable]:
     """Returns what is chosen of a checkpoint, and what it has beside that of compression's residuals."""
     manifest = _opened(reply).manifest
     chosen = dict(choose(manifest))
-    beside = {f"{name}/residual": v.residual for name, v in chosen.items() if v.residual is not None}
+    beside = {f"{name}/residual": v._residual for name, v in chosen.items() if v._residual is not None}
     return chosen | {name: v for name, v in beside.items() if name in manifest.variables}
 
 

@@ -132,7 +132,7 @@ class LoadStatus:
 
     # ---- What is told without being asked for ----
 
-    def warn_at_once(self) -> None:
+    def _warn_at_once(self) -> None:
         """Warns where something is tracked, and nothing of it is in the checkpoint: then it is likely another one."""
         try:
             self.assert_nontrivial_match()

@@ -239,7 +239,7 @@ Admission = CounterFilter | CBFFilter | ProbabilityFilter
 class LRU:
     """Above the limit, evicts rows that were not updated for longest."""
 
-    needs_limit = True
+    _needs_limit = True
 
     def check(self) -> None:
         """Nothing can be wrong."""
@@ -254,7 +254,7 @@ class LFU:
     """
 
     decay: float = 0.98
-    needs_limit = True
+    _needs_limit = True
 
     def check(self) -> None:
         """Raises `InvalidRequest` if `decay` is not in [0, 1]."""
@@ -270,7 +270,7 @@ class GlobalStepEvict:
     """
 
     steps_to_live: int
-    needs_limit = False
+    _needs_limit = False
 
     def check(self) -> None:
         """Raises `InvalidRequest` if `steps_to_live` is no positive number of rounds."""
@@ -286,7 +286,7 @@ class L2WeightEvict:
     """
 
     threshold: float
-    needs_limit = False
+    _needs_limit = False
 
     def check(self) -> None:
         """Raises `InvalidRequest` if `threshold` is negative."""
@@ -304,7 +304,7 @@ class TimeToLive:
     """
 
     seconds: float
-    needs_limit = False
+    _needs_limit = False
 
     def check(self) -> None:
         """Raises `InvalidRequest` if `seconds` is negative."""
@@ -409,7 +409,7 @@ class TableSpec:
             raise InvalidRequest(f"a capacity of {self.capacity} rows is too small; the least is {MIN_CAPACITY}")
         if self.eviction is not None:
             _checked(self.eviction, "eviction", Eviction.__args__)
-            if self.eviction.needs_limit and not (self.capacity or self.memory_limit):
+            if self.eviction._needs_limit and not (self.capacity or self.memory_limit):
                 raise InvalidRequest(
                     f"{type(self.eviction).__name__} evicts above a limit alone; give a capacity or a memory_limit"
                 )

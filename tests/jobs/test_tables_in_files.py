@@ -106,7 +106,7 @@ def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
     with opened(directory, servers, **of_strategy) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table = made(strategy, optimizer)
-        assert table.takes_hints
+        assert table._takes_hints
         pushes = Pushes(cluster)
         options = ps.InputOptions(prefetch={table: lambda keys: keys}, **of_data)
         data = strategy.experimental_distribute_dataset(list(KEYS), options)
@@ -167,7 +167,7 @@ def test_data_is_read_further_ahead_only_for_files(directory, tiered):
         train(strategy, table, optimizer, ((keys, ahead.append(len(read) - n))[0] for n, keys in enumerate(data, 1)))
         assert max(ahead) == 1 + tiered
         assert any(pushes.keys("hints")) == tiered
-        assert table.takes_hints == tiered
+        assert table._takes_hints == tiered
 
 
 def test_a_hint_is_said_once(directory):
@@ -198,7 +198,7 @@ def test_hints_of_a_group_go_together(directory):
         strategy.backend.settle()
         (found,) = pushes.keys("hints")
         assert [(key >> 48, key & 0xFFFF) for key in found] == [(0, 5), (1, 4), (1, 9)]
-        assert group["item"].takes_hints
+        assert group["item"]._takes_hints
 
 
 def test_what_lookups_leave_of_a_header_is_for_hints(world, monkeypatch):
@@ -220,7 +220,7 @@ def test_bad_hints_are_refused_where_they_are_named(world):
         table.prefetch_hint([0.5])
     with strategy.scope():
         plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")
-    assert not plain.takes_hints
+    assert not plain._takes_hints
     plain.prefetch_hint([7])
 
 

@@ -137,7 +137,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Atom:
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
     inside: int = 0
 
 
@@ -162,7 +162,7 @@ def test_a_nest_is_rebuilt_from_its_leaves(value):
 
 
 def test_dicts_and_dataclasses_are_nests():
-    """Dicts keep their own order and match by key; None, arrays, strings and classes with `nest_leaf` are leaves."""
+    """Dicts keep their own order and match by key; None, arrays, strings and classes with `_nest_leaf` are leaves."""
     array = np.zeros(3)
     assert nest.flatten({"b": (1, None), "a": "text", "c": [array]}) == [1, None, "text", array]
     result = nest.map_structure(lambda a, b: (a, b), {"x": 1, "y": 2}, {"y": 20, "x": 10})

@@ -58,7 +58,7 @@ def story(strategy, make, seed, whole=False):
 
         def replica_fn(replica, step=step, what=what):
             rows = gradient(step, replica)
-            optimizer.apply_gradients([(np.asarray(rows.with_shape(SHAPE)) if whole else rows, v)])
+            optimizer.apply_gradients([(np.asarray(rows._with_shape(SHAPE)) if whole else rows, v)])
             if what == "other":
                 other.apply_gradients([(gradient(step, replica), v)])
             if what == "rows" and replica == 0:

@@ -367,8 +367,8 @@ def test_a_metric_has_a_checkpoint(tmp_path):
     again = M.Precision()
     ps.train.Checkpoint(metric=again).restore(path).assert_consumed()
     assert again.result() == 0.5
-    assert set(again.trackable_children()) == {"true_positives", "false_positives"}
-    assert set(M.Recall().trackable_children()) == {"true_positives", "false_negatives"}
+    assert set(again._trackable_children()) == {"true_positives", "false_positives"}
+    assert set(M.Recall()._trackable_children()) == {"true_positives", "false_negatives"}
 
 
 # ---- Averages of losses ----

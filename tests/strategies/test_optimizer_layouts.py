@@ -75,7 +75,7 @@ def fractions(step, replica, keyed=False):
 
 def whole(step, replica, form=rows):
     """The same as a whole array."""
-    return np.asarray(form(step, replica).with_shape(SHAPE))
+    return np.asarray(form(step, replica)._with_shape(SHAPE))
 
 
 FORMS = {"rows": rows, "whole": whole, "keys": functools.partial(rows, keyed=True)}

@@ -165,10 +165,10 @@ def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
     v, u, w = (variable(strategy, np.ones(SHAPE, "float32")) for _ in range(3))
     optimizer = Looks(0.5)
     with caplog.at_level(logging.WARNING), strategy.scope():
-        strategy.extended.update(v, lambda v, g: v.assign(g / np.sum(g)), (slices(0, 0).with_shape(SHAPE),))
+        strategy.extended.update(v, lambda v, g: v.assign(g / np.sum(g)), (slices(0, 0)._with_shape(SHAPE),))
         in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), u)]))
         for _ in range(3):
-            given = (slices(0, 0).with_shape(SHAPE),)
+            given = (slices(0, 0)._with_shape(SHAPE),)
             strategy.extended.update(w, lambda v, g: v.assign(0.5 * v + g), given)
     fn, rule, plain = (record.getMessage() for record in caplog.records)
     assert "lazily" not in fn

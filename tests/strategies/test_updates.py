@@ -228,7 +228,7 @@ def test_methods_of_variables_are_update_functions(strategy):
 class Expression:
     """A random elementwise expression, as Python writes it; a leaf for `nest`."""
 
-    nest_leaf = True
+    _nest_leaf = True
     text: str
 
     def compute(self, **names: Any) -> Any:

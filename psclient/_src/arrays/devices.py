@@ -65,7 +65,7 @@ class Device:
         index: number of the GPU. All CPUs are the same one; their numbers only tell replicas apart.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     kind: Literal["cpu", "gpu"]
     index: int

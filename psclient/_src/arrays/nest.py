@@ -1,7 +1,7 @@
 """Nests: tuples, lists, mappings, named tuples and dataclasses, to any depth. All else is a leaf, None too.
 
 Mappings keep the order of the first structure; the others need the same keys in any order. A dataclass
-takes part with the fields of its constructor; one whose class says `nest_leaf = True` is a leaf.
+takes part with the fields of its constructor; one whose class says `_nest_leaf = True` is a leaf.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def _open_dataclass(value: Nest) -> _Nest:
 
 
 _KINDS: tuple[tuple[Callable[[type], bool], _Opener], ...] = (
-    (lambda kind: issubclass(kind, Mapping) and not hasattr(kind, "nest_leaf"), _open_mapping),
+    (lambda kind: issubclass(kind, Mapping) and not hasattr(kind, "_nest_leaf"), _open_mapping),
     (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"), _open_named),
     (lambda kind: issubclass(kind, tuple | list), _open_sequence),
     (
-        lambda kind: hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "nest_leaf"),
+        lambda kind: hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "_nest_leaf"),
         _open_dataclass,
     ),
 )

@@ -37,7 +37,7 @@ class ArrayDataset:
         ValueError: the arrays do not have the same number of examples, or those of a list differ in shape.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     def __init__(self, arrays: Nest) -> None:
         found = iter(nest.map_leaves(_stacked, arrays, is_leaf=_is_list))

@@ -38,11 +38,11 @@ class _Distributed(Unpicklable):
     """Counts passes, and keeps the group informed. Used by one thread at a time.
 
     Attributes:
-        saved_by_name_alone: a checkpoint has its state where it is given to it, and not where another object has it: an
+        _saved_by_name_alone: a checkpoint has its state where it is given to it, and not where another object has it: an
             evaluator that is restored goes over all of its test set.
     """
 
-    saved_by_name_alone: ClassVar[bool] = True
+    _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
         self, source: Source, group: DatasetGroup, number: int, passes: Passes | None, options: InputOptions | None
@@ -56,7 +56,7 @@ class _Distributed(Unpicklable):
         self._under_way = -1
         self._seen: Position | None = None
         self._told: Position | None = None
-        self._digest = 0
+        self._known_digest = 0
         self._went_on: Position | None = None
         self._asks = False  # once a loop over `epochs` has asked where to go on
         self._saved: int | None = None  # its number in the checkpoint that the script has it in
@@ -135,7 +135,7 @@ class _Distributed(Unpicklable):
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         raise NotImplementedError
 
-    def going_on(self) -> Iterator[Nest]:
+    def _going_on(self) -> Iterator[Nest]:
         """Yields the rest of the pass in which the checkpoint was saved."""
         epoch = self._position().epoch
         self._next = epoch + 1
@@ -154,10 +154,10 @@ class _Distributed(Unpicklable):
     def _go_on(self) -> None:
         """Goes on from where a checkpoint was restored, if the script asks for that, and it is the same dataset."""
         saved = self._number if self._saved is None and self._asks else self._saved
-        found = None if saved is None else self._group.restored(saved, self.digest)
+        found = None if saved is None else self._group.restored(saved, self._digest)
         if found is None:
             return
-        if self._saved is None and found.source not in (0, self.digest):
+        if self._saved is None and found.source not in (0, self._digest):
             log.warning(
                 "dataset %d begins anew: the checkpoint has the position of another dataset, which had other options, "
                 "or other examples; to go on from it all the same, give the dataset to the Checkpoint: data=dataset",
@@ -171,12 +171,12 @@ class _Distributed(Unpicklable):
         log.info("dataset %d goes on with batch %d of pass %d, as saved", self._number, found.index, found.epoch)
 
     @property
-    def digest(self) -> int:
+    def _digest(self) -> int:
         """A digest of 64 bits that tells the dataset from others; not 0."""
-        if not self._digest:
+        if not self._known_digest:
             said = "\n".join(self._described()).encode()
-            self._digest = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") or 1
-        return self._digest
+            self._known_digest = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") or 1
+        return self._known_digest
 
     def _described(self) -> Sequence[str]:
         return self._source.described()
@@ -208,12 +208,12 @@ class _Distributed(Unpicklable):
         batch: GlobalBatch | None = None,
     ) -> None:
         """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
-        self._told = Position(self._number, epoch, index, (), self.digest)
+        self._told = Position(self._number, epoch, index, (), self._digest)
         # Where no batch is taken yet, nobody has examples.
         sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
         empty = frozenset(i for i, size in enumerate(sizes) if not size)
         fraction = sum(sizes) / examples if examples else None
-        self._group.advance(self._number, epoch, index, more, empty, fraction, returned, batch, self.digest)
+        self._group.advance(self._number, epoch, index, more, empty, fraction, returned, batch, self._digest)
 
     def _end(self, epoch: int) -> None:
         self._tell(epoch + 1, 0, False)
@@ -507,7 +507,7 @@ class DistributedDatasetFromFunction(_Distributed):
 
 
 def _takes_hints(variable: object) -> bool:
-    return getattr(variable, "takes_hints", False)
+    return getattr(variable, "_takes_hints", False)
 
 
 def _on(device: Device, array: AnyArray) -> AnyArray:

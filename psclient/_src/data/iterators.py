@@ -25,7 +25,7 @@ class Resumable(Protocol):
         """Goes on from where it stood in the checkpoint that was restored."""
         ...
 
-    def going_on(self) -> Iterator[Nest]:
+    def _going_on(self) -> Iterator[Nest]:
         """The rest of the pass in which the checkpoint was saved."""
         ...
 
@@ -53,7 +53,7 @@ class DistributedIterator(Unpicklable):
             state: as of `state_dict`.
         """
         self._dataset.load_state_dict(state)
-        self._batches = self._dataset.going_on()
+        self._batches = self._dataset._going_on()
 
     def __iter__(self) -> DistributedIterator:
         return self

@@ -140,7 +140,7 @@ class StrategyExtended:
         """Runs a function on each local replica, as `strategy.run`, which calls this. In cross-replica context."""
         with self._cross_replica("run"):
             if not context.in_merge_call():
-                self._strategy.begin_step()
+                self._strategy._begin_step()
             return self._backend.run(lambda: self.shared.runner.run(fn, args, kwargs))
 
     # ---- Variables ----
@@ -226,14 +226,14 @@ class StrategyExtended:
         for variable in variables:
             if not isinstance(variable, Variable):
                 raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
-            variable.check_strategy(self._strategy)
+            variable._check_strategy(self._strategy)
         place = sorted({device for variable in variables for device in variable.place})
         return tuple([self.parameter_devices[device] for device in place]) or tuple(self.parameter_devices)
 
     def _placed(self, where: Variable | Sequence[str]) -> ServerIds:
         whole = container(where)
         if isinstance(whole, Variable):
-            whole.check_strategy(self._strategy)
+            whole._check_strategy(self._strategy)
             return whole.place
         known = self.parameter_devices
         devices = [where] if isinstance(where, str) else where if isinstance(where, list | tuple) else []
@@ -408,10 +408,10 @@ class StrategyExtended:
         if isinstance(destinations, Uncompressed):
             return uncompressed(self._destination(destinations.variable, value))
         if isinstance(destinations, Variable):
-            destinations.check_strategy(self._strategy)
+            destinations._check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
                 return devices
-            return Beside(destinations.place, repr(destinations.name), destinations.feedback, destinations.alone)
+            return Beside(destinations.place, repr(destinations.name), destinations._feedback, destinations._alone)
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
             return devices
         names = [destinations] if isinstance(destinations, str) else destinations
@@ -506,9 +506,9 @@ class StrategyExtended:
         """Checks variables among an update's arguments; `by_replica` is True if the result may differ by replica."""
         for leaf in nest.flatten((args, kwargs)):
             if isinstance(leaf, Variable):
-                leaf.check_strategy(self._strategy)
+                leaf._check_strategy(self._strategy)
             if isinstance(leaf, SyncOnReadVariable) and not by_replica:
-                leaf.refuse_update()
+                leaf._refuse_update()
 
     @contextlib.contextmanager
     def _cross_replica(self, what: str) -> Iterator[None]:
@@ -528,7 +528,7 @@ def bring(value: object, devices: Sequence[Device]) -> Value:
             return value
         # On CPUs all may share it: nobody can change it.
         on_host = all(device.kind == "cpu" for device in devices)
-        return Mirrored([value if on_host else value.on(device) for device in devices])
+        return Mirrored([value if on_host else value._on(device) for device in devices])
     if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
         return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
     array = read(value)
@@ -539,7 +539,7 @@ def bring(value: object, devices: Sequence[Device]) -> Value:
 def _fit_of(destination: object) -> Fit | None:
     """Returns what makes rows fit a variable for which they are reduced, and checks them; None for no variable."""
     whole = destination.variable if isinstance(destination, Uncompressed) else destination
-    return whole.fit_slices if isinstance(whole, Variable) else None
+    return whole._fit_slices if isinstance(whole, Variable) else None
 
 
 def _read_only(array: Array) -> HostArray:

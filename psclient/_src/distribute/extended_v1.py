@@ -56,7 +56,7 @@ class StrategyExtended(extended.StrategyExtended):
         whole = values.container(v)
         if not isinstance(whole, Variable):
             raise TypeError(f"read_var takes a variable, and not a {type(v).__name__}")
-        whole.check_strategy(self._strategy)
+        whole._check_strategy(self._strategy)
         return v.read_value()
 
     def value_container(self, value: Leaf) -> Leaf:

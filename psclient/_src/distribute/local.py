@@ -157,9 +157,9 @@ class LocalBackend:
         devices = self.group.devices
         if context.is_default(strategy):
             synchronization = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
-            return LocalVariable.stored(strategy, spec, how, synchronization, devices[0], value)
+            return LocalVariable._stored(strategy, spec, how, synchronization, devices[0], value)
         kind: type[CopiedVariable] = SyncOnReadVariable if on_read else MirroredVariable
-        return kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
+        return kind._stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
 
     def was_restored(self, variable: Variable) -> bool:
         """Returns whether a variable's first value was a restored checkpoint's."""

@@ -139,7 +139,7 @@ class Copies:
     def leave_in_round(self) -> None:
         """Records that servers keep the aggregates of now, where all processes make a round together."""
         for variable in self._all:
-            variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+            variable.saved._assign_aggregate(variable.strategy, "assign", variable)
 
     def changes(self, change: Callable[[], bool]) -> bool:
         """Calls what changes how processes make rounds, at the same place of all programs; returns what it does.

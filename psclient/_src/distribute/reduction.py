@@ -56,7 +56,7 @@ class Absent:
         like: a value of the dtype, shape and form that the others have.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     like: Any
 
@@ -140,7 +140,7 @@ class LocalRows(LocalValue):
 
     def alone(self) -> IndexedSlices:
         """Returns the reduced value if no other process contributes."""
-        return IndexedSlices.of_rows(Rows(self.ids, super().alone()), self.spec.shape)
+        return IndexedSlices._of_rows(Rows(self.ids, super().alone()), self.spec.shape)
 
     def part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalRows:
         """Returns the contribution to a shard's part of the reduction.
@@ -270,7 +270,7 @@ def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset
     if len(shapes) > 1:
         raise ValueError(f"replicas reduce IndexedSlices of shapes {' and '.join(map(str, sorted(shapes)))}")
     counted = [value.rows() for replica, value in enumerate(values) if replica not in empty]
-    ids, rows = counted[0] if counted else values[0].none()
+    ids, rows = counted[0] if counted else values[0]._none()
     common = np.result_type(*(value.dtype for value in values))
     sum_dtype, dtype = _sum_dtypes(op, common, False)
     with device_scope(device_of(rows)):

@@ -13,7 +13,7 @@ from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import MirroredVariable
 
 Fit = Callable[[IndexedSlices], IndexedSlices]
-"""`Variable.fit_slices`."""
+"""`Variable._fit_slices`."""
 
 
 def of_replicas(op: ReduceOp, value: object, replicas: int, fit: Fit | None = None) -> list[Value]:

@@ -80,7 +80,7 @@ class Residuals:
         chosen = given
         if given is None and variable.trainable and is_compressible(variable.spec.dtype):
             chosen = self.default
-        return chosen.codec if chosen else None
+        return chosen._codec if chosen else None
 
     def _add(self, variable: Variable, codec: Codec, name: str) -> None:
         """Creates the variable of a name that keeps the sum of the residuals."""
@@ -91,13 +91,13 @@ class Residuals:
         for part, own in zip(shards_of(variable), specs, strict=True):
             zeros = np.zeros(own.tensor.shape, DTYPES[own.tensor.dtype])
             made.append(self._servers.create_shard(strategy, own, zeros, part.place, False))
-            part.feedback = Feedback(codec, made[-1], self._first)
-            self._all.append(part.feedback)
+            part._feedback = Feedback(codec, made[-1], self._first)
+            self._all.append(part._feedback)
         none = VariableAggregation.NONE
-        variable.residual = (
+        variable._residual = (
             made[0]
             if cut is None
-            else ShardedVariable.stored(strategy, spec, none, cut.sharding, made, self._servers.reader)
+            else ShardedVariable._stored(strategy, spec, none, cut.sharding, made, self._servers.reader)
         )
 
     def restored(self, chosen: Collection[Variable]) -> None:
@@ -109,9 +109,9 @@ class Residuals:
         ids = {id(each) for each in chosen}
         for variable in chosen:
             for part in shards_of(variable):
-                if part.feedback is None:
+                if part._feedback is None:
                     continue
-                part.feedback.begin(self._share(part.feedback) if id(variable.residual) in ids else None)
+                part._feedback.begin(self._share(part._feedback) if id(variable._residual) in ids else None)
 
     def _first(self, feedback: Feedback) -> Array | None:
         """Returns the residual to begin with of a variable that is new here; None for nothing.

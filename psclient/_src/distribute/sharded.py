@@ -126,14 +126,14 @@ class ShardedExtended(extended_v1.StrategyExtended):
             replace(spec, name=f"{spec.name}/copy_{n}", saved_as=saved_as) for n in range(1, len(sharding.places))
         )
         made = self._create_each([spec, *others], [value] * len(sharding.places), sharding, chosen=False)
-        return ShardCopies.stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend.reader)
+        return ShardCopies._stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend.reader)
 
     def _create_cut(
         self, spec: VariableSpec, value: Array, sharding: Sharding, aggregation: VariableAggregation, chosen: bool
     ) -> Variable:
         values = [value[rows] for rows in sharding.bounds]
         made = self._create_each(sharding.specs(spec), values, sharding, chosen)
-        return ShardedVariable.stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend.reader)
+        return ShardedVariable._stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend.reader)
 
     def _create_each(
         self, specs: Sequence[VariableSpec], values: Sequence[Array], sharding: Sharding, chosen: bool
@@ -183,7 +183,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
     def _destination(self, destinations: object, value: object) -> Destination:
         found = super()._destination(destinations, value)
         if isinstance(destinations, VariableOfShards) and isinstance(found, Beside):
-            feedbacks = tuple(shard.feedback for shard in destinations.variables)
+            feedbacks = tuple(shard._feedback for shard in destinations.variables)
             return BesideShards(
                 found.place,
                 found.label,
@@ -249,7 +249,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
         if not isinstance(whole, VariableOfShards):
             return super().update(var, fn, _here(args), _here(kwargs), group)
         with self._cross_replica("update"):
-            whole.check_strategy(self._strategy)
+            whole._check_strategy(self._strategy)
             own, named = context.arguments("update", args, kwargs)
             self._check_variables(own, named, False)
             cut: list[Any] = whole.sharding.split_all((tuple(own), dict(named)), whole)

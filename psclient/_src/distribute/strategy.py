@@ -62,7 +62,7 @@ class Strategy(Unpicklable):
         self.backend: Backend = extended.shared.backend
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
-        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
+        self._step_ends: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
         self._process = os.getpid()
 
     @property
@@ -189,29 +189,29 @@ class Strategy(Unpicklable):
         finally:
             context.leave_to(depth)
 
-    def after_step(self, call: Callable[[], object]) -> None:
+    def _after_step(self, call: Callable[[], object]) -> None:
         """Calls a function once, when the next step is over. In any context.
 
         What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
         over when `run` is called again, or the strategy is closed, or the process ends.
         """
         container = self._container
-        shutdown.unregister(container.end_step)
-        shutdown.register(container.end_step)
-        container._after_step.append((False, call))
+        shutdown.unregister(container._end_step)
+        shutdown.register(container._end_step)
+        container._step_ends.append((False, call))
 
-    def begin_step(self) -> None:
-        """Ends the step before, if there was one: see `after_step`."""
-        if self._after_step:
-            over = [call for begun, call in self._after_step if begun]
-            self._after_step = [(True, call) for begun, call in self._after_step if not begun]
+    def _begin_step(self) -> None:
+        """Ends the step before, if there was one: see `_after_step`."""
+        if self._step_ends:
+            over = [call for begun, call in self._step_ends if begun]
+            self._step_ends = [(True, call) for begun, call in self._step_ends if not begun]
             for call in over:
                 call()
 
-    def end_step(self) -> None:
-        """Ends the last step: see `after_step`. Does nothing in a fork of the process."""
-        shutdown.unregister(self.end_step)
-        waiting, self._after_step = self._after_step, []
+    def _end_step(self) -> None:
+        """Ends the last step: see `_after_step`. Does nothing in a fork of the process."""
+        shutdown.unregister(self._end_step)
+        waiting, self._step_ends = self._step_ends, []
         if os.getpid() == self._process:
             for _, call in waiting:
                 call()
@@ -264,7 +264,7 @@ class Strategy(Unpicklable):
         """
         if not isinstance(variable, Variable):
             raise TypeError(f"buffer takes the variable whose gradient is computed there, no {type(variable).__name__}")
-        variable.check_strategy(self._container)
+        variable._check_strategy(self._container)
         replica = context.local_replica(self._container)
         if replica is not None:
             return self.backend.buffer(variable, replica)
@@ -449,11 +449,11 @@ class Strategy(Unpicklable):
 
     def close(self) -> None:
         """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
-        self._container.end_step()
+        self._container._end_step()
         self.backend.close()
         self.extended.shared.runner.close()
 
-    pickle_remedy = (
+    _pickle_remedy = (
         "let that process compute with arrays alone, or make a strategy of its own; and let no function or dataset "
         "that is sent there hold this one"
     )

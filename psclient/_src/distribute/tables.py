@@ -88,7 +88,7 @@ class TableExtended(ShardedExtended):
     def restrict(self, table: TableVariable, rows: int) -> None:
         """Cuts a table to a number of rows: see `TableVariable.restrict`. In cross-replica context."""
         with self._cross_replica("restrict"):
-            table.check_strategy(self._strategy)
+            table._check_strategy(self._strategy)
             whole = table.sharding.space.table
             if table.name != whole:
                 raise ValueError(f"{table.name!r} lies beside table {whole!r}; restrict that")
@@ -119,15 +119,15 @@ class TableExtended(ShardedExtended):
             made.append(self._table_backend.create_part(self._strategy, unique, place, chosen))
             self._take_names(part.name, unique.name)
         aggregation = VariableAggregation.NONE
-        return TableVariable.stored(self._strategy, spec, aggregation, sharding, made, self._table_backend.reader)
+        return TableVariable._stored(self._strategy, spec, aggregation, sharding, made, self._table_backend.reader)
 
 
 def _check_same(known: TableVariable, space: KeySpace, trainable: bool, alone: bool) -> None:
     """Raises `ValueError`, which says in what they differ, if a table of this name is another one."""
     own: dict[str, Any] = {"trainable": known.trainable, "shards": known.sharding.space.parts}
     asked: dict[str, Any] = {"trainable": trainable, "shards": space.parts}
-    if known.alone != alone:
-        own["consistency"], asked["consistency"] = ("Async()" if each else None for each in (known.alone, alone))
+    if known._alone != alone:
+        own["consistency"], asked["consistency"] = ("Async()" if each else None for each in (known._alone, alone))
     for field in fields(TableSpec):
         own[field.name] = getattr(known.table_spec, field.name)
         asked[field.name] = getattr(space.spec, field.name)

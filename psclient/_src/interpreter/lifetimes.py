@@ -22,15 +22,15 @@ class Unpicklable:
     """Base of what cannot be sent to another process: whoever tries is told at once, and what to do instead.
 
     Attributes:
-        pickle_remedy: what to send, or to save, instead.
+        _pickle_remedy: what to send, or to save, instead.
     """
 
-    pickle_remedy: ClassVar[str] = "make it there, with a strategy of that process"
+    _pickle_remedy: ClassVar[str] = "make it there, with a strategy of that process"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         what: Any = getattr(self, "name", None)
         named = f" {what!r}" if isinstance(what, str) else ""
         raise TypeError(
             f"the {type(self).__name__}{named} cannot be pickled, and so not be sent to another process: it belongs to "
-            f"a strategy of this one; {self.pickle_remedy}"
+            f"a strategy of this one; {self._pickle_remedy}"
         )

@@ -117,7 +117,7 @@ class _RemoteVariables:
         handle = self._creation.create(spec, servers, value, now, chosen=not place)
         self._placement.created(handle, chosen=not place)
         if not on_read:
-            return ServerVariable.stored(strategy, spec, how, handle, self.reader)
+            return ServerVariable._stored(strategy, spec, how, handle, self.reader)
         restored = self._creation.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
         # aggregation nothing was saved but another job's beginning. Of asynchronous workers each adds to a sum, and
@@ -126,8 +126,8 @@ class _RemoteVariables:
         if self.group.alone and how is not VariableAggregation.NONE:
             anew = how is VariableAggregation.SUM and not restored
         first = value if anew else self.reader.read(handle)
-        variable = SyncOnReadVariable.stored(strategy, spec, how, handle.servers, self.group.devices, first)
-        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.reader)
+        variable = SyncOnReadVariable._stored(strategy, spec, how, handle.servers, self.group.devices, first)
+        variable.saved = ServerVariable._stored(strategy, spec, how, handle, self.reader)
         if restored:
             variable.share_out(first)
         self.parts.add(variable)
@@ -145,12 +145,12 @@ class _RemoteVariables:
     ) -> ServerVariable:
         """Creates a variable on servers that are known, as `create`; `chosen` if `places_for` has found them."""
         handle = self._create(spec, value, place, chosen)
-        return ServerVariable.stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
+        return ServerVariable._stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
 
     def create_part(self, strategy: StrategyFace, spec: VariableSpec, place: ServerIds, chosen: bool) -> PartOfTable:
         """Creates a part of a dynamic table, or of what lies beside one, as `create_shard`; it needs no value."""
         handle = self._create(spec, NO_VALUE, place, chosen)
-        return PartOfTable.stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
+        return PartOfTable._stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
 
     def _create(self, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool) -> Handle:
         self.check_open()
@@ -397,7 +397,7 @@ class RemoteBackend(_RemoteVariables):
         if section is not None:
             section.give_back_unused()  # The merge function may look at what it began.
         elif not context.in_merge_call():
-            self._reads.begin_step()
+            self._reads._begin_step()
         if not context.in_merge_call():
             self._exchange.begin_run()
         self.flush()

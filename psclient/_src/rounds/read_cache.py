@@ -336,7 +336,7 @@ class ReadCache:
             self._renewed = True
             self._forget_all()
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Begins a step: of what each worker updates alone only what its last round brought is still up to date."""
         if self._group.alone or self._alone:
             own = None if self._group.alone else self._alone
@@ -433,7 +433,7 @@ class ReadCache:
                 found.append(Lookup(variable.id, ids, row_specs(variable.spec.tensor, count)[1]))
         return tuple(found)
 
-    def takes_hints(self, variable: PlacedVariable) -> bool:
+    def _takes_hints(self, variable: PlacedVariable) -> bool:
         """Returns whether a hint is of use to the server that is asked for a variable."""
         return self._home(variable) in self._session.hosting.taking_hints
 

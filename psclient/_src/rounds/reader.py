@@ -89,9 +89,9 @@ class VariableReader:
         """Rounds that assign a variable bring these rows of it: see `ReadCache.prefetch`."""
         self._reads.prefetch(handle, *ids)
 
-    def takes_hints(self, handle: Handle) -> bool:
+    def _takes_hints(self, handle: Handle) -> bool:
         """Returns whether a hint is of use to the server of a part of a table."""
-        return self._reads.takes_hints(handle)
+        return self._reads._takes_hints(handle)
 
     def hint(self, handle: Handle, *ids: Int64s) -> None:
         """The next round that assigns a part of a table hints at these rows of it: see `ReadCache.hint`."""
@@ -126,10 +126,10 @@ class VariableReader:
         """Waits for all rounds that were sent, and takes their values."""
         self._exchange.take_all()
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """A step of a loop without `strategy.run` begins: asynchronous workers read anew, and its waits are counted."""
-        self._reads.begin_step()
-        self._exchange.window.begin_step()
+        self._reads._begin_step()
+        self._exchange.window._begin_step()
 
     def _begin(self, handles: Sequence[Handle]) -> bool:
         """Sends what a read has to wait for; returns whether a replica reads."""

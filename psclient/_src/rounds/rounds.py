@@ -222,7 +222,7 @@ class Exchange:
 
     def begin_run(self) -> None:
         """The program begins a `run` that is within no other."""
-        self.window.begin_step()
+        self.window._begin_step()
         self.group.begin_run()
 
     def _pace(self) -> Pace:
@@ -240,7 +240,7 @@ class Exchange:
         On return all of them are answered.
         """
         self.window.settle()
-        self.reads.begin_step()
+        self.reads._begin_step()
         shared, self.group.apart = self._shared, True
         self._shared = ClosureRounds(self.group, name, self._none_pushed())
         try:

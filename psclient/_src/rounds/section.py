@@ -104,7 +104,7 @@ class ReducedSlices(ServerValue, IndexedSlices):
         return Readable.numpy(self)
 
     def _fetch(self) -> Array:
-        return IndexedSlices.of_rows(self.rows(), self.spec.shape).numpy()
+        return IndexedSlices._of_rows(self.rows(), self.spec.shape).numpy()
 
 
 class ReducedKeys(ServerValue):
@@ -566,9 +566,9 @@ class _Inputs:
         return Given("operand", spec_of(array), array)
 
     def _variable(self, value: Variable) -> Given:
-        value.check_strategy(self.strategy)
+        value._check_strategy(self.strategy)
         if isinstance(value, SyncOnReadVariable | VariableOfShards):
-            value.refuse_update()
+            value._refuse_update()
         on_server = cast(ServerVariable, value)  # A strategy with sections has no other kind.
         self._check_place(value, value.place, "create it there with colocate_vars_with")
         handle = on_server.handle

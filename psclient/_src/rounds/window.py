@@ -170,7 +170,7 @@ class Window:
         """Takes in the answers to all rounds."""
         self.take_in(self._group.round)
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """A step begins, or the script ends: says once where each of the last steps has waited too often.
 
         A step that does so alone is the last one of a generation, after which the script looks at many values.

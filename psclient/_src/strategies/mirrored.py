@@ -38,7 +38,7 @@ class DefaultExtended(StrategyExtended):
         """Calls the function, in replica context; in any thread at any time."""
         with self._cross_replica("run"):
             if not context.in_merge_call():
-                self._strategy.begin_step()
+                self._strategy._begin_step()
             args, keys = context.arguments("run", args, kwargs)
             with context.enter_default_replica():
                 return fn(*args, **keys)

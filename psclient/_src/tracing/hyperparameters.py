@@ -72,15 +72,15 @@ class Configured:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{why}")
 
     @classmethod
-    def label_of(cls, name: str, inner: str) -> str:
+    def _label_of(cls, name: str, inner: str) -> str:
         """Returns a name for messages: of an attribute of a configured object that is its attribute."""
         return f"{name.lstrip('_')}.{inner}"
 
-    def settings(self) -> Settings:
+    def _settings(self) -> Settings:
         """Returns what an update function sees of it, as of now."""
-        return self.settings_with()
+        return self._settings_with()
 
-    def settings_with(self, **replaced: object) -> Settings:
+    def _settings_with(self, **replaced: object) -> Settings:
         """As `settings`, with other values of some attributes."""
         kind: Any = type(self)
         names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
@@ -161,7 +161,7 @@ class Settings:
         for name, value in self._attributes.items():
             for leaf in nest.flatten(value):
                 if isinstance(leaf, Settings):
-                    yield from (self.kind.label_of(name, inner) for inner in leaf.names())
+                    yield from (self.kind._label_of(name, inner) for inner in leaf.names())
                 elif type(leaf) in NUMBERS:
                     yield name.lstrip("_")
 
@@ -205,7 +205,7 @@ def _taken(value: object) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Configured):
-        return value.settings()
+        return value._settings()
     if isinstance(value, tuple | list):
         items = tuple(map(_taken, value))
         if type(value) is tuple and all(map(is_, value, items)):

@@ -34,7 +34,7 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec, portable, spec_of
 class OutputLeaf:
     """In a result: the program's output of this index."""
 
-    nest_leaf: ClassVar = True
+    _nest_leaf: ClassVar = True
     index: int
 
 
@@ -55,7 +55,7 @@ class ScalarOrigin:
 class AssignedLeaf:
     """In a result: the variable that is the program's input of this index, assigned or not."""
 
-    nest_leaf: ClassVar = True
+    _nest_leaf: ClassVar = True
     input: int
 
 

@@ -16,7 +16,7 @@ class Compression(ABC):
 
     @property
     @abstractmethod
-    def codec(self) -> Codec:
+    def _codec(self) -> Codec:
         """As it travels."""
 
 
@@ -28,7 +28,7 @@ class Float16(Compression):
     """
 
     @property
-    def codec(self) -> Codec:
+    def _codec(self) -> Codec:
         """As it travels."""
         return Codec("float16")
 
@@ -38,7 +38,7 @@ class BFloat16(Compression):
     """Each element is sent as bfloat16, in 2 bytes: the range of float32, and three decimal digits."""
 
     @property
-    def codec(self) -> Codec:
+    def _codec(self) -> Codec:
         """As it travels."""
         return Codec("bfloat16")
 
@@ -52,7 +52,7 @@ class Int8(Compression):
     """
 
     @property
-    def codec(self) -> Codec:
+    def _codec(self) -> Codec:
         """As it travels."""
         return Codec("int8")
 
@@ -84,7 +84,7 @@ class TopK(Compression):
             raise ValueError(f"TopK(ratio={self.ratio}): give a number above 0 and at most 1, such as 0.01 for 1 %")
 
     @property
-    def codec(self) -> Codec:
+    def _codec(self) -> Codec:
         """As it travels."""
         return Codec("topk", float(self.ratio))
 

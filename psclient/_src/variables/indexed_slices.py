@@ -60,7 +60,7 @@ class IndexedSlices:
             raise ValueError(f"rows of shape {tuple(self._values.shape[1:])} are no rows of shape {self._shape}")
 
     @classmethod
-    def of_rows(cls, rows: Rows, dense_shape: tuple[int, ...]) -> IndexedSlices:
+    def _of_rows(cls, rows: Rows, dense_shape: tuple[int, ...]) -> IndexedSlices:
         """Makes one of rows that have each place once, in increasing order."""
         made = cls(rows.values, rows.ids, dense_shape)
         made._grouped = rows
@@ -101,7 +101,7 @@ class IndexedSlices:
         found: np.dtype[np.generic] = self._values.dtype
         return found
 
-    def with_shape(self, shape: tuple[int, ...], where: Callable[[], str] = lambda: "IndexedSlices") -> IndexedSlices:
+    def _with_shape(self, shape: tuple[int, ...], where: Callable[[], str] = lambda: "IndexedSlices") -> IndexedSlices:
         """Returns the same rows of a whole of this shape, where the shape is not known.
 
         Args:
@@ -141,20 +141,20 @@ class IndexedSlices:
         return self._grouped
 
     @property
-    def each_once(self) -> bool:
+    def _each_once(self) -> bool:
         """True if it is known that each place is there once, in increasing order."""
         return self._grouped is not None and self._grouped.values is self._values
 
-    def with_values(self, values: AnyArray) -> IndexedSlices:
+    def _with_values(self, values: AnyArray) -> IndexedSlices:
         """Returns other rows in the same places, of which each is known to be there once."""
-        return IndexedSlices.of_rows(Rows(self.rows().ids, values), self.shape)
+        return IndexedSlices._of_rows(Rows(self.rows().ids, values), self.shape)
 
-    def on(self, device: Device) -> IndexedSlices:
+    def _on(self, device: Device) -> IndexedSlices:
         """Returns the same with its rows on a device."""
         ids, values = self.rows()
-        return IndexedSlices.of_rows(Rows(ids, to_device(values, device)), self.shape)
+        return IndexedSlices._of_rows(Rows(ids, to_device(values, device)), self.shape)
 
-    def none(self) -> Rows:
+    def _none(self) -> Rows:
         """Returns none of its rows."""
         return Rows(np.empty(0, np.int64), self._values[:0])
 

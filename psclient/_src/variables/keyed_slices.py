@@ -50,7 +50,7 @@ class KeyedSlices(IndexedSlices):
         """How often each key was asked for, or was given: int64 (n,)."""
         return self.counted.counts
 
-    def with_shape(self, shape: tuple[int, ...], where: Callable[[], str] = lambda: "IndexedSlices") -> IndexedSlices:
+    def _with_shape(self, shape: tuple[int, ...], where: Callable[[], str] = lambda: "IndexedSlices") -> IndexedSlices:
         """Returns itself.
 
         Args:
@@ -66,13 +66,13 @@ class KeyedSlices(IndexedSlices):
             )
         return self
 
-    def with_values(self, values: AnyArray) -> KeyedSlices:
+    def _with_values(self, values: AnyArray) -> KeyedSlices:
         """Returns other rows of the same keys."""
         return KeyedSlices(self.space, self.counted, values, self.shape)
 
     def on(self, device: Device) -> KeyedSlices:
         """Returns the same with its rows on a device."""
-        return self.with_values(to_device(self.values, device))
+        return self._with_values(to_device(self.values, device))
 
     def without_rows(self) -> KeyedSlices:
         """Returns the same without any row."""
@@ -95,7 +95,7 @@ class KeyedSlices(IndexedSlices):
         )
 
     def _like(self, values: AnyArray) -> KeyedSlices:
-        return self.with_values(values)
+        return self._with_values(values)
 
     def __repr__(self) -> str:
         return f"IndexedSlices(values={self._values!r}, keys={self._indices!r} of table {self.space.table!r})"

@@ -45,7 +45,7 @@ class ServerReader(Protocol):
         """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
         ...
 
-    def takes_hints(self, handle: Handle) -> bool:
+    def _takes_hints(self, handle: Handle) -> bool:
         """Returns whether the rows of a part of a table lie in a file on its server."""
         ...
 
@@ -126,7 +126,7 @@ class ServerVariable(Variable):
 def scatter_on_servers(variable: Variable, how: str, slices: IndexedSlices) -> None:
     """Changes rows of a variable by one of `SCATTERS`, each place once; they are of a dtype that fits."""
     truth = slices.dtype.kind == "b"  # Reductions know none: it travels as an integer.
-    given = slices.with_values(slices.values.astype(np.uint8)) if truth else slices
+    given = slices._with_values(slices.values.astype(np.uint8)) if truth else slices
 
     def assign(v: Value, rows: Value) -> None:
         v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
@@ -393,7 +393,7 @@ class CopiedVariable(Variable, DistributedValues):
     def _mine(self) -> ReplicaCopy | None:
         """The copy of the replica or of the update in whose function the calling thread is."""
         index = context.local_replica(self.strategy)
-        copy: ReplicaCopy | None = None if index is None else self.component(index)
+        copy: ReplicaCopy | None = None if index is None else self._component(index)
         return copy
 
     def __repr__(self) -> str:
@@ -411,7 +411,7 @@ class MirroredVariable(CopiedVariable):
 
     def _array(self) -> AnyArray:
         mine = self._mine()
-        return (self.component(0) if mine is None else mine).cell.array
+        return (self._component(0) if mine is None else mine).cell.array
 
     def _assign(self, how: str, value: Value) -> Value:
         mine = self._mine()
@@ -469,7 +469,7 @@ class SyncOnReadVariable(CopiedVariable):
         return made
 
     def _first(self) -> Array:
-        return to_numpy(self.component(0).cell.array)
+        return to_numpy(self._component(0).cell.array)
 
     def assign_copy(self, copy: ReplicaCopy, how: str, value: Value) -> Value:
         copy.cell.write(how, value)
@@ -488,7 +488,7 @@ class SyncOnReadVariable(CopiedVariable):
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
             raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
         self._check_aggregation("assigned")
-        value = value.component(0) if isinstance(value, Mirrored) else read(value)
+        value = value._component(0) if isinstance(value, Mirrored) else read(value)
         if self.is_shared:
             self.parts.hand_in()
         self._spread(value, how)
@@ -509,7 +509,7 @@ class SyncOnReadVariable(CopiedVariable):
             f"{how} in the function given to strategy.run, or assign the whole value"
         )
 
-    def refuse_update(self) -> NoReturn:
+    def _refuse_update(self) -> NoReturn:
         """Raises `ValueError`: the copies of what is updated would not stay equal."""
         raise ValueError(
             f"{self.name!r} is an ON_READ variable, whose copies differ by replica; read it before, in cross-replica "
@@ -523,13 +523,13 @@ class SyncOnReadVariable(CopiedVariable):
         """
         rest = self._spread(value)
         if rest is not None and self.strategy.backend.group.slice()[0] == 0:
-            self.component(0).cell.write("assign_add", rest)
+            self._component(0).cell.write("assign_add", rest)
 
     def _spread(self, value: object, how: str = "assign") -> Array | None:
         """As `share_out`; what an integer sum leaves over is given back, and nobody has it."""
         rest = None
         if self.aggregation is VariableAggregation.SUM:
-            whole = to_numpy(self.component(0).cell.fit(value))
+            whole = to_numpy(self._component(0).cell.fit(value))
             value, rest = _share(whole, self.strategy.num_replicas_in_sync)
         for copy in self.values:
             copy.cell.write(how, value)

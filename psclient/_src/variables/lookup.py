@@ -46,7 +46,7 @@ class LookedUpRows:
         places: `inverse` on the host, int64.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     variable: RowReadable
     ids: Int64s
@@ -142,7 +142,7 @@ class RowReadable(Readable):
         kind: what it is, in a word, for messages.
     """
 
-    kind: ClassVar[str] = "variable"
+    _kind: ClassVar[str] = "variable"
     name: str
     strategy: Any
     _named: tuple[tuple[Int64s, Int64s, Int64s], ...] = ()
@@ -194,7 +194,7 @@ class RowReadable(Readable):
         return self.sparse_read(indices)
 
     @property
-    def takes_hints(self) -> bool:
+    def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: this is a dynamic table whose rows lie in files on its servers."""
         return False
 
@@ -218,7 +218,7 @@ class RowReadable(Readable):
 
         Servers are told with the next round that assigns the table, and `prefetch` names the rows one batch later.
         Nothing that is computed depends on it. In replica and cross-replica context; of no use, and without effect,
-        unless `takes_hints` is True. `InputOptions(prefetch=...)` calls it for each batch.
+        unless `_takes_hints` is True. `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
             ids: as of `lookup`, each.
@@ -226,10 +226,10 @@ class RowReadable(Readable):
         Raises:
             TypeError, ValueError, RuntimeError: as `lookup`.
         """
-        if self.takes_hints:
+        if self._takes_hints:
             self._prefetch_hint(self._name(ids))
 
-    def no_rows(self) -> IndexedSlices:
+    def _no_rows(self) -> IndexedSlices:
         """Returns a gradient of none of its rows."""
         none = np.empty(0, np.int64)
         return self._slices(self._shown(none), lambda: none, np.empty((0, *self.shape[1:]), self.dtype))
@@ -311,7 +311,7 @@ class RowReadable(Readable):
             counts: returns how often each came.
             values: the rows.
         """
-        return IndexedSlices.of_rows(Rows(shown, values), self.shape)
+        return IndexedSlices._of_rows(Rows(shown, values), self.shape)
 
     def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
         """Returns rows of the variable's shape if each id is known to be there once, in order; else None.
@@ -319,16 +319,16 @@ class RowReadable(Readable):
         Raises:
             ValueError: they are of another variable.
         """
-        return slices if slices.each_once else None
+        return slices if slices._each_once else None
 
-    def fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
         """Returns rows as a reduction to the variable, or an update of it, takes them.
 
         Raises:
             ValueError: they are of another shape, or of another variable, or an id is no row of it.
         """
-        fitted = slices.with_shape(self.shape, lambda: f"IndexedSlices for {place_of(self)}")
-        if not fitted.each_once:
+        fitted = slices._with_shape(self.shape, lambda: f"IndexedSlices for {place_of(self)}")
+        if not fitted._each_once:
             fitted.rows(f"IndexedSlices for {place_of(self)}")  # here a bad id can be named with who gave it
         return fitted
 
@@ -345,7 +345,7 @@ def place_of(variable: RowReadable) -> str:
 
 
 def _named(variable: RowReadable) -> str:
-    return f"{variable.kind} {variable.name!r}"
+    return f"{variable._kind} {variable.name!r}"
 
 
 def _integers(variable: RowReadable, ids: Nest) -> Array:

@@ -58,7 +58,7 @@ def combine_rows(how: str, variable: RowReadable, slices: IndexedSlices, where: 
         ValueError: an index is no row of the variable; rows of another shape, or of another table.
     """
     of_equal = SCATTERS[how].of_equal
-    slices = slices.with_shape(variable.shape, lambda: where)
+    slices = slices._with_shape(variable.shape, lambda: where)
     if (known := variable._known(slices)) is not None:
         return known
     ids = variable._check(to_numpy(slices.indices), where)
@@ -182,7 +182,7 @@ def _scattered(variable: Any, how: str, delta: Any) -> Any:
             "cross-replica context, or pass the rows to the update as an argument and write v.assign_add(rows)"
         )
     if isinstance(delta, Mirrored):
-        delta = delta.component(context.local_replica(variable.strategy) or 0)
+        delta = delta._component(context.local_replica(variable.strategy) or 0)
     if not isinstance(delta, IndexedSlices):
         raise TypeError(
             f"{how} of variable {variable.name!r} takes ps.IndexedSlices, and not {type(delta).__name__}; write "
@@ -209,4 +209,6 @@ def _fitting(variable: RowWritable, how: str, slices: IndexedSlices) -> IndexedS
         return slices
     # Sums and products of rows for one place might not fit into the dtype of the rows.
     values = slices.values.astype(common)
-    return slices.with_values(values) if slices.each_once else IndexedSlices(values, slices.indices, slices.dense_shape)
+    return (
+        slices._with_values(values) if slices._each_once else IndexedSlices(values, slices.indices, slices.dense_shape)
+    )

@@ -125,7 +125,7 @@ class Sharding:
         """Cuts rows by the shards that they are of; nothing is copied."""
         ids, values = slices.rows()
         return [
-            IndexedSlices.of_rows(Rows(own, values[at]), (b.stop - b.start, *slices.shape[1:]))
+            IndexedSlices._of_rows(Rows(own, values[at]), (b.stop - b.start, *slices.shape[1:]))
             for (at, own), b in zip(self.split_ids(ids), self.bounds, strict=True)
         ]
 
@@ -154,7 +154,7 @@ class Sharding:
                 return leaf.parts
             leaf = leaf.numpy()
         if isinstance(leaf, IndexedSlices):
-            return self.split_rows(whole.fit_slices(leaf))
+            return self.split_rows(whole._fit_slices(leaf))
         if isinstance(leaf, Mirrored):
             if not self.cuts(leaf.shape, whole.shape):
                 return [leaf] * len(self.places)
@@ -237,10 +237,10 @@ class VariableOfShards(Variable):
 
     def _on_host(self) -> Value:
         if context.update_lift() is not None:
-            self.refuse_update()
+            self._refuse_update()
         return self._fetch()
 
-    def refuse_update(self) -> NoReturn:
+    def _refuse_update(self) -> NoReturn:
         """Raises `ValueError`: an update function sees a shard, and this is all of them."""
         raise ValueError(
             f"{self.name!r} is in {len(self._shards)} shards, and an update function runs beside one of them; pass it "

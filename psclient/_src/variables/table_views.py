@@ -39,7 +39,7 @@ class TableView(RowWritable):
         strategy: the strategy that owns the table.
     """
 
-    kind = "table"
+    _kind = "table"
 
     def __init__(self, table: TableVariable, name: str, number: int) -> None:
         self.table = table
@@ -116,17 +116,17 @@ class TableView(RowWritable):
             raise ValueError(f"rows of other tables of the group are given to {self.name!r}")
         return known
 
-    def fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
-        """Returns rows of the group's table, each key once; see `RowReadable.fit_slices`."""
+    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows of the group's table, each key once; see `RowReadable._fit_slices`."""
         return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
     def _prefetch(self, ids: Int64s) -> None:
         self.table._prefetch_as(self.number, ids)
 
     @property
-    def takes_hints(self) -> bool:
+    def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: rows of the group lie in files on its servers."""
-        return self.table.takes_hints
+        return self.table._takes_hints
 
     def _prefetch_hint(self, ids: Int64s) -> None:
         self.table._prefetch_hint_as(self.number, ids)
@@ -150,7 +150,7 @@ class TableGroup(Mapping[str, TableView]):
         names: names of the views, in the order of their numbers.
     """
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     def __init__(self, table: TableVariable, names: Sequence[str]) -> None:
         self.table = table
@@ -291,7 +291,7 @@ def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
             f"the gradient of table {view.name!r} is {'None' if gradient is None else type(gradient).__name__}; give "
             "rows.gradient(d) of what was looked up, or ps.IndexedSlices(rows, keys)"
         )
-    return cast(KeyedSlices, view.fit_slices(gradient))
+    return cast(KeyedSlices, view._fit_slices(gradient))
 
 
 def table_of(variable: Any) -> Any:

@@ -80,7 +80,7 @@ def refuse_whole(name: str) -> NoReturn:
 class PartOfTable(ServerVariable):
     """The rows of some buckets of a table, on a server. What can be done with them is done with the table."""
 
-    kind = "part of a table"
+    _kind = "part of a table"
 
     def _fetch(self) -> Array:
         refuse_whole(self.whole.name)
@@ -98,9 +98,9 @@ class PartOfTable(ServerVariable):
         self._reader.prefetch(self.handle, *pieces)
 
     @property
-    def takes_hints(self) -> bool:
+    def _takes_hints(self) -> bool:
         """True if its rows lie in a file on its server."""
-        return self._reader.takes_hints(self.handle)
+        return self._reader._takes_hints(self.handle)
 
     def hint_by(self, pieces: Sequence[Int64s]) -> None:
         """The next round that assigns the table hints at the rows of these keys, given as to `look_ahead_by`."""
@@ -129,7 +129,7 @@ class TableVariable(CutVariable):
         sharding: the buckets of each part, and its server.
     """
 
-    kind = "table"
+    _kind = "table"
     sharding: KeySharding
     views: Any = None
     """The `TableGroup` of which it has all rows; None for a table of its own."""
@@ -209,7 +209,7 @@ class TableVariable(CutVariable):
 
     def _content(self, what: Any) -> Any:
         if context.update_lift() is not None:
-            self.refuse_update()
+            self._refuse_update()
         return self._reader.read_tables([part.handle for part in self._shards], what)
 
     # ---- What there is not ----
@@ -225,7 +225,7 @@ class TableVariable(CutVariable):
 
     def _assign(self, how: str, value: Value) -> Value:
         if context.update_lift() is not None:
-            self.refuse_update()
+            self._refuse_update()
         refuse_whole(self.name)
 
     # ---- Rows by keys ----
@@ -249,8 +249,8 @@ class TableVariable(CutVariable):
             raise ValueError(f"rows of table {slices.space.table!r} are given to table {self.sharding.space.table!r}")
         return slices
 
-    def fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
-        """Returns rows by keys, each key once; see `RowReadable.fit_slices`."""
+    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows by keys, each key once; see `RowReadable._fit_slices`."""
         return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
     def _prefetch_as(self, number: int, ids: Int64s) -> None:
@@ -272,9 +272,9 @@ class TableVariable(CutVariable):
             part.look_ahead_by([ahead[each][number_of_part] for each in sorted(ahead)])
 
     @property
-    def takes_hints(self) -> bool:
+    def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: rows of it lie in files on its servers."""
-        return any(part.takes_hints for part in self.parts)
+        return any(part._takes_hints for part in self.parts)
 
     def _prefetch_hint_as(self, number: int, ids: Int64s) -> None:
         """As `prefetch_hint`, for one of several who look up rows; arguments are as of `_prefetch_as`."""
@@ -286,7 +286,7 @@ class TableVariable(CutVariable):
     def _hint(self, behind: dict[int, list[Int64s]]) -> None:
         self._behind = behind
         for number_of_part, part in enumerate(self.parts):
-            if part.takes_hints:
+            if part._takes_hints:
                 part.hint_by([behind[each][number_of_part] for each in sorted(behind)])
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:

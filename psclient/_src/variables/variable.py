@@ -84,7 +84,7 @@ def on_read_scope(aggregation: VariableAggregation) -> Iterator[None]:
 class _Request:
     """A variable as it was asked for: where and how, as of the thread that asked."""
 
-    nest_leaf: ClassVar[bool] = True
+    _nest_leaf: ClassVar[bool] = True
 
     initial_value: InitialValue
     dtype: npt.DTypeLike | None
@@ -284,9 +284,9 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
     """The parameter devices that hold it, by number."""
     compression: Compressed = None
     consistency: Consistency | None = None
-    alone = False
-    feedback: Feedback | None = None
-    residual: Variable | None = None
+    _alone = False
+    _feedback: Feedback | None = None
+    _residual: Variable | None = None
 
     if TYPE_CHECKING:  # The metaclass takes these, and makes the kind of variable that the strategy has.
 
@@ -308,11 +308,11 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         self.spec = spec.tensor
         self.name = spec.name
         self.trainable = spec.trainable
-        self.alone = spec.alone
+        self._alone = spec.alone
         self.aggregation = aggregation
 
     @classmethod
-    def stored(cls, *args: object) -> Self:
+    def _stored(cls, *args: object) -> Self:
         """Makes a variable of this very kind; for the strategies."""
         made: Self = type.__call__(cls, *args)
         return made
@@ -330,7 +330,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         own = context.local_replica(self.strategy) or 0
         return self.devices[own if own < len(self.devices) else 0]
 
-    def check_strategy(self, strategy: StrategyFace) -> None:
+    def _check_strategy(self, strategy: StrategyFace) -> None:
         """Raises `ValueError` if it is not a variable of this strategy."""
         if self.strategy is not strategy:
             where = (
@@ -347,7 +347,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         """Its value, as `read_value`."""
         return self.read_value()
 
-    pickle_remedy = "send its value, v.numpy(), or create it there, with a strategy of that process"
+    _pickle_remedy = "send its value, v.numpy(), or create it there, with a strategy of that process"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable beside this one, of the same value, whose name gets a number. In any context but update's."""
@@ -421,9 +421,9 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     def _merge_assign(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         self._check_summed(strategy, how, value)
-        return self.assign_aggregate(strategy, how, value)
+        return self._assign_aggregate(strategy, how, value)
 
-    def assign_aggregate(self, strategy: StrategyFace, how: str, value: Value) -> Value:
+    def _assign_aggregate(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         """Combines the replicas' values as `aggregation` says, and assigns them once. In cross-replica context.
 
         Args:

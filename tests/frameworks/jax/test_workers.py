@@ -312,7 +312,7 @@ def test_only_tables_may_be_trained(strategy):
     state = state.apply_gradients(grads={}, rows={rows: jnp.ones_like(rows.values)})
     assert (state.step, state.params) == (1, {})
     assert table.numpy()[1] == pytest.approx(FIRST[1] - 0.1, abs=1e-5)
-    assert set(state.trackable_children()) == {"params", "tx", "tables"}
+    assert set(state._trackable_children()) == {"params", "tx", "tables"}
 
 
 @pytest.mark.parametrize(

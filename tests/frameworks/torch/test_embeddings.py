@@ -223,7 +223,7 @@ def test_a_table_in_memory_takes_no_hints(strategy, calls_of):
     hints = calls_of("prefetch_hint", module[0].table)
     module[0].prefetch_hint(torch.tensor([2, 3]), torch.tensor([4]))
     assert [[ids.tolist() for ids in call] for call in hints] == [[[2, 3], [4]]]
-    assert not module[0].takes_hints
+    assert not module[0]._takes_hints
     made = copy.deepcopy(module)  # as a moving average of a model makes one
     assert made[0].table is module[0].table
     assert made[1].weight is not module[1].weight
@@ -260,8 +260,8 @@ def test_rows_that_nobody_trains_are_let_go(strategy):
         seen += [weakref.ref(each.grad_fn.next_functions[0][0].variable) for each in of_both]
     assert all(each() is not None for each in seen[-2:])
     del rows, of_both
-    assert kept.gradient_holders == []
-    assert optimizer.gradient_holders == [*module["dense"].parameters()]
+    assert kept._gradient_holders == []
+    assert optimizer._gradient_holders == [*module["dense"].parameters()]
     assert [each() for each in seen] == [None] * 6
     assert changed_rows(module["users"].table) == []
 

@@ -118,7 +118,7 @@ def test_a_restore_writes_where_parameters_are(strategy, in_tmp_path):
     module.share_memory()
     checkpoint.restore(path)
     trained(module, optimizer, lambda _: None, 0)
-    optimizer.begin_batch(1, 1)
+    optimizer._begin_batch(1, 1)
     assert apart(module, saved) == 0
 
 
@@ -248,7 +248,7 @@ def test_layers_that_come_later_are_trained(strategy):
             net(torch.linspace(0, 1, 12).reshape(3, 4)).square().mean().backward()
             optimizer.step()
     assert apart(ours[0], theirs[0]) < 1e-6
-    assert "1.0.running_mean" in ours[1].trackable_children()["buffers"]
+    assert "1.0.running_mean" in ours[1]._trackable_children()["buffers"]
     stranger = torch.nn.Linear(2, 2)
     refused(
         ValueError, "add its layer to the module before", lambda: ours[1].add_param_group({"params": stranger.weight})

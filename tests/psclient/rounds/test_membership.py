@@ -252,13 +252,13 @@ def test_a_step_computes_with_one_value(job):
         other.add(plan, 1)
         assert int(one.exchange.reads.read(v)) == 1
         assert int(one.exchange.reads.read(v, now=True)) == 2
-        one.exchange.reads.begin_step()
+        one.exchange.reads._begin_step()
         assert int(one.exchange.reads.read(v)) == 2
         one.add(plan, 10)
         other.add(plan, 1)
-        one.exchange.reads.begin_step()
+        one.exchange.reads._begin_step()
         assert int(one.exchange.reads.read(v)) == 12, "what its push brought back is what its next step begins with"
-        one.exchange.reads.begin_step()
+        one.exchange.reads._begin_step()
         assert int(one.exchange.reads.read(v)) == 13
 
 

@@ -165,7 +165,7 @@ def test_lines_are_kept_until_they_are_said(alone):
         for number in range(5):
             value_of(one, send(one, plan, number))
         assert len(window._lines) == 1
-        window.begin_step()
+        window._begin_step()
     for number in range(5):
         value_of(one, send(one, plan, number))
     assert not window._lines

@@ -269,7 +269,7 @@ def test_rows_by_keys_are_no_array():
     own = space()
     slices = KeyedSlices(own, CountedKeys(np.array([4, 9]), np.array([1, 3])), np.ones((2, 2)), (ROWS, 2))
     refused(TypeError, "table 'users', by keys", lambda: np.asarray(slices))
-    refused(ValueError, r"shape \(9, 2\) is expected", lambda: slices.with_shape((9, 2)))
+    refused(ValueError, r"shape \(9, 2\) is expected", lambda: slices._with_shape((9, 2)))
     halved = -(slices * 0.5)
     assert isinstance(halved, KeyedSlices)
     assert halved.counts.tolist() == [1, 3]

@@ -39,7 +39,7 @@ class Optimizer:
         """Returns the name, the prefix of the names of slots."""
         return self._rule.name
 
-    def trackable_children(self) -> dict[str, optimizers.Optimizer]:
+    def _trackable_children(self) -> dict[str, optimizers.Optimizer]:
         """Returns what checkpoints save of it. In any context."""
         return {"rule": self._rule}
 
@@ -142,7 +142,7 @@ def _checked_step(step: Any, variables: Sequence[Any]) -> Variable:
             f"global_step {step.name!r} is of {step.dtype} and of shape {step.shape}; give a variable of one integer"
         )
     if isinstance(variables[0], Variable):  # What is none is refused, with what to write, by the step itself.
-        step.check_strategy(variables[0].strategy)
+        step._check_strategy(variables[0].strategy)
     return step
 
 
