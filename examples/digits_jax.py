@@ -39,7 +39,7 @@ def main(epochs: int, resume: bool) -> None:
     checkpoint = ps.train.Checkpoint(params=state.variables, tx=state.tx)
     checkpoint.restore("digits_jax" if resume else None)
     gradients = jax.jit(jax.value_and_grad(mean_loss))
-    batches = psj.loader(ps.ArrayDataset((images[:1440], labels[:1440])).shuffle(0).batch(64), strategy=strategy)
+    batches = psj.Loader(ps.ArrayDataset((images[:1440], labels[:1440])).shuffle(0).batch(64), strategy=strategy)
     for epoch in batches.epochs(epochs):
         losses = []
         for batch in batches:

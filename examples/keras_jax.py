@@ -39,7 +39,7 @@ def main(epochs: int, resume: bool) -> None:
     checkpoint = ps.train.Checkpoint(state)
     checkpoint.restore("keras_jax" if resume else None)
     train, test = load_data()
-    batches = psj.loader(ps.ArrayDataset(train).shuffle(0).batch(64), strategy=strategy)
+    batches = psj.Loader(ps.ArrayDataset(train).shuffle(0).batch(64), strategy=strategy)
     rest = [v.value for v in model.non_trainable_variables]  # Dropout's seed: each worker's own
     for epoch in batches.epochs(epochs):
         for batch in batches:

@@ -1,7 +1,7 @@
 """Training of JAX's models on parameter servers; `import psclient.jax as psj`.
 
     state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optimizers.adam(1e-3), strategy=strategy)
-    for batch in psj.loader(data, strategy=strategy):
+    for batch in psj.Loader(data, strategy=strategy):
         loss, grads = step(state.params, batch)         # compiled by jax.jit, and pure
         state = state.apply_gradients(grads=grads)      # a round: the mean over all workers, and a step on the servers
 
@@ -18,9 +18,9 @@ arrays      between NumPy and JAX: what is copied
 """
 
 from psclient.jax import optimizers
-from psclient.jax.loading import loader
-from psclient.jax.modules import Bound, bind
+from psclient.jax.loading import Loader
+from psclient.jax.modules import Optimizer
 from psclient.jax.rows import Rows, lookup
 from psclient.jax.state import TrainState
 
-__all__ = ["Bound", "Rows", "TrainState", "bind", "loader", "lookup", "optimizers"]
+__all__ = ["Loader", "Optimizer", "Rows", "TrainState", "lookup", "optimizers"]

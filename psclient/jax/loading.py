@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from psclient._src.data.distributed import DistributedDataset
+from psclient._src.data.loader import BaseLoader
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.options import InputOptions
 from psclient.jax.parameters import strategy_of
 
 
-def loader(
-    data: object, prefetch: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
-) -> DistributedDataset:
-    """Shares the batches of a dataset among all workers, and names the rows of the next one. In any context.
+class Loader(BaseLoader):
+    """The batches of a dataset, shared among all workers, as nests of NumPy's arrays. In any context.
 
-        batches = psj.loader(ps.ArrayDataset(arrays).batch(64), prefetch={users: lambda batch: batch["user"]})
+        batches = psj.Loader(ps.ArrayDataset(arrays).batch(64), prefetch={users: lambda batch: batch["user"]})
         for epoch in batches.epochs(10):
             for batch in batches:
                 rows = psj.lookup(users, batch["user"])     # from the second batch on it is here already
@@ -31,14 +29,15 @@ def loader(
             worker's batch. The rows of the next batch then come with the round of this one.
         strategy: the strategy; None for that of the tables, or of the scope.
 
-    Returns:
-        An iterable of nests of NumPy's arrays.
-
     Raises:
         RuntimeError: there is no strategy.
         TypeError: the dataset is of no known kind; `prefetch` has what is no table, or no function.
         ValueError: the dataset is not batched; the strategy has several replicas here.
     """
-    options = InputOptions(experimental_prefetch_to_device=False, prefetch=dict(prefetch or {}))
-    given = next((table.strategy for table in options.prefetch), None) if strategy is None else strategy
-    return strategy_of(given).experimental_distribute_dataset(data, options)
+
+    def __init__(
+        self, data: object, prefetch: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
+    ) -> None:
+        options = InputOptions(experimental_prefetch_to_device=False, prefetch=dict(prefetch or {}))
+        given = next((table.strategy for table in options.prefetch), None) if strategy is None else strategy
+        super().__init__(strategy_of(given).experimental_distribute_dataset(data, options))

@@ -72,7 +72,7 @@ class TrainState:
             tables: tables whose rows are trained with it, so that their slots are there from the beginning.
             reduction: "mean" if each worker's gradients are those of the mean over its own examples: they count as
                 many times as it has examples, and the result is the mean over all. For a batch whose size is not
-                known, as of no `psj.loader`, or of one without shards, all workers count alike. "sum" adds them up, as
+                known, as of no `psj.Loader`, or of one without shards, all workers count alike. "sum" adds them up, as
                 `ps.optimizers` do: the loss is then divided by the global batch size.
             name: the first part of the variables' names.
 

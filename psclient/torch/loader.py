@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -12,12 +12,13 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.conversions import is_text, to_torch
 from psclient._src.arrays.devices import to_numpy
 from psclient._src.data.adapters import Weighed
+from psclient._src.data.loader import BaseLoader
 from psclient._src.options import InputOptions
 from psclient.torch.embeddings import LookupModule
 from psclient.torch.optimizer import Optimizer
 
 
-class Loader:
+class Loader(BaseLoader):
     """The batches of a loader, shared among workers: of each global batch this worker's part, as tensors.
 
         loader = DataLoader(data, batch_size=512, shuffle=True, generator=torch.Generator().manual_seed(0))
@@ -45,8 +46,6 @@ class Loader:
             `prefetch` is no module whose rows are looked up, or a value no function.
         ValueError: optimizers are of different strategies.
     """
-
-    _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -76,27 +75,11 @@ class Loader:
         self._loader = loader
         named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}
         options = InputOptions(experimental_prefetch_to_device=False, prefetch=named)
-        self._batches = self._strategy.experimental_distribute_dataset(Weighed(loader), options)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state in `ps.train.Checkpoint(data=loader)`, by which it goes on in any loop."""
-        return self._batches.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next batch is the one that followed when the checkpoint was saved that was restored."""
-        self._batches.load_state_dict(state_dict)
+        super().__init__(self._strategy.experimental_distribute_dataset(Weighed(loader), options))
 
     def __len__(self) -> int:
         """The number of batches of an epoch, if the loader knows it."""
         return len(self._loader)
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Returns the epochs that are still to be done, so that a script that resumes or joins skips the others.
-
-        Args:
-            count: of all epochs, those included that are done.
-        """
-        return self._batches.epochs(count)
 
     def __iter__(self) -> Iterator[Any]:
         last: Any = None

@@ -41,12 +41,12 @@ def test_a_module_of_nnx_is_trained_in_place(strategy):
         return nnx.value_and_grad(lambda module: jnp.mean((module(x) - y) ** 2))(module)
 
     bound, alone = make_net(nnx), make_net(nnx)
-    ours = psj.bind(bound, psj.optimizers.adam(1e-3), strategy=strategy)
+    ours = psj.Optimizer(bound, psj.optimizers.adam(1e-3), strategy=strategy)
     theirs = nnx.Optimizer(alone, optax.adam(1e-3), wrt=nnx.Param)
     assert ours.state.variables["layers"]["0"]["kernel"].name == "params/layers/0/kernel"
     for _ in range(STEPS):
         _, grads = gradients(bound, X, Y)
-        ours.update(grads)
+        ours.update(bound, grads)
         _, grads = gradients(alone, X, Y)
         theirs.update(alone, grads)
     assert ours.step == STEPS
@@ -56,17 +56,17 @@ def test_a_module_of_nnx_is_trained_in_place(strategy):
 
 
 def test_a_module_of_nnx_resumes(in_tmp_path):
-    """What a checkpoint restores comes into the module when it is pulled; another seed changes nothing."""
+    """What a checkpoint restores comes into the module when it is refreshed; another seed changes nothing."""
     nnx, saved = pytest.importorskip("flax.nnx"), []
     for seed in (0, 1):
         with opened("embedded-1") as strategy:
             module = make_net(nnx, seed)
-            ours = psj.bind(module, ps.optimizers.SGD(0.1), strategy=strategy)
+            ours = psj.Optimizer(module, ps.optimizers.SGD(0.1), strategy=strategy)
             if seed:
                 ps.train.Checkpoint(ours).restore("run").assert_consumed()
-                ours.pull()
+                ours.refresh(module)
             else:
-                ours.update(nnx.state(module, nnx.Param))
+                ours.update(module, nnx.state(module, nnx.Param))
                 ps.train.Checkpoint(ours).save("run/ckpt")
             saved.append(module.layers[0].kernel[...])
             assert ours.step == 1

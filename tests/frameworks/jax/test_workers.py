@@ -63,7 +63,7 @@ def train(strategy, index, loss=mean_loss, data=None, steps=STEPS, **more):
         apply_fn=None, params=start(), tx=psj.optimizers.adam(1e-2), strategy=strategy, **more
     )
     examples = ps.ArrayDataset((X, Y)).shuffle(0).batch(BATCH) if data is None else data
-    batches = psj.loader(examples, strategy=strategy)
+    batches = psj.Loader(examples, strategy=strategy)
     while state.step < steps:
         for x, y in batches:
             _, grads = gradients[loss](state.params, x, y)
@@ -147,7 +147,7 @@ def test_a_step_waits_once():
         for epoch in range(2):
             strategy.backend.settle()
             waits, steps = strategy.blocking_waits, state.step
-            for x, y in psj.loader(ps.ArrayDataset((X, Y)).batch(BATCH), strategy=strategy):
+            for x, y in psj.Loader(ps.ArrayDataset((X, Y)).batch(BATCH), strategy=strategy):
                 value, grads = gradients[mean_loss](state.params, x, y)
                 state = state.apply_gradients(grads=grads)
                 str(strategy.reduce("mean", value, axis=None))
@@ -289,7 +289,7 @@ def test_the_rows_of_the_next_batch_come_with_the_round(cluster):
         table = static(strategy)
         state = create(strategy, ps.optimizers.SGD(0.1), [table])
         pulls, waits = [], []
-        for ids in psj.loader(data, prefetch={table: lambda ids: ids}):
+        for ids in psj.Loader(data, prefetch={table: lambda ids: ids}):
             before, begun = calls["pull"], strategy.blocking_waits
             rows = psj.lookup(table, ids)
             _, (grads, d) = row_gradients(state.params, rows.values, rows.inverse)

@@ -620,7 +620,7 @@ def test_tracing_once_is_cheap(strategy):
     w, optimizer = variable(strategy, np.zeros((64, 10), "float32")), ps.optimizers.Adam()
     optimizer.build([w])
     state = optimizer._state
-    extended, own = strategy.extended, optimizer.settings()
+    extended, own = strategy.extended, optimizer._settings()
 
     def median(fn, args, count):
         times = []
