@@ -6,7 +6,7 @@
 Real processes on this machine: two servers, two workers, a chief of its own. Jobs with copies and without take turns.
 The variable lies on one server, or on that and its copy. A loss is SIGKILL; its figure is the time from the signal to
 the end of the first round that both workers make without the server, which makes rounds all the time. A return is the
-longest wait for a round after the server was started again: that in which it is taken back.
+longest wait for a round after the server was started again: that in which it is readmitted.
 
 `--json FILE` writes `{"format", "machine", "rounds", "losses", "returns"}`; times in seconds.
 """
@@ -116,7 +116,7 @@ def rounds_of(job: ProcessCluster) -> list[float]:
 
 
 def comeback(number: int, size: int, transport: str) -> float:
-    """Returns the seconds of the round before which a server is taken back."""
+    """Returns the seconds of the round before which a server is readmitted."""
     args = 3000 if size < 1 << 20 else 40, size
     with tempfile.TemporaryDirectory() as directory, cluster(endure, args, directory, 1, transport) as job:
         for task in (W0, W1):
@@ -162,7 +162,7 @@ def main(quick: bool, file: Path | None) -> None:
     for name, size in SIZES.items():
         back[name] = [comeback(number, size, TRANSPORTS[0]) for number in range(2 if quick else 6)]
         took = statistics.median(back[name])
-        Console().print(f"the round before which a server is taken back, {name}: median {took:.2f} s")
+        Console().print(f"the round before which a server is readmitted, {name}: median {took:.2f} s")
     if file is not None:
         figures = {"format": FORMAT, "machine": before, "rounds": found, "losses": lost, "returns": back}
         file.write_text(json.dumps(figures, indent=1))

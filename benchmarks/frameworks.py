@@ -17,7 +17,7 @@ Needs torch in the Python that runs it (`make test-frameworks` installs it). All
   loss in each step; torch RPC makes the same steps, with the answer of the slower worker's call, in lock step. Both
   take their examples out of arrays by index, and are measured after 600 steps, when updates have their kernels.
 
-`--json FILE` writes `{"format", "machine", "rows", "left_out"}`; docs/performance.md says what is in it.
+`--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/performance.md says what is in it.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def main(
     python = next(filter(has_torch, (*pythons, sys.executable)))
     counts, warm = {"step": 500, "large": 30, "trace": 30, "cnn": 300}, 30 if quick else WARM
     laps: dict[tuple[str, str], list[list[float]]] = {}
-    left_out = []
+    excluded = []
     for _ in range(repeats or (1 if quick else 3)):
         for work in works:
             count = max(counts[work] // (10 if quick else 1), TURNS)
@@ -317,7 +317,7 @@ def main(
                 try:
                     found = run()
                 except Failed as error:
-                    left_out.append(str(error))
+                    excluded.append(str(error))
                     continue
                 for way, seconds in found.items():
                     laps.setdefault((work, way), []).append(seconds)
@@ -336,7 +336,7 @@ def main(
         "machine": machine(),
         "transport": transport,
         "rows": rows,
-        "left_out": left_out,
+        "excluded": excluded,
     }
     table = Table(
         "work", "way", title=f"Steps of psclient.torch on {transport}, ms; load {figures['machine']['load']:.1f}"
@@ -345,7 +345,7 @@ def main(
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(row["work"], row["way"], *(f"{row['ms'][key]:.3f}" for key in ("median", "p90", "min")))
-    Console().print(table, *left_out, sep="\n")
+    Console().print(table, *excluded, sep="\n")
     if json_file:
         json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

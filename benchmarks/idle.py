@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""What a server pays for many workers that do nothing at the moment: memory for each, and processor time for beats.
+"""What a server pays for many workers that do nothing at the moment: memory for each, and processor time for heartbeats.
 
     python benchmarks/idle.py [--quick] [--json FILE] [--transport TRANSPORT ...]
 
 Sessions are opened as a worker opens them: a gRPC connection, its transport, the call that is held until the session ends,
-and beats. The limit is measured beside them: a server of grpc.aio alone, with as many connections from as many
-processes, each of which has made one call and holds one open stream. Then its clients send messages of a beat's size
-as often as workers beat, first as calls of their own, then on the streams. It answers them and does nothing else.
+and heartbeats. The limit is measured beside them: a server of grpc.aio alone, with as many connections from as many
+processes, each of which has made one call and holds one open stream. Then its clients send messages of a heartbeat's size
+as often as workers heartbeat, first as calls of their own, then on the streams. It answers them and does nothing else.
 
 Clients share processes, as threads, as in `fanin.py`: a server cannot tell. Memory is what the server's process has
 for itself (`Pss` of smaps_rollup), less what it had with one session of each process. Processor time is that of its
-whole process, and is divided by the beats that clients have counted: on a machine that others use they may be late.
+whole process, and is divided by the heartbeats that clients have counted: on a machine that others use they may be late.
 What the process takes with those few sessions stands beside it.
 
-`--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "beat_seconds", "rows"}`.
+`--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "heartbeat_seconds", "rows"}`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from pswire.security.identity import Security
 FORMAT = 1
 SESSIONS, QUICK_SESSIONS = 1000, 40
 SECONDS, QUICK_SECONDS = 30.0, 4.0
-"""For which beats are counted."""
+"""For which heartbeats are counted."""
 
 PROCESSES = 8
 """That clients share."""
@@ -62,15 +62,15 @@ PROCESSES = 8
 OPENERS = 8
 """Sessions of one process that are opened at a time."""
 
-BEAT_SECONDS = Timeouts.heartbeat_interval
-BEAT_BYTES, ANSWER_BYTES = 32, 2
-"""About the size of a `BeatRequest` and a `BeatReply` of a worker that does nothing."""
+HEARTBEAT_SECONDS = Timeouts.heartbeat_interval
+HEARTBEAT_BYTES, ANSWER_BYTES = 32, 2
+"""About the size of a `HeartbeatRequest` and a `HeartbeatReply` of a worker that does nothing."""
 
 TIMEOUTS = Timeouts(session_timeout=60.0)
 """A thousand clients on one machine may wait for its processors for longer than a session lives otherwise. gRPC's
 connections ask for signs of life every 5 s then, and with the usual lease every 2.5 s."""
 
-REST = 2 * BEAT_SECONDS
+REST = 2 * HEARTBEAT_SECONDS
 """Seconds after which what was opened is at rest."""
 
 WAIT = 300.0
@@ -105,18 +105,18 @@ def be_clients(share: Share) -> None:
     opened: Opened = Sessions(share) if share.transport else Channels(share)
     first, *rest = share.mine
     opened.open(first)
-    while word := _ask(opened.beats):
+    while word := _ask(opened.heartbeats):
         if word == "open":
             with ThreadPoolExecutor(OPENERS) as threads:
                 list(threads.map(opened.open, rest))
         elif word != "count":
-            opened.beat_by(word)
+            opened.heartbeat_by(word)
     opened.close()
 
 
-def _ask(beats: int) -> str:
+def _ask(heartbeats: int) -> str:
     """Says that this process is at a gate, and how often its clients have beaten; returns what to do next."""
-    print(beats, flush=True)
+    print(heartbeats, flush=True)
     return sys.stdin.readline().strip()
 
 
@@ -127,7 +127,7 @@ class Sessions:
         share: what this process is told.
 
     Attributes:
-        beats: how many there were.
+        heartbeats: how many there were.
     """
 
     def __init__(self, share: Share) -> None:
@@ -136,12 +136,12 @@ class Sessions:
         self._cluster = ClusterSpec(cluster)
         self._open: list[Session] = []
         self._lock = threading.Lock()  # guards the number
-        self.beats = 0
+        self.heartbeats = 0
         if 0 in share.mine:
             self._begin(Task("chief", 0), 0, True)
 
     def open(self, number: int) -> None:
-        """Opens a worker's session: it beats from now on."""
+        """Opens a worker's session: it heartbeats from now on."""
         self._begin(Task("worker", number), 1, False)
 
     def _begin(self, task: Task, replicas: int, drives: bool) -> None:
@@ -154,13 +154,13 @@ class Sessions:
         self._open.append(session)
 
     def _pace(self) -> Pace:
-        """Returns what a beat says of a worker that does nothing; each asks."""
+        """Returns what a heartbeat says of a worker that does nothing; each asks."""
         with self._lock:
-            self.beats += 1
+            self.heartbeats += 1
         return STILL
 
-    def beat_by(self, word: str) -> None:
-        """Sessions beat by themselves."""
+    def heartbeat_by(self, word: str) -> None:
+        """Sessions heartbeat by themselves."""
 
     def close(self) -> None:
         """Says nothing: the server is ended."""
@@ -182,18 +182,18 @@ class Channels:
         self._open: list[Channel] = []
 
     @property
-    def beats(self) -> int:
+    def heartbeats(self) -> int:
         """How many there were."""
-        return sum(channel.beats for channel in self._open)
+        return sum(channel.heartbeats for channel in self._open)
 
     def open(self, number: int) -> None:
         """Opens one, and what it holds."""
         self._open.append(Channel(self._server))
 
-    def beat_by(self, word: str) -> None:
-        """Has all send a beat's bytes as often as workers do, by "calls" or on the "streams"; "" ends it."""
+    def heartbeat_by(self, word: str) -> None:
+        """Has all send a heartbeat's bytes as often as workers do, by "calls" or on the "streams"; "" ends it."""
         for number, channel in enumerate(self._open):
-            channel.begin(word, BEAT_SECONDS * number / len(self._open))
+            channel.begin(word, HEARTBEAT_SECONDS * number / len(self._open))
 
     def close(self) -> None:
         """Ends all."""
@@ -208,7 +208,7 @@ class Channel:
         server: the server's address.
 
     Attributes:
-        beats: how many of its messages were answered.
+        heartbeats: how many of its messages were answered.
     """
 
     def __init__(self, server: str) -> None:
@@ -216,8 +216,8 @@ class Channel:
         self._call = stub(self._channel, CALL, (False, False))
         self._sent = SimpleQueue[bytes | None]()
         self._ended = threading.Event()
-        self.beats = 0
-        self._call(bytes(BEAT_BYTES), timeout=WAIT)
+        self.heartbeats = 0
+        self._call(bytes(HEARTBEAT_BYTES), timeout=WAIT)
         self._stream = stub(self._channel, HOLD, (True, True))(iter(self._sent.get, None))
 
     def begin(self, how: str, after: float) -> None:
@@ -225,19 +225,19 @@ class Channel:
         self._ended.set()
         self._ended = threading.Event()
         ask = self._ask_by_call if how == "calls" else self._ask_on_stream
-        threading.Thread(target=self._beat, args=(ask, after, self._ended), daemon=True).start()
+        threading.Thread(target=self._heartbeat, args=(ask, after, self._ended), daemon=True).start()
 
-    def _beat(self, ask: Callable[[], object], after: float, ended: threading.Event) -> None:
+    def _heartbeat(self, ask: Callable[[], object], after: float, ended: threading.Event) -> None:
         ended.wait(after)
-        while not ended.wait(BEAT_SECONDS):
+        while not ended.wait(HEARTBEAT_SECONDS):
             ask()
-            self.beats += 1
+            self.heartbeats += 1
 
     def _ask_by_call(self) -> None:
-        self._call(bytes(BEAT_BYTES), timeout=WAIT)
+        self._call(bytes(HEARTBEAT_BYTES), timeout=WAIT)
 
     def _ask_on_stream(self) -> None:
-        self._sent.put(bytes(BEAT_BYTES))
+        self._sent.put(bytes(HEARTBEAT_BYTES))
         next(self._stream)
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ def measure(transport: str, sessions: int, seconds: float, processes: int) -> di
     Args:
         transport: the fastest that sessions may use; "" for gRPC alone.
         sessions: how many.
-        seconds: for which beats are counted.
+        seconds: for which heartbeats are counted.
         processes: for all clients.
 
     Raises:
@@ -310,7 +310,8 @@ def measure(transport: str, sessions: int, seconds: float, processes: int) -> di
         time.sleep(REST)
         kept = own_bytes(server.pid) - memory
         costs = {
-            how: _beats(server, clients, how, seconds) for how in (("beats",) if transport else ("calls", "streams"))
+            how: _heartbeats(server, clients, how, seconds)
+            for how in (("heartbeats",) if transport else ("calls", "streams"))
         }
         after = Cost.of(server.pid)
     many = sessions - len(mine)
@@ -323,26 +324,26 @@ def measure(transport: str, sessions: int, seconds: float, processes: int) -> di
         "rss_mb": after.rss / 1e6,
         "alone_percent": 100 * alone.core,
         "core_percent": {how: 100 * each.core for how, each in costs.items()},
-        "beats_per_s": {how: each.beats for how, each in costs.items()},
-        "us_per_beat": {how: 1e6 * each.core / each.beats for how, each in costs.items()},
+        "heartbeats_per_s": {how: each.heartbeats for how, each in costs.items()},
+        "us_per_heartbeat": {how: 1e6 * each.core / each.heartbeats for how, each in costs.items()},
     }
 
 
 @dataclass(frozen=True)
 class Beaten:
-    """What a server has taken while its clients beat.
+    """What a server has taken while its clients heartbeat.
 
     Attributes:
         core: the part of a core.
-        beats: how many there were in a second.
+        heartbeats: how many there were in a second.
     """
 
     core: float
-    beats: float
+    heartbeats: float
 
 
-def _beats(server: subprocess.Popen[bytes], clients: Sequence[Any], how: str, seconds: float) -> Beaten:
-    """Has the clients beat, and returns what their server takes for it."""
+def _heartbeats(server: subprocess.Popen[bytes], clients: Sequence[Any], how: str, seconds: float) -> Beaten:
+    """Has the clients heartbeat, and returns what their server takes for it."""
     _meet(clients, how)
     time.sleep(REST)
     return _while_beating(server, clients, seconds)
@@ -422,8 +423,13 @@ def report(rows: Sequence[dict[str, Any]], sessions: int, seconds: float, proces
     limit = rows[-1]
     for row in rows:
         row["kb_beyond"] = row["kb_each"] - limit["kb_each"]
-        row["to_stream"] = min(row["us_per_beat"].values()) / limit["us_per_beat"]["streams"]
-    settings = {"sessions": sessions, "seconds": seconds, "processes": processes, "beat_seconds": BEAT_SECONDS}
+        row["to_stream"] = min(row["us_per_heartbeat"].values()) / limit["us_per_heartbeat"]["streams"]
+    settings = {
+        "sessions": sessions,
+        "seconds": seconds,
+        "processes": processes,
+        "heartbeat_seconds": HEARTBEAT_SECONDS,
+    }
     return {"format": FORMAT, "machine": machine(), **settings, "rows": list(rows)}
 
 
@@ -437,9 +443,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "KB each": lambda row: f"{row['kb_each']:.1f}",
     "beyond gRPC": lambda row: f"{row['kb_beyond']:+.1f}",
     "% of a core": lambda row: _by_way(row, "core_percent"),
-    "beats/s": lambda row: _by_way(row, "beats_per_s"),
+    "heartbeats/s": lambda row: _by_way(row, "heartbeats_per_s"),
     "with few": lambda row: f"{row['alone_percent']:.2g}",
-    "us/beat": lambda row: _by_way(row, "us_per_beat"),
+    "us/heartbeat": lambda row: _by_way(row, "us_per_heartbeat"),
     "/ stream": lambda row: f"{row['to_stream']:.2f}",
     "opened in s": lambda row: f"{row['open_s']:.1f}",
     "MB": lambda row: f"{row['rss_mb']:.0f}",
@@ -450,7 +456,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def table(found: dict[str, Any]) -> Table:
     """The report as a table."""
-    title = f"{found['sessions']} connections that are idle, and beat every {found['beat_seconds']:g} s"
+    title = f"{found['sessions']} connections that are idle, and heartbeat every {found['heartbeat_seconds']:g} s"
     drawn = Table(title=title, title_justify="left")
     for heading in COLUMNS:
         drawn.add_column(heading, justify="left" if heading == "connections" else "right", no_wrap=True)
@@ -461,7 +467,7 @@ def table(found: dict[str, Any]) -> Table:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--sessions", type=click.IntRange(2), help=f"How many [default: {SESSIONS}].")
-@click.option("--seconds", type=click.FloatRange(1), help=f"For which beats are counted [default: {SECONDS:g}].")
+@click.option("--seconds", type=click.FloatRange(1), help=f"For which heartbeats are counted [default: {SECONDS:g}].")
 @click.option(
     "--transport",
     "transports",

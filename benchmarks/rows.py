@@ -12,7 +12,7 @@ sends a gradient for each, and has the rows of its next batch as they are after 
 call, or with `push` only the first half of it: torch RPC, actors of Ray, and TensorFlow's parameter server. The sum of
 the table is checked at the end. Adagrad as all have it: the rows for one place are summed first.
 
-`--json FILE` writes `{"format", "machine", "rows", "left_out"}`; docs/performance.md says what is in it.
+`--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/performance.md says what is in it.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def measure(
     compares = bool(set(PEERS) & set(optimizers)) and not work.zipf
     found = pythons_of(pythons) if compares else {}
     missing = [name for name in PROGRAMS if compares and name not in found]
-    left_out = [f"{name}: no Python that has {PROGRAMS[name][0]} was given" for name in missing]
+    excluded = [f"{name}: no Python that has {PROGRAMS[name][0]} was given" for name in missing]
     peers = [f"{name}, {calls}" for name, calls in product(found, CALLS)]
     total: dict[tuple[str, str], list[list[float]]] = {}
     ours = {
@@ -257,13 +257,13 @@ def measure(
                 else run_ours(replace(work, dynamic=what.startswith("dynamic")), name, optimizer, ours[system])
             )
         except Failed as error:
-            left_out.append(f"{system}, {optimizer}: {error}")
+            excluded.append(f"{system}, {optimizer}: {error}")
             continue
         total.setdefault((system, optimizer), []).append(seconds)
-    return total, left_out
+    return total, excluded
 
 
-def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out: list[str]) -> dict[str, Any]:
+def report(work: Work, total: dict[tuple[str, str], list[list[float]]], excluded: list[str]) -> dict[str, Any]:
     """Everything as it is written with `--json`."""
     rows = [
         {
@@ -276,7 +276,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
         }
         for (system, optimizer), laps in total.items()
     ]
-    return {"format": FORMAT, "machine": machine(), "rows": rows, "left_out": left_out}
+    return {"format": FORMAT, "machine": machine(), "rows": rows, "excluded": excluded}
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -323,8 +323,8 @@ def main(
         return
     work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60, zipf)
     tried = (*pythons, sys.executable)
-    total, left_out = measure(work, transports, tables, devices, optimizers, tried, repeats or (1 if quick else 3))
-    found = report(work, total, left_out)
+    total, excluded = measure(work, transports, tables, devices, optimizers, tried, repeats or (1 if quick else 3))
+    found = report(work, total, excluded)
     table = Table(
         title=f"Steps of {ids} of {rows} rows x {width}, {WORKERS} workers, ms; load {found['machine']['load']:.1f}"
     )
@@ -334,7 +334,7 @@ def main(
         ms = each["ms"]
         table.add_row(each["system"], each["optimizer"], *(f"{ms[key]:.2f}" for key in ("median", "p90", "min")))
     console = Console()
-    console.print(table, *left_out, sep="\n")
+    console.print(table, *excluded, sep="\n")
     if json_file:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

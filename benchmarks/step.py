@@ -15,7 +15,7 @@ This project does not need torch. It may be installed for any Python, and --pyth
     peers/bin/pip install numpy torch --index-url https://download.pytorch.org/whl/cpu
     python benchmarks/step.py --python peers/bin/python
 
-`--json FILE` writes `{"format", "machine", "steps", "left_out"}`.
+`--json FILE` writes `{"format", "machine", "steps", "excluded"}`.
 """
 
 from __future__ import annotations
@@ -349,26 +349,26 @@ def main(
         return
     console = Console()
     rows: dict[str, Row] = {}
-    left_out: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     failed = False
     laps = repeats or (1 if quick else 3)
     for lap in range(laps):
         for system in (SYSTEMS[name] for name in systems or SYSTEMS):
-            if system in left_out:
+            if system in excluded:
                 continue
             with console.status(f"lap {lap + 1} of {laps}: {system}"):
                 try:
                     watch = run(system, pythons or (sys.executable,), chosen)
                     if isinstance(watch, str):
-                        left_out[system] = watch
+                        excluded[system] = watch
                     else:
                         watch.add_to(rows.setdefault(system, Row()))
                 except Failed as error:
-                    left_out[system], failed = f"failed, {error}", True
+                    excluded[system], failed = f"failed, {error}", True
     report = [row.report(system) for system, row in rows.items() if row.rate]
-    found = {"format": FORMAT, "machine": machine(), "steps": report, "left_out": left_out}
+    found = {"format": FORMAT, "machine": machine(), "steps": report, "excluded": excluded}
     console.print(table(found))
-    for system, why in left_out.items():
+    for system, why in excluded.items():
         console.print(f"{system}: {why}", soft_wrap=True)
     if json_file:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -48,7 +48,7 @@ class Registry:
         limit: maximum number of concurrent sessions.
 
     Attributes:
-        ends: changes with every session that is taken back or retired.
+        ends: changes with every session that is readmitted or retired.
     """
 
     def __init__(self, server: Task, limit: int = MAX_SESSIONS) -> None:

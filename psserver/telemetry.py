@@ -120,10 +120,10 @@ ROWS: tuple[Row[Seen], ...] = (
         ("phase",),
     ),
     Row(
-        SERVER + "contributions_left_out",
+        SERVER + "excluded_pushes",
         "counter",
         "Contributions of members that were lost, which rounds were completed without.",
-        lambda s: {ALL: s.tally.left_out},
+        lambda s: {ALL: s.tally.excluded},
     ),
     Row(
         SERVER + "votes",
@@ -164,13 +164,13 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: len(s.status.differences)},
     ),
     Row(
-        SERVER + "catching_up",
+        SERVER + "recovering",
         "gauge",
         "1 while a server that is back reads its variables, or makes up the rounds of meanwhile.",
-        lambda s: {ALL: s.status.catching_up},
+        lambda s: {ALL: s.status.recovering},
     ),
     Row(
-        SERVER + "nonfinite_contributions",
+        SERVER + "nonfinite_pushes",
         "counter",
         "Contributions with NaN or infinity, one for each member, reduction and round.",
         lambda s: {ALL: s.tally.nonfinite_contributions},
@@ -330,7 +330,7 @@ ROWS: tuple[Row[Seen], ...] = (
     # Sessions and the chief, which server 0 knows.
     Row(SERVER + "sessions", "gauge", "Sessions of workers, on server 0.", _sessions, ("state",)),
     Row(
-        SERVER + "lease_losses",
+        SERVER + "session_timeouts",
         "counter",
         "Sessions that were ended since their processes were silent, on server 0.",
         lambda s: {ALL: s.tally.lost},

@@ -9,7 +9,7 @@ REST_SECONDS = 0.2
 """Between two looks at processes that come to rest."""
 
 MOST_SECONDS = 10.0
-"""Until processes count as resting that always do something, as a server does that many idle workers beat at."""
+"""Until processes count as resting that always do something, as a server does that many idle workers heartbeat at."""
 
 
 def processor_seconds(pid: int) -> float:

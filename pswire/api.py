@@ -209,7 +209,7 @@ class RoundReply:
         round: number of the round.
         generation: the newest generation that the server knew when the round completed.
         more: True if any member has a batch after this one.
-        left_out: members whose contribution is not in this round.
+        excluded: members whose contribution is not in this round.
         payload: the wanted variables, then the plan's returned values of this server, then ids and rows of each reduced
             value that is rows, then the rows that the member has asked for.
         warnings: messages about the round for people; each is told once.
@@ -222,7 +222,7 @@ class RoundReply:
     round: int
     generation: Generation
     more: bool
-    left_out: tuple[Task, ...]
+    excluded: tuple[Task, ...]
     payload: Payload
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
@@ -385,7 +385,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         """
         ...
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
+    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Renews a lease. Key: the session.
 
         Args:
@@ -574,7 +574,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
     def recent(self) -> tuple[Happened, ...]:
         """Returns what this server was told last, in words, the oldest first.
 
-        Beats, watches and ticks of the clock are left out, unless they were refused.
+        Heartbeats, watches and ticks of the clock are left out, unless they were refused.
 
         Raises:
             ConfigError: the server is older than this verb.

@@ -90,10 +90,10 @@ MAX_BATCH_VARIABLES = 4096
 MAX_SESSIONS = 1024
 """Default maximum of concurrent sessions."""
 
-MAX_SPARES = 64
+MAX_STANDBYS = 64
 """Processes that may wait for the place of a server at a time."""
 
-SPARE_SECONDS = 5.0
+STANDBY_SECONDS = 5.0
 """Seconds after which a process that waits is forgotten; it says once a second that it is there."""
 
 MAX_NAME = 512
@@ -107,7 +107,7 @@ MAX_TENSOR_BYTES = 1 << 44
 
 
 ROUND_LEASES = 3
-"""The least number of leases that a round may take before a member that beats is left out of it."""
+"""The least number of leases that a round may take before a member that heartbeats is left out of it."""
 
 Refused = Literal["lost", "silence"]
 """The meaning of a refused connection, where nothing listens at a server's address any more: its process is lost; or

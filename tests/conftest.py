@@ -59,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run", action="append", default=[], choices=OPTIONAL, help=text)
 
 
-def _is_left_out(config: pytest.Config, marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
+def _is_excluded(config: pytest.Config, marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
     run: list[str] = config.getoption("--run")
     return any(mark.name in OPTIONAL and mark.name not in run for mark in marks)
 
@@ -69,7 +69,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
     """Makes no items of optional tests: thousands would be made by each process, and then dropped."""
     marks = getattr(obj, "pytestmark", None)
     own = marks if isinstance(marks, list) else []
-    return [] if _is_left_out(collector.config, [*own, *collector.iter_markers()]) else None
+    return [] if _is_excluded(collector.config, [*own, *collector.iter_markers()]) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
     def fewer(names: Any, values: Iterable[Any], *args: Any, ids: Any = None, **options: Any) -> None:
         given = list(values)
-        kept = [n for n, value in enumerate(given) if not _is_left_out(metafunc.config, getattr(value, "marks", ()))]
+        kept = [n for n, value in enumerate(given) if not _is_excluded(metafunc.config, getattr(value, "marks", ()))]
         kept = kept or [*range(len(given))]  # without a value a test would be made, and skipped
         if isinstance(ids, Sequence) and not isinstance(ids, str):
             ids = [ids[n] for n in kept]
@@ -92,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 @pytest.hookimpl
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drops tests all of whose values are optional."""
-    items[:] = [item for item in items if not _is_left_out(config, item.iter_markers())]
+    items[:] = [item for item in items if not _is_excluded(config, item.iter_markers())]
 
 
 @pytest.hookimpl(wrapper=True)

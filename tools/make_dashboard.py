@@ -141,8 +141,8 @@ ROWS: dict[str, Sequence[Panel]] = {
             "Left out",
             "Contributions of lost members that completed rounds lack, and sessions that were lost.",
             {
-                "{{instance}} contributions": rate(SERVER + "contributions_left_out_total"),
-                "{{instance}} sessions": rate(SERVER + "lease_losses_total"),
+                "{{instance}} contributions": rate(SERVER + "excluded_pushes_total"),
+                "{{instance}} sessions": rate(SERVER + "session_timeouts_total"),
             },
         ),
         Panel(
@@ -155,7 +155,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "NaN and infinity",
             "Contributions that have it, and variables that it has reached and that still have it.",
             {
-                "{{instance}} contributions": rate(SERVER + "nonfinite_contributions_total"),
+                "{{instance}} contributions": rate(SERVER + "nonfinite_pushes_total"),
                 "{{instance}} variables": gauge(SERVER + "nonfinite_variables"),
             },
         ),

@@ -16,7 +16,7 @@ given, and the first that has the package runs a peer:
     peers/bin/pip install ray tensorflow-cpu
     python benchmarks/peers/run.py --python peers/bin/python
 
-`--json FILE` writes `{"format", "machine", "limits", "rounds", "left_out"}`.
+`--json FILE` writes `{"format", "machine", "limits", "rounds", "excluded"}`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Comparison:
         quick: whether to measure a few rounds only.
         pythons: that may have the peers' packages.
         rows: by a name for each system and transport.
-        left_out: systems that were not measured, and why.
+        excluded: systems that were not measured, and why.
         failed: whether one was left out because it failed.
         limits: of the machine.
     """
@@ -206,7 +206,7 @@ class Comparison:
     quick: bool
     pythons: Sequence[str]
     rows: dict[str, Row] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
     failed: bool = False
     limits: Limits = field(default_factory=Limits)
 
@@ -214,12 +214,12 @@ class Comparison:
         """Measures each system once, in turns with the limits."""
         self.limits.measure()
         for system in systems:
-            if system in self.left_out:
+            if system in self.excluded:
                 continue
             try:
                 self._measure(system)
             except Failed as error:
-                self.left_out[system] = f"failed, {error}"
+                self.excluded[system] = f"failed, {error}"
                 self.failed = True
             self.limits.measure()
 
@@ -231,7 +231,7 @@ class Comparison:
         peer = PEERS[system]
         chosen = python_for(peer.package, [sys.executable] if peer.package == OWN_PACKAGE else self.pythons)
         if not chosen:
-            self.left_out[system] = f"skipped, {peer.package} is not installed for {' or '.join(self.pythons)}"
+            self.excluded[system] = f"skipped, {peer.package} is not installed for {' or '.join(self.pythons)}"
             return
         python, version = chosen
         self._add(
@@ -256,7 +256,7 @@ class Comparison:
                 for size in self.sizes
                 if size in row.ms
             ],
-            "left_out": self.left_out,
+            "excluded": self.excluded,
         }
 
 
@@ -315,7 +315,7 @@ def main(
             compared.lap(systems or (OURS, *PEERS))
     found = compared.report()
     console.print(table(found, sizes))
-    for system, why in compared.left_out.items():
+    for system, why in compared.excluded.items():
         console.print(f"{PEERS[system].name if system in PEERS else system}: {why}", soft_wrap=True)
     if json_file:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -204,7 +204,7 @@ class Round:
         number: its number; of an asynchronous worker its own count.
         generation: number of the generation whose members made it.
         contributors: the tasks whose contributions it has, such as `/job:worker/task:0`, in order.
-        left_out: members that it was completed without, since they were lost, or late where there are backup workers.
+        excluded: members that it was completed without, since they were lost, or late where there are backup workers.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -212,7 +212,7 @@ class Round:
     number: int
     generation: int
     contributors: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
 
 def check_nonfinite(choice: str) -> None:

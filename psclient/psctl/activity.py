@@ -87,7 +87,7 @@ class Watcher:
 def events(settings: CommandSettings, number: int | None) -> int:
     """Shows the last calls that servers took, and work that is over.
 
-    The newest is last; of each server there are a hundred at most. What comes by itself, such as beats, is left out
+    The newest is last; of each server there are a hundred at most. What comes by itself, such as heartbeats, is left out
     unless it was refused. Exits with 1 where a server does not answer.
     """
     with connected(settings) as servers:

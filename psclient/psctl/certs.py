@@ -12,7 +12,7 @@ from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
 from pswire.security.given import read_small
-from pswire.security.names import ADMIN, spare_name, task_name
+from pswire.security.names import ADMIN, standby_name, task_name
 
 DAYS = 365
 """Days that certificates are valid by default."""
@@ -34,7 +34,7 @@ DAYS = 365
     "--extra-ps",
     type=click.IntRange(0),
     default=0,
-    help="Spare servers: the certificate of each names all servers of the cluster, whose place it may take.",
+    help="Standby servers: the certificate of each names all servers of the cluster, whose place it may take.",
 )
 @click.option(
     "--cluster",
@@ -61,7 +61,7 @@ def certs(
     """Makes OUT/ca, and for each task a directory such as OUT/ps-0 with tls.crt, tls.key, ca.crt and token.
 
     What is there stays: tasks that are added later get certificates of the same CA. OUT/admin is for psctl, and
-    OUT/ps-spare-0 for a spare server. Each process needs its own directory alone, and none needs OUT/ca.
+    OUT/ps-standby-0 for a standby server. Each process needs its own directory alone, and none needs OUT/ca.
     """
     tasks = list(_tasks(ps, workers, has_chief, evaluator, cluster))
     known = [task.index for task in tasks if task.job == "worker"]
@@ -72,7 +72,7 @@ def certs(
 
     authority = Authority(out, days)
     made = [authority.issue(name, renew) for name in map(task_name, tasks)]
-    made += [authority.issue(spare_name(number), renew, servers) for number in range(extra_ps)]
+    made += [authority.issue(standby_name(number), renew, servers) for number in range(extra_ps)]
     made += [authority.issue(ADMIN, renew)]
     rows = [{"path": str(one.path), "made": one.made, "until": one.until.isoformat()} for one in made]
     environment = " ".join(f"{name}={path}" for name, path in paths(out).variables().items() if path)

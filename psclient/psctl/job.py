@@ -20,7 +20,7 @@ from psclient.psctl.settings import CommandSettings, connected, options, setting
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout
 from pswire.limits import Timeouts
-from pswire.model.places import NOWHERE, Spare
+from pswire.model.places import NOWHERE, Standby
 from pswire.model.status import ServerStatus, newest_of
 from pswire.security.names import task_name
 
@@ -94,11 +94,11 @@ class JobPlaces:
         known = [each for each in newest.moved if all(each in status.moved for status in found.values())]
         self.moved = {moved.server: moved.address for moved in known}
         # Each says to all servers that it is there; one that all servers have heard is known to the chief as well.
-        self.spares = {spare.address: spare for status in statuses for spare in status.spares}
+        self.standbys = {standby.address: standby for status in statuses for standby in status.standbys}
 
-    def free(self) -> list[Spare]:
+    def free(self) -> list[Standby]:
         """Returns the processes that wait, and have got no place yet."""
-        return [spare for spare in self.spares.values() if spare.place == NOWHERE]
+        return [standby for standby in self.standbys.values() if standby.place == NOWHERE]
 
     def in_domain(self, domain: str) -> list[int]:
         """Returns the servers of a domain."""
@@ -106,7 +106,7 @@ class JobPlaces:
 
     def domains(self) -> Counter[str]:
         """Returns how many servers each domain has, those with a process that waits included."""
-        found = Counter({spare.domain: 0 for spare in self.free()})
+        found = Counter({standby.domain: 0 for standby in self.free()})
         found.update(status.domain for status in self.servers.values())
         return found
 
@@ -140,7 +140,7 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
     """
 
     def choose(places: JobPlaces, moved: bool) -> tuple[int, str] | None:
-        if what in (*places.domains(), *(spare.domain for spare in places.spares.values())):
+        if what in (*places.domains(), *(standby.domain for standby in places.standbys.values())):
             domain, servers = what, places.in_domain(what)
         elif moved:
             return None
@@ -149,7 +149,7 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
             domain, servers = places.servers[server].domain if server in places.servers else "", [server]
         if not servers:
             return None
-        free = [spare.address for spare in places.free() if spare.domain != domain]
+        free = [standby.address for standby in places.free() if standby.domain != domain]
         if not free:
             raise ConfigError(
                 f"no process of another domain than {domain!r} waits for the place of {Task('ps', servers[0])}; start "
@@ -173,10 +173,10 @@ def rebalance(told: CommandSettings, wait: float) -> int:
 
     def choose(places: JobPlaces, moved: bool) -> tuple[int, str] | None:
         counts = places.domains()
-        targets = [spare for spare in places.free() if spare.domain]
+        targets = [standby for standby in places.free() if standby.domain]
         if not targets:
             return None
-        target = min(targets, key=lambda spare: counts[spare.domain])
+        target = min(targets, key=lambda standby: counts[standby.domain])
         fullest = max(counts, key=lambda domain: counts[domain])
         if counts[fullest] - counts[target.domain] < 2:
             return None
@@ -243,7 +243,7 @@ def _await(servers: Servers, server: int, address: str, wait: float) -> None:
         if places is not None:
             if places.moved.get(server) == address and server in places.servers:
                 return
-            absent = 0 if address in places.spares or places.moved.get(server) == address else absent + 1
+            absent = 0 if address in places.standbys or places.moved.get(server) == address else absent + 1
             if absent > 2:
                 raise ConfigError(f"{task} stays where it is: the process at {address} waits no more; see its log")
         if time.monotonic() > until:

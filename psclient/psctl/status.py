@@ -16,7 +16,7 @@ from psclient.psctl.settings import CommandSettings, connected, options, setting
 from pswire.telemetry.views.job_view import JobView, ServerView, TaskView, view_of
 from pswire.telemetry.views.numbers import short
 from pswire.telemetry.views.rates import RateWords
-from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, spare_line
+from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, standby_line
 
 COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 """Of states; those that are not here are red."""
@@ -59,7 +59,7 @@ def lines(view: JobView, rates: RateWords | None = None, width: int | None = Non
     width = width or terminal().width
     shown: list[RenderableType] = [Text(heading(view), style="bold"), server_table(view.servers, rates or {}, width)]
     shown += [task_table(view.tasks, width)] if view.tasks else []
-    shown += [Text(spare_line(spare)) for spare in view.spares]
+    shown += [Text(standby_line(standby)) for standby in view.standbys]
     return shown + [problem_line(problem.task, problem.message) for problem in view.problems]
 
 

@@ -104,8 +104,8 @@ class Steps:
             section: Section | None = self._check_sent(trained, scale)
         else:
             self._prepare(scale)
-            left_out = scale is not None and self._overflows(trained, overflow)
-            section = None if left_out else self._send(trained, scale, overflow)
+            excluded = scale is not None and self._overflows(trained, overflow)
+            section = None if excluded else self._send(trained, scale, overflow)
         self._forget_gradients()
         self._unfinished = partial(self._end, section, trained, scale)
         self._finish()

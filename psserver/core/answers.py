@@ -178,7 +178,7 @@ def _reply(said: Contribution, record: Record, payload: Payload, over: int) -> R
         said.round,
         record.generation,
         record.more,
-        record.left_out,
+        record.excluded,
         payload,
         record.warnings,
         record.observers,

@@ -46,7 +46,7 @@ from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
-from pswire.model.places import Offered, Spare
+from pswire.model.places import Offered, Standby
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
@@ -214,8 +214,8 @@ class Core:
     def enlist(self, task: Task | None, key: int) -> Enlisted:
         return self._enter(self.machine.enlist, task, key)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
-        error, drives = self._enter(self.machine.beat, session, round, plan_id, pace, clock)
+    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
+        error, drives = self._enter(self.machine.heartbeat, session, round, plan_id, pace, clock)
         _raise(error)
         return drives
 
@@ -373,8 +373,8 @@ class Core:
         answer.set_result(self._enter(self.machine.hand_out, session, ask))
         return answer
 
-    def offer(self, spare: Spare) -> Offered:
-        return self._enter(self.machine.offer, spare)
+    def offer(self, standby: Standby) -> Offered:
+        return self._enter(self.machine.offer, standby)
 
     def move(self, server: int, address: str = "", token: int = 0) -> str:
         return self._enter(self.machine.move, server, address, token)
@@ -385,7 +385,7 @@ class Core:
         return self.seen(self.machine.status)
 
     def recent(self) -> tuple[Happened, ...]:
-        """Returns the last stimuli in words, the oldest first, without beats and ticks of the clock."""
+        """Returns the last stimuli in words, the oldest first, without heartbeats and ticks of the clock."""
         with self._lock:
             now, last = self._clock(), self.stimuli.last()
         return told(last, now, self.registry)

@@ -99,7 +99,7 @@ class Log:
 
     @property
     def away(self) -> bool:
-        """True while the job is one that this server, a new process, has not been taken back into."""
+        """True while the job is one that this server, a new process, has not been readmitted into."""
         mine = self._store.server
         return mine < len(self.incarnations) and self.incarnations[mine] != self._incarnation
 

@@ -40,7 +40,7 @@ from psserver.state.first_values import FirstValues
 from psserver.state.key_tables import reading_ahead
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, Membership
-from psserver.state.spares import Spares
+from psserver.state.standbys import Standbys
 from psserver.state.variables import FirstValue, Store
 from psserver.tables.native import Native
 from psserver.tiers.tier import Tier
@@ -137,7 +137,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
         self._links = Links(self.task, self.rounds)
-        self._spares = Spares(self.task, self.log.moved)
+        self._standbys = Standbys(self.task, self.log.moved)
         self._token = self._job = 0
         self.began = self._ticked = clock()
 
@@ -211,7 +211,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """Returns True if there is a job with variables that is not over."""
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
-    def beat(
+    def heartbeat(
         self, now: float, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0
     ) -> Outcome[tuple[PSError | None, bool]]:
         """Renews a session's lease and notes what it says of itself: nothing, where the pace is None.
@@ -220,7 +220,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """
         error = self._admission.ended(session)
         if error is None and self.log.keeps:
-            self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
+            self.members.heartbeat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
         elif error is None:
             self.members.touch(session, now, pace)
@@ -436,7 +436,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
         parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.waiters
-        return status_of(self.incarnation, self._domain, self.tally, *parts, now, missed, self._spares.waiting(now))
+        return status_of(self.incarnation, self._domain, self.tally, *parts, now, missed, self._standbys.waiting(now))
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""

@@ -7,11 +7,11 @@ from concurrent.futures import Future
 
 from psserver.core.log import Log
 from psserver.effects import Effect, Reply
-from psserver.state.spares import Spares
+from psserver.state.standbys import Standbys
 from psserver.state.variables import Store
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest
-from pswire.model.places import Offered, Spare
+from pswire.model.places import Offered, Standby
 
 log = logging.getLogger("psserver")
 
@@ -30,14 +30,14 @@ class PlaceStimuli:
     done: Future[None]
     left: Future[None]
     moved_to: str = ""
-    _spares: Spares
+    _standbys: Standbys
 
     def _check_token(self, token: int) -> None:
         raise NotImplementedError
 
-    def offer(self, now: float, spare: Spare) -> tuple[Offered, list[Effect]]:
+    def offer(self, now: float, standby: Standby) -> tuple[Offered, list[Effect]]:
         """Notes a process that waits for a place; answers which it has got, and where the servers are."""
-        place = self._spares.offer(spare, now, self.log.over)
+        place = self._standbys.offer(standby, now, self.log.over)
         return Offered(place, self.log.addresses if self.log.incarnations else (), self.log.over), []
 
     def move(self, now: float, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
@@ -53,7 +53,7 @@ class PlaceStimuli:
             )
         if server >= self.log.servers:
             raise InvalidRequest(f"the job has {self.log.servers} servers, and none with index {server}")
-        return self._spares.give(server, address, now), []
+        return self._standbys.give(server, address, now), []
 
     def _leave_to(self, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
         self._check_token(token)

@@ -16,8 +16,8 @@ from functools import partial
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.answers import Answers
-from psserver.core.catching_up import CatchingUp
 from psserver.core.digests import Digests
+from psserver.core.recovering import Recovering
 from psserver.core.waiting import Waiters
 from psserver.effects import Await, Effect, Run, Work
 from psserver.execution.execution import NO_TABLES, Execution, StepTables
@@ -111,7 +111,7 @@ class Runner:
         self._assigned: dict[int, Array] = {}  # the values of a trial run so far
         self._answers = Answers(store)
         self.digests = Digests(store, tally, self._nonfinite)
-        self._late = CatchingUp(rounds, tally, self._nonfinite, self._fail_halfway, self._answer)
+        self._late = Recovering(rounds, tally, self._nonfinite, self._fail_halfway, self._answer)
         self.broken: PSError | None = None
 
     def clear(self) -> None:

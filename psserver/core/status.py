@@ -12,9 +12,9 @@ from psserver.plans.round import Own
 from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import STILL_SECONDS, Membership
-from psserver.state.spares import Spares
+from psserver.state.standbys import Standbys
 from psserver.state.variables import Store
-from pswire.model.places import Moved, Spare
+from pswire.model.places import Moved, Standby
 from pswire.model.status import MissedPeer, OpenRound, ServerStatus
 
 
@@ -31,7 +31,7 @@ def status_of(
     waiters: Waiters,
     now: float,
     missed: tuple[MissedPeer, ...],
-    spares: tuple[Spare, ...],
+    standbys: tuple[Standby, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
     broken, tables, tier = runner.broken or log.lost, store.tables(), store.native.tier
@@ -61,14 +61,14 @@ def status_of(
         gap=rounds.clocks.gap,
         gone=tuple(sorted(log.gone)),
         losses=tuple(log.losses),
-        spares=spares,
+        standbys=standbys,
         moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
         domain=domain,
         differences=runner.digests.differences,
         phases=tally.phases,
         table_rows={one.part.table: len(one.table) for one in tables},
         table_bytes={one.part.table: one.table.nbytes for one in tables},
-        catching_up=rounds.backlog.behind,
+        recovering=rounds.backlog.behind,
         tier_bytes=tier.nbytes if tier else 0,
         tier_resident=tier.resident if tier else 0,
         tier_memory=tier.memory if tier else 0,
@@ -89,7 +89,7 @@ class Looks:
     log: Log
     members: Membership
     runner: Runner
-    _spares: Spares
+    _standbys: Standbys
     _ticked: float
 
     @property
@@ -107,4 +107,4 @@ class Looks:
 
     def untold(self, now: float) -> bool:
         """Returns True while a process waits for a place that does not know yet that the job is over."""
-        return self._is_done and self._spares.untold(now)
+        return self._is_done and self._standbys.untold(now)

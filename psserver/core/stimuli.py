@@ -78,7 +78,7 @@ WATCHED = {UNTIL_ENDED: "its end", UNTIL_GONE: "the loss of a server"}
 """What a call waits for that has no version of the log, in words."""
 
 QUIET = frozenset(
-    ("tick", "beat", "enlist", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss")
+    ("tick", "heartbeat", "enlist", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss")
 )
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
@@ -181,7 +181,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return "asks for an index" if task is None else str(task)
         case "leave", (int(session), str(error)):
             return f"{who(session)}: {error or 'cleanly'}"
-        case "beat", (int(session), int(round), *_):
+        case "heartbeat", (int(session), int(round), *_):
             return who(session) + (f": waits in round {round}" if round >= 0 else "")
         case "create", (int(session), _, int(id), str(spec), *_):
             return f"{who(session)}: {spec}" + (f", number {id}" if id >= 0 else "")

@@ -86,7 +86,7 @@ class RoundTraces:
             "paramserver.plan": job.plan.id.hex()[:16],
             "paramserver.generation": job.generation,
             "paramserver.contributions": sum(not part.said.observes for part in job.parts),
-            "paramserver.left_out": len(record.left_out),
+            "paramserver.excluded": len(record.excluded),
             "paramserver.bytes": sum(part.payload.size for part in job.parts),
             "paramserver.outcome": outcome,
         }

@@ -304,7 +304,7 @@ class Execution:
             undo(calls)
             raise
         last, wanted = self._outline.last, self.wanted
-        kept = (n for n in self._outline.optional if at <= n < stop and self._is_left_out(n))
+        kept = (n for n in self._outline.optional if at <= n < stop and self._is_excluded(n))
         unchanged = {id: self._variables.value(id) for n in kept for id in self._outline.applications[n].assigned}
         ready: dict[int | Ref, Array] = {
             id: array
@@ -329,15 +329,15 @@ class Execution:
         return calls
 
     def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call]:
-        left_out = [n for n in sorted(self._outline.optional) if at <= n < stop and self._is_left_out(n)]
-        for end in (*left_out, stop):
+        excluded = [n for n in sorted(self._outline.optional) if at <= n < stop and self._is_excluded(n)]
+        for end in (*excluded, stop):
             while at < end:
                 call = self._call(at, end, alone)
                 yield call
                 at = call.numbers.stop
             at = end + 1
 
-    def _is_left_out(self, number: int) -> bool:
+    def _is_excluded(self, number: int) -> bool:
         """Returns whether nobody contributes to an application that may be left out."""
         return not any(map(self.contributions.is_given, self._outline.applications[number].needs))
 

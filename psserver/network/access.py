@@ -48,7 +48,7 @@ class Access:
             "reader": self._check_reader,
             "chief": self._check_chief,
             "server": self._check_server,
-            "spare": self._check_spare,
+            "standby": self._check_standby,
             "mover": self._check_mover,
             "anyone": self._check_known,
         }
@@ -89,9 +89,9 @@ class Access:
         return found
 
     def check_held(self, session: int, shown: Registered | None) -> None:
-        """Raises `Fenced` if a transport was opened for a session that its own task has taken back."""
+        """Raises `Fenced` if a transport was opened for a session that its own task has readmitted."""
         if self.registry.find(session) not in (shown, None):  # of one that is not here any more others say so
-            raise Fenced("this transport is of a session that was taken back by its own task")
+            raise Fenced("this transport is of a session that was readmitted by its own task")
 
     def voter(self, session: int) -> int:
         """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""
@@ -179,7 +179,7 @@ class Access:
     def _check_server(self, names: frozenset[str], request: Any) -> None:
         self._check_names(names, Task("ps", request.server))
 
-    def _check_spare(self, names: frozenset[str], request: Any) -> None:
+    def _check_standby(self, names: frozenset[str], request: Any) -> None:
         if not any(name.startswith("ps-") for name in names):
             raise Forbidden(
                 f"who waits for the place of a server needs a server's certificate, and this is {_whose(names)}; psctl "

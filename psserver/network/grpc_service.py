@@ -75,8 +75,10 @@ def _enlist(core: ParameterServer, m: pb.EnlistRequest) -> Message:
     return reply
 
 
-def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
-    return pb.BeatReply(drive=core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock))
+def _heartbeat(core: ParameterServer, m: pb.HeartbeatRequest) -> Message:
+    return pb.HeartbeatReply(
+        drive=core.heartbeat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock)
+    )
 
 
 def _leave(core: ParameterServer, m: pb.LeaveRequest) -> Message:
@@ -104,8 +106,8 @@ def _approve(core: ParameterServer, m: pb.ApproveRequest) -> Message:
 
 
 def _offer(core: ParameterServer, m: pb.OfferRequest) -> Message:
-    check_protocol(m.protocol, m.spare.address, "this server")
-    reply: pb.OfferReply = messages.OFFERED.to_pb(core.offer(messages.SPARE.from_pb(m.spare)))
+    check_protocol(m.protocol, m.standby.address, "this server")
+    reply: pb.OfferReply = messages.OFFERED.to_pb(core.offer(messages.STANDBY.from_pb(m.standby)))
     reply.protocol = spoken_with(m.protocol)
     return reply
 
@@ -120,7 +122,7 @@ class Prompt:
 
     Attributes:
         answer: calls the core, and makes the reply.
-        threaded: whether it may take long enough to run beside the event loop. A beat must not wait for
+        threaded: whether it may take long enough to run beside the event loop. A heartbeat must not wait for
             a free thread: it keeps a lease.
     """
 
@@ -130,7 +132,7 @@ class Prompt:
 
 PROMPT: Mapping[str, Prompt] = {
     "Enlist": Prompt(_enlist),
-    "Beat": Prompt(_beat, threaded=False),
+    "Heartbeat": Prompt(_heartbeat, threaded=False),
     "Leave": Prompt(_leave),
     "CreateBatch": Prompt(_create_batch),
     "Propose": Prompt(_propose),
@@ -185,7 +187,7 @@ def _fetch(core: ParameterServer, m: pb.FetchRequest) -> tuple[Future[Any], Enco
     return core.fetch(m.session, m.number, m.offset), messages.FETCHED.to_pb
 
 
-def _hand_out(core: ParameterServer, m: pb.HandOutRequest) -> tuple[Future[Any], Encode]:
+def _hand_out(core: ParameterServer, m: pb.AssignRequest) -> tuple[Future[Any], Encode]:
     return core.hand_out(m.session, messages.CHUNK_ASK.from_pb(m.ask)), messages.CHUNKS.to_pb
 
 
@@ -198,7 +200,7 @@ WAITING: Mapping[str, Ask] = {
     "Schedule": _schedule,
     "Take": _take,
     "Fetch": _fetch,
-    "HandOut": _hand_out,
+    "Assign": _hand_out,
 }
 """For each verb: calls the core; gives the future, and what makes a message of its result."""
 
@@ -236,7 +238,7 @@ class Service(grpc.GenericRpcHandler):
             "Pull": self._pull,
             "Exchange": self._exchange,
             "Status": self._status,
-            "Recent": self._recent,
+            "Events": self._recent,
             "Introduce": self._introduce,
             "Vote": self._vote,
         }
@@ -356,7 +358,7 @@ class Service(grpc.GenericRpcHandler):
 
     async def _recent(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
         recent = await asyncio.to_thread(self.recent)
-        return pb.RecentReply(recent=map(messages.HAPPENED.to_pb, recent)).SerializeToString()
+        return pb.EventsReply(recent=map(messages.HAPPENED.to_pb, recent)).SerializeToString()
 
     def recent(self) -> tuple[Happened, ...]:
         """Returns what this server was told last, the newest last, with the callers that it refused. Any thread."""

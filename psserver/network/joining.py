@@ -20,7 +20,7 @@ from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import ConfigError, Forbidden, Unauthenticated
-from pswire.model.places import NOWHERE, Offered, Spare
+from pswire.model.places import NOWHERE, Offered, Standby
 from pswire.network.grpc_channel import open_channel, stub
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
@@ -67,8 +67,8 @@ class Offers:
             ConfigError: a server is of a version that does not know this.
             PSError: a server refuses this process.
         """
-        spare = Spare(self._config.address, self._config.domain, place)
-        data = pb.OfferRequest(spare=messages.SPARE.to_pb(spare), protocol=PROTOCOL).SerializeToString()
+        standby = Standby(self._config.address, self._config.domain, place)
+        data = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), protocol=PROTOCOL).SerializeToString()
         # Also where they were: the next job begins there.
         asked = dict.fromkeys([*enumerate(self.addresses), *enumerate(self._homes)])
         calls = [self._call(server, address) for server, address in asked if address]

@@ -25,11 +25,11 @@ class Served(ParameterServer, Protocol):
     registry: Registry
     others: Others | None
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
-        """Does what a `ParameterServer` does. Without a pace the beat says nothing but that the process lives.
+    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
+        """Does what a `ParameterServer` does. Without a pace the heartbeat says nothing but that the process lives.
 
         Raises:
-            InvalidRequest: it says nothing, and this server has heard no other beat since it keeps the sessions.
+            InvalidRequest: it says nothing, and this server has heard no other heartbeat since it keeps the sessions.
         """
 
     def introduce(self, server: int, incarnation: int) -> None:

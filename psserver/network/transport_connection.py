@@ -33,11 +33,11 @@ log = logging.getLogger("psserver.transports")
 
 T = TypeVar("T")
 
-PUSH, PULL, VOTE, BEAT = VERBS["Push"], VERBS["Pull"], VERBS["Vote"], VERBS["Beat"]
+PUSH, PULL, VOTE, HEARTBEAT = VERBS["Push"], VERBS["Pull"], VERBS["Vote"], VERBS["Heartbeat"]
 """The verbs of transports."""
 
-DRIVE = pb.BeatReply(drive=True).SerializeToString()
-"""The answer to a beat whose process is to drive the job; to all others it is empty."""
+DRIVE = pb.HeartbeatReply(drive=True).SerializeToString()
+"""The answer to a heartbeat whose process is to drive the job; to all others it is empty."""
 
 HELLO_SECONDS = 10.0
 """Seconds within which a connection must send its hello."""
@@ -94,32 +94,34 @@ class Heartbeat:
     Args:
         loop: the event loop.
         waits: returns True while the client waits.
-        beat: sends a sign of life.
+        heartbeat: sends a sign of life.
 
     Attributes:
         seconds: the interval; 0 if the client wants no sign of life.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, waits: Callable[[], bool], beat: Callable[[], object]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, waits: Callable[[], bool], heartbeat: Callable[[], object]
+    ) -> None:
         self.seconds = 0.0
         self._loop = loop
         self._waits = waits
-        self._send = beat
+        self._send = heartbeat
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begins to beat, unless it does already: the client waits."""
+        """Begins to heartbeat, unless it does already: the client waits."""
         if self.seconds and self._next is None:
-            self._next = self._loop.call_later(self.seconds, self._beat)
+            self._next = self._loop.call_later(self.seconds, self._heartbeat)
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         self._next = None
         if self._waits():
             self._send()
             self.start()
 
     def stop(self) -> None:
-        """Beats no more."""
+        """Heartbeats no more."""
         if self._next is not None:
             self._next.cancel()
 
@@ -317,8 +319,8 @@ class Connection:
                 self._part(message)
             case Kind.FREED:
                 self._channel.freed(message.place)
-            case Kind.BEAT:
-                self._call(message, self._beat)
+            case Kind.HEARTBEAT:
+                self._call(message, self._renew)
             case Kind.VOTE:
                 self._vote(message)
             case _:
@@ -380,10 +382,10 @@ class Connection:
         except PSError as error:
             self._refuse(call, error)
 
-    def _beat(self, message: Message) -> None:
-        """Answers a beat, at once."""
-        self._check(BEAT, self._hello_said)
-        drives = self._transports.core.beat(self._hello_said.session, -1, b"", None)
+    def _renew(self, message: Message) -> None:
+        """Answers a heartbeat, at once."""
+        self._check(HEARTBEAT, self._hello_said)
+        drives = self._transports.core.heartbeat(self._hello_said.session, -1, b"", None)
         self._channel.tell(Kind.ANSWER, message.call, DRIVE if drives else b"")
 
     def _vote(self, message: Message) -> None:

@@ -97,7 +97,7 @@ class ReadyRound:
         round: the number of the round.
         prepared: the plan.
         parts: the members' contributions, in task order.
-        left_out: members without a whole contribution.
+        excluded: members without a whole contribution.
         section: returns the plan in words.
         strand: the key of its strand.
         commit: the time at which assigned values become readable.
@@ -115,7 +115,7 @@ class ReadyRound:
     round: int
     prepared: PreparedPlan
     parts: tuple[MemberShare, ...]
-    left_out: tuple[Task, ...]
+    excluded: tuple[Task, ...]
     section: Callable[[], str]
     strand: Key = None
     commit: Commit = Commit.ATOMIC
@@ -141,9 +141,9 @@ class ReadyRound:
         """Returns the same round with the contributions of some sessions; the other members are left out."""
         parts = tuple(part for part in self.parts if part.said.session in sessions)
         out = [part.member for part in self.parts if part.said.session not in sessions]
-        left_out = tuple(sorted((*self.left_out, *(member.task for member in out))))
+        excluded = tuple(sorted((*self.excluded, *(member.task for member in out))))
         late = self.late | {member.session for member in out} if self.needs else self.late
-        return replace(self, parts=parts, left_out=left_out, late=late)
+        return replace(self, parts=parts, excluded=excluded, late=late)
 
     @property
     def is_short(self) -> bool:

@@ -97,7 +97,7 @@ def _diverged(*does: tuple[Task, str]) -> Diverged:
     )
 
 
-def left_out(before: Generation | None, generation: Generation) -> set[int]:
+def excluded(before: Generation | None, generation: Generation) -> set[int]:
     """Returns the sessions that made rounds, and make none any more; none at a change, before which they are fenced."""
     members = () if before is None or change_of(generation) is not None else before.everybody
     return {member.session for member in members if not generation.takes_part(member.session)}

@@ -60,11 +60,11 @@ class ServerCounters:
     Attributes:
         round: the round begun last, -1 before the first.
         rounds: number of rounds by outcome: "completed", "failed", or "skipped": over, and not applied.
-        left_out: contributions that rounds were completed without.
+        excluded: contributions that rounds were completed without.
         nonfinite_contributions: contributions with NaN or infinity, each counted once per reduction.
         nonfinite_variables: number of variables that have such values now.
         lost: sessions whose lease has ended.
-        signs: signs of life: opened sessions, and beats of sessions that have not ended.
+        signs: signs of life: opened sessions, and heartbeats of sessions that have not ended.
         waiting: seconds of a round from its first contribution to its end, less those for which it ran.
         applying: seconds for which rounds ran.
         answering: seconds from a round's end until its answers were handed to the transports.
@@ -86,7 +86,7 @@ class ServerCounters:
         self.clock = clock
         self.round = -1
         self.rounds = Counter[str](completed=0, failed=0, skipped=0)
-        self.left_out = self.lost = self.signs = 0
+        self.excluded = self.lost = self.signs = 0
         self.nonfinite_contributions = self.nonfinite_variables = 0
         self.waiting, self.applying, self.answering = Histogram(), Histogram(), Histogram()
         self.staleness = Histogram(ROUNDS)
@@ -150,7 +150,7 @@ class ServerCounters:
         traced = None if self.traces is None else self.traces.over(job, record, outcome, now)
         labels = None if traced is None else traced.labels
         self.rounds[outcome] += 1
-        self.left_out += len(record.left_out)
+        self.excluded += len(record.excluded)
         self.waiting.observe(max(now - job.since - ran, 0.0), labels)
         self.applying.observe(ran, labels)
         if isinstance(job.strand, Task | int):

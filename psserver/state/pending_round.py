@@ -227,7 +227,7 @@ class PendingRound:
         parts = self.usable(fenced, last, whole=bool(needs))
         there = {part.member.session for part in parts}
         streams = self.streams(plan) and not all(part.said.observes for part in parts)
-        left_out = tuple(member.task for member in self.members if member.session not in there)
+        excluded = tuple(member.task for member in self.members if member.session not in there)
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
         voters, error = self.voters(plan), self.error
         late = frozenset[int]()
@@ -237,7 +237,7 @@ class PendingRound:
             number,
             plan,
             tuple(parts),
-            left_out,
+            excluded,
             section,
             key,
             commit,

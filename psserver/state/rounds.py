@@ -17,7 +17,7 @@ from psserver.plans.backlog import Backlog
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, Own, ReadyRound
 from psserver.plans.sums import check_sum
-from psserver.state.changes import go_on, left_out
+from psserver.state.changes import excluded, go_on
 from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
@@ -139,7 +139,7 @@ class Rounds:
         if (change := change_of(generation)) is not None:
             self._effects += go_on(self.strands, self.generation, generation, self._running)
             self.last, self.clocks = change.round - 1, Clocks()
-        self.fenced |= left_out(self.generation, generation)
+        self.fenced |= excluded(self.generation, generation)
         forget_own(self.strands, self.fenced)
         self.clocks.close_generation(self.generation if change is None else None, generation)
         self.generation = self.generations[generation.number] = generation

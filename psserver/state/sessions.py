@@ -40,14 +40,14 @@ DRAWN = 30
 MAX_TERM = 1 << 32
 """The greatest term of a chief; a greater one was made up."""
 
-PARTED_BEATS = 2
-"""Beats: a connection that ends within so many of the last sign of life means that its process has ended.
+PARTED_HEARTBEATS = 2
+"""Heartbeats: a connection that ends within so many of the last sign of life means that its process has ended.
 
 One that ends later may be cut off.
 """
 
-DEPUTY_BEATS = 2
-"""Beats for which a chief that stands by has the first word once a chief is gone; then a worker takes its place."""
+DEPUTY_HEARTBEATS = 2
+"""Heartbeats for which a chief that stands by has the first word once a chief is gone; then a worker takes its place."""
 
 JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 """Form of a join point, which every process is told."""
@@ -57,7 +57,7 @@ ENDED = {
     "failed": "it failed",
     "lost": "its lease ended",
     "replaced": "the task was started again",
-    "hung": "it beat, and held up a round for longer than PS_ROUND_TIMEOUT: its script hangs, or computes for too long",
+    "hung": "it heartbeat, and held up a round for longer than PS_ROUND_TIMEOUT: its script hangs, or computes for too long",
 }
 
 
@@ -93,9 +93,9 @@ class _SessionRecord:
         """When it was last here: its last sign of life, or the end of its connection."""
         return self.seen if self.parted is None else self.parted
 
-    def vanished(self, beat: float) -> bool:
+    def vanished(self, heartbeat: float) -> bool:
         """Returns True if its connection ended as it does with a process, and not as with a network that is cut."""
-        return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
+        return self.parted is not None and self.parted - self.seen <= PARTED_HEARTBEATS * heartbeat
 
 
 class _Sessions(dict[int, _SessionRecord]):
@@ -158,7 +158,7 @@ class Membership:
     Args:
         registry: the registry of sessions.
         lease: seconds after which a silent session is lost.
-        beat: seconds between two signs of life.
+        heartbeat: seconds between two signs of life.
         incarnation: of this server, which is in the numbers that it gives; those of an earlier one differ, by chance.
         generation: returns the newest generation, whose members alone decide for all; None while there is none, and all decide.
         held: returns True if there is a job with variables that is not over.
@@ -169,7 +169,7 @@ class Membership:
         self,
         registry: Registry,
         lease: float,
-        beat: float = Timeouts.heartbeat_interval,
+        heartbeat: float = Timeouts.heartbeat_interval,
         incarnation: int = 0,
         generation: Callable[[], Generation | None] = lambda: None,
         held: Callable[[], bool] = lambda: False,
@@ -183,7 +183,7 @@ class Membership:
         self.version = 0
         self.ends = 0
         """Changes with every session that ends or is forgotten."""
-        self._beat = beat
+        self._heartbeat = heartbeat
         self._held = held
         self._generations = generations
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
@@ -299,7 +299,9 @@ class Membership:
 
     def _is_gone(self, session: _SessionRecord, now: float) -> bool:
         """Returns False while the process of a session may be alive."""
-        return now - session.seen > self.lease or (session.parted is not None and now - session.parted >= self._beat)
+        return now - session.seen > self.lease or (
+            session.parted is not None and now - session.parted >= self._heartbeat
+        )
 
     def _check_gone(self, rival: _SessionRecord, task: Task, now: float) -> None:
         """Raises `TaskTaken` while the process of a session may be alive."""
@@ -307,7 +309,7 @@ class Membership:
             raise _taken(task, rival.member.task, rival.drives, now - rival.seen)
 
     def is_to_drive(self, number: int, now: float) -> bool:
-        """Returns True if the chief is gone, nobody has taken its place in `DEPUTY_BEATS`, and this worker is to.
+        """Returns True if the chief is gone, nobody has taken its place in `DEPUTY_HEARTBEATS`, and this worker is to.
 
         It is the lowest that lives and stays. Where all leave it is the one that asks, at once: they have seconds to
         leave, and need a chief for it. Nobody takes the place of a coordinator, whose script is its own.
@@ -320,17 +322,17 @@ class Membership:
         scripts = [s.member for s in self._sessions.values() if not s.drives and s.member.task == chief.member.task]
         if chief.member.task.job == "chief" and any(member.alone for member in scripts):
             return False
-        limit = DEPUTY_BEATS * self._beat
+        limit = DEPUTY_HEARTBEATS * self._heartbeat
         heirs, stays = self._sessions.heirs(now - limit)
         return number in heirs and (not stays or now - chief.last_sign >= limit)
 
     def leave_now(self, now: float) -> bool | None:
         """Returns True while a process leaves that was told to end, None while one is here that may be told so yet.
 
-        A chief is here until it has told that the job is over. Who beats no more is not: where another server keeps the
+        A chief is here until it has told that the job is over. Who heartbeats no more is not: where another server keeps the
         sessions, this one hears of no farewell.
         """
-        return self._sessions.leave(now - DEPUTY_BEATS * self._beat)
+        return self._sessions.leave(now - DEPUTY_HEARTBEATS * self._heartbeat)
 
     def part(self, number: int, now: float) -> None:
         """Notes that the connection of a session has ended. Unless the process is heard of again, it has ended too."""
@@ -345,7 +347,7 @@ class Membership:
         """
         if now - self._heard > self.lease / 2:
             for session in self._sessions.open():
-                if not session.vanished(self._beat):
+                if not session.vanished(self._heartbeat):
                     session.seen = now
         self._heard = now
 
@@ -376,7 +378,7 @@ class Membership:
                 f"session {number} takes part in no generation yet; wait until the chief has taken it in"
             )
 
-    def beat(
+    def heartbeat(
         self,
         number: int,
         waits: tuple[int, bytes],
@@ -386,7 +388,7 @@ class Membership:
     ) -> None:
         """Renews an open session's lease; ends all sessions if two have made different plans of one round.
 
-        If one of the two is a newcomer in its first round, it ends alone. A beat without a pace says nothing new.
+        If one of the two is a newcomer in its first round, it ends alone. A heartbeat without a pace says nothing new.
 
         Raises:
             InvalidRequest: it says nothing, and no other one has come here: this server did not keep the sessions then.
@@ -395,7 +397,7 @@ class Membership:
         session = self._sessions[number]
         if pace is None:
             if not session.described:
-                raise InvalidRequest("this session has not said here what it does; beat over gRPC first")
+                raise InvalidRequest("this session has not said here what it does; heartbeat over gRPC first")
             return
         self.version += _asks(session.pace) != _asks(pace)  # the chief is told at once
         session.pace, session.described = pace, True
@@ -443,7 +445,7 @@ class Membership:
                 session.joined = round
 
     def exclude(self, numbers: Iterable[int]) -> None:
-        """Ends the sessions that a generation has left out: those that still beat have held the others up."""
+        """Ends the sessions that a generation has left out: those that still heartbeat have held the others up."""
         for number in numbers:
             if number in self._sessions:
                 self._end(self._sessions[number], "hung")
@@ -475,7 +477,7 @@ class Membership:
         """
         cut = now - self._heard > self.lease / 2
         late = [s for s in self._sessions.open_or_driving() if now - s.seen > self.lease]
-        lost = [s for s in late if s.drives or not cut or s.vanished(self._beat)]
+        lost = [s for s in late if s.drives or not cut or s.vanished(self._heartbeat)]
         for session in lost:
             self._end(session, "lost")
         return [session.member.task for session in lost]

@@ -58,7 +58,7 @@ class Record:
     """The answer to a round.
 
     Attributes:
-        plan_id, generation, more, left_out, observers: as in `RoundReply`.
+        plan_id, generation, more, excluded, observers: as in `RoundReply`.
         given: the plan's returned values of this server; of rows, which come last, ids and rows.
         rows: of each of these, how many rows there are.
         warnings: as in `RoundReply`.
@@ -71,7 +71,7 @@ class Record:
     sessions: frozenset[int] = frozenset()
     generation: Generation | None = None
     more: bool = False
-    left_out: tuple[Task, ...] = ()
+    excluded: tuple[Task, ...] = ()
     given: tuple[Array, ...] = ()
     error: PSError | None = None
     warnings: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Record:
             frozenset(part.member.session for part in job.parts),
             generation,
             any(part.said.more for part in job.parts),
-            tuple(sorted((*job.left_out, *dropped))),
+            tuple(sorted((*job.excluded, *dropped))),
             tuple(given.arrays),
             warnings=tuple(warnings),
             observers=tuple([part.member.task for part in job.parts if part.said.observes]),

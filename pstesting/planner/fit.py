@@ -95,7 +95,7 @@ def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
     push = max(transport.receive for transport in transports.values())
     return Costs(
         transports, step, step_variable, round - settle, variable, kernel_byte, apply, row, step_row,
-        vote=push, call=4 * push, beat=4 * push, table=table, step_table=step_table, settle=settle,
+        vote=push, call=4 * push, heartbeat=4 * push, table=table, step_table=step_table, settle=settle,
         cores=os.cpu_count() or 1, machine=f"{platform.node()}, {platform.machine()}",
     )  # fmt: skip
 

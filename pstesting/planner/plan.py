@@ -114,7 +114,7 @@ class Lost:
 
 
 CALM = replace(PATIENT, session_timeout=600.0)
-"""Nobody is lost in what is planned, however long a beat waits behind the pushes of its host."""
+"""Nobody is lost in what is planned, however long a heartbeat waits behind the pushes of its host."""
 
 
 @dataclass(frozen=True)

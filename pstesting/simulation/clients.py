@@ -119,7 +119,7 @@ def simulated_time(scheduler: Scheduler) -> Iterator[None]:
 
 
 class SimulatedSession(Session):
-    """A session of a simulated process: it stands still where it waits, and its beats are events."""
+    """A session of a simulated process: it stands still where it waits, and its heartbeats are events."""
 
     def __init__(self, scheduler: Scheduler, process: SimulatedProcess, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
@@ -146,23 +146,23 @@ class SimulatedSession(Session):
         self._patience.heard(index)
         life, number = self.hosting.life(index), self.number
 
-        def beat() -> None:
+        def heartbeat() -> None:
             while self._process.alive and index not in self.hosting.gone and self._is_now(index, life, number):
                 self._scheduler.sleep(self.timeouts.heartbeat_interval)
                 try:
-                    self.beat_now(index)
+                    self.heartbeat_now(index)
                     self._patience.heard(index)
                 except PSError as error:
                     if self._is_now(index, life, number):
                         self._unheard(index, error)
 
-        self._scheduler.spawn(beat)
+        self._scheduler.spawn(heartbeat)
 
-    def beat_now(self, index: int, by_itself: bool = False) -> None:
-        """As `Session.beat_now`: a process that stands still in it keeps its lock."""
+    def heartbeat_now(self, index: int, by_itself: bool = False) -> None:
+        """As `Session.heartbeat_now`: a process that stands still in it keeps its lock."""
         while self._beating[index].locked():
             self._scheduler.sleep(self.timeouts.heartbeat_interval / 100)
-        super().beat_now(index, by_itself)
+        super().heartbeat_now(index, by_itself)
 
     def _open_first(self, key: int) -> Opened:
         ended: Any = types.SimpleNamespace(wait=self._scheduler.sleep)

@@ -60,7 +60,7 @@ class Costs:
         table, step_table: as `round` and `step`, beside them, where a round has rows.
         vote: of a server for a vote that it says or hears.
         call: processor time of a server for a verb that is no push.
-        beat: of a server for a beat.
+        heartbeat: of a server for a heartbeat.
         part: of a server for a worker whose contribution is in a sum.
         hand, hand_byte: processor time on either side where a worker hands a contribution over to another one of its
             host, which sums it, or where an answer is handed back; the same for each of its bytes.
@@ -83,7 +83,7 @@ class Costs:
     step_row: float
     vote: float
     call: float
-    beat: float
+    heartbeat: float
     table: float = 0.0
     step_table: float = 0.0
     settle: float = 0.0

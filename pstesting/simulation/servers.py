@@ -389,7 +389,7 @@ class Line:
     def _begin(self, verb: str, *args: Any, **keys: Any) -> Future[Any]:
         """Makes a call whose answer may take long; returns what is answered with it."""
         answer = self._asked()
-        cost = self._server.costs.beat if verb == "beat" else self._server.costs.call
+        cost = self._server.costs.heartbeat if verb == "heartbeat" else self._server.costs.call
         self._up(SMALL, cost, self._made, answer, partial(getattr(self._server.core, verb), *args, **keys))
         return answer
 

@@ -43,7 +43,7 @@ from pswire.model.closures import (
 from pswire.model.compression import CodecKind
 from pswire.model.joins import Enlisted
 from pswire.model.log import Examples, Generation, LogEntry, Member, Mode, Position, Return, Start
-from pswire.model.places import Moved, Offered, Spare
+from pswire.model.places import Moved, Offered, Standby
 from pswire.model.plan import (
     Form,
     Nonfinite,
@@ -195,7 +195,7 @@ MAPPER.pair(SavedTensor, pb.NamedTensor)
 SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
 ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
-SPARE = MAPPER.pair(Spare, pb.Spare)
+STANDBY = MAPPER.pair(Standby, pb.Standby)
 MAPPER.pair(Moved, pb.Moved)
 OFFERED = MAPPER.pair(Offered, pb.OfferReply)
 STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
@@ -215,7 +215,7 @@ FETCHED = MAPPER.pair(Fetched, pb.FetchReply)
 
 MAPPER.pair(Chunk, pb.Chunk)
 CHUNK_ASK = MAPPER.pair(ChunkAsk, pb.ChunkAsk)
-CHUNKS = MAPPER.pair(Chunks, pb.HandOutReply)
+CHUNKS = MAPPER.pair(Chunks, pb.AssignReply)
 
 
 def batch_to_pb(reply: CreateBatchReply) -> pb.CreateBatchReply:
@@ -315,7 +315,7 @@ class RoundEncoder:
             said,
             reply.round,
             reply.more,
-            reply.left_out,
+            reply.excluded,
             reply.warnings,
             reply.observers,
             reply.rows,
@@ -324,12 +324,12 @@ class RoundEncoder:
         )
         known, header = self._last
         if known != rest:
-            left_out, observers = map(TASK.to_pb, reply.left_out), map(TASK.to_pb, reply.observers)
+            excluded, observers = map(TASK.to_pb, reply.excluded), map(TASK.to_pb, reply.observers)
             # Messages one after another are one message with the fields of all.
             header = pb.RoundHeader(round=reply.round).SerializeToString() + said
             header += pb.RoundHeader(
                 more=reply.more,
-                left_out=left_out,
+                excluded=excluded,
                 size=size,
                 warnings=reply.warnings,
                 observers=observers,
@@ -355,7 +355,7 @@ class RoundDecoder:
             message.round,
             known[1],
             message.more,
-            tuple([TASK.from_pb(task) for task in message.left_out]),
+            tuple([TASK.from_pb(task) for task in message.excluded]),
             payload,
             tuple(message.warnings),
             tuple([TASK.from_pb(task) for task in message.observers]),

@@ -40,8 +40,8 @@ CHUNKS = 4
 CHANGES = 4
 """The first number whose servers change the consistency of a job that runs."""
 
-BEATS = 4
-"""The first number whose servers take beats on transports."""
+HEARTBEATS = 4
+"""The first number whose servers take heartbeats on transports."""
 
 ALONE = 4
 """The first number whose servers know rounds of one worker in a job whose workers make rounds together."""

@@ -35,7 +35,7 @@ MAX_DETAILS_BYTES = 2048
 """Of an error's message; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
 
 
-Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "spare", "mover", "anyone"]
+Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "standby", "mover", "anyone"]
 """The certificate that a verb asks for, where servers ask for certificates:
 
 - `task`: that of the task which the request names, and a chief's if it drives
@@ -44,7 +44,7 @@ Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "spar
 - `reader`: as `session`; as `anyone` for a request without a session, 0
 - `chief`: that of a chief task, or of worker 0
 - `server`: that of the ps task which the request names
-- `spare`: that of any ps task
+- `standby`: that of any ps task
 - `mover`: that of the ps task which the request names, of a chief, or of `psctl`; a chief's if it shows a token
 - `anyone`: that of any task of the job, or of `psctl`
 """
@@ -88,7 +88,9 @@ VERBS: dict[str, Verb] = {
     for verb in (
         Verb("Open", pb.OpenRequest, "task", "start_timeout", guarded=False),
         Verb("Enlist", pb.EnlistRequest, "joiner", "call_timeout", guarded=False, newer=True),
-        Verb("Beat", pb.BeatRequest, "session", ""),  # until the server has been silent for a lease, and is lost
+        Verb(
+            "Heartbeat", pb.HeartbeatRequest, "session", ""
+        ),  # until the server has been silent for a lease, and is lost
         Verb("Leave", pb.LeaveRequest, "session", "call_timeout"),
         Verb("Create", pb.CreateHeader, "session", "call_timeout", streams=(True, False)),
         Verb("CreateBatch", pb.CreateBatchRequest, "session", "call_timeout", newer=True),
@@ -104,12 +106,12 @@ VERBS: dict[str, Verb] = {
         Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True, newer=True),
         Verb("Take", pb.TakeRequest, "session", "", waits=True, newer=True),
         Verb("Fetch", pb.FetchRequest, "session", "", waits=True, newer=True),
-        Verb("HandOut", pb.HandOutRequest, "session", "call_timeout", newer=True),
+        Verb("Assign", pb.AssignRequest, "session", "call_timeout", newer=True),
         Verb("Status", pb.Empty, "anyone", "call_timeout", guarded=False),
-        Verb("Recent", pb.Empty, "anyone", "call_timeout", guarded=False, newer=True),
+        Verb("Events", pb.Empty, "anyone", "call_timeout", guarded=False, newer=True),
         Verb("Introduce", pb.IntroduceRequest, "server", "call_timeout"),
         Verb("Vote", pb.ServerVote, "session", "call_timeout"),
-        Verb("Offer", pb.OfferRequest, "spare", "call_timeout", guarded=False, newer=True),
+        Verb("Offer", pb.OfferRequest, "standby", "call_timeout", guarded=False, newer=True),
         Verb("Move", pb.MoveRequest, "mover", "call_timeout", guarded=False, newer=True),
     )
 }

@@ -157,7 +157,7 @@ class Generation:
             there. They are not fenced.
         save: number of the generation that has ordered a checkpoint, which its older members save before they take it in; 0
             for none.
-        returns: the server that is being taken back, or is back with this generation; None for none.
+        returns: the server that is being readmitted, or is back with this generation; None for none.
     """
 
     number: int

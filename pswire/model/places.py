@@ -9,7 +9,7 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True)
-class Spare:
+class Standby:
     """A process that waits for the place of a server, as `psserver --join` does, or has got one.
 
     Attributes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pswire.cluster import Task
 from pswire.model.log import Generation, Member, Position, in_order
-from pswire.model.places import Moved, Spare
+from pswire.model.places import Moved, Standby
 from pswire.model.program import PROGRAM_VERSION
 
 
@@ -46,11 +46,11 @@ class SessionState:
 
     Attributes:
         member: task, session and replicas.
-        state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it beat, and held a round up).
+        state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it heartbeat, and held a round up).
         join_point: place at which a new member waits to be taken in, as `Generation.join_point`; "" while it is not ready.
         silent: seconds since its last sign of life.
         drives: True for a chief's session, which takes part in no round.
-        pace: its steps, rounds and waits, as its last beat has told them.
+        pace: its steps, rounds and waits, as its last heartbeat has told them.
         opened: seconds since it was opened; 0 where the server does not tell.
     """
 
@@ -240,13 +240,13 @@ class ServerStatus:
         gap: with bounded staleness the rounds between the foremost and the hindmost worker that counts.
         gone: the job's servers that are lost, and without which it goes on.
         losses: the job's servers that were lost, one after the other; those that have come back included.
-        spares: processes that wait for the place of a server.
+        standbys: processes that wait for the place of a server.
         moved: the job's servers that are not where they were when it began.
         domain: the part of the machines that fails as one in which the server runs.
         differences: other servers that have other values of the same variables.
         phases: seconds of all rounds so far by phase: "waiting", "applying", "answering"; empty where it does not tell.
         table_rows, table_bytes: rows of each dynamic table here, and the bytes that it takes, by the table's name.
-        catching_up: True if it is back, and does not have its variables as they are now: it reads them, or makes rounds
+        recovering: True if it is back, and does not have its variables as they are now: it reads them, or makes rounds
             up.
         tier_bytes, tier_resident, tier_memory: bytes of files that rows of dynamic tables lie in, how many of these
             are in memory, and how many may be; 0 where all rows are in memory.
@@ -279,14 +279,14 @@ class ServerStatus:
     gap: int = 0
     gone: tuple[int, ...] = ()
     losses: tuple[int, ...] = ()
-    spares: tuple[Spare, ...] = ()
+    standbys: tuple[Standby, ...] = ()
     moved: tuple[Moved, ...] = ()
     domain: str = ""
     differences: tuple[Difference, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
     table_rows: Mapping[str, int] = field(default_factory=dict)
     table_bytes: Mapping[str, int] = field(default_factory=dict)
-    catching_up: bool = False
+    recovering: bool = False
     tier_bytes: int = 0
     tier_resident: int = 0
     tier_memory: int = 0

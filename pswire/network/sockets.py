@@ -91,7 +91,7 @@ def tune(sock: socket, silence: float, breaks: bool) -> None:
         sock: a connected TCP socket.
         silence: seconds after which that host is silent.
         breaks: True if the connection breaks then. On a client it does not: its transport breaks only where the server
-            answers beats meanwhile. And a server may read nothing for as long as a round takes, which
+            answers heartbeats meanwhile. And a server may read nothing for as long as a round takes, which
             TCP_USER_TIMEOUT would count as silence.
     """
     sock.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
@@ -158,7 +158,7 @@ class Kind(IntEnum):
     PART = 5
     """A part; the first of an answer that is sent while it is made has a RoundHeader with the size."""
     ANSWER = 6
-    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part; to a beat a BeatReply."""
+    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part; to a heartbeat a HeartbeatReply."""
     REFUSAL = 7
     """The last message of a call that failed: a Refusal."""
     FREED = 8
@@ -167,8 +167,8 @@ class Kind(IntEnum):
     """A TransportAlive of a server, while a call is under way."""
     VOTE = 10
     """A ServerVote of another server."""
-    BEAT = 11
-    """Of a client: nothing but that it lives, and has nothing else to say than with its last beat over gRPC."""
+    HEARTBEAT = 11
+    """Of a client: nothing but that it lives, and has nothing else to say than with its last heartbeat over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

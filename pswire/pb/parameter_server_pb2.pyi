@@ -238,7 +238,7 @@ class Refusal(_message.Message):
     task: str
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
 
-class BeatRequest(_message.Message):
+class HeartbeatRequest(_message.Message):
     __slots__ = ("session", "round", "plan_id", "pace", "clock")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -272,7 +272,7 @@ class Pace(_message.Message):
     page: str
     def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., knows_returns: _Optional[bool] = ..., page: _Optional[str] = ...) -> None: ...
 
-class BeatReply(_message.Message):
+class HeartbeatReply(_message.Message):
     __slots__ = ("drive",)
     DRIVE_FIELD_NUMBER: _ClassVar[int]
     drive: bool
@@ -307,12 +307,12 @@ class IntroduceReply(_message.Message):
     def __init__(self, data_port: _Optional[int] = ..., transport_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("spare", "protocol")
-    SPARE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("standby", "protocol")
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    spare: Spare
+    standby: Standby
     protocol: int
-    def __init__(self, spare: _Optional[_Union[Spare, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, standby: _Optional[_Union[Standby, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("place", "addresses", "over", "protocol")
@@ -342,7 +342,7 @@ class MoveReply(_message.Message):
     address: str
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
-class Spare(_message.Message):
+class Standby(_message.Message):
     __slots__ = ("address", "domain", "place")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
@@ -1361,7 +1361,7 @@ class ChunkAsk(_message.Message):
     looks: bool
     def __init__(self, dataset: _Optional[int] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., restores: _Optional[int] = ..., begins: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[int] = ..., needs: _Optional[bool] = ..., done: _Optional[_Iterable[int]] = ..., back: _Optional[_Iterable[int]] = ..., looks: _Optional[bool] = ...) -> None: ...
 
-class HandOutRequest(_message.Message):
+class AssignRequest(_message.Message):
     __slots__ = ("session", "ask")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
@@ -1369,7 +1369,7 @@ class HandOutRequest(_message.Message):
     ask: ChunkAsk
     def __init__(self, session: _Optional[int] = ..., ask: _Optional[_Union[ChunkAsk, _Mapping]] = ...) -> None: ...
 
-class HandOutReply(_message.Message):
+class AssignReply(_message.Message):
     __slots__ = ("chunks", "over", "positions")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
@@ -1434,11 +1434,11 @@ class PushHeader(_message.Message):
     def __init__(self, session: _Optional[int] = ..., generation: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ..., host: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PushHeader, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., batch: _Optional[str] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
-    __slots__ = ("round", "generation", "more", "left_out", "size", "warnings", "observers", "rows", "over")
+    __slots__ = ("round", "generation", "more", "excluded", "size", "warnings", "observers", "rows", "over")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
-    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     OBSERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -1447,13 +1447,13 @@ class RoundHeader(_message.Message):
     round: int
     generation: Generation
     more: bool
-    left_out: _containers.RepeatedCompositeFieldContainer[Task]
+    excluded: _containers.RepeatedCompositeFieldContainer[Task]
     size: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
     observers: _containers.RepeatedCompositeFieldContainer[Task]
     rows: _containers.RepeatedScalarFieldContainer[int]
     over: int
-    def __init__(self, round: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., over: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., more: _Optional[bool] = ..., excluded: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., over: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "variables", "after", "rows", "tables")
@@ -1714,7 +1714,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transports: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "catching_up", "tier_bytes", "tier_resident", "tier_memory")
+    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "standbys", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "recovering", "tier_bytes", "tier_resident", "tier_memory")
     class PhasesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1763,14 +1763,14 @@ class StatusReply(_message.Message):
     GAP_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
-    SPARES_FIELD_NUMBER: _ClassVar[int]
+    STANDBYS_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
     TABLE_ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CATCHING_UP_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
     TIER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIER_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     TIER_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -1801,18 +1801,18 @@ class StatusReply(_message.Message):
     gap: int
     gone: _containers.RepeatedScalarFieldContainer[int]
     losses: _containers.RepeatedScalarFieldContainer[int]
-    spares: _containers.RepeatedCompositeFieldContainer[Spare]
+    standbys: _containers.RepeatedCompositeFieldContainer[Standby]
     moved: _containers.RepeatedCompositeFieldContainer[Moved]
     domain: str
     differences: _containers.RepeatedCompositeFieldContainer[Difference]
     phases: _containers.ScalarMap[str, float]
     table_rows: _containers.ScalarMap[str, int]
     table_bytes: _containers.ScalarMap[str, int]
-    catching_up: bool
+    recovering: bool
     tier_bytes: int
     tier_resident: int
     tier_memory: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., spares: _Optional[_Iterable[_Union[Spare, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., catching_up: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., standbys: _Optional[_Iterable[_Union[Standby, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., recovering: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("server", "round", "variables", "more", "agreed")
@@ -1852,7 +1852,7 @@ class Happened(_message.Message):
     refused: str
     def __init__(self, seconds: _Optional[float] = ..., what: _Optional[str] = ..., said: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
 
-class RecentReply(_message.Message):
+class EventsReply(_message.Message):
     __slots__ = ("recent",)
     RECENT_FIELD_NUMBER: _ClassVar[int]
     recent: _containers.RepeatedCompositeFieldContainer[Happened]

@@ -17,8 +17,8 @@ METRICS = "metrics"
 ADMIN = "admin"
 """The name of an observer that takes no part in the job: `psctl`."""
 
-_TASK = re.compile("(chief|evaluator|ps|ps-spare|worker)-(0|[1-9][0-9]{0,8})")
-"""A name of a task, or of a spare server."""
+_TASK = re.compile("(chief|evaluator|ps|ps-standby|worker)-(0|[1-9][0-9]{0,8})")
+"""A name of a task, or of a standby server."""
 
 SOON_SECONDS = 14 * 86400.0
 """Seconds before their end from which on certificates are warned of."""
@@ -34,9 +34,9 @@ def task_name(task: Task) -> str:
     return f"{task.job}-{task.index}"
 
 
-def spare_name(number: int) -> str:
-    """The name of a spare server, which may take the place of any ps task: `ps-spare-0`."""
-    return f"ps-spare-{number}"
+def standby_name(number: int) -> str:
+    """The name of a standby server, which may take the place of any ps task: `ps-standby-0`."""
+    return f"ps-standby-{number}"
 
 
 def certificate_name(name: str) -> str:
@@ -45,7 +45,7 @@ def certificate_name(name: str) -> str:
 
 
 def named(dns_names: Iterable[str]) -> frozenset[str]:
-    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for; also `ADMIN` and spares.
+    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for; also `ADMIN` and standbys.
 
     Other names stand for nobody, such as `*.paramserver`, which means all of them to who checks names of hosts.
     """

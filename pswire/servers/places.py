@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pswire.model.places import Offered, Spare
+from pswire.model.places import Offered, Standby
 
 
 class PlaceServer(Protocol):
     """A server, as processes see it that wait for a place, and those that move servers."""
 
-    def offer(self, spare: Spare) -> Offered:
+    def offer(self, standby: Standby) -> Offered:
         """Notes that a process waits for the place of a server, or has got one. Key: its address.
 
-        It is forgotten `pswire.limits.SPARE_SECONDS` after it has said so for the last time.
+        It is forgotten `pswire.limits.STANDBY_SECONDS` after it has said so for the last time.
 
         Raises:
             InvalidRequest: too many wait, or its address is none.

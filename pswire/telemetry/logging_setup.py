@@ -136,9 +136,9 @@ def _message(record: logging.LogRecord) -> str:
 
 def _cut(text: str) -> str:
     """A text, without its middle if it is long: the end of a traceback says most, and its beginning what it is."""
-    left_out = len(text) - MAX_CHARACTERS
+    excluded = len(text) - MAX_CHARACTERS
     head, tail = text[: MAX_CHARACTERS // 4], text[-3 * MAX_CHARACTERS // 4 :]
-    return text if left_out <= 0 else f"{head} [{left_out} characters] {tail}"
+    return text if excluded <= 0 else f"{head} [{excluded} characters] {tail}"
 
 
 def read(line: str) -> dict[str, Any] | None:

@@ -400,7 +400,7 @@ def test_a_new_generation_completes_the_round(job):
     asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
     assert not any(future.done() for future in asked)
     job.close([one.member])
-    assert [reply.left_out for reply in together(*pushed)] == [(gone.task,)] * 2
+    assert [reply.excluded for reply in together(*pushed)] == [(gone.task,)] * 2
     commit(job, plan, [future.result(SOON) for future in asked])
     assert files(job) == whole("run/ckpt-1")
 

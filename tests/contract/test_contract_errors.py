@@ -59,7 +59,7 @@ class Refusing:
 
 CALLS = {
     "open": lambda server: server.open(A, 1, 0, False),
-    "beat": lambda server: server.beat(1, -1, b""),
+    "heartbeat": lambda server: server.heartbeat(1, -1, b""),
     "leave": lambda server: server.leave(1, ""),
     "create": lambda server: server.create(1, 0, -1, VariableSpec("w", NUMBER), (), Payload.pack([np.array(1)])),
     "propose": lambda server: server.propose(1, None, "x", None),
@@ -113,7 +113,7 @@ def test_every_error_travels(connect):
     server = connect(behind)
     for name, kind in BY_NAME.items():
         behind.error = kind(f"about {name}", "/job:ps/task:1")
-        for verb in ("beat", "push"):
+        for verb in ("heartbeat", "push"):
             assert told(CALLS[verb], server) == (kind, behind.error.message, behind.error.task)
 
 
@@ -121,7 +121,7 @@ def test_a_long_message_is_cut(connect):
     """And arrives, whatever characters it has."""
     server = connect(Refusing(ConfigError("\u00e4\u4e2d" * 20_000)))
     with pytest.raises(ConfigError) as told:
-        server.beat(1, -1, b"")
+        server.heartbeat(1, -1, b"")
     assert 100 < len(told.value.message) < 20_000
 
 

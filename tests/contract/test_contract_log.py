@@ -151,10 +151,10 @@ def test_a_new_job_drops_everything(job, worker):
             future.result(SOON)
     assert news.result(SOON).entries == (begin,)
     with pytest.raises(Fenced):
-        job.verbs[0].beat(worker.session, -1, b"")
+        job.verbs[0].heartbeat(worker.session, -1, b"")
     status = job.verbs[0].status()
     assert (status.log, status.variables, status.nbytes, status.generation, status.round) == (1, 0, 0, None, -1)
-    job.verbs[0].beat(other.session, -1, b"")
+    job.verbs[0].heartbeat(other.session, -1, b"")
     named = job.verbs[0].create(other.session, 0, -1, VariableSpec("new", PAIR), (0,), None)
     assert (named.id, named.servers) == (0, (0,))
 
@@ -289,7 +289,7 @@ def test_an_generation_that_is_not_there_begins_nowhere(job, generation):
     with pytest.raises(InvalidRequest, match=f"generation {generation} is not known here"):
         job.verbs[0].propose(session, None, "", Start(generation, 4))
     assert log(job) == before
-    job.verbs[0].beat(session, -1, b"")
+    job.verbs[0].heartbeat(session, -1, b"")
 
 
 # ---- Watch ----

@@ -58,7 +58,7 @@ def test_who_looks_may_do_nothing_else(job: Job):
     spec = VariableSpec("x", TensorSpec("float64", (2,)))
     for server in job.verbs:
         for act in (
-            lambda server=server: server.beat(NOBODY, -1, b""),
+            lambda server=server: server.heartbeat(NOBODY, -1, b""),
             lambda server=server: server.create(NOBODY, 0, -1, spec, (0,), None),
             lambda server=server: server.propose(NOBODY, None, "dataset:0", None),
         ):
@@ -173,13 +173,13 @@ def test_a_refused_call_says_why(job: Job, worker: Worker):
     assert all(not each.refused for each in job.verbs[0].recent() if each.what not in ("create", "snapshot"))
 
 
-def test_a_beat_that_is_refused_is_told(job: Job, worker: Worker):
+def test_a_heartbeat_that_is_refused_is_told(job: Job, worker: Worker):
     """Whose session has ended; its number stands there with its task still."""
     (other,) = job.join(W1)
     job.servers.spend(11, other.session)
     with pytest.raises(Fenced) as caught:
-        job.verbs[0].beat(worker.session, -1, b"")
-    assert last(job, "beat") == Happened(0.0, "beat", who(worker), f"Fenced: {caught.value.message}")
+        job.verbs[0].heartbeat(worker.session, -1, b"")
+    assert last(job, "heartbeat") == Happened(0.0, "heartbeat", who(worker), f"Fenced: {caught.value.message}")
 
 
 def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
@@ -197,7 +197,7 @@ def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
     assert last(job, "worked").refused == f"NoCheckpoint: {caught.value.message}"
 
 
-def test_beats_ticks_and_watches_are_left_out(job: Job, worker: Worker):
+def test_heartbeats_ticks_and_watches_are_excluded(job: Job, worker: Worker):
     """However many there are: they would leave room for nothing else. It is told how long ago the others were."""
     before = job.verbs[0].recent()
     for version in (0, 0):

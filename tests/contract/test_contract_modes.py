@@ -89,7 +89,7 @@ def test_a_push_is_answered_at_once(job, lone):
     variable, plan = lone.adder([1, 2])
     for number in range(3):
         reply = lone.push(other, plan, [[10, 20]], want=(variable.id,))
-        assert (reply.round, reply.generation, reply.more, reply.left_out) == (number, job.generation, False, ())
+        assert (reply.round, reply.generation, reply.more, reply.excluded) == (number, job.generation, False, ())
         total, value = given(reply, plan, 0, (variable,))
         assert total.tolist() == [10, 20]
         assert value.tolist() == [10 * number + 11, 20 * number + 22]
@@ -415,7 +415,7 @@ def test_who_goes_releases_the_others(job, near, how):
     else:
         job.servers.spend(12, one.session)
         with pytest.raises(Fenced):
-            job.verbs[0].beat(other.session, -1, b"")
+            job.verbs[0].heartbeat(other.session, -1, b"")
     late.result(SOON)
 
 
@@ -429,7 +429,7 @@ def test_a_newcomer_begins_where_the_slowest_is(job, near):
     (new,) = job.join(C, mode="bounded", k=1)
     for worker in (one, other, one):
         sent(worker, plan).result(SOON)
-    job.verbs[0].beat(new.session, -1, b"", clock=0)
+    job.verbs[0].heartbeat(new.session, -1, b"", clock=0)
     assert {place.task: place.clock for place in job.verbs[0].status().places} == {A: 5, B: 4, C: 4}
     late = sent(one, plan)
     sent(other, plan).result(SOON)
@@ -522,7 +522,7 @@ def test_the_gap_is_bounded_and_nobody_waits_within_it(count, k, steps, eager):
             if what == "push":
                 open_now = sum(not future.done() for future in mine.values())
                 if session in resting:
-                    job.verbs[0].beat(session, -1, b"", clock=worker.round)
+                    job.verbs[0].heartbeat(session, -1, b"", clock=worker.round)
                     resting.discard(session)
                     worker.round = max(worker.round, clocks()[session] + 1)
                 if open_now < (3 if eager else 1):
@@ -530,10 +530,10 @@ def test_the_gap_is_bounded_and_nobody_waits_within_it(count, k, steps, eager):
                     mine[number] = sent(worker, plan, previous=before)
                     pushes += 1
             elif what == "rest" and all(future.done() for future in mine.values()):
-                job.verbs[0].beat(session, -1, b"", clock=RESTS)
+                job.verbs[0].heartbeat(session, -1, b"", clock=RESTS)
                 resting.add(session)
             elif what == "back" and session in resting:
-                job.verbs[0].beat(session, -1, b"", clock=worker.round)
+                job.verbs[0].heartbeat(session, -1, b"", clock=worker.round)
                 resting.discard(session)
                 worker.round = max(worker.round, clocks()[session] + 1)
             elif what in ("die", "leave"):

@@ -335,7 +335,7 @@ def test_a_member_that_is_lost_is_not_waited_for(job, worker):
     plan = job.commit(worker, "run", turn)
     waiting = [worker.push(plan, server=server) for server in plan.servers]
     job.close([worker.member])
-    assert [reply.left_out for reply in together(*waiting)] == [(B,), (B,)]
+    assert [reply.excluded for reply in together(*waiting)] == [(B,), (B,)]
     assert values(job, worker, variable) == [1]
 
 

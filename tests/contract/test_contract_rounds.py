@@ -63,7 +63,7 @@ def test_a_round_waits_for_everyone(job, two):
     assert not first.done()
     replies = together(first, other.push(plan, [[100, 200]]))
     for reply in replies:
-        assert (reply.round, reply.generation, reply.more, reply.left_out) == (0, job.generation, False, ())
+        assert (reply.round, reply.generation, reply.more, reply.excluded) == (0, job.generation, False, ())
         assert given(reply, plan)[0].tolist() == [110, 220]
     assert job.value(one, variable, 0).tolist() == [111, 222]
     total = 111
@@ -247,7 +247,7 @@ def test_a_push_resent_after_completion_gets_the_recorded_answer(job, two):
     first = together(*(w.push(plan, [5], more=True, want=(0,)) for w in two))[0]
     for _ in range(2):
         again = two[0].push(plan, [5], more=True, want=(0,)).result(SOON)
-        assert (again.round, again.generation, again.more, again.left_out) == (0, first.generation, True, ())
+        assert (again.round, again.generation, again.more, again.excluded) == (0, first.generation, True, ())
         assert [int(x) for x in given(again, plan, 0, (variable,))] == [10, 10]
     turn(two[1])
     two[1].push(plan, [1])
@@ -273,7 +273,7 @@ def test_a_round_is_completed_without_who_is_gone(job, two):
     job.arrived(two[0])
     job.close([two[0].member])
     reply = waiting.result(SOON)
-    assert (reply.left_out, reply.generation.number) == ((B,), 2)
+    assert (reply.excluded, reply.generation.number) == ((B,), 2)
     assert float(given(reply, plan)[0]) == 6.0
     assert isinstance(refused(lambda: two[1].push(plan, [3.0])), Fenced)
 
@@ -285,7 +285,7 @@ def test_what_a_lost_member_gave_whole_counts(job, two):
     job.arrived(two[1])
     job.close([two[0].member])
     reply = two[0].push(plan, [5]).result(SOON)
-    assert (reply.left_out, int(given(reply, plan)[0])) == ((), 8)
+    assert (reply.excluded, int(given(reply, plan)[0])) == ((), 8)
     assert isinstance(refused(lambda: lost), Fenced)
 
 
@@ -302,7 +302,7 @@ def test_new_members_come_with_their_generation(job, two):
     third = Member(C, session, 1)
     job.append(GenerationClosed(Generation(2, (*job.generation.members, third), "dataset:0")))
     replies = together(*(worker.push(plan, [1]) for worker in two))
-    assert (replies[0].generation.number, replies[0].left_out) == (2, ())
+    assert (replies[0].generation.number, replies[0].excluded) == (2, ())
     turn(*two)
     futures = []
     for worker in two:
@@ -342,7 +342,7 @@ def test_different_plans_in_a_round_are_a_divergence(job, two):
         assert all(word in str(error) for word in ("round 0", str(A), str(B), "'v0'", "'loss'"))
     for worker in two:
         with pytest.raises(Diverged):
-            job.verbs[0].beat(worker.session, -1, b"")
+            job.verbs[0].heartbeat(worker.session, -1, b"")
     job.close([])
     (new,) = job.join(C)
     new.round = 1
@@ -403,7 +403,7 @@ def optional(plan):
     return replace(plan, applies=tuple(replace(each, optional=True) for each in plan.applies))
 
 
-def test_an_update_may_be_left_out(job, two):
+def test_an_update_may_be_excluded(job, two):
     """Where nobody's contribution to it has a weight; one has, and it is made, as if it had always to be.
 
     Never one without contributions, nor one that has results, which others read: such plans are refused.

@@ -1,4 +1,4 @@
-"""Open, Beat, Leave, Enlist: who is there, how a session ends, and which index a worker gets that joins."""
+"""Open, Heartbeat, Leave, Enlist: who is there, how a session ends, and which index a worker gets that joins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kit.internals import (
     Watch,
     count_of,
 )
-from tests.kit.rig import BEAT, CHIEF, SOON, WORKERS, Job, checkpoint, core, eventually, reduce_only, together
+from tests.kit.rig import CHIEF, HEARTBEAT, SOON, WORKERS, Job, checkpoint, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]
@@ -45,8 +45,8 @@ def states(job):
     return {state.member.session: state.state for state in watched.sessions}
 
 
-def beat(job, session, round=-1, plan=b""):
-    job.verbs[0].beat(session, round, plan)
+def heartbeat(job, session, round=-1, plan=b""):
+    job.verbs[0].heartbeat(session, round, plan)
 
 
 def test_every_open_is_a_new_session(job):
@@ -59,7 +59,7 @@ def test_every_open_is_a_new_session(job):
     assert (other.session, other.server, other.incarnation) == (first.session, 1, 101)
     tokens = [job.open(task, 0, True).token for task in (CHIEF, CHIEF, A)]
     assert [job.token, *tokens] == sorted({job.token, *tokens})
-    beat(job, first.session)
+    heartbeat(job, first.session)
 
 
 def test_a_task_that_opens_again_ends_its_last_session(job):
@@ -67,14 +67,14 @@ def test_a_task_that_opens_again_ends_its_last_session(job):
     old = job.open(A).session
     new = job.open(A).session
     with pytest.raises(Fenced, match="started again") as told:
-        beat(job, old)
+        heartbeat(job, old)
     assert told.value.task == str(A)
-    beat(job, new)
+    heartbeat(job, new)
     assert states(job) == {old: "failed", new: "open"}
 
 
 def test_a_process_that_goes_away_is_noticed(serve):
-    """By the call that it held, which ends with its connection: its task may be taken a beat later, and not before."""
+    """By the call that it held, which ends with its connection: its task may be taken a heartbeat later, and not before."""
     servers = serve(1)
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session
@@ -86,7 +86,7 @@ def test_a_process_that_goes_away_is_noticed(serve):
         held.cancel()
     core = servers.cores[0]
     eventually(lambda: core.machine.members._sessions[session].parted is not None)
-    clock.now += BEAT - 0.1
+    clock.now += HEARTBEAT - 0.1
     with pytest.raises(TaskTaken):
         core.open(A, 1, 0, False)
     clock.now += 0.2
@@ -100,7 +100,7 @@ def test_a_second_job_is_refused(job):
     blue = partial(job.verbs[0].open, B, 1, 0, False, "sync", "blue")
     with pytest.raises(ConfigError, match=r"is of the job 'blue', and these servers hold a job without a name"):
         blue()
-    beat(job, worker.session)
+    heartbeat(job, worker.session)
     job.verbs[0].leave(worker.session, "it failed")
     job.verbs[0].leave(job.opened.session, "it failed")
     with pytest.raises(ConfigError, match=r"was not left cleanly.*psctl job delete"):
@@ -148,8 +148,8 @@ def test_a_lost_server_is_told_to_everyone(job):
             future.result(SOON)
         assert told.value.task == "/job:ps/task:1"
     with pytest.raises(ServerLost):
-        beat(job, one.session)
-    job.verbs[0].beat(job.open(A).session, -1, b"")
+        heartbeat(job, one.session)
+    job.verbs[0].heartbeat(job.open(A).session, -1, b"")
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -161,7 +161,7 @@ def test_an_unknown_session_is_refused(job, server):
     worker.session = 77
     verb = job.verbs[server]
     for call in (
-        lambda: verb.beat(77, -1, b""),
+        lambda: verb.heartbeat(77, -1, b""),
         lambda: verb.create(77, 0, -1, variable.spec, (), None),
         lambda: verb.pull(77, [0], -1).result(SOON),
         lambda: verb.propose(77, plan, "", None),
@@ -205,23 +205,23 @@ def test_leaving_twice_is_leaving_once(job):
         job.verbs[0].leave(session, why)
         assert states(job) == {session: "left", failed: "failed", other: "open"}
     with pytest.raises(Fenced, match="it left"):
-        beat(job, session)
+        heartbeat(job, session)
 
 
 def test_a_silent_session_is_lost(job):
-    """Its lease ends; whoever beats stays. A late goodbye counts: who was thought dead has done its part."""
+    """Its lease ends; whoever heartbeats stays. A late goodbye counts: who was thought dead has done its part."""
     silent, loud = job.open(A).session, job.open(B).session
     job.servers.spend(12, loud, job.opened.session)
     assert states(job) == {silent: "lost", loud: "open"}
     with pytest.raises(Fenced, match="lease ended") as told:
-        beat(job, silent)
+        heartbeat(job, silent)
     assert told.value.task == str(A)
     job.verbs[0].leave(silent, "")
     assert states(job) == {silent: "left", loud: "open"}
 
 
 def test_any_call_is_a_sign_of_life(job):
-    """Not only beats renew a lease."""
+    """Not only heartbeats renew a lease."""
     session, other = job.open(A).session, job.open(B).session
     for _ in range(3):
         job.servers.spend(6, job.opened.session, other)
@@ -262,36 +262,36 @@ def test_an_generation_fences_whom_it_leaves_out(job):
     job.close([stays.member])
     for server, why in zip(job.verbs, ("held up a round", "new generation"), strict=True):
         with pytest.raises(Fenced, match=why):
-            server.beat(out.session, -1, b"")
+            server.heartbeat(out.session, -1, b"")
     with pytest.raises(Fenced, match="new generation"):
         waiting.result(SOON)
     with pytest.raises(Fenced):
         out.push(plan, [5], server=1).result(SOON)
     reply = stays.push(plan, [2], server=1).result(SOON)
-    assert reply.left_out == ()
+    assert reply.excluded == ()
     assert int(reply.payload.tensors([NUMBER])[0]) == 7
 
 
 def test_processes_that_wait_for_each_other_are_found_out(job):
-    """Two wait in one round for different plans, on different servers: the beats tell, with both positions.
+    """Two wait in one round for different plans, on different servers: the heartbeats tell, with both positions.
 
     Waiting in different rounds is no divergence.
     """
     one, two = job.join(A, B)
-    beat(job, one.session, 3, b"x")
-    beat(job, two.session, 4, b"y")  # one may be ahead of what another has last said
-    beat(job, one.session)
+    heartbeat(job, one.session, 3, b"x")
+    heartbeat(job, two.session, 4, b"y")  # one may be ahead of what another has last said
+    heartbeat(job, one.session)
     here = job.approve(reduce_only(NUMBER, server=0, target="'loss'"), one)
     there = job.approve(reduce_only(NUMBER, server=1, target="'accuracy'"), one)
     waiting = one.push(here, [1])
     job.arrived(one)
-    beat(job, one.session, 0, here.id)
+    heartbeat(job, one.session, 0, here.id)
     with pytest.raises(Diverged, match=r"round 0.*worker/task:0.*'loss'.*worker/task:1.*'accuracy'"):
-        beat(job, two.session, 0, there.id)
+        heartbeat(job, two.session, 0, there.id)
     with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
         waiting.result(SOON)
     with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
-        beat(job, one.session)
+        heartbeat(job, one.session)
     assert set(states(job).values()) == {"failed"}
 
 
@@ -301,15 +301,15 @@ def test_a_divergence_is_told_to_everyone(job):
     one, two, three = job.join(A, B, C)
     job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
     for call in (
-        partial(beat, job, two.session),
+        partial(heartbeat, job, two.session),
         *[partial(job.verbs[0].leave, two.session, "")] * 2,
-        partial(beat, job, three.session),
+        partial(heartbeat, job, three.session),
     ):
         with pytest.raises(Diverged, match=r"^operand 0 differs$"):
             call()
     job.verbs[0].leave(two.session, "an error of its own")
     assert set(states(job).values()) == {"failed"}
-    beat(job, job.opened.session)
+    heartbeat(job, job.opened.session)
 
 
 def test_status_tells_who_is_missed(job):
@@ -398,7 +398,7 @@ def test_a_place_that_nobody_keeps_is_free_again(grown):
 
 
 def test_a_session_keeps_the_place_of_its_task(grown):
-    """As long as it is open: no word is needed beside its beats; then the index is free."""
+    """As long as it is open: no word is needed beside its heartbeats; then the index is free."""
     enlist(grown, ONE)
     session = grown.open(WORKERS[2]).session
     assert grown.verbs[0].enlist(WORKERS[2], ONE) == Enlisted(WORKERS[2], True)

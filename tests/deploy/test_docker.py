@@ -27,7 +27,7 @@ from tests.kit.internals import (
     Timeouts,
     check_addresses,
     parse_tf_config,
-    spare_name,
+    standby_name,
     task_name,
 )
 from tests.kit.internals import psserver_command as psserver
@@ -40,7 +40,7 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 RUNS = {name: service for name, service in SERVICES.items() if name not in ("certs", "prometheus")}
 """Containers that run a program of ours, after the certificates are made."""
 TASKS = {name: service for name, service in RUNS.items() if "TF_CONFIG" in service["environment"]}
-"""Those that are tasks from the start: all but spare servers."""
+"""Those that are tasks from the start: all but standby servers."""
 PROGRAMS: dict[str, click.Command] = {"psserver": psserver, "psworker": psworker, "psctl": psctl}
 
 
@@ -118,7 +118,7 @@ def test_each_container_is_a_task_of_one_cluster() -> None:
     assert (made["ps"], made["workers"], made["extra_ps"]) == (2, 2, len(RUNS) - len(TASKS))
     volumes = dict(volume.split(":", 1) for volume in SERVICES["certs"]["volumes"])
     for name, service in RUNS.items():
-        owner = task_name(tasks[name]) if name in tasks else spare_name(0)
+        owner = task_name(tasks[name]) if name in tasks else standby_name(0)
         mine = [volume for volume in service["volumes"] if volume.startswith("certs")]
         assert mine == [f"certs-{owner}:/certs:ro"]
         assert volumes[f"certs-{owner}"] == f"/out/{owner}"
@@ -171,20 +171,20 @@ def test_prometheus_scrapes_all_that_runs() -> None:
     assert SERVICES["prometheus"]["profiles"] == ["metrics"]
 
 
-def test_a_spare_server_waits_for_a_place() -> None:
+def test_a_standby_server_waits_for_a_place() -> None:
     """It knows all servers, says where it is, and is started with its profile alone; nothing probes it."""
-    (spare,) = [name for name in RUNS if name not in TASKS]
-    flags = parse(SERVICES[spare]["command"]).params
+    (standby,) = [name for name in RUNS if name not in TASKS]
+    flags = parse(SERVICES[standby]["command"]).params
     config = parse_tf_config(SERVICES["chief"]["environment"]["TF_CONFIG"])
     assert config is not None
     servers = tuple(config.cluster.task_address("ps", index) for index in range(config.cluster.num_tasks("ps")))
     assert check_addresses(flags["join"], "--join") == servers
-    assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{spare}:2222", 2222, True)
-    assert SERVICES[spare]["profiles"] == ["spare"]
-    assert SERVICES[spare]["healthcheck"] == {"disable": True}
+    assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{standby}:2222", 2222, True)
+    assert SERVICES[standby]["profiles"] == ["standby"]
+    assert SERVICES[standby]["healthcheck"] == {"disable": True}
 
 
-@pytest.mark.parametrize("profiles", [(), ("metrics",), ("spare",), ("metrics", "spare")])
+@pytest.mark.parametrize("profiles", [(), ("metrics",), ("standby",), ("metrics", "standby")])
 def test_compose_reads_the_file(profiles: tuple[str, ...]) -> None:
     """docker-compose, where it is at hand, finds no fault, and the services of the profiles."""
     compose = shutil.which("docker-compose")

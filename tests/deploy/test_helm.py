@@ -61,8 +61,8 @@ WRONG = {
     '{"timeouts": {"lease": 3}}': "lease",
     '{"checkpoints": {"root": "runs"}}': "checkpoints.root",
     '{"workers": {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": null}}}}': "memory",
-    '{"servers": {"spares": 1}}': "servers.spares needs replicationFactor: 2",
-    '{"servers": {"spares": 1}, "replicationFactor": 2, "controller": "tfjob"}': "spares needs controller: job or jobset",
+    '{"servers": {"standbys": 1}}': "servers.standbys needs replicationFactor: 2",
+    '{"servers": {"standbys": 1}, "replicationFactor": 2, "controller": "tfjob"}': "standbys needs controller: job or jobset",
 }
 
 
@@ -99,16 +99,16 @@ def test_two_releases_share_nothing(controller: str) -> None:
 
 
 def test_cert_manager_makes_what_psctl_certs_makes() -> None:
-    """One for each task, with both usages; a spare server's names all; pods see those of their kind, and a token."""
+    """One for each task, with both usages; a standby server's names all; pods see those of their kind, and a token."""
     variant = "helm/cert-manager"
     objects = rendered(variant)
     certificates = {item["spec"]["secretName"]: item["spec"] for item in of(objects, "Certificate")}
     servers = [certificate_name(f"ps-{index}") for index in range(VARIANTS[variant].servers)]
     tokens = {item["metadata"]["name"] for item in of(objects, "Secret")}
     for pod in all_pods(variant):
-        task, spare = pod.environ["TASK"], "TF_CONFIG" not in pod.environ
+        task, standby = pod.environ["TASK"], "TF_CONFIG" not in pod.environ
         mine = certificates[f"{RELEASE}-{task}-tls"]
-        assert mine["dnsNames"] == [certificate_name(task), certificate_name(METRICS), *(servers if spare else [])]
+        assert mine["dnsNames"] == [certificate_name(task), certificate_name(METRICS), *(servers if standby else [])]
         assert {"server auth", "client auth"} <= set(mine["usages"])
         (volume,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "certificates"]
         secrets = [source["secret"] for source in volume["projected"]["sources"]]

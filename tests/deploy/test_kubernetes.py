@@ -59,9 +59,9 @@ BY_KUSTOMIZE = [variant for variant, found in VARIANTS.items() if found.values i
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def tasks(variant: str, spare: bool = False) -> list[Pod]:
-    """The pods that are tasks from the start; or spare servers, which wait for a place."""
-    return [pod for pod in all_pods(variant) if ("TF_CONFIG" not in pod.environ) == spare]
+def tasks(variant: str, standby: bool = False) -> list[Pod]:
+    """The pods that are tasks from the start; or standby servers, which wait for a place."""
+    return [pod for pod in all_pods(variant) if ("TF_CONFIG" not in pod.environ) == standby]
 
 
 def jobs(variant: str) -> Iterator[Manifest]:
@@ -143,16 +143,16 @@ def test_each_pod_is_a_task_of_one_cluster(variant: str, environ: MutableMapping
 
 
 @every_variant
-def test_spare_servers_wait_for_a_place(variant: str) -> None:
+def test_standby_servers_wait_for_a_place(variant: str) -> None:
     """They tell all servers of the cluster an address, which is theirs; and no probe ends one that waits."""
     (servers,) = {
         tuple(config.cluster.task_address("ps", index) for index in range(VARIANTS[variant].servers))
         for config in (inside.parse_tf_config(pod.environ["TF_CONFIG"]) for pod in tasks(variant))
         if config
     }
-    waiting = tasks(variant, spare=True)
+    waiting = tasks(variant, standby=True)
     assert [pod.environ["TASK"] for pod in waiting] == [
-        inside.spare_name(index) for index in range(VARIANTS[variant].spares)
+        inside.standby_name(index) for index in range(VARIANTS[variant].standbys)
     ]
     for pod in waiting:
         words = [expanded(word, pod.environ) for word in pod.container["args"]]
@@ -182,7 +182,7 @@ def test_each_pod_sees_its_own_key(variant: str) -> None:
 def made_secret(variant: str, directory: Path) -> Manifest:
     """The Secret that make-secret makes of what `psctl certs` makes for a variant."""
     counts = VARIANTS[variant]
-    numbers = {"--ps": counts.servers, "--workers": counts.workers, "--extra-ps": counts.spares}
+    numbers = {"--ps": counts.servers, "--workers": counts.workers, "--extra-ps": counts.standbys}
     words = [str(word) for pair in numbers.items() for word in pair]
     made = CliRunner().invoke(psctl, ["certs", str(directory), *words])
     assert made.exit_code == 0, made.output
@@ -280,7 +280,7 @@ def test_policies_select_the_pods(variant: str) -> None:
         assert found == ({"ps", "worker", "chief"} if name == "tasks" else {name})
         if item["kind"] == "PodDisruptionBudget":
             counts = VARIANTS[variant]
-            least = {"ps": max(1, counts.servers - counts.spares), "worker": 1}[name]
+            least = {"ps": max(1, counts.servers - counts.standbys), "worker": 1}[name]
             assert 0 < spec["minAvailable"] == least <= len(selected)
 
 

@@ -153,7 +153,7 @@ FIRING = {
     'server_chief_silent_seconds{job="a", instance="a0"}': "0+60x30",
     'server_chief_silent_seconds{job="b", instance="b0"}': "1x30",
     'chief_missing{job="b", instance="b1", task="/job:worker/task:1"}': "1x30",
-    'server_lease_losses_total{job="b", instance="b0"}': "0x20 1x10",
+    'server_session_timeouts_total{job="b", instance="b0"}': "0x20 1x10",
     'chief_checkpoints_total{job="b", instance="b1", outcome="failed"}': "0x20 1x10",
     'certificate_expiry_timestamp_seconds{job="b", instance="b0"}': "86400x30",
     'certificate_expiry_timestamp_seconds{job="a", instance="a0"}': "8640000x30",

@@ -123,8 +123,8 @@ def check_step(found: Any, said: str) -> None:
         assert rows[system]["server_cpu_ms"] > 0
     assert all(row["worker_cpu_ms"] > 0 and row["steps_per_s"] > 0 for row in rows.values())
     assert rows["ours, 2 + 2"]["cpu_ms"] > rows["ours, 2 + 2"]["worker_cpu_ms"]
-    assert (torch in rows) != (torch in found["left_out"])
-    assert "pip install" in found["left_out"].get(torch, "pip install")
+    assert (torch in rows) != (torch in found["excluded"])
+    assert "pip install" in found["excluded"].get(torch, "pip install")
 
 
 def check_curves(found: Any, said: str) -> None:
@@ -145,8 +145,8 @@ def has(package: str) -> bool:
 
 def check_peers(found: Any, said: str) -> None:
     """A quick run has figures of each system that is installed, which checks its variables' values itself."""
-    assert set(found["left_out"]) == {system for system, package in PACKAGES.items() if not has(package)}
-    assert len(found["rounds"]) == 6 + 1 + len(PACKAGES) - len(found["left_out"])
+    assert set(found["excluded"]) == {system for system, package in PACKAGES.items() if not has(package)}
+    assert len(found["rounds"]) == 6 + 1 + len(PACKAGES) - len(found["excluded"])
     transports = [row["beside"] for row in found["rounds"] if row["beside"]]
     assert all(one == other for one, other in list(pairwise(transports))[:6:2])
     assert all(row["size"] == "4KB" and is_ordered(row["ms"]) for row in found["rounds"])
@@ -235,11 +235,11 @@ def test_what_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> None:
     chosen = " ".join(f"--systems {system}" for system in PACKAGES)
     done = run(f"peers/run.py --quick --sizes 4KB {chosen} --python {bare}".split(), file)
     assert done.returncode == 0, done.stdout + done.stderr
-    left_out = json.loads(file.read_text(encoding="utf-8"))["left_out"]
-    assert left_out == {
+    excluded = json.loads(file.read_text(encoding="utf-8"))["excluded"]
+    assert excluded == {
         system: f"skipped, {package} is not installed for {bare}" for system, package in PACKAGES.items()
     }
-    assert all(why in done.stdout for why in left_out.values())
+    assert all(why in done.stdout for why in excluded.values())
 
 
 def test_who_cannot_make_hosts_is_told(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_every_process_is_told(choice, caplog):
             except ps.errors.NonfiniteError as error:
                 errors.append(error.message)
             last = strategy.last_round
-        assert (last.contributors, last.left_out) == (("/job:worker/task:0", "/job:worker/task:1"), ())
+        assert (last.contributors, last.excluded) == (("/job:worker/task:0", "/job:worker/task:1"), ())
         return [float(v.numpy()[0]), float(u.numpy()[0])], errors
 
     found = in_threads(poisoned, consistency=ps.Sync(nonfinite=choice))

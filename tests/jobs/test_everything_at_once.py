@@ -38,7 +38,7 @@ def recorded():
 
         def answered(done):
             if not done.cancelled() and done.exception() is None:
-                records[key] = [str(task) for task in done.result().left_out]
+                records[key] = [str(task) for task in done.result().excluded]
 
         answer.add_done_callback(answered)
         return answer
@@ -76,21 +76,21 @@ def sum_up(rounds, stops, relay, seconds):
         say("fenced", str(error))
         raise
     finally:
-        say("records", [[*key, left_out] for key, left_out in records.items()])
+        say("records", [[*key, excluded] for key, excluded in records.items()])
 
 
 def expected(records):
     """The variables' values by what the workers have recorded; a round leaves out the same for all, on all servers."""
-    pushed, left_out = {}, {}
+    pushed, excluded = {}, {}
     for worker, pushes in records.items():
         for server, round, left in pushes:
             pushed.setdefault((server, round), set()).add(worker)
             if left is not None:
-                left_out.setdefault(round, set()).add(tuple(sorted(left)))
-    assert {len(views) for views in left_out.values()} == {1}
+                excluded.setdefault(round, set()).add(tuple(sorted(left)))
+    assert {len(views) for views in excluded.values()} == {1}
     sums = [0.0, 0.0]
     for (server, round), workers in pushed.items():
-        (left,) = left_out[round]
+        (left,) = excluded[round]
         sums[server] += sum(1000.0**worker.index for worker in workers if str(worker) not in left)
     return sums
 

@@ -68,7 +68,7 @@ def train(examples, batch, stops):
             doze(stops[strategy.round])
         strategy.run(step, args=each)
         say("round", strategy.round)
-        say("missed", list(strategy.last_round.left_out))
+        say("missed", list(strategy.last_round.excluded))
     say("end", [w.numpy(), losses.numpy(), seen.numpy()])
 
 

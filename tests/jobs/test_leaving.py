@@ -49,7 +49,7 @@ def visit(examples, batch, passes, stops, backup_workers=0, restores=""):
             strategy.run(lambda counts: add_all([(seen, counts), (steps, np.int64(1))]), args=(counts,))
             say("round", strategy.round - 1)
             last = strategy.last_round
-            say("missed", list(last.left_out) if last else [])
+            say("missed", list(last.excluded) if last else [])
         say("seen", seen.numpy())
         say("saved", manager.checkpoints if manager else [])
     say("done", steps.numpy())

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import psclient as ps
-from psserver.state.sessions import DEPUTY_BEATS
+from psserver.state.sessions import DEPUTY_HEARTBEATS
 from pstesting import forks
 from pstesting.in_process import InProcessCluster
 from pstesting.network import Relay
@@ -116,7 +116,7 @@ def all_go_on_with(job, server):
 def await_variables(job, server):
     """Returns once a server that is back has its variables as they are now: another one may be lost."""
     with job.server(server) as there:
-        job.until(lambda: (s := there.status()).incarnation in s.incarnations and not s.catching_up)
+        job.until(lambda: (s := there.status()).incarnation in s.incarnations and not s.recovering)
 
 
 def replace(job, server):
@@ -203,7 +203,7 @@ def test_a_server_without_copies_that_is_replaced(tmp_path, server):
             assert job.exited(task) == SERVER_LOST
         job.start(W1)
         job.hear_error(W1, "waits for a chief to begin the job")
-        time.sleep(2 * DEPUTY_BEATS * QUICK.heartbeat_interval)
+        time.sleep(2 * DEPUTY_HEARTBEATS * QUICK.heartbeat_interval)
         assert "nobody drives the job any more" not in job.errors(W1)
         job.start(CHIEF)
         job.start(W0)

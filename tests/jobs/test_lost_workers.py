@@ -406,6 +406,6 @@ def _are_back(job, servers, deaths):
     for server in servers:
         with job.server(server) as asked:
             status = asked.status()
-            if status.gone or len(status.losses) != killed or status.catching_up:
+            if status.gone or len(status.losses) != killed or status.recovering:
                 return False
     return True

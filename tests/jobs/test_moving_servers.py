@@ -121,7 +121,7 @@ def test_who_waited_dies_before_it_has_the_place(tmp_path):
             job.hear_error(CHIEF, f"{PS1} stays where it is")
             job.cluster.addresses[PS1] = before
             with job.server(PS0) as server:
-                job.until(lambda: not server.status().spares)
+                job.until(lambda: not server.status().standbys)
         with waiting(job, tmp_path) as (second,):
             with job.server(PS0) as server:
                 server.move(1, second.address)
@@ -160,11 +160,11 @@ def test_training_goes_on_while_a_server_reads(tmp_path, lost):
         for server in (PS0, PS1):
             goes_on(job, server)
         with job.server(lost) as server:
-            assert server.status().catching_up
-        assert "end no other server until it has" in problems(job)["catching_up", str(lost)]
+            assert server.status().recovering
+        assert "end no other server until it has" in problems(job)["recovering", str(lost)]
         let_read(tmp_path)
         await_variables(job, lost)
-        assert not [key for key in problems(job) if key[0] == "catching_up"]
+        assert not [key for key in problems(job) if key[0] == "recovering"]
         lose(job, OTHER[lost])
         goes_on(job, lost)
         enough(job, tmp_path, lost)

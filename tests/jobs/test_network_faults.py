@@ -321,18 +321,18 @@ class Elsewhere(Site):
 
 @ON_ONE_TRANSPORT
 def test_a_server_that_stands_still_breaks_no_transport(stack, name):
-    """It answers no beat either: it is waited for, and the round goes on by the same connection."""
+    """It answers no heartbeat either: it is waited for, and the round goes on by the same connection."""
     site = Elsewhere(stack, name)
     here, other = site.workers
     transport = site.transport(here)
     first = site.push(here, 1)
     site.job.arrived(here)
     site.process.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as beats:
-        beat = beats.submit(site.server.beat, here.session, -1, b"")
+    with ThreadPoolExecutor(1) as heartbeats:
+        heartbeat = heartbeats.submit(site.server.heartbeat, here.session, -1, b"")
         time.sleep(3 * LEASE)
         site.process.send_signal(signal.SIGCONT)
-        beat.result(20.0)
+        heartbeat.result(20.0)
     with site.beating():
         site.whole([1, 2], first, site.push(other, 2))
     assert site.transport(here) is transport
@@ -341,7 +341,7 @@ def test_a_server_that_stands_still_breaks_no_transport(stack, name):
 
 @pytest.mark.soak
 def test_a_network_that_is_cut_as_a_whole_breaks_no_transport(stack):
-    """As long as no beat is answered either; when it is there again the round goes on."""
+    """As long as no heartbeat is answered either; when it is there again the round goes on."""
     site = Place(stack, "tcp")
     first = site.push(site.here, 1)
     site.job.arrived(site.here)
@@ -358,7 +358,7 @@ def test_a_network_that_is_cut_as_a_whole_breaks_no_transport(stack):
 
 
 def test_a_silent_connection_of_grpc_costs_no_session(stack):
-    """Another one is made, and a beat arrives on it, before the lease has ended."""
+    """Another one is made, and a heartbeat arrives on it, before the lease has ended."""
     lease = 2.0
     site = Site(stack, "grpc", elements=64, lease=lease, clock=time.monotonic)
     here, other = site.workers

@@ -73,7 +73,7 @@ def _check_worker(page: Page) -> None:
     assert page("worker_rounds_total", outcome="completed") == page("worker_round") == ROUNDS
     assert page("worker_phase_seconds_count", phase="waiting") == ROUNDS
     assert page("worker_phase_seconds_count", phase="computing") == ROUNDS - 1
-    assert page("worker_contributions_left_out_total") == 0
+    assert page("worker_excluded_pushes_total") == 0
     assert _moved(page, "worker", "sent") >= ROUNDS << 14
 
 
@@ -179,7 +179,7 @@ def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, tran
         str(W1),
         "round 1",
     ]
-    assert sum(one("server_nonfinite_contributions_total") for one in pages) == 1
+    assert sum(one("server_nonfinite_pushes_total") for one in pages) == 1
     assert sum(one("server_nonfinite_variables") for one in pages) == 1
 
 

@@ -322,7 +322,7 @@ def test_a_killed_straggler_releases_the_others_and_comes_back(tmp_path):
 
 
 def test_workers_on_different_servers_keep_step():
-    """A server that a worker's rounds do not touch is told of each: at once, and not with the next beat."""
+    """A server that a worker's rounds do not touch is told of each: at once, and not with the next heartbeat."""
     ended = threading.Barrier(2)
 
     def push(strategy, worker):
@@ -333,11 +333,13 @@ def test_workers_on_different_servers_keep_step():
         ended.wait()
         return [v.numpy().tolist() for v in both]
 
-    rare = replace(PATIENT, heartbeat_interval=PATIENT.session_timeout / 3)  # a test that waits for beats takes minutes
+    rare = replace(
+        PATIENT, heartbeat_interval=PATIENT.session_timeout / 3
+    )  # a test that waits for heartbeats takes minutes
     options = {"consistency": ps.BoundedStaleness(0), "ps_strategy": "round_robin", "timeouts": rare}
     began = time.monotonic()
     assert in_threads(push, **options) == [[[10.0] * 2] * 2] * 2
-    assert time.monotonic() - began < 2 * rare.beat
+    assert time.monotonic() - began < 2 * rare.heartbeat
 
 
 def test_who_has_no_data_left_is_not_waited_for():
@@ -362,7 +364,7 @@ def test_who_has_no_data_left_is_not_waited_for():
 
 
 @pytest.mark.soak
-def test_who_hangs_is_left_out(tmp_path):
+def test_who_hangs_is_excluded(tmp_path):
     """It holds the others up for as long as a round may take, and no longer."""
     timeouts = replace(QUICK, session_timeout=2.0, round_timeout=6.0)
     keys = {"workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": timeouts}

@@ -70,7 +70,7 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, second):
 
 
 def test_a_server_with_copies_is_replaced_alone(tmp_path):
-    """The job goes on without it meanwhile, and takes it back; nobody else is started again."""
+    """The job goes on without it meanwhile, and readmits it; nobody else is started again."""
     keys = {**KEYS, "replication_factor": 2, "restarts": 1}
     with ProcessCluster(count, tmp_path, (40, 1), **keys) as job, ThreadPoolExecutor(1) as pool:
         for task in (W0, W1):

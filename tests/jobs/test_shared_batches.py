@@ -291,7 +291,7 @@ def visit(rows, way, passes, backup=1, elements=1, stops=-1):
             seen = np.bincount(mine, minlength=rows).astype(float)
             strategy.run(lambda seen=seen: add_all([(visits, seen), (other, np.full(elements, seen.sum()))]))
             say("did", strategy.round - 1)
-            out.update(strategy.last_round.left_out if strategy.last_round else ())
+            out.update(strategy.last_round.excluded if strategy.last_round else ())
             if step == stops:
                 checkpoint.save("run/ckpt")
                 say("saved", visits.numpy().sum())

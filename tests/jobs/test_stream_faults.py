@@ -191,7 +191,7 @@ def test_a_client_that_dies_in_the_middle_of_its_push(cluster):
     assert not cluster.first.done()
     cluster.job.close([cluster.here.member])
     cluster.check(sums=(11, 2, 3))
-    assert cluster.first.result(SOON).left_out == (WORKERS[1],)
+    assert cluster.first.result(SOON).excluded == (WORKERS[1],)
     with pytest.raises(Fenced):
         cluster.again().result(SOON)
 

@@ -177,7 +177,7 @@ def test_asynchronous_workers_do_not_mix_their_norms():
 # ---- Other programs ----
 
 QUICKLY = 30.0
-"""Seconds within which everyone knows: a few beats; less than a lease, on a machine that others use."""
+"""Seconds within which everyone knows: a few heartbeats; less than a lease, on a machine that others use."""
 
 FIRST = ("'first'", "'second'")
 
@@ -186,7 +186,7 @@ FIRST = ("'first'", "'second'")
     ("kind", "servers", "words"),
     [
         pytest.param("sections", 1, FIRST, id="on one server", marks=pytest.mark.soak),
-        pytest.param("sections", 2, FIRST, id="on different servers, so that only beats can tell"),
+        pytest.param("sections", 2, FIRST, id="on different servers, so that only heartbeats can tell"),
         pytest.param("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]"), id="operands that differ"),
         pytest.param("variable", 2, ("'extra'", "'second'"), id="a variable that others lack"),
         pytest.param("reductions", 1, ("float64[2]", "float64[3]"), id="other shapes"),
@@ -194,7 +194,7 @@ FIRST = ("'first'", "'second'")
     ],
 )
 def test_everyone_is_told_where_the_others_are(kind, servers, words):
-    """Each process gets `Diverged` within a few beats; it names two processes, and what each of them does.
+    """Each process gets `Diverged` within a few heartbeats; it names two processes, and what each of them does.
 
     A script that catches it, and ends, ends its process: nobody waits for a job that cannot go on.
     """

@@ -88,7 +88,7 @@ def test_a_push_that_has_changed_a_variable_is_sent_again(proxied, name):
 
 
 @ON_BOTH
-def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack, name):
+def test_a_member_that_goes_in_the_middle_of_its_push_is_excluded(stack, name):
     """Others go on once its session has ended; of its memory nothing stays."""
     site = Site(stack, name, workers=3)
     *others, gone = site.workers
@@ -107,7 +107,7 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack, name):
     for answer in answers:
         values = answer.result(SOON).payload.tensors([v.spec.tensor for v in site.variables])
         assert [float(value[0]) for value in values] == [102, 4, 6]
-        assert answer.result().left_out == (WORKERS[2],)
+        assert answer.result().excluded == (WORKERS[2],)
     if name == "shm":
         # One of the hand's own, which the test holds, and one of the server's, which goes.
         eventually(lambda: mappings() == before - 1)

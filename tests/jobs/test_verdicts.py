@@ -79,7 +79,7 @@ def test_a_chief_whose_place_is_taken_by_one_that_stands_by(tmp_path):
     stops = KNOWN, (1, 0), (2, 0)
     unhurried = replace(
         CALM, heartbeat_interval=3.0
-    )  # a worker waits for two beats, one that stands by for little more than one
+    )  # a worker waits for two heartbeats, one that stands by for little more than one
     with driven(tmp_path, *stops, timeouts=unhurried) as job, job.server(PS0) as server:
         first = standing_by(job)
         job.open("0.2")

@@ -71,8 +71,8 @@ def endure(elements, whole, lags):
         say("did", last.number)
         if not all((value == found[0][0]).all() for value in found):
             say("torn", [last.number, last.contributors, float(found[0][0]), float(found[1][0])])
-        if last.left_out:
-            say("left out", [last.number, last.left_out])
+        if last.excluded:
+            say("left out", [last.number, last.excluded])
         time.sleep(0.01)
     say("sums", [float(v.numpy()[0]), float(u.numpy()[0])])
 

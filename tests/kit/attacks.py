@@ -243,7 +243,7 @@ class Attacker:
                 ),
             ),
             "Open": lambda: pb.OpenRequest(task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC),
-            "Beat": lambda: pb.BeatRequest(session=session, round=member.round, plan_id=b"p" * 32),
+            "Heartbeat": lambda: pb.HeartbeatRequest(session=session, round=member.round, plan_id=b"p" * 32),
             "Create": lambda: pb.CreateHeader(session=session, ordinal=count, id=one(-1, *ids), spec=spec, servers=[0]),
             "CreateBatch": lambda: pb.CreateBatchRequest(
                 session=session, variables=[pb.Variable(id=one(ids[0], count), spec=spec, servers=[0])]

@@ -91,7 +91,7 @@ from pswire.network.traffic import TransportName, TRANSPORTS, traffic
 
 from pswire.security.identity import FLAGS, Security, SecurityOptions
 from pswire.security.link_codes import check_code, GOOD_SECONDS, make_code
-from pswire.security.names import certificate_name, METRICS, named, spare_name, task_name
+from pswire.security.names import certificate_name, METRICS, named, standby_name, task_name
 
 # ---- Servers ----
 

@@ -261,13 +261,13 @@ class Variant:
     """A way.
 
     Attributes:
-        servers, workers, spares: how many there are.
+        servers, workers, standbys: how many there are.
         values: of the chart; None for a directory of kustomize.
     """
 
     servers: int = 2
     workers: int = 2
-    spares: int = 0
+    standbys: int = 0
     values: dict[str, Any] | None = None
 
 
@@ -282,7 +282,7 @@ LARGE = {
     "args": ["--threads=4"],
     "resources": {"requests": {"cpu": "4", "memory": "12Gi"}, "limits": {"memory": "16Gi"}},
 }
-SPARE = {"replicationFactor": 2, "servers": {"spares": 1}}
+STANDBY = {"replicationFactor": 2, "servers": {"standbys": 1}}
 ISSUED = {"certificates": {"source": "cert-manager"}}
 WATCHED = {"serviceMonitor": {"enabled": True}, "alarms": {"enabled": True}}
 BUCKET = {"checkpoints": {"root": "s3://bucket/run"}, "environment": {"AWS_REGION": "eu-central-1"}}
@@ -292,7 +292,7 @@ VARIANTS: dict[str, Variant] = {
     "overlays/once": Variant(),
     "overlays/gpu": Variant(),
     "overlays/larger": Variant(4, 8),
-    "overlays/spare": Variant(spares=1),
+    "overlays/standby": Variant(standbys=1),
     "jobset": Variant(),
     "tfjob": Variant(),
     "helm/job": Variant(values={}),
@@ -301,9 +301,9 @@ VARIANTS: dict[str, Variant] = {
     "helm/tfjob": Variant(values={"controller": "tfjob"}),
     "helm/gpu": Variant(values={"workers": GPU}),
     "helm/larger": Variant(4, 8, values={"servers": LARGE, "workers": {"count": 8}}),
-    "helm/spare": Variant(spares=1, values=SPARE),
-    "helm/jobset-spare": Variant(spares=1, values={**SPARE, "controller": "jobset"}),
-    "helm/cert-manager": Variant(spares=1, values={**SPARE, **ISSUED, **WATCHED}),
+    "helm/standby": Variant(standbys=1, values=STANDBY),
+    "helm/jobset-standby": Variant(standbys=1, values={**STANDBY, "controller": "jobset"}),
+    "helm/cert-manager": Variant(standbys=1, values={**STANDBY, **ISSUED, **WATCHED}),
     "helm/bucket": Variant(values=BUCKET),
 }
 
@@ -336,7 +336,7 @@ def rendered(variant: str) -> list[Manifest]:
 
 
 def all_pods(variant: str) -> list[Pod]:
-    """All pods of a variant, spare servers included."""
+    """All pods of a variant, standby servers included."""
     return pods(rendered(variant))
 
 

@@ -23,7 +23,7 @@ from tests.kit.internals import ALL, Core, Input, PlacedVariable, Plan, Program,
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
-BEAT = inside.Timeouts.heartbeat_interval
+HEARTBEAT = inside.Timeouts.heartbeat_interval
 SOON = 60.0
 """Seconds within which whatever can be answered is, on a machine that others use."""
 
@@ -102,11 +102,11 @@ class Servers:
     remote: bool
 
     def spend(self, seconds: float, *sessions: int) -> None:
-        """Lets time pass; the cores look at their leases, and these sessions beat."""
+        """Lets time pass; the cores look at their leases, and these sessions heartbeat."""
         for _ in range(int(seconds)):
             self.clock.now += 1.0
             for session in sessions:
-                self.verbs[0].beat(session, -1, b"")
+                self.verbs[0].heartbeat(session, -1, b"")
             self.tick()
 
     def tick(self) -> None:
@@ -193,7 +193,7 @@ class Job:
         return opened
 
     def end(self, task: Task, drives: bool = False) -> None:
-        """The processes that are a task, or any chief, end: their connections have, for a beat nobody has beaten."""
+        """The processes that are a task, or any chief, end: their connections have, for a heartbeat nobody has beaten."""
         first = self.servers.cores[0]
         sessions = [
             state.member.session
@@ -203,7 +203,7 @@ class Job:
         for session in sessions:
             if isinstance(first, Core):
                 with first._lock:
-                    first.machine.members.part(session, self.servers.clock() - BEAT)
+                    first.machine.members.part(session, self.servers.clock() - HEARTBEAT)
             else:  # in another process, whose clock nobody turns
                 self.verbs[0].leave(session, "it ended")
 

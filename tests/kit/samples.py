@@ -223,13 +223,13 @@ STATUS = api.ServerStatus(
     gap=4,
     gone=(3, 5),
     losses=(5, 3, 3, 5),
-    spares=(places.Spare("ps9:1", "rack-9", 3), places.Spare("ps8:1")),
+    standbys=(places.Standby("ps9:1", "rack-9", 3), places.Standby("ps8:1")),
     moved=(places.Moved(3, "ps3:2"),),
     domain="rack-2",
     phases={"waiting": 2.5},
     table_rows={"users": 300},
     table_bytes={"users": 1 << 33},
-    catching_up=True,
+    recovering=True,
     tier_bytes=1 << 34,
     tier_resident=1 << 30,
     tier_memory=(1 << 30) + 1,
@@ -353,10 +353,10 @@ SAMPLES = (
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
     Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
-    Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
-    Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True, True, True), 0), False),
-    Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, api.RESTS), False),
-    Sample("Beat", "least", (SESSION, -1, b"", status.STILL, 0), False),
+    Sample("Heartbeat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
+    Sample("Heartbeat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True, True, True), 0), False),
+    Sample("Heartbeat", "at rest", (SESSION, -1, b"", _PACE, api.RESTS), False),
+    Sample("Heartbeat", "least", (SESSION, -1, b"", status.STILL, 0), False),
     Sample("Leave", "full", (SESSION, "it failed")),
     Sample("Leave", "least", (SESSION, "")),
     Sample("Create", "to name it", (*_CREATE, None), api.CreateReply(150, (0, 3), False, False)),
@@ -446,13 +446,13 @@ SAMPLES = (
     Sample("Fetch", "full", (SESSION, 2001, 1 << 33), closures.Fetched("failed", _PIECE, _FAILURE)),
     Sample("Fetch", "cancelled", (SESSION, 2001, 16), closures.Fetched("cancelled", closures.Piece(), _FAILURE)),
     Sample("Fetch", "least", (1, 1, 0), closures.Fetched("done")),
-    Sample("HandOut", "full", (SESSION, _ASKED), _HANDED),
-    Sample("HandOut", "least", (1, chunks.ChunkAsk(0, 0, 0, 0)), chunks.Chunks()),
+    Sample("Assign", "full", (SESSION, _ASKED), _HANDED),
+    Sample("Assign", "least", (1, chunks.ChunkAsk(0, 0, 0, 0)), chunks.Chunks()),
     Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
     Sample("Push", "traced", (contribution(trace=_SPAN), small()), reply(small())),
-    Sample("Offer", "full", (places.Spare("ps9:1", "rack-9", 3),), places.Offered(3, ("ps0:1", "ps1:1"), True)),
-    Sample("Offer", "least", (places.Spare("ps9:1"),), places.Offered()),
+    Sample("Offer", "full", (places.Standby("ps9:1", "rack-9", 3),), places.Offered(3, ("ps0:1", "ps1:1"), True)),
+    Sample("Offer", "least", (places.Standby("ps9:1"),), places.Offered()),
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
@@ -462,9 +462,9 @@ SAMPLES = (
     Sample("Push", "of a host", (contribution(host=_HOST, parts=_PARTS), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
-    Sample("Recent", "full", (), (HAPPENED, status.Happened(0.25, "close", ""))),
-    Sample("Recent", "least", (), ()),
-    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID, status.STILL, 0), error(name)) for name in BY_NAME),
+    Sample("Events", "full", (), (HAPPENED, status.Happened(0.25, "close", ""))),
+    Sample("Events", "least", (), ()),
+    *(Sample("Heartbeat", f"refused {name}", (SESSION, 41, PLAN_ID, status.STILL, 0), error(name)) for name in BY_NAME),
 )
 
 
@@ -627,7 +627,7 @@ class Fixed:
             raise self._answer
         return self._answer
 
-    approve = beat = create = create_batch = enlist = leave = move = offer = propose = recent = now
+    approve = heartbeat = create = create_batch = enlist = leave = move = offer = propose = recent = now
 
     def later(self, *args: Any) -> Future[Any]:
         """Answers a call by a future."""

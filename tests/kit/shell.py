@@ -406,7 +406,7 @@ def waiting(job: ProcessCluster, directory: Path, count: int = 1, **keys: Any) -
                 with job.server(task) as server:
                     assert each.process.poll() is None, each.text()
                     job.until(
-                        lambda each=each, server=server: each.address in {s.address for s in server.status().spares}
+                        lambda each=each, server=server: each.address in {s.address for s in server.status().standbys}
                     )
         yield made
     finally:

@@ -45,14 +45,14 @@ log = logging.getLogger("psclient.chief")
 US = 1e-6
 FREE = Costs(
     {"tcp": TransportCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
-    apply_byte=0.0, row=0.0, step_row=0.0, vote=0.0, call=0.0, beat=0.0,
+    apply_byte=0.0, row=0.0, step_row=0.0, vote=0.0, call=0.0, heartbeat=0.0,
 )  # fmt: skip
 """Nothing but links takes time."""
 
 COSTS = Costs(
     {"tcp": TransportCosts(50 * US, 0.0, 100 * US, 0.0, 40 * US, 0.0, 60 * US, 0.0, 20 * US, 30 * US)},
     step=200 * US, step_variable=0.0, round=300 * US, round_variable=0.0, kernel_byte=0.0, apply_byte=0.0,
-    row=0.0, step_row=0.0, vote=20 * US, call=50 * US, beat=50 * US,
+    row=0.0, step_row=0.0, vote=20 * US, call=50 * US, heartbeat=50 * US,
 )  # fmt: skip
 
 QUICK = Timeouts(
@@ -96,7 +96,7 @@ class TrainingWorker(SimulatedWorker):
         joined: the round with which it began; None before.
         chief: the chief that it has become, if it has.
         left: True once it has left, as it was told to end.
-        hangs: what it waits for before it contributes again; its beats go on.
+        hangs: what it waits for before it contributes again; its heartbeats go on.
     """
 
     def __init__(self, job: World, task: Task, host: Host) -> None:
@@ -163,7 +163,7 @@ class TrainingWorker(SimulatedWorker):
         """It gets SIGTERM."""
         self._notice.told(self._cluster.timeouts.termination_grace)
         for index in self.session.hosting.live:
-            self._job.scheduler.spawn(partial(self.session.beat_now, index))
+            self._job.scheduler.spawn(partial(self.session.heartbeat_now, index))
 
     def _hand_over(self, path: str, state: str, returns: int) -> None:
         servers = tuple(range(len(self._job.servers)))
@@ -381,7 +381,7 @@ class World:
         return chief
 
     def hang(self, worker: Task) -> None:
-        """A worker does not come to its next contribution any more; its beats go on."""
+        """A worker does not come to its next contribution any more; its heartbeats go on."""
         self.workers[worker].hangs = UnlockedFuture()
 
     def go_on(self, worker: TrainingWorker) -> None:
@@ -471,7 +471,7 @@ class World:
         """Whether all go on with servers, each of which has its variables: then others may be lost."""
         for server in servers:
             status = self.status(server)
-            if server.index in self.gone or status.incarnation not in status.incarnations or status.catching_up:
+            if server.index in self.gone or status.incarnation not in status.incarnations or status.recovering:
                 return False
         processes = [worker.session for worker in self.workers.values() if worker.alive]
         processes += [self.chief.chief._session] if self.chief.alive and self.chief.drives else []

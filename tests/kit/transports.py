@@ -238,15 +238,15 @@ class Site:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """All members beat meanwhile."""
+        """All members heartbeat meanwhile."""
         over = threading.Event()
 
-        def beat() -> None:
+        def heartbeat() -> None:
             while not over.wait(self.lease / 20):
                 for worker in self.workers:
-                    self.server.beat(worker.session, -1, b"")
+                    self.server.heartbeat(worker.session, -1, b"")
 
-        thread = threading.Thread(target=beat)
+        thread = threading.Thread(target=heartbeat)
         thread.start()
         try:
             yield

@@ -94,7 +94,7 @@ class Worker:
         at = self.next.get(dataset) or self.position(dataset)
         return at.returned if at else ()
 
-    def left_out(self, dataset: int) -> bool:
+    def excluded(self, dataset: int) -> bool:
         return self.late
 
     def is_behind(self, dataset: int) -> bool:

@@ -295,7 +295,7 @@ def test_a_process_serves_what_its_script_counts(monkeypatch, caplog):
         REGISTRY.unregister(mine)
     assert found.families["mine"].samples[0].value == 3
     assert found("worker_rounds_total", outcome="completed") == found("worker_steps_total") == 3
-    assert found("worker_waits_total") == 2, "for the first, whose plan is new, and for the others at once"
+    assert found("worker_blocking_waits_total") == 2, "for the first, whose plan is new, and for the others at once"
     assert (found("chief_generations_total"), found("chief_members")) == (1, 1)
     assert not mistakes(found.ours)
     port = int(url.rpartition(":")[2].partition("/")[0])

@@ -94,10 +94,10 @@ def test_who_is_lost_is_counted_and_what_was_done_without(job):
     answer = one.push(plan, [1])
     job.servers.spend(12.0, one.session, job.opened.session)
     job.close([one.member])
-    assert answer.result(SOON).left_out == (B,)
+    assert answer.result(SOON).excluded == (B,)
     found = page(job)
-    assert found("server_lease_losses_total") == 1
-    assert found("server_contributions_left_out_total") == 1
+    assert found("server_session_timeouts_total") == 1
+    assert found("server_excluded_pushes_total") == 1
     assert (found("server_sessions", state="open"), found("server_sessions", state="lost")) == (1, 1)
     assert found("server_chief_silent_seconds") == 0
 

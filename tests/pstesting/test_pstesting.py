@@ -70,7 +70,7 @@ def test_leases_end_in_one_process(tmp_path):
         deadline = threading.Event()
         while any(session.state == "open" for session in core.status().sessions if session.member.task == W1):
             (number,) = [s.member.session for s in core.status().sessions if s.member.task == W0]
-            core.beat(number, -1, b"")
+            core.heartbeat(number, -1, b"")
             assert not deadline.wait(0.05)
         assert [s.state for s in core.status().sessions if s.member.task == W0] == ["open"]
 
@@ -117,7 +117,7 @@ def test_the_example_of_the_document(tmp_path):
 
 @pytest.mark.parametrize(("program", "most"), [("import time; time.sleep(60)", 10.0), ("while True: pass", 1.0)])
 def test_who_sleeps_rests(monkeypatch: pytest.MonkeyPatch, program: str, most: float) -> None:
-    """Once it has begun. Who always works, as a server at which 64 idle workers beat, is not waited for for ever."""
+    """Once it has begun. Who always works, as a server at which 64 idle workers heartbeat, is not waited for for ever."""
     monkeypatch.setattr(processor_time, "MOST_SECONDS", most)
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         try:
@@ -268,7 +268,7 @@ def same(mine, theirs):
         return type(mine.exception()) is type(error) and str(mine.exception()) == str(error)
     mine, theirs = mine.result(), theirs.result()
     if isinstance(theirs, RoundReply):
-        for name in ("round", "generation", "left_out", "more"):
+        for name in ("round", "generation", "excluded", "more"):
             assert getattr(mine, name) == getattr(theirs, name)
     if hasattr(theirs, "payload"):
         chunks = ([(at, bytes(buffer)) for at, buffer in each.payload.chunks] for each in (mine, theirs))

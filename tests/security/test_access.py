@@ -37,7 +37,7 @@ MAY: dict[Caller, set[str]] = {
     "reader": {"worker-1"},
     "chief": {"chief-0", "worker-0"},
     "server": {"ps-0"},
-    "spare": {"ps-0"},
+    "standby": {"ps-0"},
     "mover": {"ps-0", "admin", "chief-0", "worker-0"},
     "anyone": {*CALLERS} - {"nobody"},
 }
@@ -48,11 +48,11 @@ VERBS_OF: dict[str, Caller] = {
     for caller, verbs in {
         "task": "Open",
         "joiner": "Enlist",
-        "session": "Beat Leave Create CreateBatch Propose Push Restore Schedule Take Fetch HandOut Vote",
+        "session": "Heartbeat Leave Create CreateBatch Propose Push Restore Schedule Take Fetch Assign Vote",
         "reader": "Watch Pull",
         "chief": "Approve Snapshot",
         "server": "Introduce",
-        "spare": "Offer",
+        "standby": "Offer",
         "mover": "Move",
         "anyone": "Status Recent Exchange",
     }.items()
@@ -181,5 +181,5 @@ def test_a_certificate_of_no_task_stands_for_nobody(access: Access, name: str) -
     assert names == frozenset()
     with pytest.raises(Forbidden, match="the caller's certificate is of no task"):
         access.check(VERBS["Status"], None, names)
-    shown[DNS_NAMES] += [b"ps-10.paramserver", b"ps-spare-2.paramserver", b"admin.paramserver", b"ps-1.example"]
-    assert access.admit([(TOKEN_KEY, bearer(SECURED.token))], lambda: shown) == {"ps-10", "ps-spare-2", "admin"}
+    shown[DNS_NAMES] += [b"ps-10.paramserver", b"ps-standby-2.paramserver", b"admin.paramserver", b"ps-1.example"]
+    assert access.admit([(TOKEN_KEY, bearer(SECURED.token))], lambda: shown) == {"ps-10", "ps-standby-2", "admin"}

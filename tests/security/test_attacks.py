@@ -67,7 +67,7 @@ class Attacked:
         return ""
 
     def serves(self) -> None:
-        self.server.beat(self.session, -1, b"")
+        self.server.heartbeat(self.session, -1, b"")
 
 
 @pytest.fixture(scope="module")
@@ -245,10 +245,10 @@ class Flooded:
         return int(self.process.memory_info().rss - self._before)
 
     def works(self) -> None:
-        """A worker opens a session, and beats, in time."""
+        """A worker opens a session, and heartbeats, in time."""
         with closing(inside.RemoteServer(self.address, PS0, CALM, security=inside.Security(token=TOKEN))) as client:
             session = client.open(W0, 1, time.monotonic_ns(), False).session
-            client.beat(session, -1, b"")
+            client.heartbeat(session, -1, b"")
             client.leave(session, "")
 
 

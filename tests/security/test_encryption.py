@@ -248,10 +248,10 @@ def test_a_server_shows_new_certificates_on_every_port(
         new = ssl.PEM_cert_to_DER_cert((certificates.other / "ps-0" / "tls.crt").read_text())
         assert eventually(lambda: shown_at(transports.port) == new)
         assert [shown_at(thread.port) for _ in range(3)] == [new] * 3, "the next connection has it"
-        client.beat(session, -1, b"")  # on the connection that it has
+        client.heartbeat(session, -1, b"")  # on the connection that it has
         own.take(certificates.other / "worker-0")
         relay.mend()
-        client.beat(session, -1, b"")  # on a new one, by the new CA
+        client.heartbeat(session, -1, b"")  # on a new one, by the new CA
         assert (own.path / "token").read_bytes() == token
 
 

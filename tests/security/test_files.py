@@ -202,7 +202,7 @@ TF_CONFIG = json.dumps({"cluster": {"ps": ["a:1", "b:1"], "worker": ["c:1"], "ch
         (
             ["--extra-workers", 1, "--extra-ps", 2],
             TF_CONFIG,
-            ["ps-1", "chief-0", "worker-1", "ps-spare-0", "ps-spare-1"],
+            ["ps-1", "chief-0", "worker-1", "ps-standby-0", "ps-standby-1"],
         ),
         (["--ps", 1, "--workers", 0, "--extra-workers", 1], "", ["chief-0"]),
     ],
@@ -220,27 +220,27 @@ def test_each_task_has_a_directory(in_tmp_path: Path, args: list[object], config
     assert "--ps 2 --workers 2" in certs("none", code=2, TF_CONFIG="")
 
 
-def test_certificates_of_workers_that_join_and_of_spare_servers(tmp_path: Path) -> None:
-    """Workers have the next indices, and each names itself alone; a spare server names all servers, and nobody else."""
+def test_certificates_of_workers_that_join_and_of_standby_servers(tmp_path: Path) -> None:
+    """Workers have the next indices, and each names itself alone; a standby server names all servers, and nobody else."""
     certs(tmp_path, "--ps", 2, "--workers", 2, "--extra-workers", 2, "--extra-ps", 1)
-    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "ca", "worker-2", "worker-3", "ps-spare-0"}
+    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "ca", "worker-2", "worker-3", "ps-standby-0"}
     for name in ("worker-2", "worker-3", "ps-0", "ps-1"):
         assert names_in(tmp_path / name) == {name}
-    assert names_in(tmp_path / "ps-spare-0") == {"ps-spare-0", "ps-0", "ps-1"}
-    for name in ("ps-0", "ps-1", "ps-spare-0"):
-        files = (str(tmp_path / "ps-spare-0" / file) for file in ("tls.crt", "tls.key", "ca.crt", "token"))
+    assert names_in(tmp_path / "ps-standby-0") == {"ps-standby-0", "ps-0", "ps-1"}
+    for name in ("ps-0", "ps-1", "ps-standby-0"):
+        files = (str(tmp_path / "ps-standby-0" / file) for file in ("tls.crt", "tls.key", "ca.crt", "token"))
         assert inside.SecurityOptions(*files).read(name).tls
 
 
-def test_a_spare_server_of_a_smaller_cluster(tmp_path: Path) -> None:
+def test_a_standby_server_of_a_smaller_cluster(tmp_path: Path) -> None:
     """It could take the place of some servers alone: it is said, and not replaced unasked."""
     certs(tmp_path, "--ps", 1, "--workers", 1, "--extra-ps", 1)
     said = certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1, code=2)
-    assert f"{tmp_path}/ps-spare-0 is of ps-0, ps-spare-0, and the cluster has ps-0, ps-1 now; remove" in said
-    shutil.rmtree(tmp_path / "ps-spare-0")
+    assert f"{tmp_path}/ps-standby-0 is of ps-0, ps-standby-0, and the cluster has ps-0, ps-1 now; remove" in said
+    shutil.rmtree(tmp_path / "ps-standby-0")
     certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
     certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
-    assert names_in(tmp_path / "ps-spare-0") == {"ps-spare-0", "ps-0", "ps-1"}
+    assert names_in(tmp_path / "ps-standby-0") == {"ps-standby-0", "ps-0", "ps-1"}
 
 
 FILE = """
@@ -287,7 +287,7 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
 
 
 def test_a_client_reads_its_own(certificates: Certificates) -> None:
-    """The same for the tasks that connect; the file beats the token of the environment, which a launcher may draw."""
+    """The same for the tasks that connect; the file heartbeats the token of the environment, which a launcher may draw."""
     environ = options(certificates.out).variables()
     for name in ("worker-1", "chief-0", "admin"):
         for more in ({}, {"PS_TOKEN": "0123456789abcdef"}):

@@ -195,7 +195,7 @@ def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterato
 
 PLACES = (inside.INLINE, 0, 64, 4096, inside.CLIENT_BYTES - 64, inside.CLIENT_BYTES, 1, 1 << 63)
 KINDS = (*inside.Kind, 0, max(inside.Kind) + 1, 255)
-EMPTY = inside.Kind.PART, inside.Kind.FREED, inside.Kind.BEAT
+EMPTY = inside.Kind.PART, inside.Kind.FREED, inside.Kind.HEARTBEAT
 
 
 @st.composite

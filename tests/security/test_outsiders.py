@@ -56,11 +56,11 @@ def two(tmp_path: Path) -> Two:
     return Two(tmp_path)
 
 
-def test_beats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
+def test_heartbeats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
     """It waits in no round, whatever plan it says; that it has diverged ends with its session."""
     for member in two.members:
-        two.cores[0].beat(member.session, 0, two.plan.id)
-    two.cores[0].beat(two.session, 0, b"x" * 32)
+        two.cores[0].heartbeat(member.session, 0, two.plan.id)
+    two.cores[0].heartbeat(two.session, 0, b"x" * 32)
     two.round()
     two.cores[0].leave(two.session, "Diverged: everything")
     two.round()
@@ -168,7 +168,7 @@ def test_a_server_is_named_once(two: Two) -> None:
 
 
 def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats are answered meanwhile, whether they are proposed or approved; who is no chief has none verified."""
+    """Heartbeats are answered meanwhile, whether they are proposed or approved; who is no chief has none verified."""
     two = Two(tmp_path, memory_limit=1 << 20)
     (of, seen) = memory.Need.of, []
 
@@ -283,9 +283,9 @@ def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
     members = (*(worker.member for worker in two.members), inside.Member(late, session, 1))
     two.job.close(members)
     with pytest.raises(inside.Forbidden, match=f"session {session} is {late}'s, and {STRANGER} has opened it"):
-        server.beat(session, -1, b"")
+        server.heartbeat(session, -1, b"")
     server.open(late, 1, session, False)
-    server.beat(session, -1, b"")
+    server.heartbeat(session, -1, b"")
     with pytest.raises(inside.Forbidden, match=f"session {session} is {late}'s, and not {STRANGER}'s"):
         server.open(STRANGER, 1, session, False)
 

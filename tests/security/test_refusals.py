@@ -144,7 +144,7 @@ def members(certificates: Certificates) -> Iterator[Members]:
 
 SPEC = inside.VariableSpec("v", inside.TensorSpec("float32", (4,)))
 SESSION_VERBS: dict[str, Callable[[inside.RemoteServer, int], Any]] = {
-    "Beat": lambda s, n: s.beat(n, -1, b""),
+    "Heartbeat": lambda s, n: s.heartbeat(n, -1, b""),
     "Leave": lambda s, n: s.leave(n, ""),
     "Create": lambda s, n: s.create(n, 0, -1, SPEC, (0,), None),
     "Propose": lambda s, n: s.propose(n, None, "entry", None),
@@ -162,7 +162,7 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
     for thief in ("worker-1", "chief-0", "admin"):
         with at_once(), pytest.raises(inside.Forbidden, match=r"is /job:worker/task:0's.*certificate is of " + thief):
             SESSION_VERBS[verb](members[thief][0], session)
-        owner.beat(session, -1, b"")
+        owner.heartbeat(session, -1, b"")
     with pytest.raises(inside.Forbidden, match="was not opened here"):
         SESSION_VERBS[verb](owner, 1 << 62)
 
@@ -199,7 +199,7 @@ def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
         first.open(W0, 1, 77, False)
         with pytest.raises(inside.Forbidden, match=r"session 77 is /job:worker/task:0's.*restart /job:worker/task:1"):
             second.open(W1, 1, 77, False)
-        first.beat(77, -1, b"")
+        first.heartbeat(77, -1, b"")
 
 
 def stranger(thread: inside.ServerThread, security: inside.Security | None, name: str = "ps-0.paramserver") -> Any:

@@ -141,7 +141,7 @@ def test_a_server_comes_back_with_new_certificates(
     Authority(out, 20).issue("ps-0", True)
     listening(stack, port=int(address.rpartition(":")[2]), security=options(out))
     with pytest.raises(ps.errors.ServerLost, match="replaced"):
-        client.beat(session, -1, b"")
+        client.heartbeat(session, -1, b"")
     assert client.open(W0, 1, 1, False).session != session
 
 
@@ -203,10 +203,10 @@ def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport
         thief.pull(number, [1], -1).result(SECONDS)
     if (held := thief.transport(number)) is not None:
         with pytest.raises((inside.Forbidden, inside.Fenced)):
-            held.beat().result(SECONDS)
+            held.heartbeat().result(SECONDS)
     with pytest.raises(inside.Forbidden, match=f"session {number} is {W0}'s, and not {W1}'s"):
         thief.open(W1, 1, number, False)
-    owner.beat(number, -1, b"")
+    owner.heartbeat(number, -1, b"")
     assert owner.pull(number, [1], -1).result(SECONDS).payload.size == 16
 
 
@@ -221,7 +221,7 @@ def test_an_incarnation_is_a_servers(job: Job, certificates: Certificates) -> No
         call = stub(channel, inside.VERBS["Introduce"].path, (False, False))
         call(request.SerializeToString(), timeout=SECONDS, metadata=((inside.TOKEN_KEY, inside.bearer(shown.token)),))
     with pytest.raises(inside.Forbidden):
-        thief.beat(incarnation, -1, b"")
+        thief.heartbeat(incarnation, -1, b"")
 
 
 def test_a_job_trains_though_a_member_has_taken_its_numbers(

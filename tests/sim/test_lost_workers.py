@@ -85,8 +85,8 @@ HASTY = with_lease(LEASE, round_timeout=3 * LEASE)
 """The shortest time for a round that may be set."""
 
 
-def test_a_hung_worker_is_left_out(told):
-    """Its beats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
+def test_a_hung_worker_is_excluded(told):
+    """Its heartbeats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
     next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
     """
     with World(workers=3, copies=0, timeouts=HASTY) as job:

@@ -98,7 +98,7 @@ def test_a_server_that_dies_while_it_is_taken_back(caplog):
         job.start(PS1)
         job.until(lambda: "answers again, as a new process" in caplog.text)
         job.kill(PS1)
-        job.until(lambda: f"without {PS1}, which could not be taken back: {PS1}: was lost" in caplog.text)
+        job.until(lambda: f"without {PS1}, which could not be readmitted: {PS1}: was lost" in caplog.text)
         job.rounds(5)
         come_back(job, PS1)
         lose(job, PS0)
@@ -120,8 +120,8 @@ def test_a_full_disk_while_a_server_comes_back_is_named(caplog):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(place, "put", full)
             job.start(PS1)
-            job.until(lambda: f"without {PS1}, which could not be taken back" in caplog.text)
-        (said,) = {line for line in caplog.messages if "could not be taken back" in line}
+            job.until(lambda: f"without {PS1}, which could not be readmitted" in caplog.text)
+        (said,) = {line for line in caplog.messages if "could not be readmitted" in line}
         assert "later.json cannot be written: [Errno 28] No space left on device" in said
         assert "internal error" not in caplog.text
         job.until(lambda: job.is_back(PS1))
@@ -194,7 +194,7 @@ def test_training_goes_on_while_a_server_reads(lost):
     with reading(lost) as job:
         before = job.round
         job.rounds(20)
-        assert job.status(lost).catching_up
+        assert job.status(lost).recovering
         assert job.status(lost).round > before + 10
         let_read(job, lost)
         job.until(lambda: job.is_back(lost))

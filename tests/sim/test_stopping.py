@@ -10,7 +10,7 @@ from tests.kit.simulated import World
 
 ALL = (CHIEF, W0, W1, W2)
 SECONDS = 5.0
-"""Half of what Docker gives, with beats of two seconds, and leases of ten."""
+"""Half of what Docker gives, with heartbeats of two seconds, and leases of ten."""
 
 
 def stop(job, moments):

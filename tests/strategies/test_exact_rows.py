@@ -314,7 +314,7 @@ def test_a_lazy_step_of_several_calls_is_for_the_rows_of_all_of_them(strategy, n
 
 
 def test_whole_gradients_among_those_of_rows_are_of_every_row(strategy):
-    """In a step of several calls, one of which has a whole gradient; what one has for a row may be taken back."""
+    """In a step of several calls, one of which has a whole gradient; what one has for a row may be readmitted."""
     v = variable(strategy, np.zeros((3, 1), "float32"))
     with strategy.scope():
         optimizer = O.SGD(1.0, momentum=0.5, sparse="lazy", gradient_accumulation_steps=2)

@@ -117,7 +117,7 @@ def test_accumulated_gradients_make_one_step_of_a_big_batch(strategy, dtype):
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_steps_that_are_not_finite_are_left_out(strategy, bad):
+def test_steps_that_are_not_finite_are_excluded(strategy, bad):
     """Of all variables, slots, averages and counts; they are counted apart, and the scale falls and rises."""
     w, u = variable(strategy, np.ones(2, "float16")), variable(strategy, np.ones(3))
     scale = O.DynamicLossScale(4.0, dynamic_growth_steps=2)

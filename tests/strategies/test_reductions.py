@@ -561,7 +561,7 @@ def test_processes_sum_what_one_would_concatenate(split):
             assert same_bits(found, np.concatenate(arrays, axis=1))
 
 
-def test_who_is_lost_is_left_out_as_a_whole():
+def test_who_is_lost_is_excluded_as_a_whole():
     """Before its shapes are known, or after; the others get all of the others."""
     arrays = [np.full(i + 1, i) for i in range(4)]
     for lost in ({1: 0}, {1: 1}):

@@ -22,7 +22,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(iterator, "POLL_SECONDS", 0.01)
 
 
-def test_the_newest_comes_first_and_those_between_are_left_out(tmp_path):
+def test_the_newest_comes_first_and_those_between_are_excluded(tmp_path):
     """By their numbers, and only complete ones."""
     found = checkpoints_iterator(str(tmp_path), timeout=0)
     for number in (9, 10):

@@ -14,8 +14,8 @@ app.kubernetes.io/component: {{ .component }}
 {{ .tasks.image | default (printf "%s:%s" .root.Values.image.repository .root.Values.image.tag) }}
 {{- end }}
 
-{{- /* The address of a server, or of a spare one, of which a Job or a StatefulSet is the controller. Takes a dict of root,
-kind (ps or ps-spare) and index, which may be a reference to a variable. */}}
+{{- /* The address of a server, or of a standby one, of which a Job or a StatefulSet is the controller. Takes a dict of root,
+kind (ps or ps-standby) and index, which may be a reference to a variable. */}}
 {{- define "paramserver.address" -}}
 {{- $name := .root.Release.Name -}}
 {{- if eq .root.Values.controller "jobset" -}}
@@ -45,7 +45,7 @@ kind (ps or ps-spare) and index, which may be a reference to a variable. */}}
 
 {{- /* How many tasks of a kind there are. */}}
 {{- define "paramserver.count" -}}
-{{- get (dict "ps" .root.Values.servers.count "ps-spare" .root.Values.servers.spares "chief" 1 "worker" .root.Values.workers.count) .kind | int -}}
+{{- get (dict "ps" .root.Values.servers.count "ps-standby" .root.Values.servers.standbys "chief" 1 "worker" .root.Values.workers.count) .kind | int -}}
 {{- end }}
 
 {{- define "paramserver.volume" -}}
@@ -56,7 +56,7 @@ kind (ps or ps-spare) and index, which may be a reference to a variable. */}}
 {{ .Values.certificates.tokenSecret | default (printf "%s-token" .Release.Name) }}
 {{- end }}
 
-{{- /* The spec of an Indexed Job. Takes a dict of root and kind: ps, ps-spare, chief or worker. */}}
+{{- /* The spec of an Indexed Job. Takes a dict of root and kind: ps, ps-standby, chief or worker. */}}
 {{- define "paramserver.jobSpec" -}}
 {{- $count := include "paramserver.count" . -}}
 {{- $program := hasPrefix "ps" .kind | ternary "psserver" "psworker" -}}
@@ -86,7 +86,7 @@ template:
   {{- include "paramserver.template" . | nindent 2 }}
 {{- end }}
 
-{{- /* The template of a pod. Takes a dict of root and kind: ps, ps-spare, chief or worker. */}}
+{{- /* The template of a pod. Takes a dict of root and kind: ps, ps-standby, chief or worker. */}}
 {{- define "paramserver.template" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
@@ -149,10 +149,10 @@ spec:
       command: [{{ $program }}]
       {{- if $server }}
       args:
-        {{- if eq $kind "ps-spare" }}
+        {{- if eq $kind "ps-standby" }}
         - --join={{ include "paramserver.addresses" $root }}
         - --port=2222
-        - --advertise={{ include "paramserver.address" (dict "root" $root "kind" "ps-spare" "index" "$(INDEX)") }}
+        - --advertise={{ include "paramserver.address" (dict "root" $root "kind" "ps-standby" "index" "$(INDEX)") }}
         {{- end }}
         - --host=0.0.0.0
         - --data-port=2223
@@ -195,7 +195,7 @@ spec:
           {{- end }}
         - name: TASK
           value: {{ $kind }}-$(INDEX)
-        {{- if ne $kind "ps-spare" }}
+        {{- if ne $kind "ps-standby" }}
         - name: CLUSTER
           valueFrom: {configMapKeyRef: {name: {{ $root.Release.Name }}-settings, key: cluster}}
         - name: TF_CONFIG

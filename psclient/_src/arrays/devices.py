@@ -198,7 +198,7 @@ def device_scope(device: Device) -> contextlib.AbstractContextManager[object]:
 
 
 def _is_cupy(array: AnyArray) -> bool:
-    # An array of CuPy cannot be there before CuPy is; this spares the import to those without a GPU.
+    # An array of CuPy cannot be there before CuPy is; this standbys the import to those without a GPU.
     return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "device")
 
 

@@ -5,7 +5,7 @@ generations        which generation comes next: who has come, who is dead, where
 decisions     which approvals and ends follow from what is known
 job_state     what the log of a job says
 losses        goes on without servers that are lost
-returns       has servers taken back, or moved
+returns       has servers readmitted, or moved
 differences   gives servers up that have other values than others
 farewells     tells a process that was a server what has become of it
 job_log       reads server 0's log, appends to it, copies it to the other servers

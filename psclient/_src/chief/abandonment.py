@@ -14,7 +14,7 @@ STEP = 2.0
 
 
 SILENT = {"open": "is silent"}
-"""The word for an open session whose process sends no beats."""
+"""The word for an open session whose process sends no heartbeats."""
 
 
 def is_here(session: SessionState, lease: float) -> bool:

@@ -1,4 +1,4 @@
-"""A worker that takes the place of a chief which is gone: server 0 says which one, in its answers to beats."""
+"""A worker that takes the place of a chief which is gone: server 0 says which one, in its answers to heartbeats."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Chief:
 
     Attributes:
         task: the task that drives.
-        page: URL of its status page, which its beats tell; "" for none.
+        page: URL of its status page, which its heartbeats tell; "" for none.
         steps_down: tells it to end before the job does, because its process is to.
         traces: the traces of what it does; None where they are off.
     """

@@ -95,7 +95,7 @@ def next_generations(
         expected: the tasks that begin the job together.
         hung: sessions that hold a round up, and are to go.
         may_save: False if who leaves is not to have a checkpoint saved, since one was a moment ago.
-        back: a server that may be taken back; where that has begun, how it stands; None where it does not come back.
+        back: a server that may be readmitted; where that has begun, how it stands; None where it does not come back.
     """
     here = {s.member.session: _as_all(s, state) for s in sessions if s.state == "open" and s.member.session not in hung}
     members = [s.member for s in here.values()]
@@ -118,7 +118,7 @@ def next_generations(
 
 
 def _with(current: Generation, here: Sequence[Member], back: Return | None) -> Sequence[GenerationClosed]:
-    """While a server is taken back nobody is let in or go, and who is gone is fenced; then all go on."""
+    """While a server is readmitted nobody is let in or go, and who is gone is fenced; then all go on."""
     stay = [member for member in current.members if member in here]
     dead = len(stay) < len(current.members)
     if not dead and back is not None and not back.ready:

@@ -1,4 +1,4 @@
-"""Members that beat, and all the same do not come to their push any more."""
+"""Members that heartbeat, and all the same do not come to their push any more."""
 
 from __future__ import annotations
 

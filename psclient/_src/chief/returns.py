@@ -27,7 +27,7 @@ from psclient._src.network.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import GenerationClosed, Gone, JobStarted, LogEntry, Return, Snapshotted
-from pswire.model.places import NOWHERE, Spare
+from pswire.model.places import NOWHERE, Standby
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient.chief")
@@ -85,7 +85,7 @@ class Returns:
         self._looked: dict[tuple[int, str], float] = {}
         self._asked: Future[ServerStatus] | None = None  # for the processes that wait
         self._asked_at = -math.inf
-        self._spares: tuple[Spare, ...] = ()
+        self._standbys: tuple[Standby, ...] = ()
         self._away: dict[int, float] = {}  # since when a server is gone
         self._failed: dict[int, float] = {}  # when it failed, by the life of the server
         self._readying: Future[int] | None = None
@@ -101,7 +101,7 @@ class Returns:
         return any(look.answer.done() for look in self._looks.values())
 
     def look(self) -> Return | None:
-        """Returns what `decide` needs to know: the server that may be taken back, or how its return stands."""
+        """Returns what `decide` needs to know: the server that may be readmitted, or how its return stands."""
         generation = self._log.state.generation
         if generation is None or not self._session.copied:
             return None
@@ -134,7 +134,7 @@ class Returns:
                 self._log.take_back(server)
 
     def end(self) -> None:
-        """Tells processes that were started as servers, and that nobody has taken back, that all is over.
+        """Tells processes that were started as servers, and that nobody has readmitted, that all is over.
 
         They are where a server was that is gone, or that has moved.
         """
@@ -188,7 +188,7 @@ class Returns:
 
     def _find(self, number: int) -> Return | None:
         now = self._clock()
-        self._ask_for_spares(now)
+        self._ask_for_standbys(now)
         self._give_places(now)
         for server, address in self._places():
             key = server, address
@@ -203,16 +203,16 @@ class Returns:
             del self._looks[key]
             if look.answer.exception() is None and self._may_return(server, address, look.answer.result(), now):
                 moves = address != self._servers[server].address
-                text = f"moves to {address}" if moves else "answers again, as a new process: it is taken back"
+                text = f"moves to {address}" if moves else "answers again, as a new process: it is readmitted"
                 log.warning("%s %s", Task("ps", server), text)
                 return Return(server, look.answer.result().incarnation, number, address=address if moves else "")
         return None
 
-    def _ask_for_spares(self, now: float) -> None:
+    def _ask_for_standbys(self, now: float) -> None:
         """Reads about once a second which processes wait for a place."""
         if self._asked is not None and self._asked.done():
             if self._asked.exception() is None:
-                self._spares = self._asked.result().spares
+                self._standbys = self._asked.result().standbys
             self._asked = None
         if self._asked is None and now - self._asked_at >= LOOK_SECONDS:
             self._asked_at = now
@@ -222,7 +222,7 @@ class Returns:
         """Gives the place of a server that has stayed away for a lease to a process that waits."""
         gone = self._log.state.gone
         self._away = {server: self._away.get(server, now) for server in gone}
-        given = {spare.place for spare in self._spares}
+        given = {standby.place for standby in self._standbys}
         for server, since in self._away.items():
             if now - since >= self._session.timeouts.session_timeout and server not in given and NOWHERE in given:
                 self._away[server] = now  # else it is asked for again at once
@@ -231,9 +231,9 @@ class Returns:
 
     def _choose(self, server: int) -> str:
         """Returns the address of a process that waits, if possible of one that does not fail with the server's copy."""
-        free = [spare for spare in self._spares if spare.place == NOWHERE]
+        free = [standby for standby in self._standbys if standby.place == NOWHERE]
         near = {self._session.domains[other] for other in self._log.state.beside(server)}
-        return next((spare.address for spare in free if spare.domain not in near), free[0].address)
+        return next((standby.address for standby in free if standby.domain not in near), free[0].address)
 
     def _places(self) -> list[tuple[int, str]]:
         """Returns where processes may be that are to be servers, by their indices."""
@@ -241,12 +241,12 @@ class Returns:
         for server in sorted(self._log.state.gone):
             found += dict.fromkeys([(server, self._servers[server].address), (server, self._homes[server])])
         count = len(self._servers)
-        found += [(s.place, s.address) for s in self._spares if 0 <= s.place < count and not self._serves(s)]
+        found += [(s.place, s.address) for s in self._standbys if 0 <= s.place < count and not self._serves(s)]
         return list(dict.fromkeys(found))
 
-    def _serves(self, spare: Spare) -> bool:
+    def _serves(self, standby: Standby) -> bool:
         """Returns whether a process is the server already whose place it has got."""
-        return spare.place not in self._log.state.gone and self._servers[spare.place].address == spare.address
+        return standby.place not in self._log.state.gone and self._servers[standby.place].address == standby.address
 
     def _may_return(self, server: int, address: str, status: ServerStatus, now: float) -> bool:
         """Returns whether a process in the place of a server is a new one that holds nothing else, and all know how."""
@@ -259,21 +259,21 @@ class Returns:
             return False
         statuses = [each.status() for each in self._session.live]
         # Who catches up has copies of nothing yet, and would have to be waited for.
-        return all(self._knows(each, server, address) and not each.catching_up for each in statuses)
+        return all(self._knows(each, server, address) and not each.recovering for each in statuses)
 
     def _knows(self, status: ServerStatus, server: int, address: str) -> bool:
         """Returns whether a server is of a version that knows how others come back, or move."""
         moves = server not in self._log.state.gone or address != self._servers[server].address
-        return any(spare.address == address for spare in status.spares) if moves else bool(status.losses)
+        return any(standby.address == address for standby in status.standbys) if moves else bool(status.losses)
 
     # ---- Once members wait ----
 
     def moving(self, generation: int) -> frozenset[int]:
         """Returns the server that is to move, or to come back, by a generation, if others have all that it has."""
         back = self._log.state.generations[generation].returns if generation in self._log.state.generations else None
-        return frozenset() if back is None or not self._is_spare(back.server) else frozenset({back.server})
+        return frozenset() if back is None or not self._is_standby(back.server) else frozenset({back.server})
 
-    def _is_spare(self, server: int) -> bool:
+    def _is_standby(self, server: int) -> bool:
         """Returns whether the other servers have all variables."""
         return self._log.state.survives(self._log.state.gone | {server})
 
@@ -283,7 +283,7 @@ class Returns:
             self._give_up(back, saved.error)
             return None
         if self._readying is None:
-            there, alone = self._at(back.server, back.address), not self._is_spare(back.server)
+            there, alone = self._at(back.server, back.address), not self._is_standby(back.server)
             if alone and saved is None:
                 return back
             expect(there)  # it is lost once nothing listens there any more
@@ -325,7 +325,7 @@ class Returns:
     def _give_up(self, back: Return, why: str) -> None:
         task, seconds = Task("ps", back.server), 2 * self._session.timeouts.session_timeout
         if back.server in self._log.state.gone:
-            log.warning("the job goes on without %s, which could not be taken back: %s", task, why)
+            log.warning("the job goes on without %s, which could not be readmitted: %s", task, why)
         else:
             log.warning("%s stays where it is, and does not move to %s: %s", task, back.address, why)
         log.warning("%s is asked again in %g s, or once it is started anew", back.address or task, seconds)

@@ -20,8 +20,8 @@ log = logging.getLogger("psclient.chief")
 LOOK_SECONDS = 0.25
 """Seconds between two looks at the chief's session: within these it is known to be gone."""
 
-SILENT_BEATS = 1.25
-"""Beats for which a chief is silent that may be gone."""
+SILENT_HEARTBEATS = 1.25
+"""Heartbeats for which a chief is silent that may be gone."""
 
 Outlook = Literal["none", "driven", "gone", "over"]
 """No job is there to go on with; a chief drives one; that chief is gone; the job is over."""
@@ -39,7 +39,11 @@ def outlook(status: ServerStatus, timeouts: Timeouts) -> Outlook:
     if chief.state == "left":
         return "over"
     # Sooner than a worker is told to drive. Where the chief is only late, its server refuses another one.
-    return "driven" if chief.state == "open" and chief.silent <= SILENT_BEATS * timeouts.heartbeat_interval else "gone"
+    return (
+        "driven"
+        if chief.state == "open" and chief.silent <= SILENT_HEARTBEATS * timeouts.heartbeat_interval
+        else "gone"
+    )
 
 
 def taken_over_by(server: ParameterServer, task: Task) -> Task | None:

@@ -233,7 +233,7 @@ class _Distributed(Unpicklable):
         # One step is read ahead, since each tells whether another follows.
         waiting, taken, depth = deque(islice(steps, 1)), list[Nest](), self._depth
         while True:
-            if taken and self._group.left_out(self._number):
+            if taken and self._group.excluded(self._number):
                 waiting.appendleft(taken)
             if not (waiting or self._group.any_more(self._number)):
                 break

@@ -112,7 +112,7 @@ class DatasetGroup(Protocol):
         """
         ...
 
-    def left_out(self, dataset: int) -> bool:
+    def excluded(self, dataset: int) -> bool:
         """Returns whether this worker was left out of a round of updates since `advance`, though it lives.
 
         Waits for the answers of its rounds.

@@ -75,12 +75,12 @@ class LocalGroup(Progress):
     def boundary(self, dataset: int) -> None:
         """Does nothing: members never change."""
 
-    def left_out(self, dataset: int) -> bool:
+    def excluded(self, dataset: int) -> bool:
         """Returns False: there is nobody who could make a round before."""
         return False
 
     def is_behind(self, dataset: int) -> bool:
-        """Returns False, as `left_out` does."""
+        """Returns False, as `excluded` does."""
         return False
 
     def deal(self, dataset: int, examples: Sequence[Examples]) -> None:

@@ -324,7 +324,7 @@ class Cluster:
     def _beside_lost(self, failed: list[Task]) -> list[Task]:
         """Returns the failures that are more than the loss of a server, without which the job goes on.
 
-        Where there are restarts left, it is started again, and the job takes it back.
+        Where there are restarts left, it is started again, and the job readmits it.
         """
         for task in failed:
             if task.job == "ps" and task not in self._lost:

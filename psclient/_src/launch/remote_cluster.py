@@ -24,7 +24,7 @@ from psclient._src.processes.process import Process, await_listening, server_arg
 from pswire.cluster import Task, check_address, join_address
 from pswire.errors import ConfigError, Unreachable
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 """Seconds between two signs of life that an agent gets."""
 
 SILENCE_SECONDS = 30.0
@@ -90,7 +90,7 @@ class RemoteCluster(Cluster, abc.ABC):
         self._agents: dict[Task, RemoteProcess] = {}
         self._silence = silence
         self._over = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="signs of life", daemon=True)
+        self._heartbeats = threading.Thread(target=self._heartbeat, name="signs of life", daemon=True)
 
     @abc.abstractmethod
     def place(self, task: Task) -> Place:
@@ -107,7 +107,7 @@ class RemoteCluster(Cluster, abc.ABC):
             ConfigError: a server refused its flags; the error names its host.
             Unreachable: a server did not listen in time.
         """
-        self._beats.start()
+        self._heartbeats.start()
         super().start()
 
     def stop(self, grace: float = TERM_SECONDS, number: int = signal.SIGTERM) -> None:
@@ -121,8 +121,8 @@ class RemoteCluster(Cluster, abc.ABC):
         if number == signal.SIGKILL:
             self._end_at_last([task])
 
-    def _beat(self) -> None:
-        while not self._over.wait(min(BEAT_SECONDS, self._silence / 3)):
+    def _heartbeat(self) -> None:
+        while not self._over.wait(min(HEARTBEAT_SECONDS, self._silence / 3)):
             for agent in [*self._agents.values()]:
                 agent.say(None)
 

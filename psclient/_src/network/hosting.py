@@ -38,7 +38,7 @@ class Hosting:
     """What this process knows of the job's servers. May be used by any thread.
 
     Every call to a server that the chief has declared gone fails at once, with `ServerGone`, until another process is
-    taken back in its place.
+    readmitted in its place.
 
     Args:
         task: this process's task, for messages.

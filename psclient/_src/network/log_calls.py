@@ -99,7 +99,7 @@ class JobNews:
         snapshots: checkpoints that are complete, or failed, and were not asked for yet, by their plan.
         saves: plans that ordered a checkpoint which is neither complete nor failed.
         changed: the generations that began with a change of consistency, in order.
-        returned: servers that came back, and were not taken back yet: by which generation, how, and after how many losses.
+        returned: servers that came back, and were not readmitted yet: by which generation, how, and after how many losses.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class LogCalls:
         backup_workers: members without whose contributions they may be made.
         staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
         nonfinite: what becomes of updates if a contribution has NaN or infinity.
-        clock: what the beats say of this process's rounds, where its staleness is bounded; else None.
+        clock: what the heartbeats say of this process's rounds, where its staleness is bounded; else None.
         change: the last change of the job's consistency; None before the first.
         begun: the beginning of the job; of no meaning before `await_job`.
     """
@@ -204,7 +204,7 @@ class LogCalls:
     def _reason(self, error: Fenced) -> PSError:
         """Returns why the session was ended, which this server knows: the others learn of it by a generation."""
         try:
-            self.log_server.beat(self.number, *self.waits)
+            self.log_server.heartbeat(self.number, *self.waits)
         except PSError as told:
             return told
         return error

@@ -33,7 +33,7 @@ def goes_on(session: Session, next: int) -> int:
     deadline = session.deadline(session.timeouts.call_timeout)
     for index, server in enumerate(session.servers):
         _await_generation(session, server, deadline)
-        session.beat_now(index)
+        session.heartbeat_now(index)
     places = [place for server in session.servers for place in server.status().places if place.task == session.task]
     return max([next, *(place.clock for place in places)])
 

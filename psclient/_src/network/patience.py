@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 
 class Patience:
-    """Watches the beats to all servers. May be used by any thread.
+    """Watches the heartbeats to all servers. May be used by any thread.
 
     While a server stands still, or is cut off, no round can complete, and nobody is to blame: that time does not count,
     nor does the lease after it, in which everyone comes back. The same holds while this process itself stands still.
 
     Args:
         lease: of the sessions, in seconds.
-        beat: seconds between two beats.
+        heartbeat: seconds between two heartbeats.
         clock: monotonic seconds.
     """
 
-    def __init__(self, lease: float, beat: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lease: float, heartbeat: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease = lease
-        self._usual = beat + lease / 4
+        self._usual = heartbeat + lease / 4
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
         self._heard: dict[int, float] = {}
@@ -39,7 +39,7 @@ class Patience:
         self._until = 0.0  # up to when that was counted: what several servers were silent for counts once
 
     def heard(self, server: int) -> None:
-        """Notes that a server has answered a beat."""
+        """Notes that a server has answered a heartbeat."""
         now = self._clock()
         with self._lock:
             last = self._heard.get(server, now)

@@ -17,7 +17,7 @@ from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.joins import Enlisted
-from pswire.model.places import Offered, Spare
+from pswire.model.places import Offered, Standby
 from pswire.model.plan import Turn
 from pswire.model.saved import Shard
 from pswire.model.status import Happened, ServerStatus
@@ -51,14 +51,14 @@ class PlainCalls:
 
     def recent(self) -> tuple[Happened, ...]:
         """As `ParameterServer.recent`."""
-        m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
+        m = parse(pb.EventsReply, self._ask("Events", pb.Empty()))
         return tuple(map(messages.HAPPENED.from_pb, m.recent))
 
     # ---- Places ----
 
-    def offer(self, spare: Spare) -> Offered:
+    def offer(self, standby: Standby) -> Offered:
         """Implements `ParameterServer.offer`."""
-        said = pb.OfferRequest(spare=messages.SPARE.to_pb(spare), protocol=PROTOCOL)
+        said = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), protocol=PROTOCOL)
         return messages.OFFERED.from_pb(parse(pb.OfferReply, self._ask("Offer", said)))
 
     def move(self, server: int, address: str = "", token: int = 0) -> str:
@@ -104,7 +104,7 @@ class PlainCalls:
 
     def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         """Implements `ParameterServer.hand_out`."""
-        request = pb.HandOutRequest(session=session, ask=messages.CHUNK_ASK.to_pb(ask))
+        request = pb.AssignRequest(session=session, ask=messages.CHUNK_ASK.to_pb(ask))
         return self._threads.submit(
-            lambda: messages.CHUNKS.from_pb(parse(pb.HandOutReply, self._ask("HandOut", request)))
+            lambda: messages.CHUNKS.from_pb(parse(pb.AssignReply, self._ask("Assign", request)))
         )

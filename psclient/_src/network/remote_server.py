@@ -40,7 +40,7 @@ from pswire.api import (
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import (
-    BEATS,
+    HEARTBEATS,
     PROTOCOL,
     STALENESS,
     check_consistency,
@@ -179,7 +179,7 @@ class RemoteServer(PlainCalls):
             host = self.address.rpartition(":")[0].strip("[]")
             offer = Offer(
                 *(m.session, m.transport_token, host, m.data_port, m.data_path, m.in_flight),
-                *(self._name, m.buffer_bytes, self._tls, m.protocol >= BEATS),
+                *(self._name, m.buffer_bytes, self._tls, m.protocol >= HEARTBEATS),
             )
             old, how = self._transports.get(m.session), (self._threads, self.traffic, self._transport)
             self._transports[m.session] = TransportSelector(str(self.task), offer, self._timeouts.session_timeout, *how)
@@ -187,16 +187,16 @@ class RemoteServer(PlainCalls):
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
-        """Calls `ParameterServer.beat`; on a transport where the process does nothing, and so has nothing new to say."""
+    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
+        """Calls `ParameterServer.heartbeat`; on a transport where the process does nothing, and so has nothing new to say."""
         transports = self._transports.get(session)
-        if transports and (drives := transports.beat(round, pace, clock)) is not None:
+        if transports and (drives := transports.heartbeat(round, pace, clock)) is not None:
             return drives
         told = messages.PACE.to_pb(pace)
-        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
-        reply = parse(pb.BeatReply, self._ask("Beat", said))
+        said = pb.HeartbeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
+        reply = parse(pb.HeartbeatReply, self._ask("Heartbeat", said))
         if transports:
-            transports.beat_answered(round, pace, clock)
+            transports.heartbeat_answered(round, pace, clock)
         return reply.drive
 
     def create(

@@ -1,6 +1,6 @@
 """This process's life with the servers: its sessions, its lease, and how it waits.
 
-One thread per server beats, and one call is held at server 0, which tells at once how the session ends; any thread may
+One thread per server heartbeats, and one call is held at server 0, which tells at once how the session ends; any thread may
 wait, and meanwhile reads what comes on the transports. Whatever ends the session ends every wait at once.
 """
 
@@ -47,8 +47,8 @@ log = logging.getLogger("psclient")
 
 T = TypeVar("T")
 
-BEATS = 16
-"""Times in a pause between two beats at which sessions beat: those of one time wake a server once for all of them."""
+HEARTBEATS = 16
+"""Times in a pause between two heartbeats at which sessions heartbeat: those of one time wake a server once for all of them."""
 
 FATAL = (ServerLost, Fenced, Diverged, ScriptFailed, ChiefLost)
 """After one of these the session is over: its process has to start again."""
@@ -103,9 +103,9 @@ class Session(LogCalls):
         self.told = False
         """True once the error that ended it was raised: the script may have caught it."""
         self.waits = (-1, b"")
-        """The oldest round that is not answered, and its plan, for the beats."""
+        """The oldest round that is not answered, and its plan, for the heartbeats."""
         self.pace: Callable[[], Pace] = Pace
-        """Returns what this process has done, for the beats."""
+        """Returns what this process has done, for the heartbeats."""
         self.drive: Callable[[], object] = lambda: None
         """Told, again and again, that nobody drives the job, and that this process is to; does not wait."""
         self.window = 1
@@ -116,10 +116,12 @@ class Session(LogCalls):
         self.owner = Owner()
         self._broken: Future[None] = Future()
         self._ended = threading.Event()
-        self._beats: list[threading.Thread] = []
+        self._heartbeats: list[threading.Thread] = []
         self.wakes = [threading.Event() for _ in self.servers]
-        """Set for a server to beat there at once."""
-        self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
+        """Set for a server to heartbeat there at once."""
+        self._beating = [
+            threading.Lock() for _ in self.servers
+        ]  # so that heartbeats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
         self._proposals = Proposals()
@@ -131,7 +133,7 @@ class Session(LogCalls):
         return self.timeouts.round_timeout + 2 * self.timeouts.session_timeout
 
     def open(self, waits: bool = True) -> None:
-        """Opens the session on every server and begins to beat.
+        """Opens the session on every server and begins to heartbeat.
 
         Args:
             waits: True to wait until another process that has the task is gone, if it goes within its lease.
@@ -223,9 +225,11 @@ class Session(LogCalls):
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
-        beats = index, self.hosting.life(index), self.number
-        self._beats.append(threading.Thread(target=self._beat, args=beats, daemon=True, name=f"beat-{index}"))
-        self._beats[-1].start()
+        heartbeats = index, self.hosting.life(index), self.number
+        self._heartbeats.append(
+            threading.Thread(target=self._heartbeat, args=heartbeats, daemon=True, name=f"heartbeat-{index}")
+        )
+        self._heartbeats[-1].start()
 
     def _hold(self, index: int) -> None:
         """Holds a call at a server that is answered when the session ends, and ends when this process does.
@@ -268,7 +272,7 @@ class Session(LogCalls):
         keeper = self.hosting.keeper
         for entry in self.hosting.lose(losses):
             self._patience.forget(entry.server)
-            self.wakes[entry.server].set()  # its beats end
+            self.wakes[entry.server].set()  # its heartbeats end
         if self.hosting.keeper != keeper:
             self._threads.submit(self._propose_again)
 
@@ -318,19 +322,19 @@ class Session(LogCalls):
         return error
 
     def close(self) -> None:
-        """Waits for the beats to end, after `leave`."""
+        """Waits for the heartbeats to end, after `leave`."""
         logging_setup.follow(None)
-        for thread in self._beats:
+        for thread in self._heartbeats:
             thread.join(self.timeouts.heartbeat_interval + self.timeouts.call_timeout)
 
-    def _beat(self, index: int, life: int, number: int) -> None:
+    def _heartbeat(self, index: int, life: int, number: int) -> None:
         while True:
-            woken = self.wakes[index].wait(until_beat(self.timeouts.heartbeat_interval, number, time.time()))
+            woken = self.wakes[index].wait(until_heartbeat(self.timeouts.heartbeat_interval, number, time.time()))
             if index in self.hosting.gone or not self._is_now(index, life, number):
                 return
             self.wakes[index].clear()
             try:
-                self.beat_now(index, not woken)
+                self.heartbeat_now(index, not woken)
                 self._patience.heard(index)
             except PSError as error:
                 if self._is_now(index, life, number):
@@ -341,12 +345,12 @@ class Session(LogCalls):
         """Returns whether this is still the session of that number, and a server's life that one."""
         return not self._ended.is_set() and self.hosting.life(index) == life and self.number == number
 
-    def beat_now(self, index: int, by_itself: bool = False) -> None:
-        """Beats at a server; `by_itself` where the time has come, and nothing has happened."""
+    def heartbeat_now(self, index: int, by_itself: bool = False) -> None:
+        """Heartbeats at a server; `by_itself` where the time has come, and nothing has happened."""
         with self._beating[index]:
             clock = self.clock  # of now: it is another one after a change
             said = 0 if clock is None else clock.say(index, by_itself)
-            if self.servers[index].beat(self.number, *self.waits, self.pace(), said):
+            if self.servers[index].heartbeat(self.number, *self.waits, self.pace(), said):
                 self.drive()
 
     def end(self, error: PSError) -> None:
@@ -445,16 +449,16 @@ waits(Session.pause)
 waits(Session._unless_broken)
 
 
-def until_beat(pause: float, number: int, now: float) -> float:
-    """Returns the seconds until a session beats: at one of a few times, which are the same for all that share a clock.
+def until_heartbeat(pause: float, number: int, now: float) -> float:
+    """Returns the seconds until a session heartbeats: at one of a few times, which are the same for all that share a clock.
 
     Args:
-        pause: seconds between two beats.
+        pause: seconds between two heartbeats.
         number: number of the session.
-        now: seconds since 1970; where clocks differ, beats are spread as if there were no such times.
+        now: seconds since 1970; where clocks differ, heartbeats are spread as if there were no such times.
     """
-    left = pause - (now - number % BEATS * pause / BEATS) % pause
-    return left if left > pause / BEATS else left + pause  # this one was woken a little early
+    left = pause - (now - number % HEARTBEATS * pause / HEARTBEATS) % pause
+    return left if left > pause / HEARTBEATS else left + pause  # this one was woken a little early
 
 
 def _is_loss(error: BaseException | None, index: int) -> bool:

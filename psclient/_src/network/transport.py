@@ -51,7 +51,7 @@ class TransportLost(Exception):
     """A transport is broken, or cannot be opened: what was under way on it goes another way."""
 
 
-Header = pb.RoundHeader | pb.PullHeader | pb.BeatReply
+Header = pb.RoundHeader | pb.PullHeader | pb.HeartbeatReply
 Answered = tuple[Any, Payload]
 """The header of an answer, a `Header`, and its payload."""
 
@@ -67,7 +67,7 @@ class Offer:
         path: path of the shm transport's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
         name: the name that the server's certificate must have.
-        beats: True if the server takes beats on its transports.
+        heartbeats: True if the server takes heartbeats on its transports.
         buffer_bytes: bytes that this process's shared memory may have behind those for copies.
         tls: makes the context that encrypts the tcp transport; None for none.
     """
@@ -81,7 +81,7 @@ class Offer:
     name: str = ""
     buffer_bytes: int = 0
     tls: Callable[[], ssl.SSLContext] | None = None
-    beats: bool = False
+    heartbeats: bool = False
 
 
 @dataclass
@@ -102,9 +102,9 @@ class _TransportCall:
 
 
 class Silence:
-    """For how long a server has been silent on one transport. Of no thread: a word and a beat may come at once.
+    """For how long a server has been silent on one transport. Of no thread: a word and a heartbeat may come at once.
 
-    A plain state machine, without a clock. Beats travel on another connection: only the time between beats that were
+    A plain state machine, without a clock. Heartbeats travel on another connection: only the time between heartbeats that were
     answered counts. So a server that stands still is waited for, and a network that is cut as a whole breaks no transport.
 
     Args:
@@ -119,7 +119,7 @@ class Silence:
         self._lease = lease
         self._most = lease / 2
         self._silent = 0.0
-        self._beat: float | None = None
+        self._heartbeat: float | None = None
         # The other way: what the server has received, what was sent when it first said so, and for how long it does.
         self._received = self._sent = 0
         self._stuck = 0.0
@@ -140,8 +140,8 @@ class Silence:
             self._stuck += min(now - self._word, self._most)
         self._word = now
 
-    def beat(self, waiting: bool, now: float) -> str:
-        """Takes a beat's answer from the server.
+    def heartbeat(self, waiting: bool, now: float) -> str:
+        """Takes a heartbeat's answer from the server.
 
         Args:
             waiting: True if the server owes an answer, or a word, on the transport.
@@ -153,11 +153,11 @@ class Silence:
         if not waiting:
             self._stuck = 0.0
         if self.heard or not waiting:
-            self._silent, self._beat = 0.0, None
+            self._silent, self._heartbeat = 0.0, None
         else:
-            # What lies between two beats counts for little: the server, or this process, may have stood still.
-            self._silent += min(now - self._beat, self._most) if self._beat is not None else 0.0
-            self._beat = now
+            # What lies between two heartbeats counts for little: the server, or this process, may have stood still.
+            self._silent += min(now - self._heartbeat, self._most) if self._heartbeat is not None else 0.0
+            self._heartbeat = now
         self.heard = False
         if self._silent >= self._lease:
             return f"nothing has come on it for {self._silent:.3g} s"
@@ -285,9 +285,9 @@ class Transport:
         """Asks for values; as `push`."""
         return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
 
-    def beat(self) -> Future[Answered]:
+    def heartbeat(self) -> Future[Answered]:
         """Says that this process lives, and nothing else; as `push`."""
-        return self._ask(Kind.BEAT, b"", Payload(), pb.BeatReply)
+        return self._ask(Kind.HEARTBEAT, b"", Payload(), pb.HeartbeatReply)
 
     def _ask(self, kind: Kind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
         call = _TransportCall(answer, Future())
@@ -315,12 +315,12 @@ class Transport:
             call.future.set_exception(TransportLost(why))
 
     def silent(self) -> str:
-        """Takes a beat's answer, which came by gRPC; returns the reason if this transport is broken, else ""."""
+        """Takes a heartbeat's answer, which came by gRPC; returns the reason if this transport is broken, else ""."""
         # Of a call that has not left the server knows nothing.
         with self._lock:
             calls = set(self._calls)
         waiting = bool(calls and calls - self._channel.unsent())
-        return self._silence.beat(waiting, time.monotonic())
+        return self._silence.heartbeat(waiting, time.monotonic())
 
     def _drop(self) -> None:
         for sock in self._sockets:
@@ -489,7 +489,7 @@ class Transport:
             return
         if message.kind is Kind.ANSWER or message.header:
             header = parse(call.kind, message.header)
-            size = 0 if isinstance(header, pb.BeatReply) else header.size
+            size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
             call.assembly = call.assembly or Assembly(size, self._traffic)
             call.header = header if message.kind is Kind.ANSWER else None
         if call.assembly is None:

@@ -23,7 +23,7 @@ log = logging.getLogger("psclient.transports")
 T = TypeVar("T")
 
 ANSWERS = 8
-"""Part of a lease within which a beat on a transport is answered; after it one travels over gRPC, in time for the lease."""
+"""Part of a lease within which a heartbeat on a transport is answered; after it one travels over gRPC, in time for the lease."""
 
 LOSSES = 3
 """Number of times that a transport may break before the next one is used."""
@@ -41,7 +41,7 @@ class TransportSelector:
     Args:
         server: the server, for messages.
         offer: the transports that it has.
-        lease: seconds of silence after which a transport is broken, while the server answers beats.
+        lease: seconds of silence after which a transport is broken, while the server answers heartbeats.
         threads: run calls that may take a while.
         traffic: counts payload bytes of each transport.
         wanted: the transport to begin with; the ones after it are fallen back to.
@@ -68,7 +68,7 @@ class TransportSelector:
         self._pause = AGAIN
         self._calls, self._again = 0, AGAIN
         self._transport: Transport | None = self._open(offer)
-        self._said: Pace | None = None  # the last beat over gRPC, unless it said what has to be taken back
+        self._said: Pace | None = None  # the last heartbeat over gRPC, unless it said what has to be readmitted
 
     def _has(self, name: TransportName, offer: Offer) -> bool:
         found = {"shm": bool(offer.path), "tcp": bool(offer.port), "grpc": True}[name]
@@ -132,40 +132,40 @@ class TransportSelector:
         self._check_open()
         return self._transport
 
-    def beat(self, round: int, pace: Pace, clock: int) -> bool | None:
-        """Beats on the transport, if no call is under way there, and the beat says what the last one over gRPC has said.
+    def heartbeat(self, round: int, pace: Pace, clock: int) -> bool | None:
+        """Heartbeats on the transport, if no call is under way there, and the heartbeat says what the last one over gRPC has said.
 
-        On the transport it says nothing, so that it may come late. A call that waits there needs beats on another
-        connection, which show that the transport is broken, and not the server; a beat that is not answered is such a call.
+        On the transport it says nothing, so that it may come late. A call that waits there needs heartbeats on another
+        connection, which show that the transport is broken, and not the server; a heartbeat that is not answered is such a call.
 
         Args:
-            round, pace, clock: what the beat says. Who waits in a round, or has a clock, says so each time.
+            round, pace, clock: what the heartbeat says. Who waits in a round, or has a clock, says so each time.
 
         Returns:
-            The answer; None if there is none, so that the beat has to travel over gRPC.
+            The answer; None if there is none, so that the heartbeat has to travel over gRPC.
         """
         transport, offer = self._transport, self._offer
-        if transport is None or offer is None or not offer.beats:
+        if transport is None or offer is None or not offer.heartbeats:
             return None
         if transport.waits or round >= 0 or clock or pace != self._said:
             return None
         try:
-            reply, _ = transport.beat().result(self._lease / ANSWERS)
-        except (TransportLost, TimeoutError, PSError):  # whatever it is, the beat over gRPC tells
+            reply, _ = transport.heartbeat().result(self._lease / ANSWERS)
+        except (TransportLost, TimeoutError, PSError):  # whatever it is, the heartbeat over gRPC tells
             return None
         return bool(reply.drive)
 
-    def beat_answered(self, round: int, pace: Pace, clock: int) -> None:
-        """Takes the answer of a beat over gRPC: closes the transport if the server has been silent on it for too long.
+    def heartbeat_answered(self, round: int, pace: Pace, clock: int) -> None:
+        """Takes the answer of a heartbeat over gRPC: closes the transport if the server has been silent on it for too long.
 
         Args:
-            round, pace, clock: what the beat has said.
+            round, pace, clock: what the heartbeat has said.
         """
         self._said = None if round >= 0 or clock else pace
         transport = self._transport
         if transport is not None and (why := transport.silent()):
             log.warning(
-                "the %s transport to %s is broken: %s, while it answers beats; what waits there is sent again. "
+                "the %s transport to %s is broken: %s, while it answers heartbeats; what waits there is sent again. "
                 "Does a firewall or NAT in between drop connections?",
                 *(transport.name, self._server, why),
             )

@@ -1,4 +1,4 @@
-"""What a worker with bounded staleness says of its rounds in its beats, so that no server waits for it in vain."""
+"""What a worker with bounded staleness says of its rounds in its heartbeats, so that no server waits for it in vain."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 
 from pswire.api import RESTS
 
-BEATS = 2
-"""Beats without a pass under way after which a worker is at rest. One may come right behind the end of a pass."""
+HEARTBEATS = 2
+"""Heartbeats without a pass under way after which a worker is at rest. One may come right behind the end of a pass."""
 
 
 class WorkerClock:
@@ -22,7 +22,7 @@ class WorkerClock:
     def __init__(self, servers: int) -> None:
         self._lock = threading.Lock()
         self._next = [0] * servers
-        self._idle = [0] * servers  # beats since the last pass has ended, plus one; 0 while there is one
+        self._idle = [0] * servers  # heartbeats since the last pass has ended, plus one; 0 while there is one
         self._at_rest = [False] * servers  # as each server was told last
 
     def passed(self, server: int, next: int) -> None:
@@ -38,7 +38,7 @@ class WorkerClock:
     def rest(self) -> None:
         """Notes that the worker makes no rounds until others come to where it is: nobody is to wait for it."""
         with self._lock:
-            self._idle = [BEATS + 1] * len(self._idle)
+            self._idle = [HEARTBEATS + 1] * len(self._idle)
 
     def begin(self) -> bool:
         """Notes that the worker goes on; returns True if a server takes it to be at rest."""
@@ -64,12 +64,12 @@ class WorkerClock:
             self._idle = [0] * len(self._idle)
             self._next = [max(known, next) for known in self._next]
 
-    def say(self, server: int, beats: bool) -> int:
-        """Returns what to tell a server now; `beats` if it is told by a beat that comes by itself."""
+    def say(self, server: int, heartbeats: bool) -> int:
+        """Returns what to tell a server now; `heartbeats` if it is told by a heartbeat that comes by itself."""
         with self._lock:
-            if self._idle[server] and beats:
+            if self._idle[server] and heartbeats:
                 self._idle[server] += 1
-            if self._at_rest[server] and beats:
+            if self._at_rest[server] and heartbeats:
                 return RESTS  # `come_back` alone ends it: it has to ask the servers where the others are
-            self._at_rest[server] = self._idle[server] > BEATS
+            self._at_rest[server] = self._idle[server] > HEARTBEATS
             return RESTS if self._at_rest[server] else self._next[server]

@@ -380,7 +380,7 @@ class RemoteBackend(_RemoteVariables):
         """Runs replicas, behind what was begun; asynchronous ones read anew.
 
         Where this process takes part only from a section of this run on, and what they read until then is out of date,
-        they run again, in the same round: what they wrote into their copies of variables is taken back. Within a
+        they run again, in the same round: what they wrote into their copies of variables is readmitted. Within a
         merge call it is the outer run that runs again.
         """
         traces, group = self._exchange.traces, self.group

@@ -25,7 +25,7 @@ class RoundCounters:
         computing: seconds between two waits, less those of reads.
         waiting: seconds of waits for rounds.
         reading: seconds of reads that had to ask a server.
-        left_out: contributions of others that rounds were completed without, on each server.
+        excluded: contributions of others that rounds were completed without, on each server.
         traces: the traces of steps; None where they are off.
         traced: the trace of the round that is waited for; None for none.
     """
@@ -37,7 +37,7 @@ class RoundCounters:
         self.rounds = Counter[str](completed=0, failed=0)
         self.steps = self.waits = 0
         self.computing, self.waiting, self.reading = Histogram(), Histogram(), Histogram()
-        self.left_out = 0
+        self.excluded = 0
         self._began = 0.0
         self._over: float | None = None  # when the last wait was
         self._lock = threading.Lock()  # guards what is read
@@ -61,7 +61,7 @@ class RoundCounters:
         return None if self.traced is None else self.traced.labels
 
     def pace(self) -> Pace:
-        """Returns the counts that beats tell."""
+        """Returns the counts that heartbeats tell."""
         return Pace(self.steps, sum(self.rounds.values()), self.waits)
 
     def read(self, seconds: float) -> None:

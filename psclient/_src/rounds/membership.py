@@ -83,7 +83,7 @@ class Follower(Progress):
     def _await_return(self, generation: Generation) -> None:
         """Where a generation tells of a server that comes back: hands over what it held, as all members do, and waits.
 
-        The next round is made with it, or, if it could not be taken back, without.
+        The next round is made with it, or, if it could not be readmitted, without.
         """
         back, session = generation.awaited, self.session
         if back is None:
@@ -231,7 +231,7 @@ class Group(Follower):
         self.settle()
         return super().returned(dataset)
 
-    def left_out(self, dataset: int) -> bool:
+    def excluded(self, dataset: int) -> bool:
         """Returns whether this process was left out of a round of updates with the batch in use.
 
         Waits for the answers of its rounds.
@@ -458,7 +458,7 @@ class Group(Follower):
         if session.clock is not None:
             session.clock.rest()
             for index in session.hosting.live:
-                session.beat_now(index)
+                session.heartbeat_now(index)
         session.propose(join_point=str(change))
         waits = partial(_never_came, session, self._news, change), partial(_word_of_change, session, self._news, change)
         deadline = session.deadline(session.timeouts.round_timeout)

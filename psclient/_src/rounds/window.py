@@ -189,7 +189,7 @@ class Window:
         self._step_waits, self._lines = 0, {}
 
     def _say_waits(self) -> None:
-        """Notes for the beats which round is the oldest that is not answered."""
+        """Notes for the heartbeats which round is the oldest that is not answered."""
         if not self._group.alone:
             rounds = self._rounds
             self._session.waits = (rounds[0].number, rounds[0].plan.id) if rounds else (-1, b"")
@@ -220,12 +220,12 @@ class Window:
             values |= {ref: Rows(next(behind), next(behind)) for ref, _ in rows}
             looked_up |= {each.variable: Rows(each.ids, next(behind)) for each in round.lookups[server]}
             self._reads.targets.written(ids)
-            self._measures.left_out += len(reply.left_out)
-            for task in set(reply.left_out) - self._missing[server]:
+            self._measures.excluded += len(reply.excluded)
+            for task in set(reply.excluded) - self._missing[server]:
                 # Who is late is so again and again; of who is lost the chief says it.
                 level = logging.DEBUG if self._session.backup_workers else logging.WARNING
                 log.log(level, "round %d of server %d is complete without %s", reply.round, server, task)
-            self._missing[server] = set(reply.left_out)
+            self._missing[server] = set(reply.excluded)
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
@@ -240,7 +240,7 @@ class Window:
 
     def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
         """Notes what the answers say of the members."""
-        out = frozenset(task for reply in replies.values() for task in reply.left_out)
+        out = frozenset(task for reply in replies.values() for task in reply.excluded)
         if replies:
             absent = out.union(*(reply.observers for reply in replies.values()))
             members = () if self._group.alone or round.label is None else round.label.members

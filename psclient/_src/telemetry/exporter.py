@@ -71,7 +71,7 @@ def _contributions(worker: Worker) -> Values:
 
 def _last_round(worker: Worker) -> Values:
     last = worker.exchange.window.last_round
-    return {} if last is None else {("counted",): len(last.contributors), ("left_out",): len(last.left_out)}
+    return {} if last is None else {("counted",): len(last.contributors), ("excluded",): len(last.excluded)}
 
 
 WORKER = "paramserver_worker_"
@@ -81,7 +81,7 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
     Row(WORKER + "rounds", "counter", "Rounds that this process has made.", _rounds, ("outcome",)),
     Row(WORKER + "steps", "counter", "Calls of `strategy.run`.", lambda w: {ALL: w.exchange.measures.steps}),
     Row(
-        WORKER + "waits",
+        WORKER + "blocking_waits",
         "counter",
         "Times that this process has waited for rounds; in most loops one for each step.",
         lambda w: {ALL: w.exchange.measures.waits},
@@ -102,18 +102,18 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
         ("transport", "direction"),
     ),
     Row(
-        WORKER + "host_contributions",
+        WORKER + "local_reductions",
         "counter",
-        "With aggregation: contributions of this host's workers that this process has sent in sums; and its own that "
+        "With local reduction: gradient pushes of this host's workers that this process has sent in sums; and its own that "
         "it has pushed by themselves.",
         _contributions,
         ("how",),
     ),
     Row(
-        WORKER + "contributions_left_out",
+        WORKER + "excluded_pushes",
         "counter",
         "Contributions of others that this process's rounds were completed without, on each server.",
-        lambda w: {ALL: w.exchange.measures.left_out},
+        lambda w: {ALL: w.exchange.measures.excluded},
     ),
     Row(
         WORKER + "last_round_members",

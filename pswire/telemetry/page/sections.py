@@ -16,7 +16,7 @@ from pswire.telemetry.views.job_view import JobView, ServerView
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import ago, duration, short, size
 from pswire.telemetry.views.rates import PHASES, Rates, rate_words
-from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, spare_line
+from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, standby_line
 
 MOST_ROWS = 200
 """Rows of a table that are shown; a sentence says how many there are beyond."""
@@ -81,8 +81,8 @@ def _servers(sight: Sight) -> Html:
         | {name: text for name, text in rates.get(server.task, {}).items() if name == "rounds/s"}
         for server in sight.view.servers
     ]
-    spares = items(map(spare_line, sight.view.spares)) if sight.view.spares else Html("")
-    return Html(table("Servers, and what they hold", [*SERVER_COLUMNS, "rounds/s"], rows) + spares)
+    standbys = items(map(standby_line, sight.view.standbys)) if sight.view.standbys else Html("")
+    return Html(table("Servers, and what they hold", [*SERVER_COLUMNS, "rounds/s"], rows) + standbys)
 
 
 def _tasks(sight: Sight) -> Html:

@@ -147,7 +147,7 @@ class JobHistory:
         said += f"; not any more: {_names(went)}" if went else ""
         if generation.returns is not None:
             back = short(str(Task("ps", generation.returns.server)))
-            said += f"; {back} is back" if generation.returns.ready else f"; {back} is being taken back"
+            said += f"; {back} is back" if generation.returns.ready else f"; {back} is being readmitted"
         return said
 
 

@@ -147,7 +147,7 @@ class TaskView:
 
 
 @dataclass(frozen=True)
-class SpareView:
+class StandbyView:
     """A process that waits for the place of a server.
 
     Attributes:
@@ -177,7 +177,7 @@ class JobView:
         gap: in the mode "bounded" the rounds between the foremost and the hindmost task that is waited for, on any
             server; one more than `staleness` where the foremost has pushed, and waits for its answer.
         servers, tasks: the view of each.
-        spares: processes that wait for the place of a server.
+        standbys: processes that wait for the place of a server.
         problems: all problems that were found.
     """
 
@@ -191,7 +191,7 @@ class JobView:
     servers: tuple[ServerView, ...]
     tasks: tuple[TaskView, ...]
     problems: tuple[Problem, ...]
-    spares: tuple[SpareView, ...] = ()
+    standbys: tuple[StandbyView, ...] = ()
 
 
 def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
@@ -220,17 +220,19 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
         servers=servers,
         tasks=tasks,
         problems=(*_problems_of_servers(looked, log_server), *_problems_of_tasks(tasks, log_server)),
-        spares=tuple(_spares(statuses)),
+        standbys=tuple(_standbys(statuses)),
     )
 
 
-def _spares(statuses: Iterable[ServerStatus]) -> Iterable[SpareView]:
+def _standbys(statuses: Iterable[ServerStatus]) -> Iterable[StandbyView]:
     """Returns the processes that wait, without those that are a server already."""
     serve = {(moved.server, moved.address) for status in statuses for moved in status.moved}
-    found = {spare.address: spare for status in statuses for spare in status.spares}
-    for spare in found.values():
-        if (spare.place, spare.address) not in serve:
-            yield SpareView(spare.address, spare.domain, str(Task("ps", spare.place)) if spare.place >= 0 else "")
+    found = {standby.address: standby for status in statuses for standby in status.standbys}
+    for standby in found.values():
+        if (standby.place, standby.address) not in serve:
+            yield StandbyView(
+                standby.address, standby.domain, str(Task("ps", standby.place)) if standby.place >= 0 else ""
+            )
 
 
 def _state(statuses: Sequence[ServerStatus], newest: Generation | None) -> str:
@@ -305,7 +307,7 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
             yield Problem(
                 "gone",
                 task,
-                "it was lost, and the job goes on with copies; start it again, or psserver --join: it is taken back",
+                "it was lost, and the job goes on with copies; start it again, or psserver --join: it is readmitted",
             )
             continue
         if status is None:
@@ -317,8 +319,8 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         seen[status.incarnation] = found.address
         if status.broken:
             yield Problem("broken", task, status.broken)
-        if status.catching_up:
-            yield Problem("catching_up", task, CATCHING_UP)
+        if status.recovering:
+            yield Problem("recovering", task, CATCHING_UP)
         if status.incarnations not in ((), job):
             message = f"{found.address} is a server of another job than the others; correct the addresses"
             yield Problem("other_job", task, message)
@@ -432,7 +434,7 @@ def _no_chief(drivers: Sequence[TaskView]) -> Problem:
 GONE = {
     "lost": "no sign of life for {silent:.0f} s: its lease ended, and rounds go on without it; start it again",
     "failed": "its process failed {silent:.0f} s ago, and rounds go on without it; see its log, and start it again",
-    "hung": "it beat, and held a round up for PS_ROUND_TIMEOUT; rounds go on without it; end its process",
+    "hung": "it heartbeat, and held a round up for PS_ROUND_TIMEOUT; rounds go on without it; end its process",
     "missing": "it has not come yet; start it with its TF_CONFIG",
 }
 """Messages about a task by the state that is a problem."""

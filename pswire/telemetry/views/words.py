@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pswire.security.session_numbers import count_of
-from pswire.telemetry.views.job_view import JobView, SpareView
+from pswire.telemetry.views.job_view import JobView, StandbyView
 from pswire.telemetry.views.numbers import duration, short, size
 
 STATES = {
@@ -38,10 +38,10 @@ def heading(view: JobView) -> str:
     return said
 
 
-def spare_line(spare: SpareView) -> str:
+def standby_line(standby: StandbyView) -> str:
     """Returns where a process waits, and for which place."""
-    place = f"gets the place of {short(spare.place)}" if spare.place else "waits for the place of a server"
-    return f"{spare.address} (in {spare.domain}) {place}"
+    place = f"gets the place of {short(standby.place)}" if standby.place else "waits for the place of a server"
+    return f"{standby.address} (in {standby.domain}) {place}"
 
 
 Columns = Mapping[str, Callable[[Any], str]]

@@ -204,7 +204,7 @@ def test_small_gradients_leave_at_the_step(strategy):
         ("a second backward after a failed one", "which has failed"),
     ],
 )
-def test_a_step_that_is_left_out_is_told(left, word):
+def test_a_step_that_is_excluded_is_told(left, word):
     """What has happened, and what to do. By default gradients are forgotten, and the next step is made."""
 
     def fail():

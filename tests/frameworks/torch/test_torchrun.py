@@ -75,7 +75,7 @@ def measured(tmp_path, *works):
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
-    assert found["left_out"] == []
+    assert found["excluded"] == []
     assert (found["format"], found["transport"]) == (1, "shm")
     return found, {(row["work"], row["way"]): row for row in found["rows"]}
 

@@ -92,8 +92,8 @@ def test_a_new_member_is_taken_in_at_its_join_point():
     assert decide(state, other, {A}) == [GenerationClosed(Generation(3, (a, b, c), "dataset:0"))]
 
 
-def test_a_member_that_is_gone_is_left_out():
-    """Whether it is lost, or beats and holds a round up."""
+def test_a_member_that_is_gone_is_excluded():
+    """Whether it is lost, or heartbeats and holds a round up."""
     state = job(began(a, b))
     assert decide(state, look(at(a), at(b, "lost")), BOTH) == [GenerationClosed(Generation(2, (a,)))]
     assert decide(state, look(at(a), at(b)), BOTH, hung={b.session}) == [GenerationClosed(Generation(2, (a,)))]
@@ -141,7 +141,7 @@ def test_a_job_ends_when_its_members_have_left():
 
 
 KNOWS, LEAVES, SAVES = Pace(knows_leaving=True), Pace(0, 0, 0, True, True), Pace(0, 0, 0, True, True, True)
-"""What beats tell of members that stay, leave, and leave with a checkpoint."""
+"""What heartbeats tell of members that stay, leave, and leave with a checkpoint."""
 
 
 def paced(member, pace=KNOWS, state="open", join_point=""):
@@ -211,8 +211,8 @@ def test_one_checkpoint_is_saved_for_all_who_leave_together():
 
 
 def test_a_chief_that_is_told_to_end_stays_while_members_leave():
-    """One that was told with it says so within a beat; nobody is waited for beyond the grace period."""
-    beat, grace = Timeouts().heartbeat_interval, Timeouts().termination_grace
+    """One that was told with it says so within a heartbeat; nobody is waited for beyond the grace period."""
+    heartbeat, grace = Timeouts().heartbeat_interval, Timeouts().termination_grace
     stays, leaves, gone = [paced(a), paced(b)], [paced(a, LEAVES), paced(b)], [at(a, "left"), at(b, "lost")]
 
     def told():
@@ -223,14 +223,14 @@ def test_a_chief_that_is_told_to_end_stays_while_members_leave():
 
     alone = told()
     assert not alone.look(stays, 100.0)
-    assert not alone.look(stays, 100.0 + 0.9 * beat)
-    assert alone.look(stays, 100.0 + beat)
+    assert not alone.look(stays, 100.0 + 0.9 * heartbeat)
+    assert alone.look(stays, 100.0 + heartbeat)
     together = told()
     assert not together.look(stays, 100.0)
-    assert not together.look(leaves, 100.0 + 0.9 * beat)
+    assert not together.look(leaves, 100.0 + 0.9 * heartbeat)
     assert not together.look(leaves, 120.0)
-    assert not together.look(stays, 120.0 + 0.9 * beat), "another one may be told yet"
-    assert together.look(stays, 120.0 + beat)
+    assert not together.look(stays, 120.0 + 0.9 * heartbeat), "another one may be told yet"
+    assert together.look(stays, 120.0 + heartbeat)
     hung = told()
     assert not hung.look(leaves, 100.0)
     assert not hung.look(leaves, 99.9 + grace)

@@ -28,7 +28,7 @@ from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, core, serving, 
 
 A, B = WORKERS[:2]
 SLOW = Timeouts(heartbeat_interval=60.0)
-"""No beat tells anything."""
+"""No heartbeat tells anything."""
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def seen(*sessions, over=False, broken=""):
 
 
 def test_the_newest_chief_counts():
-    """Not workers; one that missed a beat may be gone, one that left saw the end; a lost job does not go on."""
+    """Not workers; one that missed a heartbeat may be gone, one that left saw the end; a lost job does not go on."""
     worker = SessionState(Member(WORKERS[0], 1, 1), "open", "", 0.0)
     assert seen() == seen(worker) == "none"
     assert seen(chief("lost"), chief("open", 2.5), worker) == "driven"

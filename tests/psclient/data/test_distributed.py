@@ -405,7 +405,7 @@ def out(workers: list[Worker], late: set[int]) -> None:
 
 @pytest.mark.parametrize("split", [(1, 1, 1), (2, 1), (1, 2, 3)])
 @pytest.mark.parametrize("seed", range(4))
-def test_examples_of_who_was_left_out_are_handed_out_again(split, seed):
+def test_examples_of_who_was_excluded_are_handed_out_again(split, seed):
     """Each counts once in a pass, whoever is late and however often; all workers have the same number of steps."""
     workers, luck = team(split), Random(seed)
     dataset = ArrayDataset(np.arange(29)).shuffle(5).batch(7)
@@ -451,7 +451,7 @@ def test_a_pass_goes_on_with_what_had_come_back():
         list(distributed(ArrayDataset(np.arange(12)).batch(4), lost))
 
 
-def test_who_was_left_out_takes_its_own_batch_once_more():
+def test_who_was_excluded_takes_its_own_batch_once_more():
     """Data that are a worker's own nobody else can take; while it is behind, it takes none."""
     worker = Worker()
     worker.backup_workers = 1

@@ -328,7 +328,7 @@ def test_who_follows_a_lost_server_costs_nothing():
     assert restarts.unexplained({A: SERVER_LOST}) == A
 
 
-BEATS = Timeouts(heartbeat_interval=0.02, call_timeout=SOON, start_timeout=SOON)
+HEARTBEATS = Timeouts(heartbeat_interval=0.02, call_timeout=SOON, start_timeout=SOON)
 LEASE = 12.0
 W2 = WORKERS[2]
 
@@ -352,7 +352,7 @@ def begin(servers, addresses, name=""):
 
 
 def joiner(*addresses, name="", wanted=None):
-    return Joiner(addresses, BEATS, Security(), wanted, name)
+    return Joiner(addresses, HEARTBEATS, Security(), wanted, name)
 
 
 def kept(job):

@@ -264,7 +264,7 @@ def test_who_is_back_may_be_lost_again(hosting):
 
 
 def test_who_is_lost_while_it_is_taken_back_stays_away(hosting):
-    """It is told as lost, and not taken back."""
+    """It is told as lost, and not readmitted."""
     hosting.lose(losses(0))
 
     def opened() -> bool:

@@ -113,14 +113,14 @@ def test_an_error_keeps_nothing_else_from_its_end(caplog, monkeypatch):
     called: list[str] = []
     monkeypatch.setattr(shutdown, "_endings", [])  # what this process has registered goes on
 
-    def left_out() -> None:
+    def excluded() -> None:
         called.append("left out")
 
     shutdown.register(lambda: called.append("first"))
     shutdown.register(lambda: [][1])
-    shutdown.register(left_out)
-    shutdown.unregister(left_out)
-    shutdown.unregister(left_out)
+    shutdown.register(excluded)
+    shutdown.unregister(excluded)
+    shutdown.unregister(excluded)
     shutdown.run()
     shutdown.run()
     assert called == ["first"]

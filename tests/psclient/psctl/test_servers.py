@@ -136,7 +136,7 @@ def test_a_server_that_does_not_answer_is_a_problem(run, worker):
 def test_a_server_that_is_too_old_is_a_problem(run, worker):
     """It is there, and does not know the verb: one line says so, and what to do."""
     old = run.threads[1]
-    del old._server._service._methods[VERBS["Recent"].path]
+    del old._server._service._methods[VERBS["Events"].path]
     code, text = run("--server", "1")
     assert (code, text) == (
         1,

@@ -121,7 +121,7 @@ def test_a_process_whose_session_is_over_comes_to_no_entry(job):
         refused(Fenced, "it was given up", lambda: one.group.enter("dataset:0"))
 
 
-def test_a_process_hears_between_two_beats_that_a_server_has_ended_its_session(job):
+def test_a_process_hears_between_two_heartbeats_that_a_server_has_ended_its_session(job):
     """A call that it holds there is answered."""
     one = Process(job, A, "sync", timeouts=Timeouts(heartbeat_interval=1e4))
     job.verbs[0].leave(one.session.number, "it was given up")
@@ -418,13 +418,13 @@ def test_who_makes_its_own_rounds_leaves_at_once(job):
         assert saved == [0]
 
 
-def test_beats_tell_that_a_process_leaves(job):
+def test_heartbeats_tell_that_a_process_leaves(job):
     """At once where they are woken, and the chief's watch hears of it."""
     with began(job, "sync", 1) as (one,):
         before = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
         assert not before.sessions[-1].pace.leaving
         told_to_end(job, one, saves=True)
-        one.session.beat_now(0)
+        one.session.heartbeat_now(0)
         news = job.verbs[0].watch(job.opened.session, len(before.entries), before.version).result(SOON)
         (pace,) = [session.pace for session in news.sessions]
         assert (pace.knows_leaving, pace.leaving, pace.saving) == (True, True, True)

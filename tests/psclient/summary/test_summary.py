@@ -219,7 +219,7 @@ def test_any_range_is_divided(written, values):
     assert found[:, 2].tolist() == [1.0, *[0.0] * 28, 1.0]
 
 
-def test_what_is_not_finite_is_left_out(written):
+def test_what_is_not_finite_is_excluded(written):
     """So a gradient that overflows ends no training that looks at it."""
     (found,) = written(lambda: ps.summary.histogram("h", [np.nan, 1.0, np.inf, 2.0, -np.inf], buckets=1))
     assert found.tolist() == [[1.0, 2.0, 2.0]]

@@ -68,14 +68,14 @@ def test_a_round_is_made_without_the_last(three):
     (first,) = three.push(three.a, want=(0,))
     assert not first.done()
     (second,) = three.push(three.b)
-    assert [future.result(SOON).left_out for future in (first, second)] == [(C,), (C,)]
+    assert [future.result(SOON).excluded for future in (first, second)] == [(C,), (C,)]
     assert [future.result(SOON).over for future in (first, second)] == [0, 0], "who is in time is not behind"
     three.push(three.a)
     three.push(three.b)
     assert three.values == [4]
     (late,) = three.push(three.c, want=(0,))
     reply = late.result(SOON)
-    assert (reply.round, reply.left_out, reply.over) == (1, (C,), 3)
+    assert (reply.round, reply.excluded, reply.over) == (1, (C,), 3)
     assert reply.payload.tensors([TensorSpec("float32", (2,))])[0].tolist() == [7, 7], "the values of now"
     assert three.values == [4], "what came late counts nowhere"
     (behind,) = three.push(three.c)
@@ -89,7 +89,7 @@ def test_who_has_caught_up_counts_again(three):
     three.push(three.c)
     (caught_up,) = three.push(three.c)
     three.push(three.a)
-    assert caught_up.result(SOON).left_out == (B,)
+    assert caught_up.result(SOON).excluded == (B,)
     assert three.values == [4]
 
 
@@ -100,7 +100,7 @@ def test_all_who_are_whole_when_it_runs_count(tmp_path):
     three.job.verbs[0].propose(three.a.session, other, "", None)
     futures = [three.push(worker, plan=other)[0] for worker in three.members]
     three.job.approve(other, three.a)
-    assert [future.result(SOON).left_out for future in futures] == [()] * 3
+    assert [future.result(SOON).excluded for future in futures] == [()] * 3
     assert three.values == [1]
 
 
@@ -112,7 +112,7 @@ def test_half_a_late_contribution_is_let_go_of(three):
     payload.add(0, memoryview(ONE[:1].tobytes()))
     three.push(three.a)
     three.push(three.b)
-    assert half.result(SOON).left_out == (C,)
+    assert half.result(SOON).excluded == (C,)
     payload.add(4, memoryview(ONE[1:].tobytes()))
     assert (payload.chunks, payload.whole) == ([], True)
     assert three.values == [2]
@@ -126,7 +126,7 @@ def test_a_round_waits_for_who_has_not_begun(tmp_path, backup, begin):
     (first,), _ = three.push(three.a), three.push(three.b)
     assert not first.done()
     three.push(three.c)
-    assert first.result(SOON).left_out == ()
+    assert first.result(SOON).excluded == ()
 
 
 def test_a_round_waits_for_who_is_too_far_behind(three):
@@ -139,11 +139,11 @@ def test_a_round_waits_for_who_is_too_far_behind(three):
     three.push(three.b)
     assert three.lasts == [BEHIND], "it would not find its record"
     (late,) = three.push(three.c)
-    assert late.result(SOON).left_out == (C,)
+    assert late.result(SOON).excluded == (C,)
     assert three.lasts == [BEHIND + 1]
     for _ in range(BEHIND):
         (late,) = three.push(three.c)
-        assert late.result(SOON).left_out == (C,)
+        assert late.result(SOON).excluded == (C,)
     assert three.values == [2 * (BEHIND + 1)]
 
 
@@ -152,7 +152,7 @@ def test_who_has_no_examples_is_none_of_those_who_suffice(three):
     (first,), _ = three.push(three.a, weights=(0.0,)), three.push(three.b)
     assert not first.done()
     three.push(three.c)
-    assert first.result(SOON).left_out == ()
+    assert first.result(SOON).excluded == ()
     assert three.values == [2]
 
 
@@ -161,7 +161,7 @@ def test_of_fewer_members_fewer_suffice(three):
     (first,) = three.push(three.a)
     assert not first.done()
     three.job.close([three.a.member, three.b.member])
-    assert first.result(SOON).left_out == (B, C)
+    assert first.result(SOON).excluded == (B, C)
     assert three.values == [1]
 
 
@@ -183,7 +183,7 @@ def test_other_rounds_wait_for_all(three, kind):
     (first,), _ = three.push(three.a, plan=plan, **said), three.push(three.b, plan=plan, **said)
     assert not first.done()
     three.push(three.c, plan=plan, **said)
-    assert first.result(SOON).left_out == ()
+    assert first.result(SOON).excluded == ()
 
 
 def test_a_late_member_with_another_section_has_diverged(three):
@@ -211,9 +211,9 @@ def test_servers_leave_the_same_ones_out(two_servers):
     assert [len(vote.whole) for _, _, vote in three.votes] == [3, 2]
     assert not any(future.done() for future in futures), "visible before both have voted"
     three.hear()
-    assert {future.result(SOON).left_out for future in futures} == {(C,)}
+    assert {future.result(SOON).excluded for future in futures} == {(C,)}
     (late,) = three.push(three.c, 1, plan=plan)
-    assert late.result(SOON).left_out == (C,)
+    assert late.result(SOON).excluded == (C,)
     assert three.values == [1, 1], "a mean of those who count"
 
 
@@ -232,10 +232,10 @@ def test_servers_with_too_few_in_common_vote_again_when_one_has_more(two_servers
     futures = cross(three)
     futures += three.push(three.a, 1)
     three.hear()
-    assert {future.result(SOON).left_out for future in futures} == {(C,)}
+    assert {future.result(SOON).excluded for future in futures} == {(C,)}
     assert three.values == [2, 2]
     (late,) = three.push(three.c, 0)
-    assert late.result(SOON).left_out == (C,)
+    assert late.result(SOON).excluded == (C,)
 
 
 def test_who_is_lost_meanwhile_is_not_waited_for(two_servers):
@@ -245,7 +245,7 @@ def test_who_is_lost_meanwhile_is_not_waited_for(two_servers):
     three.job.close([three.b.member, three.c.member])
     three.hear()
     others += three.push(three.c, 0)
-    assert {future.result(SOON).left_out for future in others} == {(A, C)}
+    assert {future.result(SOON).excluded for future in others} == {(A, C)}
     assert isinstance(early.exception(SOON), Fenced)
     assert three.values == [1, 1]
 

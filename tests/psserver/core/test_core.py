@@ -173,30 +173,30 @@ def test_leases_end_by_ticks_alone(job):
     no leases: they learn by a generation who has ended."""
     one, other = job.join(A, B)
     job.servers.clock.now += 9_999.0
-    job.verbs[0].beat(job.opened.session, -1, b"")
+    job.verbs[0].heartbeat(job.opened.session, -1, b"")
     job.servers.tick()
-    job.verbs[0].beat(one.session, -1, b"")
+    job.verbs[0].heartbeat(one.session, -1, b"")
     job.servers.spend(11, job.opened.session, other.session)
     with pytest.raises(Fenced, match="lease"):
-        job.verbs[0].beat(one.session, -1, b"")
-    job.verbs[1].beat(one.session, -1, b"")
+        job.verbs[0].heartbeat(one.session, -1, b"")
+    job.verbs[1].heartbeat(one.session, -1, b"")
     job.close([])
     with pytest.raises(Fenced, match="generation"):
-        job.verbs[1].beat(one.session, -1, b"")
+        job.verbs[1].heartbeat(one.session, -1, b"")
 
 
 @pytest.mark.parametrize("server", [0, 1])
 def test_signs_of_life_are_counted(job, server):
-    """On every server: sessions that are opened, and beats of those that have not ended; none of them, it ends."""
+    """On every server: sessions that are opened, and heartbeats of those that have not ended; none of them, it ends."""
     tally, verb = job.servers.cores[server].tally, job.verbs[server]
     counted = [tally.signs]
     (one,) = job.join(A)
     counted.append(tally.signs)
-    verb.beat(one.session, -1, b"")
+    verb.heartbeat(one.session, -1, b"")
     counted.append(tally.signs)
     job.close([])
     with pytest.raises(Fenced):
-        verb.beat(one.session, -1, b"")
+        verb.heartbeat(one.session, -1, b"")
     counted.append(tally.signs)
     assert [after - before for before, after in pairwise(counted)] == [1, 1, 0]
 
@@ -401,7 +401,7 @@ def test_members_that_differ_are_all_told(told):
     second, effects = told.push(told.b, other)
     assert [effect.future for effect in effects[:2]] == [first, second]
     assert {type(effect.error).__name__ for effect in effects[:2]} == {"Diverged"}
-    assert told.tell("beat", told.a, -1, b"")[0] is not None
+    assert told.tell("heartbeat", told.a, -1, b"")[0] is not None
 
 
 def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
@@ -435,16 +435,16 @@ def test_a_new_job_fails_all_that_waits(told):
     assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
 
 
-def test_a_beat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
+def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
     """It may come behind a newer one. Until a session has said what it does, one is refused."""
     clocks = []
     monkeypatch.setattr(told.machine.rounds.clocks, "tell", lambda *said: clocks.append(said))
     with pytest.raises(InvalidRequest, match="has not said here what it does"):
-        told.tell("beat", told.a, -1, b"", None)
-    told.tell("beat", told.a, 5, told.plan.id, Pace(steps=3), 7)
+        told.tell("heartbeat", told.a, -1, b"", None)
+    told.tell("heartbeat", told.a, 5, told.plan.id, Pace(steps=3), 7)
     before = replace(told.machine.members._sessions[told.a])
     told.now += 1.0
-    assert told.tell("beat", told.a, -1, b"", None)[0] == (None, False)
+    assert told.tell("heartbeat", told.a, -1, b"", None)[0] == (None, False)
     after = told.machine.members._sessions[told.a]
     assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
     assert clocks == [(told.a, 7)]
@@ -459,7 +459,7 @@ def test_a_lease_that_ends_is_news(told):
         assert effects == []
         told.now += 1.0
         for session in (1, told.a):
-            told.tell("beat", session, -1, b"")
+            told.tell("heartbeat", session, -1, b"")
         effects = told.tell("tick")[1]
     (news,) = effects
     assert isinstance(news, Reply)

@@ -245,7 +245,7 @@ def test_no_round_begins_while_values_are_hashed(copies, tmp_path):
     assert [future.done() for future in futures] == [False, False]
     pieces.pop()()
     copies.hear()
-    assert [future.result(SOON).left_out for future in futures] == [(), ()]
+    assert [future.result(SOON).excluded for future in futures] == [(), ()]
     copies.worker.round += 1
     assert copies.compared() == [(1, 0), (1, 0)]
 
@@ -375,10 +375,10 @@ def test_rounds_are_made_once_the_variables_are_there(back):
     last = back.worker.round + 5
     back.rounds(last)
     status = back.new.status()
-    assert (status.round, status.catching_up) == (last, True)
+    assert (status.round, status.recovering) == (last, True)
     assert not back.new.machine.store.values()
     read(back, back.new, back.held)
-    eventually(lambda: not back.new.status().catching_up)
+    eventually(lambda: not back.new.status().recovering)
     back.rounds(last + 1)
     assert back.values(1) == back.values(0) == [[last + 2.0] * 2] * 2
 

@@ -62,7 +62,7 @@ TURNS = 300
 
 
 class Stepped(Session):
-    """A session whose process stands still where it waits, and beats when the model says so."""
+    """A session whose process stands still where it waits, and heartbeats when the model says so."""
 
     pause: Callable[[], None]
 
@@ -306,13 +306,13 @@ class Worker:
                 f"{self.task}, session {self.session.number}, is told {error!r}\n{self.model._describe()}"
             ) from error
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         if self.state != "runs":
             return
         for number in self.session.opens:
             try:
                 if number not in self.model.dead:
-                    self.model.cores[number].beat(self.session.number, *self.session.waits)
+                    self.model.cores[number].heartbeat(self.session.number, *self.session.waits)
                 elif number == 0:
                     raise self.model.lost()
             except PSError as error:
@@ -382,12 +382,12 @@ class Driver:
                 # Whoever comes now begins another job, which is none of this model's.
                 self.model.end_chiefs(but=self)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         if self.session.number and not self.strand.over:
             try:
                 if self.model.dead:
                     raise self.model.lost()
-                self.model.cores[0].beat(self.session.number, -1, b"")
+                self.model.cores[0].heartbeat(self.session.number, -1, b"")
             except PSError as error:
                 self.session.end(error)
 
@@ -433,7 +433,7 @@ class OwnRounds:
         """A round is over: it has the contribution of its session alone, once, and whole."""
         name = server, session, round
         if name not in self.made:
-            assert (record.error, record.left_out, record.sessions) == (None, (), frozenset({session}))
+            assert (record.error, record.excluded, record.sessions) == (None, (), frozenset({session}))
             assert name in self.whole, "what has not arrived is counted"
             self.made.add(name)
             self.totals[server] += self.sent[name]
@@ -772,11 +772,11 @@ class Model(RuleBasedStateMachine):
         self._pass(0.1, set())
 
     def _pass(self, seconds: float, silent: set[int]) -> None:
-        """Time passes; all beat but those who are silent: workers by number, then the chiefs."""
+        """Time passes; all heartbeat but those who are silent: workers by number, then the chiefs."""
         self.clock.now += seconds
         loud = [worker for index, worker in enumerate(self.workers) if index not in silent]
         for process in [*loud, *(self.drivers if 3 not in silent else ())]:
-            process.beat()
+            process.heartbeat()
         for number, one in enumerate(self.cores):
             if number not in self.dead:
                 one.tick()
@@ -917,7 +917,7 @@ class Model(RuleBasedStateMachine):
         number = max(said.generation for said in self.begun[name].values())
         assert {self.begun[name][session].generation for session in arrived} <= {number}
         members = [member for member in self.generations[number].members if strand in (None, member.task)]
-        counted = frozenset(member.session for member in members if member.task not in record.left_out)
+        counted = frozenset(member.session for member in members if member.task not in record.excluded)
         if record.error is None:
             if self.mode == "whole":
                 assert counted <= arrived, "what has not arrived is counted"
@@ -1005,7 +1005,7 @@ class Model(RuleBasedStateMachine):
         reply = answer.result()
         name = self._name(message.server, message.task, message.said.round)
         given, rows = self._given(message, reply)
-        told = reply.generation, reply.left_out, reply.more, given
+        told = reply.generation, reply.excluded, reply.more, given
         assert self.replies.setdefault(name, told) == told
         self.tables.check_answer(name, answer, message.said.lookups, rows, self.mode == "async")
 

@@ -85,7 +85,7 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((SESSION, ChunkAsk(1, 1, 2, 9, looks=True)), f"{WHO}: looks at dataset 1"),
     ],
     "enlist": [((None, LOT), "asks for an index"), ((Task("worker", 2), LOT), "/job:worker/task:2")],
-    "beat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
+    "heartbeat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
     "leave": [((SESSION, ""), f"{WHO}: cleanly"), ((STRANGER, "it failed"), "session 8: it failed")],
     "create": [
         ((SESSION, 0, -1, SPEC, (0,)), f"{WHO}: 'dense/kernel' float32[2,3]"),

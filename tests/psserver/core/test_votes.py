@@ -68,7 +68,7 @@ def test_nothing_is_visible_before_all_have_voted(tmp_path, monkeypatch, streams
     assert not any(future.done() for future in futures)
     assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
     two.hear()
-    assert all(future.result(SOON).left_out == () for future in futures)
+    assert all(future.result(SOON).excluded == () for future in futures)
     assert (two.values, two.lasts) == ([2, 2], [0, 0])
 
 
@@ -79,7 +79,7 @@ def test_who_is_whole_on_one_server_only_counts_on_none(two):
     assert two.values == [0, 0]
     two.lose(two.a)
     two.hear()
-    assert [future.result(SOON).left_out for future in late] == [(A,), (A,)]
+    assert [future.result(SOON).excluded for future in late] == [(A,), (A,)]
     assert errors(early) == [Fenced]
     assert two.values == [1, 1]
 
@@ -91,7 +91,7 @@ def test_a_vote_does_not_change_when_a_member_is_lost_later(two):
     two.lose(two.a)
     two.hear()
     assert two.values == [2, 2]
-    assert [one.machine.rounds.strands[None].records[0].left_out for one in two.cores] == [(), ()]
+    assert [one.machine.rounds.strands[None].records[0].excluded for one in two.cores] == [(), ()]
 
 
 def test_a_round_of_which_a_server_knows_nothing_is_void(two):
@@ -149,13 +149,13 @@ def test_a_value_that_one_server_refuses_changes_none(two):
     assert numbers(two, variables) == [3, 3]
 
 
-def test_a_trial_is_made_again_without_who_is_left_out(two):
+def test_a_trial_is_made_again_without_who_is_excluded(two):
     """And voted on again; only then it is visible."""
     variables, (first, *_), push = powers(two, [1, 1])
     (only,) = push(two.b, 0)
     two.lose(two.b)
     two.hear()
-    assert first.result(SOON).left_out == (B,)
+    assert first.result(SOON).excluded == (B,)
     assert errors(only) == [Fenced]
     assert numbers(two, variables) == [3, 3], "3 to the power of 1"
     two.hear()
@@ -163,7 +163,7 @@ def test_a_trial_is_made_again_without_who_is_left_out(two):
 
 
 def record_of(one):
-    return one.machine.rounds.strands[None].records[0].left_out
+    return one.machine.rounds.strands[None].records[0].excluded
 
 
 def test_votes_that_are_lost_are_said_again(two):
@@ -304,7 +304,7 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
     assert errors(first[1]) == [PushAgain], "it had run with both"
     again += two.push(two.a, 1)
     two.hear()
-    assert [future.result(SOON).left_out for future in again] == [(B,), (B,)]
+    assert [future.result(SOON).excluded for future in again] == [(B,), (B,)]
     assert errors(*whole) == [Fenced]
     assert two.values == [1, 1]
 
@@ -328,7 +328,7 @@ def test_a_vote_counts_that_comes_before_its_server_knows_of_the_change(two):
     for _ in range(4):
         for worker in (two.a, two.b):
             done = two.push(worker, 0, 1)
-            assert all(each.result(0).left_out == () for each in done)
+            assert all(each.result(0).excluded == () for each in done)
             worker.round += 1
     assert two.values == [8.0, 8.0]
     entry, first = change(two, 1, 4, "whole"), two.cores[0]
@@ -435,12 +435,12 @@ def test_rows_are_visible_once_all_have_voted(tabled):
     futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1, keys=KEYS)]
     assert tabled.sizes == ["not decided"] * 2
     tabled.hear()
-    assert all(future.result(SOON).left_out == () for future in futures)
+    assert all(future.result(SOON).excluded == () for future in futures)
     assert sum(tabled.sizes) == 20
     assert tabled.rows(*KEYS) == [2.0] * 20
 
 
-def test_who_is_left_out_has_made_no_rows(tabled):
+def test_who_is_excluded_has_made_no_rows(tabled):
     """Its keys are as if they had never come, on the server that had run with them as well."""
     tabled.push(tabled.a, 0, 1, keys=KEYS[:10])
     (late,) = tabled.push(tabled.b, 0, keys=KEYS)

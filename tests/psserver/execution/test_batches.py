@@ -96,7 +96,7 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
     assert all(lent[id] is values[id] for id in values if values[id].size), "it is written where it is"
 
 
-def test_a_batch_ends_at_what_is_left_out():
+def test_a_batch_ends_at_what_is_excluded():
     """What nobody contributes to stays as it is, and is the same array; all others are made in two batches."""
     kernels, sizes = kept_kernels(patience=1, smallest=0), [8, 9, 10, 11, 12]
     plan = descents(sizes)
@@ -176,7 +176,7 @@ def test_a_later_failure_leaves_all_variables_of_a_batch(kernels):
     assert int(run(good, kernels, values, frozenset(values)).assigned[2]) == 8
 
 
-def test_who_contributes_nothing_is_left_out(kernels):
+def test_who_contributes_nothing_is_excluded(kernels):
     """A weight of 0 on one of the reductions: the others have both contributions, that one has one."""
     sizes = [8, 9]
     whole = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
@@ -255,7 +255,7 @@ def test_a_stream_makes_at_once_what_is_there(kernels):
 
 
 def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
-    """That is decided under the core's lock: while a kernel is compiled nobody could beat, and leases would end."""
+    """That is decided under the core's lock: while a kernel is compiled nobody could heartbeat, and leases would end."""
     sizes = [8, 9]
     job = replace(job_for(descents(sizes), [arrays(sizes)]), commit=Commit.PROGRESSIVE)
     stream = Execution(job, kernels)

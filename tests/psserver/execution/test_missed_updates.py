@@ -269,7 +269,7 @@ def kernels(request):
     ids=["arrays", "arrays again", "all keys stay", "steps evict", "norms evict"],
 )
 def test_whatever_becomes_of_rounds(kernels, kind, seed):
-    """In place, in copies, after a trial, or not at all; failed halfway and taken back; other updates, means, lookups;
+    """In place, in copies, after a trial, or not at all; failed halfway and readmitted; other updates, means, lookups;
     with evictions: each value is the one of whole updates."""
     server, rng = kind(kernels), np.random.default_rng(seed)
     plans = server.plans

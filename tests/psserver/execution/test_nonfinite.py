@@ -277,7 +277,7 @@ def metrics(job: Job) -> tuple[float, float]:
     (core,) = job.servers.cores
     registry.register(prometheus.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
     page = Page(generate_latest(registry).decode())
-    return page("server_nonfinite_contributions_total"), page("server_nonfinite_variables")
+    return page("server_nonfinite_pushes_total"), page("server_nonfinite_variables")
 
 
 def make_round(plan, pushes, **said):

@@ -119,7 +119,7 @@ def test_a_variable_is_updated_before_the_rest_has_come(job, two, three, plan):
     second.come()
     assert stored(job, *three) == arrays(answer) == [11, 22, 33]
     for reply in together(first.reply, second.reply):
-        assert (reply.round, reply.left_out, reply.payload is answer) == (0, (), True)
+        assert (reply.round, reply.excluded, reply.payload is answer) == (0, (), True)
         assert wanted(reply, three) == [11, 22, 33]
     assert job.verbs[0].status().waiting == ()
 
@@ -138,7 +138,7 @@ def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
     assert wanted(middle.reply.result(SOON), three[1:2]) == [4]
 
 
-def test_what_is_left_out_is_sent_as_it_was(job, two, three):
+def test_what_is_excluded_is_sent_as_it_was(job, two, three):
     """When its turn has come, and the answers are as long as always. A weight of nothing is not waited for: its payload
     has no place for it."""
     plan = sum_into(*three, returned=False)
@@ -392,7 +392,7 @@ def test_a_snapshot_is_of_the_whole_round(job, two, three):
 # ---- Members that are lost ----
 
 
-def test_what_a_member_has_not_sent_whole_is_left_out(job, two):
+def test_what_a_member_has_not_sent_whole_is_excluded(job, two):
     """Of that alone, and the answer names it; a mean is over those whose contributions are in it."""
     (third,) = job.join(C)
     one, other = two
@@ -415,17 +415,17 @@ def test_what_a_member_has_not_sent_whole_is_left_out(job, two):
     sent[0].come()
     assert stored(job, *variables) == [39 / 5, 9 / 2, 9 / 2]
     for reply in together(sent[0].reply, sent[2].reply):
-        assert reply.left_out == (B,)
+        assert reply.excluded == (B,)
         assert reply.generation.number == job.generation.number
         assert wanted(reply, variables) == [39 / 5, 9 / 2, 9 / 2]
 
 
 @pytest.mark.parametrize(
-    ("came", "begun", "left_out", "made"),
+    ("came", "begun", "excluded", "made"),
     [(3 * LIMIT, True, (), [11, 22, 33]), (2 * LIMIT, False, (B,), [1, 2, 3])],
     ids=["whole", "before the round begins"],
 )
-def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, begun, left_out, made):
+def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, begun, excluded, made):
     """It is in the round, and nobody is left out; who is lost before the round begins has no part in it, however much
     of it has come: nothing was done with it."""
     gone = Sending(two[1], plan, full(10, 20, 30)).come(came)
@@ -433,7 +433,7 @@ def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, b
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
     reply = (sending or Sending(two[0], plan, full(1, 2, 3), want=ids(three))).come().reply.result(SOON)
-    assert (reply.left_out, wanted(reply, three)) == (left_out, made)
+    assert (reply.excluded, wanted(reply, three)) == (excluded, made)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
@@ -452,7 +452,7 @@ def test_when_all_are_lost_nothing_more_is_made(job, two, three, op, sent):
     new.round = 1
     assert [float(job.value(new, variable)[0]) for variable in three] == made
     reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
-    assert (reply.left_out, wanted(reply, three)) == ((), [value + 1 for value in made])
+    assert (reply.excluded, wanted(reply, three)) == ((), [value + 1 for value in made])
 
 
 # ---- What goes wrong ----
@@ -509,7 +509,7 @@ def test_operands_are_waited_for(job, two):
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
     reply = sending.reply.result(SOON)
-    assert (reply.left_out, wanted(reply, variables)) == ((B,), [15, 30])
+    assert (reply.excluded, wanted(reply, variables)) == ((B,), [15, 30])
 
 
 def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two, three):
@@ -559,7 +559,7 @@ def test_memory_that_ends_halfway_ends_the_job(job, two, three, plan, monkeypatc
     for call in (
         lambda: server.pull(other, [three[0].id], -1).result(SOON),
         lambda: two[0].push(plan, full(1, 2, 3)).result(SOON),
-        lambda: server.beat(two[0].session, -1, b""),
+        lambda: server.heartbeat(two[0].session, -1, b""),
         lambda: job.close([]),
     ):
         with pytest.raises(ServerLost):

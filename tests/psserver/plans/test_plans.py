@@ -313,8 +313,8 @@ def test_a_long_section_is_cut():
     assert PlanText(BASE, VARIABLES) == BASE.describe(VARIABLES)
 
 
-@pytest.mark.parametrize("beats", [False, True], ids=["in a round", "by beats"])
-def test_processes_with_different_functions_are_told_which(tmp_path, beats):
+@pytest.mark.parametrize("heartbeats", [False, True], ids=["in a round", "by heartbeats"])
+def test_processes_with_different_functions_are_told_which(tmp_path, heartbeats):
     """Both update the same variable, and would read the same words twice otherwise."""
     with serving("core", 1, tmp_path) as servers:
         job = Job(servers)
@@ -325,8 +325,8 @@ def test_processes_with_different_functions_are_told_which(tmp_path, beats):
             job.approve(section, two[0])
 
         def at(worker, section):
-            if beats:
-                return servers.verbs[0].beat(worker.session, 0, section.id)
+            if heartbeats:
+                return servers.verbs[0].heartbeat(worker.session, 0, section.id)
             return worker.push(section, [np.ones(3, "float32")])
 
         at(two[0], BASE)

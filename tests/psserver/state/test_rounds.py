@@ -111,7 +111,7 @@ def test_a_job_is_given_once(rounds):
     assert rounds.next_job() is None
     push(rounds, 1)
     job = rounds.next_job()
-    assert (job.round, job.plan, sessions(job), job.left_out) == (0, PLAN, [1, 2], ())
+    assert (job.round, job.plan, sessions(job), job.excluded) == (0, PLAN, [1, 2], ())
     assert job.section() == "this"
     assert rounds.next_job() is None
     assert finish(rounds, job) == [2, 1]
@@ -154,13 +154,13 @@ def test_an_generation_completes_what_is_open(rounds):
     push(rounds, 1)
     rounds.close_generation(Generation(2, MEMBERS[:1]))
     job = rounds.next_job()
-    assert (sessions(job), job.left_out) == ([1], (WORKERS[1],))
+    assert (sessions(job), job.excluded) == ([1], (WORKERS[1],))
     finish(rounds, job)
     assert records(rounds)[0].generation.number == 2
     push(rounds, 1, 1, generation=2)
     rounds.close_generation(Generation(3, MEMBERS[1:2]))
     job = rounds.next_job()
-    assert (sessions(job), job.left_out) == ([1], ())
+    assert (sessions(job), job.excluded) == ([1], ())
     with pytest.raises(Fenced):
         rounds.check(1)
 
@@ -245,7 +245,7 @@ def test_the_batches_of_a_sum_are_compared(rounds):
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_left_out_round_is_a_divergence(rounds, first):
+def test_a_excluded_round_is_a_divergence(rounds, first):
     """A member that goes on to a later one of this server has made another sequence, whoever of the two is first."""
     early = push(rounds, first, first - 1)
     told = r"round 0.*worker/task:1 is at: a later section" + (r"; .*worker/task:0 is at: this" if first == 2 else "")
@@ -311,7 +311,7 @@ def test_nobody_waits_for_the_round_of_one_who_is_gone(rounds):
     for number in (1, 0):
         push(rounds, 2, number, previous=number - 1)
     job = rounds.next_job()
-    assert (job.round, sessions(job), job.left_out) == (0, [2], (WORKERS[0],))
+    assert (job.round, sessions(job), job.excluded) == (0, [2], (WORKERS[0],))
     finish(rounds, job)
     assert sessions(rounds.next_job()) == [1, 2], "what it had sent whole counts"
 
@@ -466,7 +466,7 @@ def test_a_push_is_a_round_of_its_own(alone):
     push(alone, 2, 5, OTHER)
     assert [waiting.missing for waiting in alone.waiting()] == [()]
     job = alone.next_job()
-    assert (job.round, job.plan, job.strand, sessions(job), job.left_out) == (5, OTHER, TWO, [2], ())
+    assert (job.round, job.plan, job.strand, sessions(job), job.excluded) == (5, OTHER, TWO, [2], ())
     push(alone, 1, 5, PLAN)
     assert alone.next_job() is None, "one at a time"
     assert finish(alone, job) == [2]
@@ -629,7 +629,7 @@ def test_a_newcomer_that_differs_is_refused_alone(joined, first):
     assert joined.next_job() is None
     joined.close_generation(Generation(3, MEMBERS[:2]))
     job = joined.next_job()
-    assert (sessions(job), job.left_out) == ([1, 2], (WORKERS[2],))
+    assert (sessions(job), job.excluded) == ([1, 2], (WORKERS[2],))
     assert failed(joined) == {}
     assert not old.done()
 

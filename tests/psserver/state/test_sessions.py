@@ -17,11 +17,11 @@ from tests.kit.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
 LEASE = 10.0
-BEAT = 2.0
+HEARTBEAT = 2.0
 
 
 def begun(limit=8, **more):
-    return Membership(Registry(Task("ps", 0), limit), LEASE, BEAT, **more)
+    return Membership(Registry(Task("ps", 0), limit), LEASE, HEARTBEAT, **more)
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def plan(plan_id):
     return f"section {plan_id.decode()}"
 
 
-def beat(members, number, now, waits=(-1, b"")):
+def heartbeat(members, number, now, waits=(-1, b"")):
     members.check(number)
-    members.beat(number, waits, now, plan)
+    members.heartbeat(number, waits, now, plan)
 
 
 def test_a_lease_ends_after_its_time_and_not_before(members):
@@ -60,7 +60,7 @@ def test_a_lease_ends_after_its_time_and_not_before(members):
         return members.expire(now)
 
     assert expired(100.0 + LEASE / 2) == expired(100.0 + LEASE) == []
-    beat(members, number, 100.0 + LEASE)
+    heartbeat(members, number, 100.0 + LEASE)
     assert expired(100.0 + 1.5 * LEASE) == expired(100.0 + 2 * LEASE) == []
     assert expired(100.1 + 2 * LEASE) == [A]
     assert expired(104.0 + 2 * LEASE) == []
@@ -72,10 +72,10 @@ def test_while_nobody_is_heard_no_lease_runs(members):
     one, two = opened(members, A), opened(members, B)
     for now in (LEASE / 2, LEASE, 3 * LEASE, 60.0):
         assert members.expire(now) == []
-    beat(members, one, 61.0)
+    heartbeat(members, one, 61.0)
     assert members.expire(62.0) == members.expire(61.0 + LEASE) == []
     for now in (65.0, 69.0, 72.0):
-        beat(members, one, now)
+        heartbeat(members, one, now)
     assert members.expire(72.0) == [B]
     assert states(members) == {one: "open", two: "lost"}
 
@@ -84,7 +84,7 @@ def test_while_nobody_is_heard_no_lease_runs(members):
 @pytest.mark.parametrize("heard", [(3.0, 5.25), (5.25, 9.0)], ids=["no lease ends", "all leases begin anew"])
 def test_after_half_a_lease_without_a_word_a_server_is_cut_off(members, heard, cut):
     """Then no lease ends, and who is heard after it begins all of them anew; while somebody was heard within that time,
-    they end. Any call renews a lease: beats are for those who have nothing else to say."""
+    they end. Any call renews a lease: heartbeats are for those who have nothing else to say."""
     opened(members, A)
     other = opened(members, B)
     within = (3.0, 5.5) if heard[0] == 3.0 else (5.0, 9.0)
@@ -97,17 +97,17 @@ def test_whose_connection_ends_as_a_process_does_is_lost_all_the_same(members):
     """A killed process says so by its connection, at once; one that ends long after a silence is a cut network. Who is
     heard again has not vanished: a connection that ended was only that."""
     opened(members, A)
-    members.part(opened(members, B), BEAT)
-    members.part(opened(members, C), 2 * BEAT + 0.1)
+    members.part(opened(members, B), HEARTBEAT)
+    members.part(opened(members, C), 2 * HEARTBEAT + 0.1)
     assert members.expire(LEASE) == []
     assert members.expire(LEASE + 0.1) == [B]
     alone = begun()
     number = opened(alone, A)
     alone.part(number, 1.0)
-    beat(alone, number, 2.0)
+    heartbeat(alone, number, 2.0)
     assert alone.expire(3 * LEASE) == []
     with pytest.raises(TaskTaken):
-        opened(alone, A, 2.0 + BEAT)
+        opened(alone, A, 2.0 + HEARTBEAT)
 
 
 def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
@@ -127,7 +127,7 @@ def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
 
 
 def test_a_task_whose_process_is_gone_is_taken(members):
-    """Its connection has ended and no beat has followed, its lease is over, or it left. While it is alive a second
+    """Its connection has ended and no heartbeat has followed, its lease is over, or it left. While it is alive a second
     process of it is refused, and the first does not notice. A chief beside it goes on."""
     first, chief, other = opened(members, A), opened(members, A, drives=True), opened(members, B)
     with pytest.raises(TaskTaken, match=r"another process is /job:worker/task:0 of this job.*0\.5 s ago.*TF_CONFIG"):
@@ -135,8 +135,8 @@ def test_a_task_whose_process_is_gone_is_taken(members):
     assert states(members) == {first: "open", other: "open"}
     members.part(first, 1.0)
     with pytest.raises(TaskTaken):
-        opened(members, A, 0.9 + BEAT)
-    second = opened(members, A, 1.0 + BEAT)
+        opened(members, A, 0.9 + HEARTBEAT)
+    second = opened(members, A, 1.0 + HEARTBEAT)
     assert states(members) == {first: "failed", other: "open", second: "open"}
     members.check(chief)
     with pytest.raises(Fenced, match="started again"):
@@ -263,7 +263,7 @@ def test_a_resent_open_is_the_same_session(members):
 
 
 def test_what_a_chief_acts_on_changes_the_version(members):
-    """And nothing else does: beats and calls go unnoticed."""
+    """And nothing else does: heartbeats and calls go unnoticed."""
     versions = [members.version]
 
     def changed():
@@ -275,7 +275,7 @@ def test_what_a_chief_acts_on_changes_the_version(members):
     members.enter(number, "dataset:0")
     assert changed()
     members.enter(number, "dataset:0")
-    beat(members, number, 1.0, (3, b"x"))
+    heartbeat(members, number, 1.0, (3, b"x"))
     members.touch(number, 2.0)
     members.part(number, 3.0)
     assert not changed()
@@ -291,10 +291,10 @@ def test_waiting_for_different_plans_in_a_round_ends_everyone(members):
     """Members, that is; the chief goes on, and tells."""
     one, two, three = (opened(members, task) for task in (A, B, C))
     chief = opened(members, CHIEF, drives=True)
-    beat(members, one, 0.0, (4, b"x"))
-    beat(members, two, 0.0, (4, b"x"))
-    beat(members, three, 0.0, (5, b"y"))
-    beat(members, three, 0.0, (4, b"y"))
+    heartbeat(members, one, 0.0, (4, b"x"))
+    heartbeat(members, two, 0.0, (4, b"x"))
+    heartbeat(members, three, 0.0, (5, b"y"))
+    heartbeat(members, three, 0.0, (4, b"y"))
     for number in (one, two, three):
         with pytest.raises(Diverged, match=r"round 4.*worker/task:0 is at: section x.*worker/task:2 is at: section y"):
             members.check(number)
@@ -304,14 +304,14 @@ def test_waiting_for_different_plans_in_a_round_ends_everyone(members):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it has ended", "it waits no more"])
 def test_what_somebody_waited_for_before_does_not_count(members, ends):
-    """Against the others: once it has ended, or says so with its next beat."""
+    """Against the others: once it has ended, or says so with its next heartbeat."""
     one, two = opened(members, A), opened(members, B)
-    beat(members, one, 0.0, (4, b"x"))
+    heartbeat(members, one, 0.0, (4, b"x"))
     if ends:
         members.leave(one, "ValueError: a bug")
     else:
-        beat(members, one, 0.0)
-    beat(members, two, 0.0, (4, b"y"))
+        heartbeat(members, one, 0.0)
+    heartbeat(members, two, 0.0, (4, b"y"))
     members.check(two)
 
 
@@ -319,8 +319,8 @@ def test_who_takes_no_part_ends_nobody():
     """A process that no generation has taken in yet may wait for anything, and diverge: it is no part of the job."""
     members = begun(generation=lambda: Generation(1, (Member(A, one, 1),)))
     one, newcomer = opened(members, A), opened(members, B)
-    beat(members, one, 0.0, (4, b"x"))
-    beat(members, newcomer, 0.0, (4, b"y"))
+    heartbeat(members, one, 0.0, (4, b"x"))
+    heartbeat(members, newcomer, 0.0, (4, b"y"))
     members.leave(newcomer, "Diverged: in round 4")
     members.check(one)
     assert states(members) == {one: "open", newcomer: "failed"}
@@ -343,14 +343,14 @@ def test_a_clean_end_is_none_after_a_failure(members):
         members.part(number, 0.0)
     members.expire(LEASE + 1)
     members.leave(lost, "")
-    beat_again = opened(members, C)
+    heartbeat_again = opened(members, C)
     members.leave(failed, "an error")
     members.leave(replaced, "")
     for _ in range(2):
         with pytest.raises(Fenced, match="it failed"):
             members.leave(failed, "")
         members.leave(failed, "another error")
-    assert states(members) == {lost: "left", failed: "failed", replaced: "left", beat_again: "open"}
+    assert states(members) == {lost: "left", failed: "failed", replaced: "left", heartbeat_again: "open"}
 
 
 def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessions_now():
@@ -415,15 +415,15 @@ def with_newcomer(members):
 def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
     """In the first round that it makes in a group; after that, and where all begin together, it is everyone's end."""
     one, two, new = with_newcomer(members)
-    beat(members, new, 0.0, (4, b"y"))
-    beat(members, one, 0.0, (4, b"x"))
+    heartbeat(members, new, 0.0, (4, b"y"))
+    heartbeat(members, one, 0.0, (4, b"x"))
     with pytest.raises(
         NewcomerDiverged, match=r"in its first round, 4.*worker/task:0 is at: section x.*go on without it"
     ):
         members.check(new)
     members.check(one)
-    beat(members, one, 0.0, (5, b"x"))
-    beat(members, two, 0.0, (5, b"y"))
+    heartbeat(members, one, 0.0, (5, b"x"))
+    heartbeat(members, two, 0.0, (5, b"y"))
     with pytest.raises(Diverged, match="round 5"):
         members.check(one)
 
@@ -431,16 +431,16 @@ def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
 def test_a_newcomer_that_is_as_one_of_two_who_differ_is_told_of_them(members):
     """All have ended by then, and its own error would blame it alone."""
     one, two, new = with_newcomer(members)
-    beat(members, two, 0.0, (4, b"y"))
-    beat(members, new, 0.0, (4, b"y"))
-    beat(members, one, 0.0, (4, b"x"))
+    heartbeat(members, two, 0.0, (4, b"y"))
+    heartbeat(members, new, 0.0, (4, b"y"))
+    heartbeat(members, one, 0.0, (4, b"x"))
     for number in (one, two, new):
         with pytest.raises(Diverged, match="round 4") as caught:
             members.check(number)
         assert not isinstance(caught.value, NewcomerDiverged)
 
 
-def test_who_is_excluded_while_it_beats_is_told_why(members):
+def test_who_is_excluded_while_it_heartbeats_is_told_why(members):
     """It held a round up; who had ended is told of that end."""
     hung, left, other = opened(members, A), opened(members, B), opened(members, C)
     members.leave(left, "")
@@ -461,11 +461,11 @@ def driven(mode="sync"):
 
 def heard(members, workers, now):
     for number in workers:
-        members.beat(number, (-1, b""), now, str)
+        members.heartbeat(number, (-1, b""), now, str)
 
 
 def test_the_lowest_worker_that_lives_is_to_drive():
-    """Two beats after the chief is gone: nobody before, and nobody else; a worker that leaves is passed over."""
+    """Two heartbeats after the chief is gone: nobody before, and nobody else; a worker that leaves is passed over."""
     members, workers, chief = driven()
     members.part(chief, 1.0)
     heard(members, workers, 4.0)
@@ -473,7 +473,7 @@ def test_the_lowest_worker_that_lives_is_to_drive():
     assert [members.is_to_drive(number, 5.0) for number in workers] == [True, False, False]
     heard(members, workers[1:], 8.5)
     assert [members.is_to_drive(number, 8.5) for number in workers] == [False, True, False]
-    members.beat(workers[1], (-1, b""), 8.5, str, Pace(leaving=True))
+    members.heartbeat(workers[1], (-1, b""), 8.5, str, Pace(leaving=True))
     assert [members.is_to_drive(number, 8.5) for number in workers] == [False, False, True]
     members.open(Task("worker", 2), 0, True, 0, 8.6)
     assert not any(members.is_to_drive(number, 20.0) for number in workers[2:]), "somebody drives"
@@ -483,19 +483,19 @@ def test_where_all_leave_the_one_that_asks_is_to_drive():
     """At once after the chief is gone: nobody stays who could, and they need one to leave. Not while one stays."""
     members, workers, chief = driven()
     for number in workers[:2]:
-        members.beat(number, (-1, b""), 1.0, str, Pace(leaving=True))
+        members.heartbeat(number, (-1, b""), 1.0, str, Pace(leaving=True))
     members.leave(chief, "it was told to end")
-    assert not any(members.is_to_drive(number, 1.1) for number in workers), "worker 2 will, in two beats"
-    members.beat(workers[2], (-1, b""), 1.2, str, Pace(leaving=True))
+    assert not any(members.is_to_drive(number, 1.1) for number in workers), "worker 2 will, in two heartbeats"
+    members.heartbeat(workers[2], (-1, b""), 1.2, str, Pace(leaving=True))
     assert all(members.is_to_drive(number, 1.2) for number in workers)
     assert not members.is_to_drive(workers[0] + 1, 1.2)
     members.leave(workers[1], "")
     assert [members.is_to_drive(number, 1.2) for number in workers] == [True, False, True]
     members, workers, chief = driven()
     for number in workers:
-        members.beat(number, (-1, b""), 1.0, str, Pace(leaving=True))
+        members.heartbeat(number, (-1, b""), 1.0, str, Pace(leaving=True))
     members.part(chief, 0.0)
-    assert not members.is_to_drive(workers[0], 1.9), "it may be alive for a beat"
+    assert not members.is_to_drive(workers[0], 1.9), "it may be alive for a heartbeat"
     assert members.is_to_drive(workers[0], 2.0)
 
 
@@ -503,7 +503,7 @@ def test_a_server_that_is_told_to_end_sees_whether_others_leave():
     """True while one does, None while one may say so yet, or the chief has to tell of the end; then False."""
     members, workers, chief = driven()
     assert members.leave_now(1.0) is None
-    members.beat(workers[0], (-1, b""), 1.0, str, Pace(leaving=True))
+    members.heartbeat(workers[0], (-1, b""), 1.0, str, Pace(leaving=True))
     assert members.leave_now(1.0) is True
     members.leave(workers[0], "")
     assert members.leave_now(1.0) is None
@@ -512,7 +512,7 @@ def test_a_server_that_is_told_to_end_sees_whether_others_leave():
     assert members.leave_now(1.0) is None, "the chief is here"
     members.leave(chief, "")
     assert members.leave_now(1.0) is False
-    members, workers, chief = driven()  # of another server, which hears beats and no farewells
+    members, workers, chief = driven()  # of another server, which hears heartbeats and no farewells
     members.touch(workers[0], 3.0, Pace(leaving=True))
     members.touch(workers[0], 4.0, None)
     members.touch(workers[0] + 1, 4.0, Pace(leaving=True))
@@ -542,13 +542,13 @@ def test_nobody_drives_where_nothing_is_to_be_driven():
     assert not members.is_to_drive(workers[0], 6.0)
 
 
-def test_what_a_process_asks_by_its_beats_is_news_for_the_chief():
+def test_what_a_process_asks_by_its_heartbeats_is_news_for_the_chief():
     """That it leaves; its counts are none."""
     members, workers, _ = driven()
     before = members.version
-    members.beat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5))
+    members.heartbeat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5))
     assert members.version == before
-    members.beat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5, True, True))
+    members.heartbeat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5, True, True))
     assert members.version == before + 1
 
 

@@ -149,9 +149,9 @@ class Here:
         self.a, self.b = (self.members.open(task, 1, False, 0, 0.0, mode)[0] for task in (A, B))
         self.generations[1] = Generation(1, (Member(A, self.a, 1, mode), Member(B, self.b, 1, mode)))
 
-    def beat(self, number, round):
+    def heartbeat(self, number, round):
         self.members.check(number)
-        self.members.beat(number, (round, b"p"), 0.0, lambda plan_id: "a section")
+        self.members.heartbeat(number, (round, b"p"), 0.0, lambda plan_id: "a section")
 
 
 def test_members_that_ask_for_other_changes_are_both_named():
@@ -169,8 +169,8 @@ def test_members_that_ask_for_other_changes_are_both_named():
 def test_a_synchronous_member_that_makes_a_round_in_place_of_a_change_is_named(first):
     """Whichever is there first; one that has rounds of before left is waited for."""
     here = Here()
-    here.beat(here.b, 6)
-    steps = [lambda: here.members.enter(here.a, str(ASYNC)), lambda: here.beat(here.b, 7)]
+    here.heartbeat(here.b, 6)
+    steps = [lambda: here.members.enter(here.a, str(ASYNC)), lambda: here.heartbeat(here.b, 7)]
     steps[first == "the round"]()
     here.members.check(here.b)
     steps[first == "the change"]()

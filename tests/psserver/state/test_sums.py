@@ -94,7 +94,7 @@ def errors(*futures):
 
 def made(*futures):
     """Whether futures have the answer to a round with everybody's contribution."""
-    return [future.done() and future.result().left_out == () for future in futures]
+    return [future.done() and future.result().excluded == () for future in futures]
 
 
 # ---- A sum ----
@@ -247,7 +247,7 @@ def test_who_sends_a_sum_is_lost_halfway(hosts):
     hosts.close(hosts.a)
     assert errors(total) == [PushAgain]
     others.append(hosts.push(hosts.c, generation=1))
-    assert [future.result(0).left_out for future in others] == [(A,)] * 3
+    assert [future.result(0).excluded for future in others] == [(A,)] * 3
     assert hosts.values == [1110]
 
 
@@ -255,7 +255,7 @@ def test_all_senders_of_a_sum_that_breaks_off_are_lost(hosts):
     total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
     last = hosts.push(hosts.d)
     hosts.close(hosts.a, hosts.b, hosts.c)
-    assert last.result(0).left_out == (A, B, C)
+    assert last.result(0).excluded == (A, B, C)
     assert errors(total) == [Fenced]
     assert hosts.values == [1000]
 
@@ -270,7 +270,7 @@ def test_a_late_contribution_leaves_a_sum_alone_that_its_round_has_begun_with(tm
     assert hosts.work, "it has begun"
     told += [hosts.push(hosts.c), hosts.push(hosts.a)]
     hosts.catch_up()
-    assert [future.result(0).left_out for future in told] == [(C,)] * 4
+    assert [future.result(0).excluded for future in told] == [(C,)] * 4
     assert hosts.values == [1111 + 1011]
 
 
@@ -282,7 +282,7 @@ def test_a_sum_with_a_member_that_was_lost(hosts):
     hosts.close(hosts.b)
     assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), generation=1)) == [PushAgain]
     told = [hosts.push(worker, generation=1) for worker in (hosts.a, hosts.c, hosts.d)]
-    assert [future.result(0).left_out for future in told] == [(B,)] * 3
+    assert [future.result(0).excluded for future in told] == [(B,)] * 3
     assert hosts.values == [1101]
 
 
@@ -308,7 +308,7 @@ def test_a_sum_to_an_generation_that_is_not_known_yet(hosts):
     total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 2), generation=2)
     assert not total.done()
     hosts.close(hosts.d)
-    assert total.result(0).left_out == ()
+    assert total.result(0).excluded == ()
     assert hosts.values == [111]
 
 
@@ -316,10 +316,10 @@ def test_a_sum_to_a_round_that_was_made_without_one_of_its_senders(hosts):
     """Each asks for itself: it gets the answer, or that it was left out."""
     others = [hosts.push(hosts.a), hosts.push(hosts.c), hosts.push(hosts.d)]
     hosts.close(hosts.b)
-    assert [future.result(0).left_out for future in others] == [(B,)] * 3
+    assert [future.result(0).excluded for future in others] == [(B,)] * 3
     with pytest.raises(PushAgain):
         hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), generation=1)
-    assert hosts.push(hosts.a, generation=1).result(0).left_out == (B,)
+    assert hosts.push(hosts.a, generation=1).result(0).excluded == (B,)
     with pytest.raises(Fenced):
         hosts.push(hosts.b, generation=1).result(0)
 
@@ -430,7 +430,7 @@ def test_a_vote_that_would_cut_a_sum(two, late):
     again = [two.push(worker, server=server, generation=1) for server in (0, 1) for worker in (two.a, two.c, two.d)]
     assert two.values == [0, 0]
     two.hear()
-    assert [future.result(0).left_out for future in again] == [(B,)] * 6
+    assert [future.result(0).excluded for future in again] == [(B,)] * 6
     assert two.values == [1101, 1101]
     assert [record(two, server).sessions for server in (0, 1)] == [record(two).sessions] * 2
 
@@ -447,7 +447,7 @@ def test_a_vote_that_would_cut_a_sum_and_has_too_few(tmp_path):
     assert errors(*told) == [PushAgain] * 5
     again = [future for worker in (two.a, two.b, two.d) for future in everywhere(two, two.push, worker)]
     two.hear()
-    assert [future.result(0).left_out for future in again] == [(C,)] * 6
+    assert [future.result(0).excluded for future in again] == [(C,)] * 6
     assert two.values == [1111 + 1011] * 2
 
 
@@ -457,5 +457,5 @@ def test_a_vote_that_leaves_out_all_of_a_sum(two):
     two.close(two.a, two.b, two.c)
     two.hear()
     assert errors(total) == [Fenced]
-    assert [future.result(0).left_out for future in last] == [(A, B, C)] * 2
+    assert [future.result(0).excluded for future in last] == [(A, B, C)] * 2
     assert two.values == [1000, 1000]

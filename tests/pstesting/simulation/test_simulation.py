@@ -31,7 +31,7 @@ TRANSPORT = TransportCosts(
 )  # fmt: skip
 COSTS = replace(
     FREE, transports={"tcp": TRANSPORT}, step=200 * US, round=300 * US, kernel_byte=1e-10, apply_byte=1e-10, row=1e-7,
-    step_row=1e-7, vote=20 * US, call=50 * US, beat=50 * US, cores=2,
+    step_row=1e-7, vote=20 * US, call=50 * US, heartbeat=50 * US, cores=2,
 )  # fmt: skip
 ROUNDS = 12
 
@@ -209,7 +209,7 @@ def test_a_job_without_copies_ends_with_its_server() -> None:
     assert all(isinstance(worker.failure, ServerLost) for worker in job.workers if not worker.alive)
 
 
-def test_a_worker_that_is_killed_is_left_out_after_its_lease() -> None:
+def test_a_worker_that_is_killed_is_excluded_after_its_lease() -> None:
     """The others wait for its lease, and go on."""
     lease = 2.0
     timeouts = Timeouts(session_timeout=lease, heartbeat_interval=0.25, round_timeout=600.0)

@@ -330,21 +330,21 @@ def crowded(stack: ExitStack) -> list[Heard]:
     return [client.heard]
 
 
-def beats(stack: ExitStack) -> list[Heard]:
-    """A process that does nothing beats over gRPC first, and then on its transport, where it may be refused."""
+def heartbeats(stack: ExitStack) -> list[Heard]:
+    """A process that does nothing heartbeats over gRPC first, and then on its transport, where it may be refused."""
     core = samples.Fixed()
     thread = serve(stack, core)
     tap = Tap(stack, thread._server._transports, "tcp")
     server = connect(stack, thread.address, "tcp")
     core.tell(OPEN)
     make(server, OPEN)
-    first = samples.Sample("Beat", "first", (SESSION, -1, b"", STILL, 0), False)
+    first = samples.Sample("Heartbeat", "first", (SESSION, -1, b"", STILL, 0), False)
     again = (SESSION, -1, b"", None)
-    refused = samples.Sample("Beat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
+    refused = samples.Sample("Heartbeat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
     for sample, *asked in (
         (first, first.args),
         (first, again),
-        (samples.Sample("Beat", "to drive", first.args, True), again),
+        (samples.Sample("Heartbeat", "to drive", first.args, True), again),
         (refused, again, first.args),
     ):
         core.tell(sample)
@@ -382,7 +382,7 @@ TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
     "a transport that breaks": again,
     "a call that waits": waiting,
     "a server that has enough": crowded,
-    "beats": beats,
+    "heartbeats": heartbeats,
     "a stranger": stranger,
     "servers": servers,
 }

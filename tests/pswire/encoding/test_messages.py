@@ -213,17 +213,17 @@ def test_an_generation_is_read_once() -> None:
 REQUESTS: list[type[Message]] = [
     *(
         pb.OpenRequest,
-        pb.BeatRequest,
-        pb.BeatReply,
+        pb.HeartbeatRequest,
+        pb.HeartbeatReply,
         pb.LeaveRequest,
         pb.CreateHeader,
         pb.ProposeRequest,
         pb.WatchRequest,
     ),
-    *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
+    *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.EventsReply),
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
-    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.BeatReply),
-    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.HandOutRequest),
+    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.HeartbeatReply),
+    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.AssignRequest),
     pb.EnlistRequest,
     *(pb.OfferRequest, pb.MoveRequest, pb.MoveReply),
 ]

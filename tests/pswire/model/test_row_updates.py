@@ -100,7 +100,7 @@ def test_what_each_optimizer_does_to_a_row_without_a_gradient(name):
     assert found == (why is not None)
 
 
-def test_no_optimizer_is_left_out():
+def test_no_optimizer_is_excluded():
     """Who adds one says here what it does."""
     known = {type(MAKE[name]()).__name__ for name in OPTIMIZERS}
     classes = [each for each in vars(O).values() if isinstance(each, type)]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from pswire.cluster import Task, check_address
 from pswire.errors import ConfigError, InvalidRequest
-from pswire.limits import MAX_SPARES, SPARE_SECONDS
-from pswire.model.places import NOWHERE, Spare
+from pswire.limits import MAX_STANDBYS, STANDBY_SECONDS
+from pswire.model.places import NOWHERE, Standby
 
 
-class Spares:
+class Standbys:
     """The processes that wait, and the places that they have got. Guarded by the core's lock.
 
     Each says about once a second to all servers that it is there, and which place it has got: so a place that one
@@ -25,14 +25,14 @@ class Spares:
     def __init__(self, task: Task, moved: Mapping[int, str]) -> None:
         self._task = str(task)
         self._moved = moved
-        self._known: dict[str, tuple[Spare, float]] = {}
+        self._known: dict[str, tuple[Standby, float]] = {}
         self._told: set[str] = set()  # the addresses of those that know that the job is over
 
-    def offer(self, spare: Spare, now: float, over: bool = False) -> int:
+    def offer(self, standby: Standby, now: float, over: bool = False) -> int:
         """Notes that a process is there; returns its place, `NOWHERE` for none.
 
         Args:
-            spare: the process.
+            standby: the process.
             now: monotonic seconds.
             over: True if it is told that the job is over.
 
@@ -41,24 +41,24 @@ class Spares:
         """
         self._forget(now)
         try:
-            check_address(spare.address, "a process that waits for a place")
+            check_address(standby.address, "a process that waits for a place")
         except ConfigError as error:
             raise InvalidRequest(error.message, self._task) from None
-        known = self._known.get(spare.address)
-        if known is None and len(self._known) >= MAX_SPARES:
-            raise InvalidRequest(f"{MAX_SPARES} processes wait for the place of a server; no more may", self._task)
-        if spare.place == NOWHERE and known is not None:
-            spare = replace(spare, place=known[0].place)
-        self._known[spare.address] = spare, now
+        known = self._known.get(standby.address)
+        if known is None and len(self._known) >= MAX_STANDBYS:
+            raise InvalidRequest(f"{MAX_STANDBYS} processes wait for the place of a server; no more may", self._task)
+        if standby.place == NOWHERE and known is not None:
+            standby = replace(standby, place=known[0].place)
+        self._known[standby.address] = standby, now
         if over:
-            self._told.add(spare.address)
+            self._told.add(standby.address)
         else:
-            self._told.discard(spare.address)
-        return spare.place
+            self._told.discard(standby.address)
+        return standby.place
 
     def untold(self, now: float) -> bool:
         """Returns True while one is there that does not know yet that the job is over."""
-        return any(spare.address not in self._told for spare in self.waiting(now))
+        return any(standby.address not in self._told for standby in self.waiting(now))
 
     def give(self, server: int, address: str, now: float) -> str:
         """Gives the place of a server to a process that waits; returns its address.
@@ -72,15 +72,15 @@ class Spares:
             ConfigError: no such process waits.
         """
         task, waiting = Task("ps", server), self.waiting(now)
-        for spare in waiting:
-            if spare.place == server and address in ("", spare.address):
-                return spare.address
-            if spare.place == server:
+        for standby in waiting:
+            if standby.place == server and address in ("", standby.address):
+                return standby.address
+            if standby.place == server:
                 raise ConfigError(
-                    f"{task} moves to {spare.address} already; stop the process there first, to move it elsewhere",
+                    f"{task} moves to {standby.address} already; stop the process there first, to move it elsewhere",
                     self._task,
                 )
-        free = [spare.address for spare in waiting if spare.place == NOWHERE]
+        free = [standby.address for standby in waiting if standby.place == NOWHERE]
         if not free:
             raise ConfigError(
                 f"no process waits for the place of {task}; start one on another machine with psserver --join",
@@ -91,21 +91,21 @@ class Spares:
                 f"no process waits at {address} for the place of a server; these do: {', '.join(free)}", self._task
             )
         chosen = address or free[0]
-        spare, seen = self._known[chosen]
-        self._known[chosen] = replace(spare, place=server), seen
+        standby, seen = self._known[chosen]
+        self._known[chosen] = replace(standby, place=server), seen
         return chosen
 
-    def waiting(self, now: float) -> tuple[Spare, ...]:
+    def waiting(self, now: float) -> tuple[Standby, ...]:
         """Returns the processes that are there, in the order in which they came."""
         self._forget(now)
-        return tuple(spare for spare, _ in self._known.values())
+        return tuple(standby for standby, _ in self._known.values())
 
     def _forget(self, now: float) -> None:
         """Forgets those of which nothing was heard, and those that are servers by now, for good."""
         servers = set(self._moved.values())
         self._known = {
-            address: (spare, seen)
-            for address, (spare, seen) in self._known.items()
-            if now - seen <= SPARE_SECONDS and address not in servers
+            address: (standby, seen)
+            for address, (standby, seen) in self._known.items()
+            if now - seen <= STANDBY_SECONDS and address not in servers
         }
         self._told &= self._known.keys()

@@ -1,8 +1,8 @@
-"""Beats: when they come, the ways that they take, and what a silence says.
+"""Heartbeats: when they come, the ways that they take, and what a silence says.
 
 Those of a process that does nothing travel on its transport; wherever that cannot be, they travel over gRPC, in time. What a
-transport's beat proves is what any call proves, that the process lives: all that a beat says otherwise is told over gRPC, in
-order. A transport on which a call waits, a beat included, carries no other one: then beats on gRPC's connection show whether
+transport's heartbeat proves is what any call proves, that the process lives: all that a heartbeat says otherwise is told over gRPC, in
+order. A transport on which a call waits, a heartbeat included, carries no other one: then heartbeats on gRPC's connection show whether
 the server, or the transport, is silent.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from psclient._src.network.patience import Patience
-from psclient._src.network.session import BEATS, until_beat
+from psclient._src.network.session import HEARTBEATS, until_heartbeat
 from psclient._src.network.transport import Silence
 from psclient._src.network.worker_clock import WorkerClock
 from psserver.network import grpc_service
@@ -40,64 +40,64 @@ def name(request):
     return request.param
 
 
-class Beats:
-    """A member that beats: how many beats were calls of gRPC, and how many the server took on transports."""
+class Heartbeats:
+    """A member that heartbeats: how many heartbeats were calls of gRPC, and how many the server took on transports."""
 
     def __init__(self, site: Site, patch: pytest.MonkeyPatch, worker: int = 0) -> None:
         self.site, self.worker = site, site.workers[worker]
         self.calls = self.renewed = 0
-        once, beat = site.server._calls.once, site.core.beat
+        once, heartbeat = site.server._calls.once, site.core.heartbeat
 
         def count_call(name: str, data: bytes, seconds: float) -> bytes:
-            self.calls += name == "Beat"
+            self.calls += name == "Heartbeat"
             return once(name, data, seconds)
 
         def count_renewed(session: int, *said: Any) -> bool:
             self.renewed += said[2] is None
-            return beat(session, *said)
+            return heartbeat(session, *said)
 
         patch.setattr(site.server._calls, "once", count_call)
-        patch.setattr(site.core, "beat", count_renewed)
+        patch.setattr(site.core, "heartbeat", count_renewed)
 
     def ways(self, *args: Any) -> tuple[int, int]:
-        """Beats; returns how many calls of gRPC that took, and how many beats on transports the server has taken."""
+        """Heartbeats; returns how many calls of gRPC that took, and how many heartbeats on transports the server has taken."""
         before = self.calls, self.renewed
-        self.site.server.beat(self.worker.session, *(args or (-1, b"")))
+        self.site.server.heartbeat(self.worker.session, *(args or (-1, b"")))
         return self.calls - before[0], self.renewed - before[1]
 
 
 @pytest.fixture
 def site(stack, name):
-    """A server, and two members with transports to it; a minute passes before a beat on a transport is late."""
+    """A server, and two members with transports to it; a minute passes before a heartbeat on a transport is late."""
     return Site(stack, name, elements=64, lease=8 * SOON)
 
 
 @pytest.fixture
-def beats(site, monkeypatch):
+def heartbeats(site, monkeypatch):
     """The first member's."""
-    return Beats(site, monkeypatch)
+    return Heartbeats(site, monkeypatch)
 
 
 CALL, TRANSPORT = (1, 0), (0, 1)
 
 
-def test_a_process_that_does_nothing_beats_on_its_transport(beats):
-    """Its first beat says over gRPC what it does; those after it are no calls, and each of them is a sign of life."""
-    assert beats.ways() == CALL
-    signs = beats.site.core.machine.tally.signs
-    assert [beats.ways() for _ in range(3)] == [TRANSPORT] * 3
-    assert beats.site.core.machine.tally.signs == signs + 3
+def test_a_process_that_does_nothing_heartbeats_on_its_transport(heartbeats):
+    """Its first heartbeat says over gRPC what it does; those after it are no calls, and each of them is a sign of life."""
+    assert heartbeats.ways() == CALL
+    signs = heartbeats.site.core.machine.tally.signs
+    assert [heartbeats.ways() for _ in range(3)] == [TRANSPORT] * 3
+    assert heartbeats.site.core.machine.tally.signs == signs + 3
 
 
-def test_a_beat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
-    """For whoever beats; who does not is lost."""
+def test_a_heartbeat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
+    """For whoever heartbeats; who does not is lost."""
     now = [0.0]
     site = Site(stack, name, elements=64, lease=8 * SOON, clock=lambda: now[0])
-    beats = Beats(site, monkeypatch)
-    assert beats.ways() == CALL
+    heartbeats = Heartbeats(site, monkeypatch)
+    assert heartbeats.ways() == CALL
     for _ in range(8):
         now[0] += 2.0
-        assert beats.ways() == TRANSPORT
+        assert heartbeats.ways() == TRANSPORT
         site.core.tick()
     found = {session.member.task: session.state for session in site.core.status().sessions}
     assert (found[WORKERS[0]], found[WORKERS[1]]) == ("open", "lost")
@@ -108,117 +108,121 @@ def test_a_beat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
     [(-1, b"", Pace(steps=1)), (-1, b"", Pace(leaving=True)), (-1, b"", Pace(), 3)],
     ids=["a step", "it leaves", "a clock"],
 )
-def test_news_travel_over_grpc(beats, news):
+def test_news_travel_over_grpc(heartbeats, news):
     """And the server knows them; what is the same once more needs no call."""
-    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
-    assert beats.ways(*news) == CALL
-    pace = next(s.pace for s in beats.site.core.status().sessions if s.member.task == WORKERS[0])
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
+    assert heartbeats.ways(*news) == CALL
+    pace = next(s.pace for s in heartbeats.site.core.status().sessions if s.member.task == WORKERS[0])
     assert pace == news[2]
-    assert beats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT)
-    assert beats.ways() == CALL
+    assert heartbeats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT)
+    assert heartbeats.ways() == CALL
 
 
-def test_who_waits_in_a_round_beats_over_grpc(beats):
-    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each beat, and once
+def test_who_waits_in_a_round_heartbeats_over_grpc(heartbeats):
+    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat, and once
     none is waited in any more."""
-    assert [beats.ways(0, b"plan"), beats.ways(0, b"plan")] == [CALL, CALL]
-    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
+    assert [heartbeats.ways(0, b"plan"), heartbeats.ways(0, b"plan")] == [CALL, CALL]
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
 
 
-def test_while_a_call_waits_on_a_transport_beats_travel_over_grpc(beats):
+def test_while_a_call_waits_on_a_transport_heartbeats_travel_over_grpc(heartbeats):
     """They are to show that the server lives, though the transport is silent; after that they are on the transport again."""
-    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
-    here, other = beats.site.workers
-    first = beats.site.push(here, 1)
-    beats.site.job.arrived(here)
-    assert [beats.ways(), beats.ways()] == [CALL, CALL]
-    beats.site.whole([1, 2], first, beats.site.push(other, 2))
-    assert beats.ways() == TRANSPORT
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
+    here, other = heartbeats.site.workers
+    first = heartbeats.site.push(here, 1)
+    heartbeats.site.job.arrived(here)
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, CALL]
+    heartbeats.site.whole([1, 2], first, heartbeats.site.push(other, 2))
+    assert heartbeats.ways() == TRANSPORT
 
 
 def test_a_server_of_the_version_before_is_called(stack, name, monkeypatch):
-    """It would close a transport on which beats come: it says its number when the session opens."""
-    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: protocol.BEATS - 1)
-    beats = Beats(Site(stack, name, elements=64, lease=8 * SOON), monkeypatch)
-    assert [beats.ways(), beats.ways()] == [CALL, CALL]
+    """It would close a transport on which heartbeats come: it says its number when the session opens."""
+    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: protocol.HEARTBEATS - 1)
+    heartbeats = Heartbeats(Site(stack, name, elements=64, lease=8 * SOON), monkeypatch)
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, CALL]
 
 
-def test_who_keeps_the_sessions_anew_is_told_everything(beats):
-    """It has heard no beat of them: one on a transport is refused, and told over gRPC at once."""
-    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
-    record = beats.site.core.machine.members._sessions[beats.worker.session]
+def test_who_keeps_the_sessions_anew_is_told_everything(heartbeats):
+    """It has heard no heartbeat of them: one on a transport is refused, and told over gRPC at once."""
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
+    record = heartbeats.site.core.machine.members._sessions[heartbeats.worker.session]
     record.described = False
-    assert beats.ways() == (1, 1)
-    assert beats.ways() == TRANSPORT
+    assert heartbeats.ways() == (1, 1)
+    assert heartbeats.ways() == TRANSPORT
 
 
 def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name):
     """As in a call, with the same error; nobody's lease is renewed."""
     here = site.workers[0]
-    site.server.beat(here.session, -1, b"")
+    site.server.heartbeat(here.session, -1, b"")
     hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
-    hand.say(Kind.BEAT, 1)
+    hand.say(Kind.HEARTBEAT, 1)
     answer = hand.hear()
-    assert (answer.kind, answer.call, pb.BeatReply.FromString(answer.header)) == (Kind.ANSWER, 1, pb.BeatReply())
+    assert (answer.kind, answer.call, pb.HeartbeatReply.FromString(answer.header)) == (
+        Kind.ANSWER,
+        1,
+        pb.HeartbeatReply(),
+    )
     site.job.verbs[0].leave(here.session, "it failed")
-    hand.say(Kind.BEAT, 2)
+    hand.say(Kind.HEARTBEAT, 2)
     answer = hand.hear()
     refusal = pb.Refusal.FromString(answer.header)
     assert (answer.kind, answer.call, refusal.error) == (Kind.REFUSAL, 2, "Fenced")
-    refused(Fenced, "this session was ended: it failed", lambda: site.server.beat(here.session, -1, b""))
+    refused(Fenced, "this session was ended: it failed", lambda: site.server.heartbeat(here.session, -1, b""))
 
 
 def test_a_server_that_ends_says_so(site):
-    """A beat on a transport is refused then; the call tells that the server is lost."""
+    """A heartbeat on a transport is refused then; the call tells that the server is lost."""
     here = site.workers[0]
     for _ in range(2):
-        site.server.beat(here.session, -1, b"")
+        site.server.heartbeat(here.session, -1, b"")
     site.thread.stop()
-    refused(ServerLost, "", lambda: site.server.beat(here.session, -1, b""))
+    refused(ServerLost, "", lambda: site.server.heartbeat(here.session, -1, b""))
 
 
 @pytest.mark.parametrize("ways", ["up", "down"])
 def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
-    """A beat that is lost there travels over gRPC within the lease, and so do those after it, until the transport is broken:
-    by then beats were answered for a lease. The next call opens another, on which the beats are from then on."""
+    """A heartbeat that is lost there travels over gRPC within the lease, and so do those after it, until the transport is broken:
+    by then heartbeats were answered for a lease. The next call opens another, on which the heartbeats are from then on."""
     site = Site(stack, "tcp", elements=64, lease=LEASE)
-    beats = Beats(site, monkeypatch)
-    assert beats.ways()[0] == 1
-    transport = site.transport(beats.worker)
-    (connection,) = site.open([beats.worker.session])
+    heartbeats = Heartbeats(site, monkeypatch)
+    assert heartbeats.ways()[0] == 1
+    transport = site.transport(heartbeats.worker)
+    (connection,) = site.open([heartbeats.worker.session])
     transports.drop(connection.sock if ways == "up" else transport._sock)
-    assert beats.ways()[0] == 1
+    assert heartbeats.ways()[0] == 1
     assert transport.waits
     with site.beating():
         eventually(lambda: transport.lost)
         assert "nothing has come on it for" in transport._why
         site.round()
-        assert site.transport(beats.worker) is not transport
-        eventually(lambda: beats.ways() == TRANSPORT)
+        assert site.transport(heartbeats.worker) is not transport
+        eventually(lambda: heartbeats.ways() == TRANSPORT)
 
 
-def test_a_transport_that_breaks_costs_no_lease(beats):
-    """Its end is found at once: the beat is a call."""
-    assert [beats.ways(), beats.ways()] == [CALL, TRANSPORT]
-    (connection,) = beats.site.open([beats.worker.session])
-    beats.site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
-    eventually(lambda: beats.site.transport(beats.worker).lost)
-    assert beats.ways() == CALL
+def test_a_transport_that_breaks_costs_no_lease(heartbeats):
+    """Its end is found at once: the heartbeat is a call."""
+    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
+    (connection,) = heartbeats.site.open([heartbeats.worker.session])
+    heartbeats.site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
+    eventually(lambda: heartbeats.site.transport(heartbeats.worker).lost)
+    assert heartbeats.ways() == CALL
 
 
 def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):
-    """If a client beats and reads no answers, a server reads no more of it once it has so many answers to send."""
+    """If a client heartbeats and reads no answers, a server reads no more of it once it has so many answers to send."""
     here, other = site.workers
-    site.server.beat(here.session, -1, b"")
+    site.server.heartbeat(here.session, -1, b"")
     hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
     hand.sock.setblocking(False)
     connection = site.transports.connections[-1]
-    head = bytes((Kind.BEAT,)) + bytes(31) + b"\xff" * 8
+    head = bytes((Kind.HEARTBEAT,)) + bytes(31) + b"\xff" * 8
     refused(BlockingIOError, "", lambda: _flood(hand, 1000 * head))
     eventually(lambda: connection._paused)
     assert connection._link.waiting <= 2 * BACKLOG
-    site.server.beat(other.session, -1, b"")
-    assert site.server.beat(other.session, -1, b"") is False
+    site.server.heartbeat(other.session, -1, b"")
+    assert site.server.heartbeat(other.session, -1, b"") is False
 
 
 def _flood(hand: Hand, said: bytes) -> None:
@@ -229,21 +233,23 @@ def _flood(hand: Hand, said: bytes) -> None:
 PAUSE = 2.0
 
 
-def test_sessions_beat_together_at_a_few_times_of_a_pause():
+def test_sessions_heartbeat_together_at_a_few_times_of_a_pause():
     """Those of one time together, whenever they began; the times are spread over a pause."""
     times = {
-        round(now + until_beat(PAUSE, 5 + BEATS * k, now), 6) % PAUSE for k in range(9) for now in (7.3, 100.0, 1e9)
+        round(now + until_heartbeat(PAUSE, 5 + HEARTBEATS * k, now), 6) % PAUSE
+        for k in range(9)
+        for now in (7.3, 100.0, 1e9)
     }
-    assert times == {5 / BEATS * PAUSE}
-    times = sorted((1e9 + until_beat(PAUSE, number, 1e9)) % PAUSE for number in range(BEATS))
-    assert times == pytest.approx([PAUSE * number / BEATS for number in range(BEATS)])
+    assert times == {5 / HEARTBEATS * PAUSE}
+    times = sorted((1e9 + until_heartbeat(PAUSE, number, 1e9)) % PAUSE for number in range(HEARTBEATS))
+    assert times == pytest.approx([PAUSE * number / HEARTBEATS for number in range(HEARTBEATS)])
 
 
-def test_one_that_was_woken_a_little_early_does_not_beat_twice():
-    for early in (1e-6, 1e-3, PAUSE / BEATS):
-        assert until_beat(PAUSE, 3, 3 / BEATS * PAUSE - early) == pytest.approx(PAUSE + early)
+def test_one_that_was_woken_a_little_early_does_not_heartbeat_twice():
+    for early in (1e-6, 1e-3, PAUSE / HEARTBEATS):
+        assert until_heartbeat(PAUSE, 3, 3 / HEARTBEATS * PAUSE - early) == pytest.approx(PAUSE + early)
     for tenth in range(200):
-        assert 0 < until_beat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / BEATS) + 1e-9
+        assert 0 < until_heartbeat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / HEARTBEATS) + 1e-9
 
 
 TRANSPORT_LEASE = 8.0
@@ -251,11 +257,11 @@ TRANSPORT_LEASE = 8.0
 
 
 def silent(silence: Silence, *times: float, waiting: bool = True) -> list[str]:
-    """What is said when beats are answered at these times."""
-    return [silence.beat(waiting, now) for now in times]
+    """What is said when heartbeats are answered at these times."""
+    return [silence.heartbeat(waiting, now) for now in times]
 
 
-def test_a_transport_is_broken_once_beats_were_answered_for_a_lease():
+def test_a_transport_is_broken_once_heartbeats_were_answered_for_a_lease():
     """Since the first, or since something came; not while no call is under way, when nothing is to be said."""
     *before, last = silent(Silence(TRANSPORT_LEASE), 0, 2, 4, 6, 8)
     assert before == [""] * 4
@@ -272,18 +278,18 @@ def test_a_transport_is_broken_once_beats_were_answered_for_a_lease():
 
 @pytest.mark.parametrize("gap", [5.0, 100.0])
 def test_a_pause_counts_for_half_a_lease(gap):
-    """Between two beats the server may have stood still, or this process: no word could come, or be read."""
+    """Between two heartbeats the server may have stood still, or this process: no word could come, or be read."""
     silence = Silence(TRANSPORT_LEASE)
     assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
     assert silent(silence, gap + 4) != [""]
 
 
 def words(silence: Silence, received: int, sent: int, *times: float, paused: bool = False) -> str:
-    """What is said at a beat after words that came at these times."""
+    """What is said at a heartbeat after words that came at these times."""
     for now in times:
         silence.heard = True
         silence.word(received, paused, sent, now)
-    return silence.beat(True, times[-1])
+    return silence.heartbeat(True, times[-1])
 
 
 def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
@@ -316,19 +322,19 @@ def test_words_that_say_nothing_of_now_do_not_count():
     assert words(silence, 20, 20, 101) == ""
 
 
-PATIENT, BEAT = 4.0, 1.0
+PATIENT, HEARTBEAT = 4.0, 1.0
 
 
 def test_a_silence_and_the_lease_after_it_do_not_count():
-    """Of whichever server; two at a time are one, one after another add; answered beats take no time."""
+    """Of whichever server; two at a time are one, one after another add; answered heartbeats take no time."""
     clock = Clock()
-    patience = Patience(PATIENT, BEAT, clock)
+    patience = Patience(PATIENT, HEARTBEAT, clock)
     for _ in range(10):
         patience.heard(0)
-        clock.now += BEAT + PATIENT / 4
+        clock.now += HEARTBEAT + PATIENT / 4
         assert patience.stood() == 0.0
     clock = Clock()
-    patience = Patience(PATIENT, BEAT, clock)
+    patience = Patience(PATIENT, HEARTBEAT, clock)
     for server in (0, 1):
         patience.heard(server)
     clock.now += 10.0
@@ -336,13 +342,13 @@ def test_a_silence_and_the_lease_after_it_do_not_count():
     for server in (0, 1):
         patience.heard(server)
     assert patience.stood() == 10.0 + PATIENT
-    clock.now += BEAT
+    clock.now += HEARTBEAT
     assert patience.stood() == 10.0 + PATIENT
     patience.heard(1)
     clock.now += 3.0
     assert patience.stood() == 10.0 + PATIENT + 4.0
     clock = Clock()
-    patience = Patience(PATIENT, BEAT, clock)
+    patience = Patience(PATIENT, HEARTBEAT, clock)
     for server in (0, 1):
         clock.now += 100.0
         patience.heard(1 - server)
@@ -356,12 +362,12 @@ def test_a_silence_and_the_lease_after_it_do_not_count():
 def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
     """Of two waits up to one deadline the second has the silence of the first; one from before does not count."""
     clock = Clock()
-    patience = Patience(PATIENT, BEAT, clock)
+    patience = Patience(PATIENT, HEARTBEAT, clock)
     patience.heard(0)
     clock.now += 100.0
     for _ in range(5):
         patience.heard(0)
-        clock.now += BEAT
+        clock.now += HEARTBEAT
     patience.heard(0)
     deadline = patience.deadline(20.0)
     assert deadline.left() == 20.0
@@ -369,12 +375,12 @@ def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
     patience.heard(0)
     assert deadline.left() == 20.0 + PATIENT
     for _ in range(20):
-        clock.now += BEAT
+        clock.now += HEARTBEAT
         patience.heard(0)
     assert deadline.left() == PATIENT
 
 
-def test_a_worker_is_at_rest_some_beats_after_its_pass():
+def test_a_worker_is_at_rest_some_heartbeats_after_its_pass():
     """Not before its first one, nor at once behind another; whoever goes on says so first."""
     clock = WorkerClock(1)
     clock.passed(0, 7)

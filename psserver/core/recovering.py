@@ -27,7 +27,7 @@ from pswire.network.payload import Payload
 log = logging.getLogger("psserver")
 
 
-class CatchingUp:
+class Recovering:
     """The rounds that a server puts off, and makes later. Guarded by the core's lock.
 
     Args:
