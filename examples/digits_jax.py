@@ -49,7 +49,7 @@ def main(epochs: int, resume: bool) -> None:
         checkpoint.save("digits_jax/ckpt")
         mean = float(strategy.reduce("mean", np.mean(losses), axis=None))
         accuracy = np.mean(apply(state.params, images[1440:]).argmax(axis=1) == labels[1440:])
-        if strategy.extended.should_checkpoint:  # one process of all
+        if strategy.is_main_process:  # one process of all
             print(f"epoch {epoch + 1}  step {state.step}  loss {mean:.4f}  test accuracy {accuracy:.4f}", flush=True)
 
 

@@ -205,7 +205,7 @@ def main(args: argparse.Namespace) -> None:
         )
         say(strategy, f"test AUC {auc(u, v, w):.3f} after {int(optimizer.iterations)} steps")
         keys, rows = names.export()
-        if strategy.extended.should_checkpoint:  # one does, of all that run the script
+        if strategy.is_main_process:  # one does, of all that run the script
             write_rows(args.export, corpus, keys, rows)
             for name in SHOWN:
                 print(f"{name}: {neighbours(args.export, name)}", flush=True)

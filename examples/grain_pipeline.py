@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
                 losses, gradient = strategy.run(step, args=batch)
                 optimizer.apply_gradients([(gradient, w)])
                 shown.append(float(strategy.reduce("mean", losses, axis=0)))
-            if strategy.extended.should_checkpoint:  # one process of all
+            if strategy.is_main_process:  # one process of all
                 print(f"epoch {epoch + 1}  loss {np.mean(shown):.4f}", flush=True)
 
 

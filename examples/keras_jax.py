@@ -49,7 +49,7 @@ def main(epochs: int, resume: bool) -> None:
         for v, now in zip(model.trainable_variables, state.params.values(), strict=True):
             v.assign(now)  # so that Keras evaluates, and saves, what was trained
         accuracy = np.mean(np.argmax(model(test[0]), axis=1) == test[1].argmax(axis=1))
-        if strategy.extended.should_checkpoint:  # one process of all
+        if strategy.is_main_process:  # one process of all
             print(f"epoch {epoch + 1}  step {state.step}  loss {value:.4f}  test accuracy {accuracy:.4f}", flush=True)
 
 

@@ -15,7 +15,7 @@ import psclient as ps
 
 def say(strategy: ps.ParameterServerStrategy, text: str) -> None:
     """Prints a line in the leading process: one of all that run the script, and another one when that dies."""
-    if strategy.extended.should_checkpoint:
+    if strategy.is_main_process:
         print(text, flush=True)
 
 
@@ -28,7 +28,7 @@ class Report:
         self.marks = deque(
             [(time.monotonic(), sum(strategy.bytes_transferred))], maxlen=steps + 1
         )  # an epoch back, at most
-        drawn = get_console().is_terminal and strategy.extended.should_checkpoint
+        drawn = get_console().is_terminal and strategy.is_main_process
         self.bar = Progress("{task.description}", BarColumn(16), disable=not drawn)
         self.task = self.bar.add_task(f"step {first}", total=epochs * steps, completed=first)
 

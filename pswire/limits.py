@@ -109,11 +109,11 @@ MAX_TENSOR_BYTES = 1 << 44
 ROUND_LEASES = 3
 """The least number of leases that a round may take before a member that heartbeats is left out of it."""
 
-Refused = Literal["lost", "silence"]
+Refused = Literal["lost", "retry"]
 """The meaning of a refused connection, where nothing listens at a server's address any more: its process is lost; or
 nothing is known, since something else than its host may have refused."""
 
-REFUSALS: tuple[Refused, ...] = ("lost", "silence")
+REFUSALS: tuple[Refused, ...] = ("lost", "retry")
 
 
 def _seconds(default: float, about: str) -> Any:

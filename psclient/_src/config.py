@@ -253,7 +253,7 @@ def job_from(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
-    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
+    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry" where a proxy refuses for servers that may be alive."""
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]

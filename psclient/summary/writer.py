@@ -125,7 +125,7 @@ def create_file_writer(
 
 
 def create_noop_writer() -> SummaryWriter:
-    """A writer that writes nothing, for processes in which `should_save_summary` is False. In any context.
+    """A writer that writes nothing, for processes in which `strategy.is_main_process` is False. In any context.
 
     Source: `tf.summary.create_noop_writer`.
     """

@@ -36,7 +36,7 @@ class Checkpoint:
     not restored, but for variables that are created after a restore, which get the value that has their name.
 
     Every process of a synchronous job makes the same calls, in cross-replica context or outside of every scope. Of
-    asynchronous processes only the one whose `strategy.extended.should_checkpoint` is True saves.
+    asynchronous processes only the one whose `strategy.is_main_process` is True saves.
 
     Source: `tf.train.Checkpoint`.
 
@@ -219,7 +219,7 @@ class Checkpoint:
         whether it is damaged, and that is raised.
 
         What this program tracks and the checkpoint does not have, or the other way round, is told in one warning, by
-        the process in which `strategy.extended.should_checkpoint` is True, at the end of the first step: when
+        the process in which `strategy.is_main_process` is True, at the end of the first step: when
         `strategy.run` is called a second time, or the strategy is closed. `expect_partial` of the status silences it.
         Where nothing at all fits, that is told at once.
 
@@ -247,7 +247,7 @@ class Checkpoint:
             opened = self.backend.restore(save_path, choose, (options or DEFAULT).cast)
         if opened is None:
             return LoadStatus(save_path, None, self._explore, {})
-        leads = self.strategy.extended.should_checkpoint
+        leads = self.strategy.is_main_process
         if opened.damaged and leads:
             log.warning(
                 "%r is restored, and not what is newer and damaged, which is set aside as *.damaged: %s",

@@ -470,7 +470,7 @@ def connect(
         security: the certificate and token that this process shows; None for none.
         drives: True for the chief: it decides for all which server is lost. What concerns server 0, which would
             have to tell of it, each process decides.
-        refused: the meaning of a refused connection: the server is "lost", or this counts as "silence".
+        refused: the meaning of a refused connection: the server is "lost", or this counts as "retry".
         copied: True if variables have copies: then the chief decides of server 0 as well, after a lease of silence.
     """
     tasks, streams = cluster.tasks("ps"), grpc_streams()
