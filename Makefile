@@ -20,7 +20,7 @@ export SOURCE_DATE_GENERATION ?= $(shell git log -1 --format=%ct 2>/dev/null || 
 TOOLS := .venv/tools/bin/python
 
 .PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray \
-  check check-types check-docs check-style check-proto docs proto lock dist sbom dist-check bench soak clean
+  check check-types check-docs check-style check-generated docs docs-reference proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -86,7 +86,7 @@ test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster o
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents, lists of promises: two at a time, and all of them whatever fails
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-types check-docs check-style check-proto
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-types check-docs check-style check-generated
 
 check-types: .venv/dev
 	$(BIN)/mypy
@@ -99,11 +99,15 @@ check-style: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/promises.py check
 
-check-proto: .venv/dev
+check-generated: .venv/dev
 	$(BIN)/python tools/check_proto.py
+	$(BIN)/python tools/check_reference.py
 
 docs: .venv/docs  ## the documents as a site, with the reference of the API, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-reference: .venv/dev  ## writes docs/reference.md anew: flags, environment variables, configuration keys
+	$(BIN)/python tools/check_reference.py --write
 
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write

@@ -35,7 +35,8 @@ SETTINGS = {
     "device": "variables on {}",
     "worker_device": "replicas on {}",
 }
-"""What clusters differ by beside transport and chief: the key in the report, and words. What all have is in the title."""
+"""What clusters differ by beside transport and chief: the key in the report, and words. What all have is in the
+title."""
 
 AGAINST = {"grpc": ("to_tcp", "TCP"), "tcp": ("to_tcp", "TCP"), "shm": ("to_memcpy", "memcpy")}
 """What the bytes of a transport are compared with: the key in the report, and its name."""

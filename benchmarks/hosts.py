@@ -4,9 +4,9 @@
     python benchmarks/hosts.py --quick     the ends of that with fewer rounds, for a first look
 
 Hosts are network namespaces (`pstesting.hosts`), which needs root. Each server has a host, whose link carries the rate
-each way; the links of workers' hosts are not limited. Each cluster is one of real processes on the tcp transport, worker 0
-is the chief. A round begins when a worker has its gradients and ends when it has the new values of all variables. The
-model is 64 MB, updated by SGD, in one of these layouts:
+each way; the links of workers' hosts are not limited. Each cluster is one of real processes on the tcp transport,
+worker 0 is the chief. A round begins when a worker has its gradients and ends when it has the new values of all
+variables. The model is 64 MB, updated by SGD, in one of these layouts:
 
     whole     one variable, cut into one shard for each server
     shards    one variable, cut into shards of 2 MB

@@ -1,17 +1,19 @@
 #!/usr/bin/env python
-"""What a server pays for many workers that do nothing at the moment: memory for each, and processor time for heartbeats.
+"""What a server pays for many workers that do nothing at the moment: memory for each, and processor time for
+heartbeats.
 
     python benchmarks/idle.py [--quick] [--json FILE] [--transport TRANSPORT ...]
 
-Sessions are opened as a worker opens them: a gRPC connection, its transport, the call that is held until the session ends,
-and heartbeats. The limit is measured beside them: a server of grpc.aio alone, with as many connections from as many
-processes, each of which has made one call and holds one open stream. Then its clients send messages of a heartbeat's size
-as often as workers heartbeat, first as calls of their own, then on the streams. It answers them and does nothing else.
+Sessions are opened as a worker opens them: a gRPC connection, its transport, the call that is held until the session
+ends, and heartbeats. The limit is measured beside them: a server of grpc.aio alone, with as many connections from as
+many processes, each of which has made one call and holds one open stream. Then its clients send messages of a
+heartbeat's size as often as workers heartbeat, first as calls of their own, then on the streams. It answers them and
+does nothing else.
 
 Clients share processes, as threads, as in `fanin.py`: a server cannot tell. Memory is what the server's process has
 for itself (`Pss` of smaps_rollup), less what it had with one session of each process. Processor time is that of its
-whole process, and is divided by the heartbeats that clients have counted: on a machine that others use they may be late.
-What the process takes with those few sessions stands beside it.
+whole process, and is divided by the heartbeats that clients have counted: on a machine that others use they may be
+late. What the process takes with those few sessions stands beside it.
 
 `--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "heartbeat_seconds", "rows"}`.
 """

@@ -4,10 +4,10 @@
     python benchmarks/staleness.py --quick             the same for a shorter time, for a first look
     python benchmarks/staleness.py --k 1 --k 3         with these bounds
 
-Each row is a cluster of real processes on this machine: one server, three workers on the shm transport, whose step sleeps
-for 5 ms in place of a computation, reads a variable of 4 KB and pushes as much to it. A slow step sleeps four times
-as long. "one": the last worker's steps are all slow. "in turn": of each worker's steps every fourth is, at another
-place than the others'. The steps of all workers are counted, for as long as all of them work.
+Each row is a cluster of real processes on this machine: one server, three workers on the shm transport, whose step
+sleeps for 5 ms in place of a computation, reads a variable of 4 KB and pushes as much to it. A slow step sleeps four
+times as long. "one": the last worker's steps are all slow. "in turn": of each worker's steps every fourth is, at
+another place than the others'. The steps of all workers are counted, for as long as all of them work.
 
 `--json FILE` writes `{"format", "machine", "rows"}`: steps a second of all workers and of the last one, and by how many
 rounds the foremost was ahead of the hindmost at most, as the workers read it.

@@ -35,9 +35,10 @@ from psserver.telemetry import MetricsPort, Rim
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
-from pswire.flags import explained, flag, flags
+from pswire.flags import ABOUT, Command, Flag, explained, flag, flags, version
 from pswire.model.places import NOWHERE
 from pswire.model.status import ServerStatus
+from pswire.options import LOGGING, SERVER
 from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import DEFAULT_ROOT, ServerOptions
@@ -73,18 +74,28 @@ T = TypeVar("T")
 log = logging.getLogger("psserver")
 
 
-@click.command(help=(__doc__ or "").partition("\n\n")[0])
+EXAMPLES = (
+    ("Run a server on this machine", "psserver --port 2222 --memory-limit 4GiB"),
+    ("Run the server that TF_CONFIG names, until the job ends", "psserver --host 0.0.0.0 --until-done"),
+)
+
+
+@click.command(cls=Command, examples=EXAMPLES, last=ABOUT)
 @flags(ListenOptions, environ=True)
 @flags(ServerOptions)
 @flags(SecurityOptions)
 @flag("log_level", logging_setup.LOG_LEVEL, "info", environ=True)
 @flag("log_format", logging_setup.LOG_FORMAT, "text", environ=True)
-@click.option("--until-done", is_flag=True, help="Exit when the job ends.")
-@click.option("--lifeline", is_flag=True, help="Exit when stdin, a pipe, is closed.")
-@click.option("--debug", is_flag=True, help="Show tracebacks.")
-@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
+@click.option("--until-done", is_flag=True, cls=Flag, group=SERVER, help="Exit when the job ends.")
+@click.option("--lifeline", is_flag=True, cls=Flag, group=SERVER, help="Exit when stdin, a pipe, is closed.")
+@click.option("--debug", is_flag=True, cls=Flag, group=LOGGING, help="Show tracebacks of this package's errors.")
+@version()
 def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, debug: bool, **given: Any) -> int:
-    """Runs a server; returns the exit code."""
+    """Run one server of a cluster: it holds variables and runs the optimizer.
+
+    By default the server is the ps task that TF_CONFIG names. On addresses that other machines can reach it needs TLS
+    and a token. SIGTERM and SIGINT end it.
+    """
     logging_setup.configure(log_format, log_level, relayed=lifeline)
     try:
         config = server_config(**given)
@@ -377,7 +388,8 @@ async def _tick(core: Core, alone: float) -> None:
         silent = silent + TICK if core.tally.signs == signs > 0 else 0.0
         signs = core.tally.signs
     log.warning(
-        "nobody has been here for %g s (PS_NO_WORKERS_TIMEOUT), so that this server ends; if the job is not done, the logs "
+        "nobody has been here for %g s (PS_NO_WORKERS_TIMEOUT), so that this server ends; if the job is not done, the "
+        "logs "
         "of its other processes say why: start all of them again, to go on from a checkpoint",
         alone,
     )

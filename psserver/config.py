@@ -1,6 +1,7 @@
 """A server's configuration, merged from flags and the environment; flags win.
 
-Of the environment `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, `PS_INSECURE` and `PS_KERNEL_CACHE` are read.
+Of the environment `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, `PS_INSECURE` and
+`PS_KERNEL_CACHE` are read.
 
 The only module of this package that reads the environment.
 """
@@ -18,12 +19,13 @@ from psserver.devices import Device
 from pswire.cluster import Task, TaskConfig, check_address, check_addresses, join_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
-from pswire.options import SWITCH, WHOLE, option
+from pswire.options import LOGGING, SECURITY, SERVER, SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
 from pswire.sizes import human, parse_bytes
 from pswire.traces.options import NO_TRACES, TRACES, TraceOptions
+from pswire.variables import CACHE_HOME, DOMAIN, INSECURE, KERNEL_CACHE, METRICS_HOST, METRICS_PORT, TF_CONFIG
 
 LEAST_TIER_MEMORY = 16 << 20
 """Least number of bytes for `--tier-memory`."""
@@ -39,12 +41,6 @@ LOCAL_HOST = "127.0.0.1"
 
 # gRPC would print a line of its own on stderr for each handshake that fails.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-
-INSECURE = "PS_INSECURE"
-"""The environment variable that is equivalent to `--insecure`."""
-
-KERNEL_CACHE = "PS_KERNEL_CACHE"
-"""The environment variable that names the folder of compiled kernels; 0 for none."""
 
 HARMLESS = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
 """Settings of Numba that change no kernel."""
@@ -112,15 +108,33 @@ class ServerConfig:
 class ListenOptions:
     """Options that no two servers share."""
 
-    task: int | None = option(None, "Index of this ps task.", WHOLE, 0, otherwise="TF_CONFIG's, else 0")
-    host: str | None = option(None, "Address to listen on.", otherwise="TF_CONFIG's, else 127.0.0.1")
-    port: int | None = option(
-        None, "Port to listen on; 0 picks a free one.", WHOLE, 0, most=PORTS, otherwise="TF_CONFIG's, else 0"
+    task: int | None = option(None, "Index of this ps task.", WHOLE, 0, otherwise="TF_CONFIG's, else 0", group=SERVER)
+    host: str | None = option(
+        None, "Address to listen on.", otherwise="TF_CONFIG's, else 127.0.0.1", group=SERVER, metavar="ADDRESS"
     )
-    data_port: int = option(0, "Port of the tcp transport; 0 picks a free one.", WHOLE, 0, most=PORTS)
-    insecure: bool = option(False, "Listen on addresses of other machines without TLS and a token.", SWITCH)
+    port: int | None = option(
+        None,
+        "Port to listen on; 0 picks a free one.",
+        WHOLE,
+        0,
+        most=PORTS,
+        otherwise="TF_CONFIG's, else 0",
+        group=SERVER,
+        metavar="PORT",
+    )
+    data_port: int = option(
+        0, "Port of the tcp transport; 0 picks a free one.", WHOLE, 0, most=PORTS, group=SERVER, metavar="PORT"
+    )
+    insecure: bool = option(
+        False, "Allow clients from other machines without TLS and a token.", SWITCH, variable=INSECURE, group=SECURITY
+    )
     metrics_host: str | None = option(
-        None, "Address on which metrics are served.", variable="PS_METRICS_HOST", otherwise="--host"
+        None,
+        "Address on which metrics are served.",
+        variable=METRICS_HOST,
+        otherwise="--host",
+        group=LOGGING,
+        metavar="ADDRESS",
     )
     metrics_port: int | None = option(
         None,
@@ -128,23 +142,32 @@ class ListenOptions:
         WHOLE,
         0,
         most=PORTS,
-        variable="PS_METRICS_PORT",
-        otherwise="none",
+        variable=METRICS_PORT,
+        otherwise="no metrics",
+        group=LOGGING,
+        metavar="PORT",
     )
     traces: str | None = TRACES.field(None)
     domain: str | None = option(
         None,
-        "Part of the machines that fails as one, such as a rack: copies go elsewhere.",
-        variable="PS_DOMAIN",
+        "Failure domain, such as a rack; copies of variables are placed in other domains.",
+        variable=DOMAIN,
         otherwise="the host's name",
+        group=SERVER,
+        metavar="NAME",
     )
     join: str | None = option(
         None,
-        "Addresses of a job's servers, in their order, with commas: waits for the place of one of them.",
-        otherwise="has a place of its own",
+        "Start as a standby server: wait to take the place of one of these servers, named in their order.",
+        group=SERVER,
+        metavar="HOST:PORT[,...]",
     )
     advertise: str | None = option(
-        None, "With --join: address at which others reach this server.", otherwise="--host and --port"
+        None,
+        "With --join: address at which others reach this server.",
+        otherwise="--host and --port",
+        group=SERVER,
+        metavar="HOST:PORT",
     )
 
 
@@ -164,7 +187,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         ConfigError: a value is malformed, a device or file is not there, or the task is not in the cluster.
     """
     given = ServerFlags(**flags)
-    cluster = parse_tf_config(environ.get("TF_CONFIG", ""))
+    cluster = parse_tf_config(environ.get(TF_CONFIG, ""))
     join = _join(given, cluster)
     name = _task(given.task, cluster)
     listed = check_address(cluster.cluster.address(name), "TF_CONFIG") if cluster else (LOCAL_HOST, 0)
@@ -255,7 +278,7 @@ def kernel_cache(environ: Mapping[str, str] = os.environ) -> str:
         return ""
     if given:
         return os.path.abspath(os.path.expanduser(given))
-    base = environ.get("XDG_CACHE_HOME", "")  # its specification says that a relative path counts for nothing
+    base = environ.get(CACHE_HOME, "")  # its specification says that a relative path counts for nothing
     home = environ.get("HOME") or os.path.expanduser("~")
     found = os.path.join(base if os.path.isabs(base) else os.path.join(home, ".cache"), "paramserver", "kernels")
     return found if os.path.isabs(found) else ""

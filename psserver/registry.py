@@ -122,8 +122,8 @@ class Registry:
 
         Args:
             number: the session's number.
-            generation: the newest generation. Its member list decides which task owns a session, whichever task opened it here
-                first.
+            generation: the newest generation. Its member list decides which task owns a session, whichever task opened
+                it here first.
 
         Raises:
             Fenced: the session was not opened here, or its job is over.
@@ -139,7 +139,8 @@ class Registry:
             raise Forbidden(f"session {number} is {owner}'s, and {found.task} has opened it", self._server)
 
     def _compare(self, generation: Generation | None) -> None:
-        """Finds the sessions that another task has opened than the generation says; once per generation, as checks are many."""
+        """Finds the sessions that another task has opened than the generation says; once per generation, as checks are
+        many."""
         self._generation = generation
         members = generation.everybody if generation else ()
         found = [(member, self._sessions.get(member.session)) for member in members]

@@ -38,9 +38,10 @@ from typing import Any, AnyStr, NoReturn
 
 import numpy as np
 
-from psclient._src.config import THREADS, child_environ
+from psclient._src.config import child_environ
 from psserver.cli import leave_scipy_out
 from psserver.programs.kernels.compiler import compile_numba
+from pswire.variables import EXECS, THREADS
 
 PROGRAMS = {
     "psclient": "psclient._src.launch.psworker",
@@ -60,9 +61,6 @@ APPLIED = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONPATH", "PYTHO
 
 OPTIONAL = ("GLIBC_TUNABLES", "LANG", "LC_ALL")
 """Variables that make no difference to a program whose caller leaves them out."""
-
-EXECS = "PS_TESTS_EXEC"
-"""Set, for a process or for all, where each process is to be started and not forked."""
 
 LONGEST = 1 << 18
 """Most bytes of a command with its environment."""

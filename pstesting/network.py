@@ -27,8 +27,8 @@ class Relay:
 
     Args:
         stack: ends the relay.
-        host: the address of this host on which it listens. Transports of a server are not at another one than its own, so
-            that only gRPC reaches it there.
+        host: the address of this host on which it listens. Transports of a server are not at another one than its own,
+            so that only gRPC reaches it there.
 
     Attributes:
         port: port on which it listens.

@@ -96,8 +96,8 @@ class ProcessCluster:
             default those at which they listen.
         servers_environ: environment variables that servers get as well.
         launcher: what starts the cluster, such as `functools.partial(HostCluster, hosts, where)`.
-        keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `transport`,
-            `timeouts`, ...
+        keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`,
+            `transport`, `timeouts`, ...
 
     Attributes:
         cluster: the cluster's processes.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pswire import retired
 from pswire.errors import ConfigError
 from pswire.options import SECONDS, option
+from pswire.variables import VARIABLES
 
 PART_BYTES = (4 << 20) - (4 << 10)
 """Payload of one part, and of a push that is one message: gRPC's default limit of a message is 4 MiB. Where the
@@ -144,19 +145,27 @@ class Timeouts:
             it ends at once.
     """
 
-    session_timeout: float = _seconds(10.0, "Time without a heartbeat after which a session ends.")
+    session_timeout: float = _seconds(10.0, "A session that sends no heartbeat for this long ends.")
     heartbeat_interval: float = _seconds(2.0, "Pause between two heartbeats; several must fit into a session timeout.")
     call_timeout: float = _seconds(30.0, "Deadline of an ordinary call, retries included.")
     round_timeout: float = _seconds(
         600.0, "Time that a live worker may hold up a round; at least three session timeouts."
     )
     server_timeout: float = _seconds(60.0, "Time that a server may be silent before it counts as lost.")
-    report_interval: float = _seconds(10.0, "Pause between two log lines of a waiting call.")
-    chief_timeout: float = _seconds(300.0, "Time that a process waits for a chief when it needs one.")
-    no_workers_timeout: float = _seconds(300.0, "Time after which a job without live workers is given up.")
-    first_worker_timeout: float = _seconds(3600.0, "Time that a chief waits for all workers to arrive.")
+    report_interval: float = _seconds(
+        10.0, "Pause between two log lines of a waiting process; they name the tasks it waits for."
+    )
+    chief_timeout: float = _seconds(300.0, "Time that an operation waits for a chief when it needs one.")
+    no_workers_timeout: float = _seconds(
+        300.0, "Time without any live worker after which the chief, and servers with --until-done, end the job."
+    )
+    first_worker_timeout: float = _seconds(
+        3600.0,
+        "Time that a chief waits for all workers to connect; a script may do much before it creates a strategy. "
+        "Unlimited for clusters that psworker starts.",
+    )
     start_timeout: float = _seconds(120.0, "Time that a starting process waits for the tasks of its cluster.")
-    termination_grace: float = _seconds(25.0, "Time that a worker has to leave after SIGTERM, before it ends at once.")
+    termination_grace: float = _seconds(25.0, "Time that a worker has to leave after SIGTERM, then it ends at once.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:
@@ -198,32 +207,20 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
             raise ConfigError(f"{what} {name} is unknown; {hint}")
 
 
-VARIABLES = frozenset(
-    f"PS_{name}"
-    for name in (
-        *("CERTS", "CHECKPOINTS", "CONNECTION_REFUSED", "DOMAIN", "GRPC_STREAM", "INSECURE", "JOB", "KERNEL_CACHE"),
-        *("LOCAL_REDUCTION", "LOG_FORMAT", "LOG_LEVEL", "METRICS_HOST", "METRICS_PORT", "PORT"),
-        *("REPLICATION_FACTOR", "SAVE_ON_SIGTERM", "SCRIPT_ERROR", "SERVERS", "TLS_CA", "TLS_CERT", "TLS_KEY"),
-        *("TOKEN", "TOKEN_FILE", "TRACES", "TRANSPORT"),
-        *(field.name.upper() for field in dataclasses.fields(Timeouts)),
-    )
-)
-"""The environment variables of this library."""
-
-
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises `ConfigError` for a variable with a retired name, or with one that is almost one of ours.
 
     Others with our prefix may be anything's: of the command `ps`, or what Kubernetes says of a service that is called
     ps, which has numbers, an address, or the word SERVICE.
     """
+    known = VARIABLES | {f"PS_{field.name.upper()}" for field in dataclasses.fields(Timeouts)}
     for name in sorted(environ):
-        if not name.startswith("PS_") or name in VARIABLES:
+        if not name.startswith("PS_") or name in known:
             continue
         if now := retired.renamed(name, retired.VARIABLES):
             raise ConfigError(f"environment variable {name} {now}")
         of_kubernetes = re.search("[0-9]|_SERVICE", name) or environ[name].startswith(("tcp://", "udp://"))
-        near = [] if of_kubernetes else difflib.get_close_matches(name, {*VARIABLES, *retired.VARIABLES}, 1, 0.85)
+        near = [] if of_kubernetes else difflib.get_close_matches(name, {*known, *retired.VARIABLES}, 1, 0.85)
         if near:
             meant = retired.VARIABLES.get(near[0], near[0])
             raise ConfigError(f"environment variable {name} is unknown; did you mean {meant}?")

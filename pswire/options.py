@@ -1,6 +1,7 @@
-"""Options, each said once: a field of a frozen dataclass gives a flag, a key of a file, and the help of both.
+"""Options, each described once: a field of a frozen dataclass gives a flag, a key of a file, and the help of both.
 
-`pswire.flags` makes the flags; `psclient._src.launch.config_file` reads the file, and makes its JSON schema.
+`pswire.flags` makes the flags, `psclient._src.launch.config_file` reads the file and makes its JSON schema, and
+`tools/check_reference.py` writes docs/reference.md.
 """
 
 from __future__ import annotations
@@ -11,12 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 WHOLE, SECONDS, SWITCH, TEXT = "a whole number", "a positive number of seconds", "true or false", "text"
-BYTES, DEVICE, LIST = (
+BYTES, DEVICE, LIST, PATH = (
     "a number of bytes with a unit, such as 4GiB",
     "cpu or gpu:N",
     "a list, one item for each argument",
+    "a path",
 )
 """Kinds of values, by the words that messages have for them."""
+
+METAVARS = {WHOLE: "N", BYTES: "SIZE", DEVICE: "DEVICE", TEXT: "TEXT", PATH: "PATH"}
+"""What help shows in the place of a flag's value, by its kind."""
+
+GROUPS = SCRIPT, CLUSTER, HOSTS, SERVER, RESOURCES, NETWORK, CHECKPOINTS, SECURITY, LOGGING, OUTPUT, OTHER = (
+    *("Script", "Cluster", "Several hosts", "Server", "Server resources", "Communication", "Checkpoints", "Security"),
+    *("Logging and metrics", "Output", "Other"),
+)
+"""Headings of help, in this order, under which options stand together."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +35,15 @@ class Option:
     """The description of an option, kept with its field.
 
     Attributes:
-        about: its meaning, in one sentence.
+        about: its meaning, in a sentence or two.
         kind: kind of its values, one of those above.
         least: smallest number, which seconds may not reach themselves; None for any.
         most: the greatest number of a flag; None for any.
         choices: the only words that are allowed; () for any.
-        variable: the environment variable that says the same; "" for none.
+        variable: the environment variable with the same meaning; "" for none.
         otherwise: the default in words; "" for the field's default.
-        hint: additional help of the flag.
+        group: the heading of help under which it stands, one of `GROUPS`.
+        metavar: what help shows in the place of the value; "" for the name of its kind.
     """
 
     about: str
@@ -41,7 +53,8 @@ class Option:
     choices: tuple[str, ...] = ()
     variable: str = ""
     otherwise: str = ""
-    hint: str = ""
+    group: str = OTHER
+    metavar: str = ""
 
     def field(self, default: Any) -> Any:
         """A field of a dataclass.
@@ -52,12 +65,21 @@ class Option:
         key = "default_factory" if callable(default) else "default"
         return dataclasses.field(metadata={"option": self}, **{key: default})
 
+    def default(self, default: Any) -> str:
+        """The default in words; "" where the option has none.
+
+        Args:
+            default: the default of its field.
+        """
+        known = f"{default:g}" if isinstance(default, float) else str(default)
+        return self.otherwise or ("" if default in (None, ()) or default is False else known)
+
     def help(self, default: Any) -> str:
-        """A line for `--help`, with what holds where the flag is not given."""
-        known = "" if default is None or default is False else str(default)
-        found = [self.variable, self.otherwise or known]
-        about = "; ".join(filter(None, (self.about.removesuffix("."), self.hint)))
-        return f"{about} [default: {', else '.join(filter(None, found))}]." if any(found) else f"{about}."
+        """A text for `--help`, with the environment variable and the default in brackets."""
+        variable = f"env: {self.variable}" if self.variable else ""
+        known = f"default: {self.default(default)}" if self.default(default) else ""
+        notes = "; ".join(filter(None, (variable, known)))
+        return f"{self.about} [{notes}]" if notes else self.about
 
 
 def option(default: Any, about: str, kind: str = TEXT, least: int | None = None, **more: Any) -> Any:
@@ -69,6 +91,12 @@ def options_of(owner: type) -> dict[str, Option]:
     """The options of a dataclass by the names of their fields; fields that are none are left out."""
     found = {field.name: field.metadata.get("option") for field in dataclasses.fields(owner)}
     return {name: each for name, each in found.items() if each}
+
+
+def defaults_of(owner: type) -> dict[str, Any]:
+    """The defaults of a dataclass's options; None where a function gives one."""
+    known = {field.name: field.default for field in dataclasses.fields(owner)}
+    return {name: None if known[name] is dataclasses.MISSING else known[name] for name in options_of(owner)}
 
 
 def said(owner: type, flags: Mapping[str, Any]) -> dict[str, Any]:

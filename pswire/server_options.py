@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pswire.limits import MAX_SESSIONS
-from pswire.options import BYTES, DEVICE, WHOLE, option
+from pswire.options import BYTES, CHECKPOINTS, DEVICE, PATH, RESOURCES, WHOLE, option
 
 DEFAULT_ROOT = "runs"
 """The root of checkpoints, if nobody says another: below the directory in which a process is started."""
@@ -15,36 +15,42 @@ DEFAULT_ROOT = "runs"
 class ServerOptions:
     """Options that every server of a cluster may share; sizes are written as bytes with a unit."""
 
-    device: str = option("cpu", "Device that holds the variables.", DEVICE, hint="cpu or gpu:N")
-    memory_limit: str = option("0", "Maximum bytes of variables on one server; 0 for no limit.", BYTES)
+    device: str = option("cpu", "Device that holds the variables: cpu or gpu:N.", DEVICE, group=RESOURCES)
+    memory_limit: str = option("0", "Maximum bytes of variables on one server; 0 for no limit.", BYTES, group=RESOURCES)
     checkpoint_root: str = option(
         DEFAULT_ROOT,
-        "Directory of checkpoints, or a URL that fsspec knows.",
-        hint="such as s3://bucket/run",
+        "Directory of checkpoints, or an fsspec URL such as s3://bucket/run.",
+        group=CHECKPOINTS,
+        metavar="PATH|URL",
     )
-    threads: int = option(1, "Number of threads that run one update program.", WHOLE, 1)
+    threads: int = option(1, "Number of threads that run one update program.", WHOLE, 1, group=RESOURCES)
     shared_memory: str = option(
         "1GiB",
-        "Bytes of shared memory for answers to clients on the same host; 0 for none.",
+        "Shared memory for responses to clients on the same host; 0 for none. Twice the size of the model is best.",
         BYTES,
-        hint="twice the model is best",
+        group=RESOURCES,
     )
     in_flight: str = option(
         "64MiB",
-        "Maximum bytes of one worker's contribution that wait to be used.",
+        "Maximum bytes of one worker's gradients that a server holds before it uses them; the worker keeps the rest.",
         BYTES,
-        hint="the rest stays in the worker",
+        group=RESOURCES,
     )
     snapshot_limit: str = option(
         "0",
-        "Maximum bytes of old values that are kept for checkpoints under way; 0 for no limit.",
+        "Maximum bytes of old values kept for checkpoints that are being written; 0 for no limit. At the limit rounds "
+        "wait.",
         BYTES,
-        hint="rounds wait at the limit",
+        group=CHECKPOINTS,
     )
-    max_sessions: int = option(MAX_SESSIONS, "Maximum number of concurrent sessions.", WHOLE, 1)
+    max_sessions: int = option(MAX_SESSIONS, "Maximum number of concurrent sessions.", WHOLE, 1, group=RESOURCES)
     tier_path: str = option(
         "",
         "Directory on a fast local disk for rows of dynamic tables that are not in memory.",
-        otherwise="all rows are in memory",
+        PATH,
+        otherwise="all rows in memory",
+        group=RESOURCES,
     )
-    tier_memory: str = option("0", "With --tier-path: maximum bytes of rows of dynamic tables in memory.", BYTES)
+    tier_memory: str = option(
+        "0", "With --tier-path: maximum bytes of rows of dynamic tables in memory.", BYTES, group=RESOURCES
+    )

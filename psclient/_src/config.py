@@ -1,4 +1,5 @@
-"""Configuration of a client: `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
+"""Configuration of a client: `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, and Slurm's
+variables.
 
 The only module of this package that reads the environment for configuration.
 """
@@ -15,11 +16,30 @@ from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import REFUSALS, Refused, Timeouts, refuse_unknown
 from pswire.network.traffic import TRANSPORTS, TransportName
-from pswire.options import LIST, SWITCH, WHOLE, option
+from pswire.options import CHECKPOINTS, CLUSTER, LIST, LOGGING, NETWORK, SCRIPT, SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
-from pswire.traces.options import TRACES, VARIABLE, TraceOptions
+from pswire.traces.options import TRACES, TraceOptions
+from pswire.variables import (
+    GRPC_STREAM,
+    JOB,
+    LOCAL_REDUCTION,
+    METRICS_HOST,
+    METRICS_PORT,
+    NO_COLOR,
+    REFUSED,
+    REPLICATION_FACTOR,
+    RUNTIME_DIRECTORY,
+    SAVE_ON_SIGTERM,
+    SCRIPT_ERROR,
+    TF_CONFIG,
+    THREADS,
+    TOKEN,
+    TRANSPORT,
+    VISIBLE_GPUS,
+)
+from pswire.variables import TRACES as TRACES_VARIABLE
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
@@ -30,45 +50,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # What matters of its own lines on stderr our errors say, with the task in them.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
-"""The environment variables that say where metrics are served."""
-
 LOCAL_HOST, PORTS = "127.0.0.1", 65535
 """The default host of the page of metrics, and the greatest port."""
-
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-"""Environment variables that say in how many threads libraries compute."""
-
-TRANSPORT = "PS_TRANSPORT"
-"""The environment variable that says which transport to begin with."""
-
-LOCAL_REDUCTION = "PS_LOCAL_REDUCTION"
-"""The environment variable that says whether the workers of a host send the sum of their gradients: 1, or 0."""
-
-GRPC_STREAM = "PS_GRPC_STREAM"
-"""The environment variable that says whether pushes and pulls over gRPC share a stream: 1, or 0."""
-
-SCRIPT_ERROR = "PS_SCRIPT_ERROR"
-"""The environment variable that says what an error does that ends a worker's script: it ends the job ("end", the
-default), or the worker leaves it ("leave"), since something is configured to start the worker again."""
-
-TF_CONFIG = "TF_CONFIG"
-"""The environment variable that describes the cluster, and says which task of it this process is."""
-
-JOB = "PS_JOB"
-"""The environment variable that names the job."""
-
-SAVE_ON_SIGTERM = "PS_SAVE_ON_SIGTERM"
-"""The environment variable that says whether a worker that is told to end has a checkpoint saved: 1, or 0."""
-
-REFUSED = "PS_CONNECTION_REFUSED"
-"""The environment variable that says what it means that nothing listens at a server's address any more."""
-
-REPLICATION_FACTOR = "PS_REPLICATION_FACTOR"
-"""The environment variable that says how many copies of each variable there are on other servers."""
-
-TOKEN = "PS_TOKEN"
-"""The environment variable that has the job's token."""
 
 JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
 
@@ -89,65 +72,77 @@ class LaunchConfig:
         security: of every process; by default what the environment says. Where there is no token, a cluster draws one.
     """
 
-    ps: int = option(1, "Number of servers.", WHOLE, 1)
-    workers: int = option(1, "Number of workers, the processes that run the script.", WHOLE, 0)
+    ps: int = option(1, "Number of servers.", WHOLE, 1, group=CLUSTER)
+    workers: int = option(1, "Number of workers, the processes that run the script.", WHOLE, 0, group=CLUSTER)
     chief: str = option(
         CHIEFS[0],
-        "Role of the chief: a process of its own, one that also runs the script, or worker 0.",
+        "Chief of the cluster: a process of its own (driver), one that also runs the script (script), worker 0 (none).",
         choices=CHIEFS,
+        group=CLUSTER,
     )
     evaluator: bool = option(
-        False, "Run the script in one more process, the evaluator, which follows the checkpoints.", SWITCH
+        False,
+        "Run the script in one more process, the evaluator, which follows the checkpoints.",
+        SWITCH,
+        group=CLUSTER,
     )
-    restarts: int = option(
-        0, "Number of failures, in total, after which tasks are restarted; one more ends the cluster.", WHOLE, 0
-    )
+    restarts: int = option(0, "Restart failed tasks up to N times in total.", WHOLE, 0, group=CLUSTER)
     replication_factor: int = option(
         lambda: replication_factor_from(),
-        "Servers that hold each variable: with 2 the job goes on when one of them is lost.",
+        "Number of servers that hold each variable. With 2 the job survives the loss of a server. The same for all "
+        "workers and the chief.",
         WHOLE,
         1,
         most=2,
         variable=REPLICATION_FACTOR,
         otherwise="1",
+        group=CLUSTER,
     )
-    script: str = option("", "Path of the script, relative to the working directory of psworker.")
-    args: tuple[str, ...] = option((), "Arguments of the script.", LIST)
+    script: str = option("", "Path of the script, relative to the working directory of psworker.", group=SCRIPT)
+    args: tuple[str, ...] = option((), "Arguments of the script.", LIST, group=SCRIPT)
     save_on_sigterm: bool = option(
         lambda: saves_on_sigterm(),
-        "Save a checkpoint before a worker that gets SIGTERM leaves.",
+        "When a worker gets SIGTERM, save a checkpoint before it leaves.",
         SWITCH,
         variable=SAVE_ON_SIGTERM,
-        otherwise="no",
+        group=CHECKPOINTS,
     )
-    module: str = option("", "Module that workers import in place of the script, which the chief alone runs.")
+    module: str = option(
+        "",
+        "Module that workers import in place of the script; only the chief runs the script.",
+        group=SCRIPT,
+        metavar="MODULE",
+    )
     server: ServerOptions = field(default_factory=ServerOptions)
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
-    debug: bool = option(False, "Show tracebacks of this package's errors.", SWITCH)
+    debug: bool = option(False, "Show tracebacks of this package's errors.", SWITCH, group=LOGGING)
     transport: str = option(
         lambda: transport_from(),
-        "Fastest transport that workers may use.",
+        "Fastest transport that workers may use; where it does not work, the next one is used.",
         choices=TRANSPORTS,
         variable=TRANSPORT,
         otherwise=TRANSPORTS[0],
+        group=NETWORK,
     )
     local_reduction: bool = option(
         lambda: local_reduction_from(),
         "Sum the gradients of a host's workers in shared memory, and send the sum once.",
         SWITCH,
         variable=LOCAL_REDUCTION,
-        otherwise="no",
+        group=NETWORK,
     )
     log_level: str = logging_setup.LOG_LEVEL.field("")
     log_format: str = logging_setup.LOG_FORMAT.field(logging_setup.FORMATS[0])
     metrics_port: int | None = option(
         lambda: metrics_from()[1],
-        "Port of the first task's metrics; other tasks take the ports after it. 0 picks free ones.",
+        "Port of the first task's metrics; the other tasks use the ports after it. 0 picks free ports.",
         WHOLE,
         0,
         most=PORTS,
         variable=METRICS_PORT,
-        otherwise="none",
+        otherwise="no metrics",
+        group=LOGGING,
+        metavar="PORT",
     )
     traces: str = TRACES.field(lambda: trace_options().traces)
     metrics_host: str = option(
@@ -155,6 +150,8 @@ class LaunchConfig:
         "Address on which metrics are served.",
         variable=METRICS_HOST,
         otherwise=LOCAL_HOST,
+        group=LOGGING,
+        metavar="ADDRESS",
     )
     security: SecurityOptions = field(default_factory=lambda: security_options())
 
@@ -210,13 +207,13 @@ def launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> str
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str] | None:
     """The names of the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use; None where it is not set."""
-    names = environ.get("CUDA_VISIBLE_DEVICES")
+    names = environ.get(VISIBLE_GPUS)
     return None if names is None else [name for name in names.split(",") if name]
 
 
 def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets `CUDA_VISIBLE_DEVICES` for this process and its children; of no effect once CUDA has been used."""
-    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    environ[VISIBLE_GPUS] = ",".join(names)
 
 
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
@@ -225,7 +222,8 @@ def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
 
 
 def transport_from(environ: Mapping[str, str] = os.environ) -> TransportName:
-    """The fastest transport that may be used, which `PS_TRANSPORT` says, else any; raises `ConfigError` for an unknown one."""
+    """The fastest transport that may be used, which `PS_TRANSPORT` says, else any; raises `ConfigError` for an unknown
+    one."""
     return check_transport(environ.get(TRANSPORT, TRANSPORTS[0]))
 
 
@@ -253,7 +251,8 @@ def job_from(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
-    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry" where a proxy refuses for servers that may be alive."""
+    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry" where a proxy refuses for servers that may be
+    alive."""
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
@@ -337,7 +336,7 @@ def trace_options(environ: Mapping[str, str] = os.environ) -> TraceOptions:
 
 def set_traces(traces: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets `PS_TRACES` for this process and its children."""
-    environ[VARIABLE] = traces
+    environ[TRACES_VARIABLE] = traces
 
 
 def _check_port(name: str, port: int | None) -> None:
@@ -416,10 +415,10 @@ def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def runtime_directory(environ: Mapping[str, str] = os.environ) -> str:
     """Returns the directory in which files of this user's running clusters lie: below `XDG_RUNTIME_DIR`, or /tmp."""
-    above = environ.get("XDG_RUNTIME_DIR", "")
+    above = environ.get(RUNTIME_DIRECTORY, "")
     return f"{above}/paramserver" if above else f"/tmp/paramserver-{os.getuid()}"
 
 
 def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether a terminal should be shown colours (https://no-color.org)."""
-    return not environ.get("NO_COLOR")
+    return not environ.get(NO_COLOR)

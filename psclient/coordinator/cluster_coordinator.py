@@ -277,7 +277,8 @@ class ClusterCoordinator:
         return self._session.task
 
     def _look(self) -> None:
-        """Raises if no worker has been there for too long; called while this process waits, every `Timeouts.report_interval`."""
+        """Raises if no worker has been there for too long; called while this process waits, every
+        `Timeouts.report_interval`."""
         session = self._session
         future = session.log_server.schedule(session.number, ClosureOrder(told=self._told))
         state = wait(session, future, lambda: None)

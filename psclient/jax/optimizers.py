@@ -265,13 +265,15 @@ def check_transformation(tx: object) -> None:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         raise TypeError(
             "tx is a transformation of optax, a Python function that servers cannot run; write psj.optimizers."
-            f"{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the same arguments, or take one of "
+            f"{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the same arguments, or take "
+            "one of "
             "ps.optimizers; for optax.clip_by_global_norm(x) give it global_clipnorm=x"
         )
 
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"psj.optimizers has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of ps.optimizers by "
+        f"psj.optimizers has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of "
+        "ps.optimizers by "
         "Keras's, among them Adamax, Lamb, Lion, Nadam and RMSprop"
     )

@@ -21,8 +21,8 @@ NO_ROWS: Mapping[Rows, Any] = MappingProxyType({})
 class TrainState:
     """Parameters after some number of steps. Made by `create`, and by `apply_gradients` of the state before.
 
-        state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optimizers.adam(1e-3), strategy=strategy)
-        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, batch)
+        state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optimizers.adam(1e-3),
+        strategy=strategy) loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, batch)
         state = state.apply_gradients(grads=grads)
 
     A state is a pytree of `step` and `params`, so that it may be given to compiled functions. Its values are fetched

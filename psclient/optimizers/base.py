@@ -68,8 +68,8 @@ class Optimizer(Described):
             in a step if the sum of the gradients of one of its calls is not zero there. "dense": what it is for the
             whole gradient, which is made. A step that is not elementwise, as of `Lamb`, is dense, and cannot be lazy.
             Dynamic tables have no dense steps, and refuse what needs one.
-        catch_up: how an exact step is made up. "replay": one after the other, with the same bits. "closed_form": many as one,
-            within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and
+        catch_up: how an exact step is made up. "replay": one after the other, with the same bits. "closed_form": many
+            as one, within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and
             `Adadelta` have one.
 
     Raises:

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from psclient._src.telemetry.observer import Servers
 from psclient.psctl.output import table, terminal
-from psclient.psctl.settings import CommandSettings, ObservedCluster, connected, options, settings
+from psclient.psctl.settings import WATCH, CommandSettings, ObservedCluster, connected, options, settings
 from psclient.psctl.status import lines, problem_line
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.flags import Command, Flag
 from pswire.model.status import Happened
 from pswire.telemetry.views.job_view import JobView, Problem, view_of
 from pswire.telemetry.views.looked import Looked, why_silent
@@ -25,16 +26,28 @@ from pswire.telemetry.views.numbers import ago, short
 from pswire.telemetry.views.rates import RateMeter, Rates, rate_words
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=WATCH,
+    examples=(
+        ("Follow a job on this machine", "psctl top --local"),
+        ("Print one interval of ten seconds as JSON", "psctl top --json --interval 10"),
+    ),
+)
 @click.option(
-    "--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between two looks."
+    "--interval",
+    cls=Flag,
+    type=click.FloatRange(0.1),
+    default=1.0,
+    metavar="SECONDS",
+    help="Time between two updates. [default: 1]",
 )
 @options
 @settings
 def top(settings: CommandSettings, interval: float) -> int:
-    """Shows a job as it runs, until Ctrl-C.
+    """Show a live table of a job, until Ctrl-C.
 
-    Where there is no terminal, or with --json, it shows what the job does in one interval.
+    Without a terminal, or with --json, show one interval and exit.
     """
     cluster, console = settings.cluster(), terminal()
     with connected(settings, cluster) as servers:
@@ -80,15 +93,22 @@ class Watcher:
 # ---- What servers were told last ----
 
 
-@click.command()
-@click.option("--server", "number", type=click.IntRange(0), metavar="NUMBER", help="Show this server alone.")
+@click.command(
+    cls=Command,
+    section=WATCH,
+    examples=(
+        ("Show the last calls of all servers", "psctl events --local"),
+        ("Show those of server 1", "psctl events --server 1 --address 10.0.0.7:2222,10.0.0.8:2222"),
+    ),
+)
+@click.option("--server", "number", cls=Flag, type=click.IntRange(0), metavar="NUMBER", help="Show only this server.")
 @options
 @settings
 def events(settings: CommandSettings, number: int | None) -> int:
-    """Shows the last calls that servers took, and work that is over.
+    """Show the last calls and finished work of servers.
 
-    The newest is last; of each server there are a hundred at most. What comes by itself, such as heartbeats, is left out
-    unless it was refused. Exits with 1 where a server does not answer.
+    The newest call is last. Each server keeps a hundred calls. Heartbeats and other periodic calls are left out unless
+    they were refused. Exit with 1 if a server does not answer.
     """
     with connected(settings) as servers:
         found = [one for one in servers.recent() if number in (None, one.task.index)]

@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from psclient._src.config import tf_config_text
-from psclient.psctl.settings import CommandSettings, as_json, settings
+from psclient.psctl.settings import FILES, CommandSettings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
+from pswire.flags import Command, Flag
 from pswire.security.given import read_small
 from pswire.security.names import ADMIN, standby_name, task_name
 
@@ -18,31 +19,53 @@ DAYS = 365
 """Days that certificates are valid by default."""
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=FILES,
+    examples=(
+        ("Make certificates for two servers, four workers and a chief", "psctl certs certs --ps 2 --workers 4"),
+        ("Make new ones before the old ones expire", "psctl certs certs --ps 2 --workers 4 --renew"),
+    ),
+)
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--ps", type=click.IntRange(1), help="Servers [default: TF_CONFIG's].")
-@click.option("--workers", type=click.IntRange(0), help="Workers [default: TF_CONFIG's].")
-@click.option("--chief/--no-chief", "has_chief", default=True, help="Whether there is a chief task; else worker 0 is.")
-@click.option("--evaluator", is_flag=True, help="An evaluator, too.")
+@click.option("--ps", cls=Flag, type=click.IntRange(1), metavar="N", help="Number of servers. [default: TF_CONFIG's]")
+@click.option(
+    "--workers", cls=Flag, type=click.IntRange(0), metavar="N", help="Number of workers. [default: TF_CONFIG's]"
+)
+@click.option(
+    "--chief/--no-chief", "has_chief", default=True, help="With or without a chief task. [default: with a chief]"
+)
+@click.option("--evaluator", is_flag=True, help="With an evaluator.")
 @click.option(
     "--extra-workers",
+    cls=Flag,
     type=click.IntRange(0),
     default=0,
-    help="Workers that may join beyond those of the cluster: they have the next indices.",
+    metavar="N",
+    help="Number of workers that may join later (psworker --join); they get the next indices.",
 )
 @click.option(
     "--extra-ps",
+    cls=Flag,
     type=click.IntRange(0),
     default=0,
-    help="Standby servers: the certificate of each names all servers of the cluster, whose place it may take.",
+    metavar="N",
+    help="Number of standby servers (psserver --join); their certificates name all servers.",
 )
 @click.option(
     "--cluster",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A file with a TF_CONFIG, whose tasks get certificates.",
+    help="File with a TF_CONFIG; its tasks get certificates.",
 )
-@click.option("--days", type=click.IntRange(1, 36500), default=DAYS, show_default=True, help="How long they are good.")
-@click.option("--renew", is_flag=True, help="Make keys and certificates anew that are there; the CA and token stay.")
+@click.option(
+    "--days",
+    cls=Flag,
+    type=click.IntRange(1, 36500),
+    default=DAYS,
+    metavar="N",
+    help=f"Days for which certificates are valid. [default: {DAYS}]",
+)
+@click.option("--renew", is_flag=True, help="Replace existing keys and certificates; keep the CA and the token.")
 @as_json
 @settings
 def certs(
@@ -58,10 +81,11 @@ def certs(
     days: int,
     renew: bool,
 ) -> int:
-    """Makes OUT/ca, and for each task a directory such as OUT/ps-0 with tls.crt, tls.key, ca.crt and token.
+    """Make certificates and a token for all tasks of a cluster.
 
-    What is there stays: tasks that are added later get certificates of the same CA. OUT/admin is for psctl, and
-    OUT/ps-standby-0 for a standby server. Each process needs its own directory alone, and none needs OUT/ca.
+    Write OUT/ca, and for each task a directory such as OUT/ps-0 with tls.crt, tls.key, ca.crt and token. Existing files
+    are kept; tasks that are added later get certificates of the same CA. OUT/admin is for psctl, OUT/ps-standby-0 for a
+    standby server. Give each process only its own directory. No process needs OUT/ca.
     """
     tasks = list(_tasks(ps, workers, has_chief, evaluator, cluster))
     known = [task.index for task in tasks if task.job == "worker"]

@@ -13,33 +13,42 @@ import click
 from psclient.psctl.checkpoint_diff import DIFFERENCES, differences, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
 from psclient.psctl.output import WIDTH, table
-from psclient.psctl.settings import CommandSettings, as_json, settings
+from psclient.psctl.settings import FILES, CommandSettings, as_json, settings
 from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.manifest import MANIFEST, Manifest
 from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint, open_saved, require
 from pswire.checkpoint.storage import storage_at
 from pswire.checkpoint.table_tensors import beside
 from pswire.errors import ConfigError, DamagedCheckpoint
+from pswire.flags import Command, Group
 from pswire.telemetry.views.numbers import shape, size
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
 
 
-@click.group(no_args_is_help=False)
+@click.group(
+    cls=Group,
+    section=FILES,
+    examples=(
+        ("List the checkpoints of a run", "psctl checkpoint ls runs/digits"),
+        ("Check the newest one for damage", "psctl checkpoint verify runs/digits"),
+    ),
+    no_args_is_help=False,
+)
 def checkpoint() -> None:
-    """Looks at checkpoints, without a cluster.
+    """Inspect checkpoints, without a cluster.
 
-    A PATH is a checkpoint, or a directory of them, whose newest is meant: a local path or an fsspec URL such as
-    s3://bucket/run. Exits with 1 where faults or differences were found, and with 2 after an error.
+    PATH is a checkpoint, or a directory of checkpoints, of which the newest is used: a local path, or an fsspec URL
+    such as s3://bucket/run. Exit codes: 0, 1 if a fault or difference was found, 2 after an error.
     """
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command, examples=[("List the checkpoints of a run", "psctl checkpoint ls runs/digits")])
 @click.argument("directory")
 @as_json
 @settings
 def ls(settings: CommandSettings, directory: str) -> int:
-    """Lists the checkpoints in DIRECTORY, oldest first."""
+    """List the checkpoints in DIRECTORY, oldest first."""
     root = storage_at(directory)
     require(root, directory, "a directory of checkpoints")
     listed = FoundCheckpoint.within(root)
@@ -60,12 +69,16 @@ def ls(settings: CommandSettings, directory: str) -> int:
     return settings.tell(said, made if rows else f"there is no checkpoint in {directory}")
 
 
-@checkpoint.command("show")
+@checkpoint.command(
+    "show",
+    cls=Command,
+    examples=(("Show variables, shapes and sizes of the newest one", "psctl checkpoint show runs/digits"),),
+)
 @click.argument("path")
 @as_json
 @settings
 def show_checkpoint(settings: CommandSettings, path: str) -> int:
-    """Shows what the checkpoint at PATH has."""
+    """Show the contents of the checkpoint at PATH."""
     found = open_saved(path)
     manifest = found.manifest
     said = summary(found)
@@ -85,12 +98,17 @@ def show_checkpoint(settings: CommandSettings, path: str) -> int:
     return settings.tell(said, heading, made, *tables, *positions, *state)
 
 
-@checkpoint.command()
+@checkpoint.command(
+    cls=Command, examples=(("Check a checkpoint in a bucket", "psctl checkpoint verify s3://bucket/run/ckpt-4"),)
+)
 @click.argument("path")
 @as_json
 @settings
 def verify(settings: CommandSettings, path: str) -> int:
-    """Reads all of the checkpoint at PATH: sizes, names, dtypes, shapes and checksums; exits with 1 for a fault."""
+    """Read all files of a checkpoint and check them.
+
+    Compare sizes, names, dtypes, shapes and checksums. Exit with 1 if there is a fault.
+    """
     try:
         found = open_saved(path)
     except DamagedCheckpoint as error:
@@ -110,13 +128,18 @@ def verify(settings: CommandSettings, path: str) -> int:
     return settings.tell(said, f"{found.full} is whole: {count} variables{note}{bases}")
 
 
-@checkpoint.command()
+@checkpoint.command(
+    cls=Command, examples=(("Compare two checkpoints", "psctl checkpoint diff runs/digits/ckpt-1 runs/digits/ckpt-2"),)
+)
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
 @as_json
 @settings
 def diff(settings: CommandSettings, first: str, second: str) -> int:
-    """Compares the checkpoints A and B: names, dtypes, shapes and values; exits with 1 where they differ."""
+    """Compare the checkpoints A and B.
+
+    Compare names, dtypes, shapes and values. Exit with 1 if they differ.
+    """
     a, b = open_saved(first), open_saved(second)
     found = [*differences(a, b)]
     differing = [each for each in found if not each.same]
@@ -137,14 +160,17 @@ def diff(settings: CommandSettings, first: str, second: str) -> int:
     )
 
 
-@checkpoint.command()
+@checkpoint.command(
+    cls=Command,
+    examples=(("Export the newest checkpoint for NumPy", "psctl checkpoint export runs/digits weights.npz"),),
+)
 @click.argument("path")
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--force", is_flag=True, help="Overwrite OUT.")
 @as_json
 @settings
 def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
-    """Writes all variables of the checkpoint at PATH into one file, OUT.safetensors or OUT.npz."""
+    """Write all variables into one file, OUT.safetensors or OUT.npz."""
     write = EXPORTS.get(out.suffix)
     if write is None:
         raise ConfigError(f"{out} has no known ending; write {' or '.join(EXPORTS)}")
@@ -162,14 +188,18 @@ def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
     return settings.tell(said, f"{count} variables of {found.full} are in {out}")
 
 
-@checkpoint.command("compact")
+@checkpoint.command(
+    "compact",
+    cls=Command,
+    examples=(("Make a delta independent of its base", "psctl checkpoint compact runs/digits/ckpt-7"),),
+)
 @click.argument("path")
 @as_json
 @settings
 def compact_checkpoint(settings: CommandSettings, path: str) -> int:
-    """Makes the delta at PATH a whole checkpoint, which needs no other one any more; the files are checked before.
+    """Turn the delta at PATH into a whole checkpoint.
 
-    Removes what a killed compaction has left there, also where it is whole.
+    Check the files first. The result needs no other checkpoint. Also remove leftovers of a compaction that was killed.
     """
     found = open_saved(path)
     bases = [base.name for base in found.bases]

@@ -15,13 +15,13 @@ from psclient.psctl.dashboard import dashboard
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
 from psclient.psctl.job import drain, job, move, rebalance
-from psclient.psctl.local import _with_values, clusters
+from psclient.psctl.local import clusters, with_values
 from psclient.psctl.output import say
-from psclient.psctl.settings import CommandSettings, options
+from psclient.psctl.settings import SECTIONS, CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
 from pswire.errors import ConfigError, PSError
-from pswire.flags import explained
+from pswire.flags import ABOUT, Group, explained, version
 from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.given import printable
 
@@ -29,7 +29,7 @@ GROUP = "paramserver.psctl"
 """The entry points by which other packages give `psctl` commands: it imports them when they are called."""
 
 
-class Commands(click.Group):
+class Commands(Group):
     """The commands of this package, and those that others bring."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -57,15 +57,31 @@ def _brought(found: EntryPoint) -> click.Command:
     return command
 
 
-@click.group(name="psctl", cls=Commands, no_args_is_help=False, invoke_without_command=True)
-@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
+EXAMPLES = (
+    ("Show servers, workers and problems of a job", "psctl status --address 10.0.0.7:2222,10.0.0.8:2222"),
+    ("Watch the job that psworker --standalone runs on this machine", "psctl --local top"),
+)
+
+
+@click.group(
+    name="psctl",
+    cls=Commands,
+    sections=SECTIONS,
+    examples=EXAMPLES,
+    last=ABOUT,
+    no_args_is_help=False,
+    invoke_without_command=True,
+)
+@version()
 @options
 @click.pass_context
 def command(context: click.Context) -> int:
-    """Looks at jobs, and at checkpoints, without a part in them: no round waits for it.
+    """Inspect running jobs and checkpoints, and move servers.
 
-    Exits with 0, with 1 where something is wrong, and with 2 after an error. With --local alone it lists the clusters
-    that the launcher runs on this machine.
+    Inspection is read-only and does not slow training. Options may stand before or after the command. With --local and
+    no command, list the clusters that run on this machine.
+
+    Exit codes: 0, 1 if a fault or difference was found, 2 after an error.
     """
     told = context.ensure_object(CommandSettings)
     if context.invoked_subcommand is None:
@@ -99,7 +115,7 @@ def main(args: Sequence[str] | None = None) -> None:
     settings = CommandSettings(json="--json" in (sys.argv[1:] if args is None else args))
     try:
         take_interrupts()
-        given = _with_values(sys.argv[1:] if args is None else args)
+        given = with_values(sys.argv[1:] if args is None else args)
         code = command.main(given, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "psctl"

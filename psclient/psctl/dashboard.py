@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 import click
 
-from psclient.psctl.settings import CommandSettings, connected, options, settings
+from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
 from pswire.cluster import is_loopback, join_address
 from pswire.errors import ConfigError
+from pswire.flags import Command
 from pswire.security.link_codes import GOOD_SECONDS, make_code
 from pswire.telemetry.views.job_view import JobView, ServerView, view_of
 from pswire.telemetry.views.looked import Looked
@@ -44,16 +45,23 @@ class Link:
     local: bool
 
 
-@click.command()
-@click.option("--server", metavar="SERVER", help="Only this server's page, such as ps:0.")
+@click.command(
+    cls=Command,
+    section=WATCH,
+    examples=(
+        ("Print links to all pages of a job on this machine", "psctl dashboard --local"),
+        ("Print a link to the page of server 0", "psctl dashboard --server ps:0"),
+    ),
+)
+@click.option("--server", metavar="SERVER", help="Only the page of this server, such as ps:0.")
 @click.option("--chief", "of_chief", is_flag=True, help="Only the chief's page, which shows all servers.")
 @options
 @settings
 def dashboard(settings: CommandSettings, server: str | None, of_chief: bool) -> int:
-    """Prints links to the status pages of a job.
+    """Print links to the status pages of a job.
 
-    Open one in a browser: it shows who is there, rounds, bytes, variables, checkpoints, and refused callers, as they
-    change. A link is good for one hour, for reading. Whoever has it can look, so that it is for you alone.
+    Open a link in a browser: the page shows tasks, rounds, bytes, variables, checkpoints and refused callers, and
+    updates itself. A link is read-only and valid for one hour. Do not share it: it needs no further password.
     """
     number = None if server is None else _number(server)
     with connected(settings) as servers:

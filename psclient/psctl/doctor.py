@@ -14,8 +14,9 @@ from psclient.psctl.cluster_checks import CLUSTER_CHECKS
 from psclient.psctl.findings import Check, Finding, Patient
 from psclient.psctl.host_checks import HOST_CHECKS, here
 from psclient.psctl.output import table
-from psclient.psctl.settings import CommandSettings, ObservedCluster, options, settings
+from psclient.psctl.settings import CHECK, CommandSettings, ObservedCluster, options, settings
 from pswire.errors import ConfigError
+from pswire.flags import Command
 from pswire.security.identity import Security
 from pswire.telemetry.views.looked import Looked
 
@@ -25,15 +26,22 @@ CHECKS: tuple[Check, ...] = (*CLUSTER_CHECKS, *HOST_CHECKS)
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=CHECK,
+    examples=(
+        ("Check this machine and the cluster that TF_CONFIG names", "psctl doctor"),
+        ("Check the cluster that runs on this machine", "psctl doctor --local"),
+    ),
+)
 @options
 @settings
 def doctor(settings: CommandSettings) -> int:
-    """Looks for what keeps a job from running.
+    """Find out why a job does not run here.
 
-    Checks TF_CONFIG, names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits. Run it where a task
-    is to run, with its environment; with --local it looks at that cluster, and not at TF_CONFIG. Exits with 1 if
-    anything fails.
+    Check TF_CONFIG, host names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits. Run it on the
+    machine of a task, with the task's environment. With --local, check that cluster instead of TF_CONFIG. Exit with 1
+    if a check fails.
     """
     found = examine(patient(settings))
     failed = any(finding.level == "fail" for findings in found.values() for finding in findings)

@@ -10,8 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from psclient._src.network.tls_diagnosis import PROTOCOL, mismatch
-from psclient.psctl.settings import CommandSettings, options, settings
+from psclient.psctl.settings import CHECK, CommandSettings, options, settings
 from pswire.cluster import check_address
+from pswire.flags import Command
 from pswire.network.grpc_channel import open_channel, reason, stub
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name
@@ -71,14 +72,21 @@ def _failure(error: grpc.RpcError) -> str:
     return reason(details, details or code.name.lower())
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=CHECK,
+    examples=(
+        ("Check one server, as a probe of a container does", "psctl health 127.0.0.1:2222"),
+        ("Check all servers that TF_CONFIG names", "psctl health"),
+    ),
+)
 @click.argument("asked", nargs=-1, metavar="[HOST:PORT]...")
 @options
 @settings
 def health(settings: CommandSettings, asked: tuple[str, ...]) -> int:
-    """Asks servers whether they serve.
+    """Check that servers are ready, for probes.
 
-    All of the cluster where no HOST:PORT is given. Exits with 1 unless all do.
+    Check all servers of the cluster if no HOST:PORT is given. Exit with 1 unless all are ready.
     """
     addresses = asked or tuple(settings.cluster().servers.values())
     security = settings.security()

@@ -1,4 +1,5 @@
-"""What is done about a running job: it is ended (`psctl job delete`), or its servers move (`move`, `drain`, `rebalance`).
+"""What is done about a running job: it is ended (`psctl job delete`), or its servers move (`move`, `drain`,
+`rebalance`).
 
 Servers go to processes that wait for a place, as `psserver --join` does. The chief moves them, one after the other,
 each where a step begins; these commands ask for it, and wait until it is done.
@@ -16,9 +17,10 @@ import click
 from psclient._src.chief.discard import discard
 from psclient._src.network.remote_server import connect
 from psclient._src.telemetry.observer import Servers
-from psclient.psctl.settings import CommandSettings, connected, options, settings
+from psclient.psctl.settings import CHANGE, CommandSettings, connected, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout
+from pswire.flags import Command, Flag, Group
 from pswire.limits import Timeouts
 from pswire.model.places import NOWHERE, Standby
 from pswire.model.status import ServerStatus, newest_of
@@ -41,26 +43,34 @@ It is given where all are now, and whether one has moved already.
 waits = click.option(
     "--wait",
     "wait",
+    cls=Flag,
     type=click.FloatRange(0, min_open=True),
     default=WAIT_SECONDS,
     metavar="SECONDS",
-    help=f"How long one server may take to move [default: {WAIT_SECONDS:g}].",
+    help=f"Time that one server may take to move. [default: {WAIT_SECONDS:g}]",
 )
 
 
-@click.group(no_args_is_help=False)
+@click.group(
+    cls=Group,
+    section=CHANGE,
+    examples=(("Discard a job whose processes are gone", "psctl job delete --address 10.0.0.7:2222"),),
+    no_args_is_help=False,
+)
 def job() -> None:
-    """Does something about a job as a whole."""
+    """Discard a job that did not end cleanly."""
 
 
-@job.command()
+@job.command(
+    cls=Command, examples=(("Discard a job whose processes are gone", "psctl job delete --address 10.0.0.7:2222"),)
+)
 @options
 @settings
 def delete(told: CommandSettings) -> int:
-    """Discards the job that the servers hold, once its processes are gone.
+    """Discard the job on these servers, so that another can begin.
 
-    Servers keep the variables of a job that was not left cleanly, so that its processes may come back. After this any
-    other job begins, and servers with --until-done end. Checkpoints stay. It needs the chief's certificate.
+    Servers keep the variables of a job that did not end cleanly, so that its processes can return. Refused while a
+    process of the job is connected. Servers with --until-done end. Checkpoints are kept. Needs the chief's certificate.
     """
     cluster = ClusterSpec({"ps": tuple(told.cluster().servers.values())})
     timeouts = dataclasses.replace(Timeouts(), start_timeout=told.seconds, call_timeout=told.seconds)
@@ -111,32 +121,46 @@ class JobPlaces:
         return found
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=CHANGE,
+    examples=(
+        ("Move server 1 to any standby server", "psctl move ps:1"),
+        ("Move it to a certain one", "psctl move ps:1 --to 10.0.0.9:2222"),
+    ),
+)
 @click.argument("task")
-@click.option("--to", "to", metavar="HOST:PORT", default="", help="Where [default: any process that waits].")
+@click.option("--to", "to", metavar="HOST:PORT", default="", help="Address of a standby server. [default: any]")
 @waits
 @options
 @settings
 def move(told: CommandSettings, task: str, to: str, wait: float) -> int:
-    """Moves a server to a process that waits for a place, while the job goes on.
+    """Move a server to a standby server, while the job runs.
 
-    TASK is a server, such as ps:1. Start the process with psserver --join. The server ends once the job goes on with
-    the process. Needs PS_REPLICATION_FACTOR=2.
+    TASK is a server, such as ps:1. psserver --join starts the standby server. The old server ends when the job
+    uses the new one. Needs PS_REPLICATION_FACTOR=2.
     """
     server = _server(task)
     return _move_each(told, lambda places, moved: None if moved else (server, to), wait)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=CHANGE,
+    examples=(
+        ("Move server 1 away from its machine", "psctl drain ps:1"),
+        ("Move all servers of a rack away", "psctl drain rack-3"),
+    ),
+)
 @click.argument("what")
 @waits
 @options
 @settings
 def drain(told: CommandSettings, what: str, wait: float) -> int:
-    """Moves away a server, or all servers of a failure domain, so that their machine can be taken.
+    """Move servers away from a machine or failure domain.
 
-    WHAT is a server, such as ps:1, or a domain (psserver --domain, the host's name by default). They go to processes of
-    other domains that wait for a place.
+    WHAT is a server, such as ps:1, or a domain (psserver --domain, by default the host's name). The servers move to
+    standby servers in other domains.
     """
 
     def choose(places: JobPlaces, moved: bool) -> tuple[int, str] | None:
@@ -160,15 +184,19 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
     return _move_each(told, choose, wait)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=CHANGE,
+    examples=(("Use the standby servers of new machines", "psctl rebalance"),),
+)
 @waits
 @options
 @settings
 def rebalance(told: CommandSettings, wait: float) -> int:
-    """Spreads the servers over the failure domains in which processes wait for a place.
+    """Spread servers over the domains that have standby servers.
 
-    The servers with the most bytes of variables go first. Start processes with psserver --join on the machines that
-    came, and give the job as many servers at its start as it may have machines later.
+    The servers with the most bytes of variables move first. Start standby servers with psserver --join on new machines.
+    Start the job with as many servers as it may have machines later.
     """
 
     def choose(places: JobPlaces, moved: bool) -> tuple[int, str] | None:

@@ -13,7 +13,7 @@ from psclient.psctl.output import table
 FLAG = "--local"
 
 
-def _with_values(args: Sequence[str]) -> list[str]:
+def with_values(args: Sequence[str]) -> list[str]:
     """Returns a command line in which `--local` has a value, which users need not write: `--local=` is any cluster.
 
     A name is written behind an equals sign alone, so that no command is taken for one.

@@ -17,11 +17,18 @@ from psclient._src.telemetry.observer import Servers
 from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address, check_addresses
 from pswire.errors import ConfigError
-from pswire.options import flag_name, options_of
+from pswire.flags import Flag
+from pswire.options import CLUSTER, OUTPUT, flag_name, options_of
 from pswire.security.identity import FLAGS, Security, SecurityOptions
 from pswire.security.names import ADMIN, task_name
 
-Command = TypeVar("Command", bound=Callable[..., object])
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
+
+SECTIONS = WATCH, CHECK, CHANGE, FILES, PLAN = (
+    *("Watch a job", "Find faults", "Change a running job", "Checkpoints and certificates"),
+    "Measure and plan",
+)
+"""Headings of `psctl --help`, under which commands stand together."""
 
 SECONDS = 5.0
 """Time that a server may take to answer."""
@@ -155,17 +162,17 @@ def cluster_of(text: str) -> ObservedCluster:
 
 def _option(
     name: str, *flags: str, read: Callable[[Any], object] = lambda value: value, **keys: Any
-) -> Callable[[Command], Command]:
+) -> Callable[[Decorated], Decorated]:
     """An option that is given before the command or after it, and sets an attribute of `CommandSettings`."""
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
             setattr(context.ensure_object(CommandSettings), name, read(value))
 
-    return click.option(*flags, name, expose_value=False, callback=store, **keys)
+    return click.option(*flags, name, expose_value=False, callback=store, cls=Flag, **keys)
 
 
-as_json = _option("json", "--json", is_flag=True, help="Print JSON, for machines.")
+as_json = _option("json", "--json", is_flag=True, group=OUTPUT, help="Print JSON.")
 
 OPTIONS = (
     _option(
@@ -173,31 +180,34 @@ OPTIONS = (
         "--address",
         read=partial(check_addresses, where="--address"),
         metavar="HOST:PORT[,...]",
-        help="All servers, in order [default: TF_CONFIG's].",
+        group=CLUSTER,
+        help="Addresses of all servers, in order. [default: TF_CONFIG's]",
     ),
     _option(
         "local",
         "--local",
         metavar="[=NAME]",
-        help="The cluster that the launcher runs on this machine, with its token.",
+        group=CLUSTER,
+        help="Use the cluster that psworker --standalone runs on this machine, and its token.",
     ),
     _option(
         "seconds",
         "--timeout",
         type=click.FloatRange(0, min_open=True),
         metavar="SECONDS",
-        help=f"How long a server may take to answer [default: {SECONDS:g}].",
+        group=CLUSTER,
+        help=f"Time that a server may take to answer. [default: {SECONDS:g}]",
     ),
     *(
-        _option(name, flag_name(name), metavar="PATH", help=each.help(""))
+        _option(name, flag_name(name), metavar="PATH", group=each.group, help=each.help(""))
         for name, each in options_of(SecurityOptions).items()
     ),
     as_json,
 )
 
 
-def options(command: Command) -> Command:
-    """Gives a command the options that all have that look at servers."""
+def options(command: Decorated) -> Decorated:
+    """Gives a command the options of all commands that connect to servers."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command

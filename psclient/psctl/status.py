@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from psclient.psctl.output import breadth, table, terminal
-from psclient.psctl.settings import CommandSettings, connected, options, settings
+from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
+from pswire.flags import Command, Flag
 from pswire.telemetry.views.job_view import JobView, ServerView, TaskView, view_of
 from pswire.telemetry.views.numbers import short
 from pswire.telemetry.views.rates import RateWords
@@ -22,21 +23,29 @@ COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 """Of states; those that are not here are red."""
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=WATCH,
+    examples=(
+        ("Show the job that TF_CONFIG names, every ten seconds", "psctl status --watch 10"),
+        ("Print the state of a job as JSON", "psctl status --json --address 10.0.0.7:2222"),
+    ),
+)
 @click.option(
     "--watch",
     "every",
+    cls=Flag,
     type=click.FloatRange(0.1),
     metavar="SECONDS",
-    help="Say it again at this interval, until Ctrl-C.",
+    help="Repeat at this interval, until Ctrl-C.",
 )
 @options
 @settings
 def status(settings: CommandSettings, every: float | None) -> int:
-    """Shows every server and every task of a job.
+    """Show every server and task of a job, and its problems.
 
-    Who is there, in which round, and whom it waits for; below that what is wrong, and what to do. Exits with 1 where
-    something is.
+    For each task show its state, its round, and the tasks that it waits for. Below that list problems with advice. Exit
+    with 1 if there is a problem.
     """
     cluster = settings.cluster()
     with connected(settings, cluster) as servers:

@@ -12,9 +12,10 @@ import numpy as np
 from rich.table import Table
 
 from psclient.psctl.output import plain, table
-from psclient.psctl.settings import CommandSettings, connected, options, settings
+from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.flags import Command
 from pswire.limits import refuse_unknown
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array
@@ -22,14 +23,22 @@ from pswire.telemetry.views.numbers import shape, short, size
 from pswire.telemetry.views.variable_list import beside, described, row_of, slots, totals
 
 
-@click.command("vars")
+@click.command(
+    "vars",
+    cls=Command,
+    section=WATCH,
+    examples=(
+        ("List all variables of a job on this machine", "psctl vars --local"),
+        ("List some of them as JSON", "psctl vars 'dense*' --json"),
+    ),
+)
 @click.argument("pattern", default="*")
 @options
 @settings
 def variables(settings: CommandSettings, pattern: str) -> int:
-    """Lists the variables of a job.
+    """List the variables of a job.
 
-    Those whose names match PATTERN, such as 'dense*', each with what optimizers keep beside it.
+    List variables whose names match PATTERN, such as 'dense*', each with its optimizer slots.
     """
     with connected(settings) as servers:
         known = servers.variables()
@@ -59,16 +68,27 @@ def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
 # ---- One value ----
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=WATCH,
+    examples=(
+        ("Print statistics of a variable", "psctl read dense/kernel --stats"),
+        ("Save its value for NumPy", "psctl read dense/kernel --npy kernel.npy"),
+    ),
+)
 @click.argument("name")
-@click.option("--stats", is_flag=True, help="Least, greatest, mean, standard deviation, and how many are not finite.")
-@click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write it into a file of NumPy's instead.")
+@click.option(
+    "--stats",
+    is_flag=True,
+    help="Print minimum, maximum, mean, standard deviation, and number of non-finite values.",
+)
+@click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write the value into a NumPy file.")
 @options
 @settings
 def read(settings: CommandSettings, name: str, stats: bool, npy: Path | None) -> int:
-    """Prints a variable's value as it is now.
+    """Print the current value of a variable.
 
-    NAME is as psctl vars shows it. No round waits for the value to be read.
+    NAME is a name that psctl vars lists. Training does not wait.
     """
     if npy is not None and not npy.parent.is_dir():
         raise ConfigError(f"there is no directory {npy.parent} to write {npy.name} into; make it first")

@@ -17,12 +17,12 @@ from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable, VariableAggregation
 from psclient.train.checkpoint import Checkpoint, backend_of
 from psclient.train.options import DEFAULT, CheckpointOptions
-from pswire import strict_json
+from pswire.checkpoint import strict_json
 from pswire.checkpoint.reader import listed
+from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError, NoCheckpoint
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import spec_of
-from pswire.strict_json import Malformed
 
 log = logging.getLogger("psclient")
 

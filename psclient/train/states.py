@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
 
 TAG = "$"
 """The first character of the key that says a type; a dict of the user's that has such a key says its type as well."""

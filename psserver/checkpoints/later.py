@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Connections to the other servers of a job, on which this one says its votes. A thread keeps each of them.
 
-A server introduces itself over gRPC, and then votes on the other's tcp transport, or over gRPC where that cannot be reached.
-A vote that is said while there is no connection, or on one that breaks, is dropped: the machine keeps it, and says it
-again once there is another.
+A server introduces itself over gRPC, and then votes on the other's tcp transport, or over gRPC where that cannot be
+reached. A vote that is said while there is no connection, or on one that breaks, is dropped: the machine keeps it, and
+says it again once there is another.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from pswire.model.status import Happened
 log = logging.getLogger("psserver")
 
 Reason = Literal["token", "certificate", "handshake", "transport"]
-"""What a caller lacked: the job's token, a certificate that may do this, any certificate, or a transport of its session."""
+"""What a caller lacked: the job's token, a certificate that may do this, any certificate, or a transport of its
+session."""
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 

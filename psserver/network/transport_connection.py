@@ -134,8 +134,8 @@ class Connection:
         sock: the connection.
         shared: True if data are in memory that the client will hand over.
         peer: where the client is, for messages.
-        names: the names in the client's certificate; None where the transport asks for none. A client that shares memory
-            shows only its token, which came over a channel that has asked.
+        names: the names in the client's certificate; None where the transport asks for none. A client that shares
+            memory shows only its token, which came over a channel that has asked.
     """
 
     def __init__(self, transports: Hub, sock: Stream, shared: bool, peer: str = "", names: Names = None) -> None:
@@ -410,7 +410,8 @@ class Connection:
             raise self._transports.ended
         if len(self._under_way) >= MAX_CALLS:
             raise InvalidRequest(
-                f"{MAX_CALLS} calls of this session wait on its transport already; wait for some of them before the next",
+                f"{MAX_CALLS} calls of this session wait on its transport already; wait for some of them before the "
+                "next",
                 self._transports.task,
             )
 

@@ -47,7 +47,8 @@ One that ends later may be cut off.
 """
 
 DEPUTY_HEARTBEATS = 2
-"""Heartbeats for which a chief that stands by has the first word once a chief is gone; then a worker takes its place."""
+"""Heartbeats for which a chief that stands by has the first word once a chief is gone; then a worker takes its
+place."""
 
 JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 """Form of a join point, which every process is told."""
@@ -57,7 +58,7 @@ ENDED = {
     "failed": "it failed",
     "lost": "its lease ended",
     "replaced": "the task was started again",
-    "hung": "it heartbeat, and held up a round for longer than PS_ROUND_TIMEOUT: its script hangs, or computes for too long",
+    "hung": "its heartbeats came, and it held up a round for longer than PS_ROUND_TIMEOUT: the script hangs or is slow",
 }
 
 
@@ -160,7 +161,8 @@ class Membership:
         lease: seconds after which a silent session is lost.
         heartbeat: seconds between two signs of life.
         incarnation: of this server, which is in the numbers that it gives; those of an earlier one differ, by chance.
-        generation: returns the newest generation, whose members alone decide for all; None while there is none, and all decide.
+        generation: returns the newest generation, whose members alone decide for all; None while there is none, and all
+            decide.
         held: returns True if there is a job with variables that is not over.
         generations: returns all generations of the job, by number.
     """
@@ -329,8 +331,8 @@ class Membership:
     def leave_now(self, now: float) -> bool | None:
         """Returns True while a process leaves that was told to end, None while one is here that may be told so yet.
 
-        A chief is here until it has told that the job is over. Who heartbeats no more is not: where another server keeps the
-        sessions, this one hears of no farewell.
+        A chief is here until it has told that the job is over. Who heartbeats no more is not: where another server
+        keeps the sessions, this one hears of no farewell.
         """
         return self._sessions.leave(now - DEPUTY_HEARTBEATS * self._heartbeat)
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -15,23 +16,32 @@ import click
 from rich.table import Table
 
 from psclient.psctl.output import say, show, table
+from psclient.psctl.settings import PLAN
 from pstesting.planner import network as networks
 from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
 from pswire.errors import ConfigError
+from pswire.flags import Command, Decorated, Flag
 from pswire.network.traffic import TransportName
+from pswire.options import OUTPUT
 from pswire.sizes import human, parse_bytes
 
 if TYPE_CHECKING:
     from pstesting.planner.plan import Prediction
 
-WORTH = "Part of a step that twice as many servers have to save; else there are enough."
-
 BUSY = 0.5
 """Load of each core, before it begins, above which a calibration says that others use this machine."""
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    section=PLAN,
+    examples=(
+        ("Measure this host, and write costs.json", "psctl calibrate"),
+        ("Answer another host once, on port 2300", "psctl calibrate --answer 2300"),
+        ("Measure that host's network as well, from another host", "psctl calibrate --peer node1:2300"),
+    ),
+)
 @click.option(
     "--transport",
     "transports",
@@ -50,14 +60,20 @@ BUSY = 0.5
 )
 @click.option(
     "--turns",
+    cls=Flag,
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="How often it measures; what counts are medians. More on a host whose speed changes.",
+    metavar="N",
+    help="Measure N times and take medians; more on a host whose speed varies.",
 )
-@click.option("--peer", help="Another host, as HOST:PORT, that runs psctl calibrate --answer: measures the network.")
-@click.option("--answer", "answers", help="Only answer another host's --peer, once: the PORT, or HOST:PORT, for that.")
-@click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+@click.option(
+    "--peer", metavar="HOST:PORT", help="Also measure the network to a host that runs psctl calibrate --answer."
+)
+@click.option(
+    "--answer", "answers", metavar="[HOST:]PORT", help="Only answer another host's --peer on this port, once."
+)
+@click.option("--json", "as_json", is_flag=True, cls=Flag, group=OUTPUT, help="Print JSON.")
 def calibrate(
     transports: tuple[TransportName, ...],
     output: Path,
@@ -66,11 +82,10 @@ def calibrate(
     answers: str | None,
     as_json: bool,
 ) -> int:
-    """Measures this host: what a push, a round, a variable and a byte cost.
+    """Measure this host for psctl plan.
 
-    Runs small jobs of one to eight workers on it, for about a minute for each transport and turn, and writes a cost model,
-    with which simulations tell how long rounds take. Nothing else should use the host meanwhile. With --peer it
-    measures the network to another host as well, which takes ten seconds.
+    Run small jobs of one to eight workers, for about a minute per transport and turn, and write a cost model: the times
+    of a push, a round, a variable and a byte. Nothing else should use the host meanwhile. --peer adds ten seconds.
     """
     if answers is not None:
         host, port = check_address(answers if ":" in answers else f"0.0.0.0:{answers}", "--answer")
@@ -107,6 +122,13 @@ def calibrate(
     return 0
 
 
+def _number(
+    name: str, kind: click.IntRange | click.FloatRange, default: float, about: str
+) -> Callable[[Decorated], Decorated]:
+    """An option with a number."""
+    return click.option(name, cls=Flag, type=kind, default=default, show_default=True, metavar="N", help=about)
+
+
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)bit(?:/s)?\s*", re.IGNORECASE)
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min|h|d)\s*")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -138,38 +160,55 @@ def _table(text: str) -> tuple[float, int]:
     return float(match[1]) * _THOUSANDS[match[2].upper()], int(match[3])
 
 
-@click.command()
-@click.option("--workers", type=click.IntRange(1), required=True, help="Number of workers.")
-@click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Workers that share a host.")
-@click.option("--parameters", default="0", show_default=True, help="Bytes of all dense variables, such as 10GB.")
-@click.option("--variables", type=click.IntRange(1), default=100, show_default=True, help="Number of dense variables.")
-@click.option("--rows", help="Rows of all tables, and numbers of a row, such as 200M:64.")
-@click.option("--ids", type=click.IntRange(0), default=0, help="Ids of a worker's batch, each once.")
-@click.option("--network", help="Each host's network, each way, such as 25Gbit; else what calibrate --peer measured.")
-@click.option("--step", default="0s", show_default=True, help="Time that a worker computes a step, such as 120ms.")
-@click.option(
-    "--slots", type=click.IntRange(0), default=2, show_default=True, help="Slot variables: 2 of Adam, 0 of SGD."
+@click.command(
+    cls=Command,
+    section=PLAN,
+    examples=(
+        (
+            "A dense model of 10 GB on 16 workers with 25 Gbit/s",
+            "psctl plan --workers 16 --parameters 10GB --network 25Gbit --step 120ms",
+        ),
+        (
+            "An embedding table of 200 million rows of 64 numbers",
+            "psctl plan --workers 8 --rows 200M:64 --ids 50000 --network 10Gbit",
+        ),
+    ),
 )
-@click.option("--memory", default="0", show_default=True, help="Bytes that a server may hold, such as 64GB; 0: any.")
-@click.option("--copies", is_flag=True, help="Each variable has a copy on another server (PS_REPLICATION_FACTOR=2).")
+@click.option("--workers", cls=Flag, type=click.IntRange(1), required=True, metavar="N", help="Number of workers.")
+@_number("--per-host", click.IntRange(1), 1, "Number of workers on each host.")
+@click.option("--parameters", default="0", show_default=True, metavar="SIZE", help="Bytes of all dense variables.")
+@_number("--variables", click.IntRange(1), 100, "Number of dense variables.")
+@click.option("--rows", metavar="ROWS:DIM", help="Rows of all tables and numbers per row, such as 200M:64.")
+@_number("--ids", click.IntRange(0), 0, "Distinct ids in a worker's batch.")
+@click.option("--network", metavar="RATE", help="Bandwidth per host and direction. [default: that of --costs]")
+@click.option("--step", default="0s", show_default=True, metavar="TIME", help="Time that a worker computes per step.")
+@_number("--slots", click.IntRange(0), 2, "Slot variables per variable: 2 for Adam, 0 for SGD.")
+@click.option("--memory", default="0", show_default=True, metavar="SIZE", help="Memory of a server; 0 for unlimited.")
 @click.option(
-    "--transport", type=click.Choice(get_args(TransportName)), default="tcp", show_default=True, help="For pushes."
+    "--copies", is_flag=True, help="Keep a copy of each variable on another server (PS_REPLICATION_FACTOR=2)."
 )
-@click.option("--mtbf", default="90d", show_default=True, help="Mean time until a host fails.")
-@click.option("--save-every", default="10min", show_default=True, help="Time between two checkpoints.")
-@click.option("--restart", default="1min", show_default=True, help="Time until a job that is started again trains.")
-@click.option("--worth", type=click.FloatRange(0.01, 0.9), default=0.1, show_default=True, help=WORTH)
+@click.option(
+    "--transport",
+    type=click.Choice(get_args(TransportName)),
+    default="tcp",
+    show_default=True,
+    help="Transport of pushes.",
+)
+@click.option("--mtbf", default="90d", show_default=True, metavar="TIME", help="Mean time between failures of a host.")
+@click.option("--save-every", default="10min", show_default=True, metavar="TIME", help="Time between checkpoints.")
+@click.option("--restart", default="1min", show_default=True, metavar="TIME", help="Time that a restart takes.")
+@_number("--worth", click.FloatRange(0.01, 0.9), 0.1, "Part of a step that twice as many servers must save.")
 @click.option(
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
     default="costs.json",
     show_default=True,
-    help="What psctl calibrate wrote on such a machine.",
+    help="Cost model that psctl calibrate wrote on such a host.",
 )
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="File for a plot, as PNG or SVG; needs matplotlib."
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG or SVG file; needs matplotlib."
 )
-@click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+@click.option("--json", "as_json", is_flag=True, cls=Flag, group=OUTPUT, help="Print JSON.")
 def plan(
     workers: int,
     per_host: int,
@@ -191,11 +230,10 @@ def plan(
     plot: Path | None,
     as_json: bool,
 ) -> int:
-    """Says how many servers a job needs, what is its bottleneck, and what more of them would give.
+    """Predict how many servers a job needs, and its bottleneck.
 
-    Simulates the job with 1, 2, 4 and more servers, by a cost model of the machines, each process on a host of its own.
-    It takes from seconds to minutes. Predictions are no better than the cost model: compare one with a job that you
-    have.
+    Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
+    takes seconds to minutes. Predictions are as good as the cost model: compare one with a job that you have.
     """
     try:
         from pstesting.planner import plan as planning

@@ -73,7 +73,8 @@ class Question:
     def __post_init__(self) -> None:
         if self.transport not in self.costs.transports:
             raise ConfigError(
-                f"the cost model has no transport {self.transport}; it has {', '.join(self.costs.transports) or 'none'}: measure it "
+                f"the cost model has no transport {self.transport}; it has "
+                f"{', '.join(self.costs.transports) or 'none'}: measure it "
                 f"with psctl calibrate --transport {self.transport}"
             )
         if self.workers < 1:
@@ -150,8 +151,8 @@ class Plan:
         one_more: with one more.
         other_copies: with copies if there are none, and without them if there are.
         slow, backed: with one worker that is slower by `SLOW`; the same with a backup worker. None for one worker.
-        summed: with `local_reduction=True`, and as many servers as are worth it then; None where no workers share a host,
-            with rows, and where sums have no price.
+        summed: with `local_reduction=True`, and as many servers as are worth it then; None where no workers share a
+            host, with rows, and where sums have no price.
     """
 
     chosen: Prediction

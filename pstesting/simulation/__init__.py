@@ -10,6 +10,6 @@
     clients      real sessions, exchanges and chiefs in simulated processes
     jobs         a whole job, and what was seen of it
 
-What decides anything in a job is the code that decides it in production: sessions, generations, rounds, votes, the log, the
-chief, and what goes on when a server is lost. What takes time is the model's: nothing is sent, and arrays are tiny.
+What decides anything in a job is the code that decides it in production: sessions, generations, rounds, votes, the log,
+the chief, and what goes on when a server is lost. What takes time is the model's: nothing is sent, and arrays are tiny.
 """

@@ -11,15 +11,15 @@ from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import Any
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
 from pswire.checkpoint.manifest import Base, Manifest, Saved, Slice
+from pswire.checkpoint.strict_json import Malformed
 from pswire.checkpoint.table_tensors import beside
 from pswire.errors import CheckpointError
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import SnapshotOrder
 from pswire.model.saved import SavedTable, SavedTensor, Shard
 from pswire.model.tensor import TensorSpec
-from pswire.strict_json import Malformed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from itertools import chain, count
 from pathlib import PurePosixPath
 from typing import Any
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
+from pswire.checkpoint.strict_json import Malformed
 from pswire.checkpoint.table_specs import slots_from_json, slots_to_json, spec_from_json, spec_to_json
 from pswire.checkpoint.table_tensors import BESIDE, beside
 from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
@@ -18,7 +19,6 @@ from pswire.model.log import Examples, Position
 from pswire.model.saved import SavedTable
 from pswire.model.tensor import TensorSpec
 from pswire.process import version
-from pswire.strict_json import Malformed
 
 MANIFEST = "manifest.json"
 """Its name. A directory without one is no checkpoint: it is what a crash has left behind."""

@@ -28,10 +28,10 @@ from pswire.checkpoint.manifest import (
 )
 from pswire.checkpoint.safetensors_stream import TensorEntry, read_saved, read_saved_rows, told, verify_saved
 from pswire.checkpoint.storage import Storage, below, parted, storage_at
+from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
 from pswire.model.plan import ShardOf
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
-from pswire.strict_json import Malformed
 
 log = logging.getLogger("pswire")
 

@@ -16,11 +16,11 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
 from pswire.checkpoint.manifest import Saved
+from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest, PSError
 from pswire.model.tensor import DTYPES, Array, TensorSpec, as_bytes
-from pswire.strict_json import Malformed
 
 _NAMES = {
     "bool": "BOOL",

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
+from pswire.checkpoint.strict_json import Malformed
 from pswire.model.tables import Admission, Eviction, Initializer, SlotTensor, TableSpec
-from pswire.strict_json import Malformed
 
 _MAX_SEED = (1 << 64) - 1
 

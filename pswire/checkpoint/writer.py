@@ -33,12 +33,12 @@ from pswire.checkpoint.manifest import (
 from pswire.checkpoint.reader import SavedCheckpoint, named_latest
 from pswire.checkpoint.safetensors_stream import told
 from pswire.checkpoint.storage import Storage, below, parted
+from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError
 from pswire.model.log import Position
 from pswire.model.plan import ShardOf, SnapshotOrder
 from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
-from pswire.strict_json import Malformed
 
 log = logging.getLogger("pswire")
 

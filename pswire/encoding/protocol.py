@@ -1,8 +1,8 @@
 """The number of the protocol: the meaning and the bytes of the verbs, of gRPC's frames, and of the transports.
 
-Both ends say theirs when a session opens, a client again on each transport. Each end serves its own number and that of the
-version before, so that servers and workers may be replaced one after the other. A change of the bytes that the other
-end has to know, or of what they mean, is a new number.
+Both ends say theirs when a session opens, a client again on each transport. Each end serves its own number and that of
+the version before, so that servers and workers may be replaced one after the other. A change of the bytes that the
+other end has to know, or of what they mean, is a new number.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class Member:
 
 
 STEP = "step"
-"""The join point of a generation that some members leave, or by which a server comes back: the beginning of a step, which
-is a batch, or outside of every pass a `run`."""
+"""The join point of a generation that some members leave, or by which a server comes back: the beginning of a step,
+which is a batch, or outside of every pass a `run`."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,13 @@ class Generation:
         number: the generation's number; counts from 1.
         members: the members, in task order.
         join_point: place at which the older members take the new ones in: `dataset:<number>` before its next batch,
-            `plan:<hex>` before a round of that plan, or "" where the generation has no new members; `step` where some leave;
-            a `Change` where all members make their rounds in another way from here on.
+            `plan:<hex>` before a round of that plan, or "" where the generation has no new members; `step` where some
+            leave; a `Change` where all members make their rounds in another way from here on.
         start: place at which new members begin, if no older member is there to say it; all of them at a change.
-        leaving: members of earlier generations that make rounds with the others up to this generation's join point, and leave
-            there. They are not fenced.
-        save: number of the generation that has ordered a checkpoint, which its older members save before they take it in; 0
-            for none.
+        leaving: members of earlier generations that make rounds with the others up to this generation's join point, and
+            leave there. They are not fenced.
+        save: number of the generation that has ordered a checkpoint, which its older members save before they take it
+            in; 0 for none.
         returns: the server that is being readmitted, or is back with this generation; None for none.
     """
 
@@ -203,7 +203,8 @@ class Generation:
         return (*self.members, *self.leaving)
 
     def takes_part(self, number: int) -> bool:
-        """Returns whether a session makes rounds while this is the newest generation: of a member, or of one who leaves."""
+        """Returns whether a session makes rounds while this is the newest generation: of a member, or of one who
+        leaves."""
         return number in self.by_session or number in self._leavers
 
     @cached_property

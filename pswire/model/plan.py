@@ -234,8 +234,8 @@ class SnapshotOrder:
         round: the round of the section, so that no two orders are the same.
         state: JSON text of the process that proposes it, `{"objects": ..., "state": ...}`, for the manifest. No part of
             the plan's identity: processes may differ in it.
-        returns: number of the generation by which a server comes back that is to read it; 0 for none. Then it has the arrays
-            that this server held, by the numbers of their variables, and all dynamic tables.
+        returns: number of the generation by which a server comes back that is to read it; 0 for none. Then it has the
+            arrays that this server held, by the numbers of their variables, and all dynamic tables.
     """
 
     path: str
@@ -253,7 +253,8 @@ class Turn:
         round: the next round of the process that asks; where workers are asynchronous that from which they are, 0 where
             the job began so.
         generation: the generation that it has taken in; 0 where workers are asynchronous.
-        ordinal: number of restores begun before in that round and generation; where workers are asynchronous, since then.
+        ordinal: number of restores begun before in that round and generation; where workers are asynchronous, since
+            then.
     """
 
     round: int = 0

@@ -46,8 +46,10 @@ class SessionState:
 
     Attributes:
         member: task, session and replicas.
-        state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it heartbeat, and held a round up).
-        join_point: place at which a new member waits to be taken in, as `Generation.join_point`; "" while it is not ready.
+        state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it heartbeat, and held a round
+            up).
+        join_point: place at which a new member waits to be taken in, as `Generation.join_point`; "" while it is not
+            ready.
         silent: seconds since its last sign of life.
         drives: True for a chief's session, which takes part in no round.
         pace: its steps, rounds and waits, as its last heartbeat has told them.

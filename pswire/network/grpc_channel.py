@@ -60,8 +60,8 @@ def open_channel(
         address: the server's address, `host:port`.
         security: certificate and token that this process shows, and the CA that it asks for.
         name: the name that the server's certificate must have, whatever its address is.
-        lease: seconds; a connection whose packets vanish is given up after half of it, so that a heartbeat gets through on
-            another one.
+        lease: seconds; a connection whose packets vanish is given up after half of it, so that a heartbeat gets through
+            on another one.
     """
     pause = int(1000 * min(lease / 4, KEEPALIVE))
     # The last one is for a ping that was under way for another reason: gRPC sends no keepalive beside it.

@@ -1,8 +1,8 @@
 """Messages on the plain socket of a transport, tcp or shm: both ends are the same.
 
 A message is a head of fixed size, a header, which is an encoded protobuf message or nothing, and maybe the data of a
-part. On the tcp transport the data follow in the socket; on the shm transport they lie in memory that both ends share, and the
-message says where. The receiver of such data says when it needs them no more.
+part. On the tcp transport the data follow in the socket; on the shm transport they lie in memory that both ends share,
+and the message says where. The receiver of such data says when it needs them no more.
 
     kind, 3 zero bytes, size of header (4), call (8), offset (8), size of data (8), place (8), header, data
 
@@ -158,7 +158,8 @@ class Kind(IntEnum):
     PART = 5
     """A part; the first of an answer that is sent while it is made has a RoundHeader with the size."""
     ANSWER = 6
-    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part; to a heartbeat a HeartbeatReply."""
+    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part; to a heartbeat a
+    HeartbeatReply."""
     REFUSAL = 7
     """The last message of a call that failed: a Refusal."""
     FREED = 8

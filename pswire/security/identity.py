@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from pswire.errors import ConfigError
-from pswire.options import flag_name, option, options_of
+from pswire.options import PATH, SECURITY, flag_name, option, options_of
 from pswire.security.given import read_small
 from pswire.security.rotation import CertificateFiles, ServerContexts
+from pswire.variables import TLS_CA, TLS_CERT, TLS_KEY, TOKEN, TOKEN_FILE
 
 PREFIX = "PS_"
 """`PS_TLS_CERT` says what `--tls-cert` says; each field of `SecurityOptions` has such a name."""
@@ -113,16 +114,21 @@ class SecurityOptions:
 
     tls_cert: str = option(
         "",
-        "Path of the task's certificate; {task} stands for the task's name, such as ps-0 or worker-1.",
-        variable="PS_TLS_CERT",
-        hint="admin for psctl",
+        "The task's certificate. In this and the other paths {task} is the task's name, such as ps-0 or worker-1, and "
+        "admin for psctl.",
+        PATH,
+        variable=TLS_CERT,
+        group=SECURITY,
     )
-    tls_key: str = option("", "Path of the certificate's private key; {task} as above.", variable="PS_TLS_KEY")
-    tls_ca: str = option(
-        "", "Path of the CA certificate that signed those of all tasks; {task} as above.", variable="PS_TLS_CA"
-    )
+    tls_key: str = option("", "The certificate's private key.", PATH, variable=TLS_KEY, group=SECURITY)
+    tls_ca: str = option("", "The CA certificate that signed all certificates.", PATH, variable=TLS_CA, group=SECURITY)
     token_file: str = option(
-        "", "Path of a file with the job's token; {task} as above.", variable="PS_TOKEN_FILE", otherwise="PS_TOKEN"
+        "",
+        "A file with the job's token.",
+        PATH,
+        variable=TOKEN_FILE,
+        otherwise=f"the token in {TOKEN}",
+        group=SECURITY,
     )
     token: str = field(default="", repr=False)
 
@@ -191,7 +197,7 @@ class SecurityOptions:
         return certificate, key, ca, check(*pairs, name)
 
     def _token(self, name: str) -> str:
-        where, token = PREFIX + "TOKEN", self.token
+        where, token = TOKEN, self.token
         if self.token_file:
             path = _file(self.token_file, name)
             where, token = path, _read("--token-file", path).decode("ascii", "replace").strip()

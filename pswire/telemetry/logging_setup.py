@@ -14,19 +14,21 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from pswire.options import Option
+from pswire import variables
+from pswire.options import LOGGING, Option
 from pswire.security.given import printable
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
 LOG_LEVEL = Option(
-    "Level of the log of every process.",
+    "Lowest level of log lines.",
     choices=LEVELS,
-    variable="PS_LOG_LEVEL",
-    otherwise="warning; of servers info",
+    variable=variables.LOG_LEVEL,
+    otherwise="warning; for servers info",
+    group=LOGGING,
 )
-LOG_FORMAT = Option("Format of the log of every process, on stderr.", choices=FORMATS, variable="PS_LOG_FORMAT")
+LOG_FORMAT = Option("Format of the log on stderr.", choices=FORMATS, variable=variables.LOG_FORMAT, group=LOGGING)
 
 MAX_CHARACTERS = 5_000
 """Of a message, and of a traceback: whoever relays lines has to take them whole."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import refuse_unknown
-from pswire.options import Option
+from pswire.options import LOGGING, Option
+from pswire.variables import TRACES as VARIABLE
 
 if TYPE_CHECKING:
     from pswire.traces.tracer import Tracer
@@ -18,13 +19,12 @@ CHOICES = ("off", "otlp")
 PROTOCOLS = ("http/protobuf", "grpc")
 """Protocols of OTLP, of which the first is the default, as OpenTelemetry's specification asks."""
 
-VARIABLE = "PS_TRACES"
-
 TRACES = Option(
-    "Traces of every process: off, or otlp, to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names.",
+    "With otlp, export traces to the collector at OTEL_EXPORTER_OTLP_ENDPOINT.",
     choices=CHOICES,
     variable=VARIABLE,
     otherwise=CHOICES[0],
+    group=LOGGING,
 )
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"

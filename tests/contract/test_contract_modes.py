@@ -127,8 +127,8 @@ def test_a_mean_is_over_the_weights_of_the_push(job, lone):
 
 
 def test_who_is_fenced_adds_no_more(job, lone):
-    """By the generation, on every server: what it sends late does not count, and the other is not held up. Who comes back
-    begins anew, or goes on in its task's place: its rounds are no others' resends."""
+    """By the generation, on every server: what it sends late does not count, and the other is not held up. Who comes
+    back begins anew, or goes on in its task's place: its rounds are no others' resends."""
     one, other = lone.two
     variable, plan = lone.adder(0, (1,))
     lone.push(one, plan, [1], server=1, positions=HERE)
@@ -404,8 +404,8 @@ def test_who_does_not_wait_is_applied_no_further(job, near):
 
 @pytest.mark.parametrize("how", ["leave", "generation", "lease"])
 def test_who_goes_releases_the_others(job, near, how):
-    """A clean farewell, or a lease that ends, at server 0 at once, before any generation says so; and on all servers with
-    the generation that leaves it out."""
+    """A clean farewell, or a lease that ends, at server 0 at once, before any generation says so; and on all servers
+    with the generation that leaves it out."""
     one, other = near
     *_, late = ahead(job, one)
     if how == "leave":

@@ -74,7 +74,8 @@ def test_a_task_that_opens_again_ends_its_last_session(job):
 
 
 def test_a_process_that_goes_away_is_noticed(serve):
-    """By the call that it held, which ends with its connection: its task may be taken a heartbeat later, and not before."""
+    """By the call that it held, which ends with its connection: its task may be taken a heartbeat later, and not
+    before."""
     servers = serve(1)
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session

@@ -62,7 +62,7 @@ WRONG = {
     '{"checkpoints": {"root": "runs"}}': "checkpoints.root",
     '{"workers": {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": null}}}}': "memory",
     '{"servers": {"standbys": 1}}': "servers.standbys needs replicationFactor: 2",
-    '{"servers": {"standbys": 1}, "replicationFactor": 2, "controller": "tfjob"}': "standbys needs controller: job or jobset",
+    '{"servers": {"standbys": 1}, "replicationFactor": 2, "controller": "tfjob"}': "standbys needs controller: job or",
 }
 
 

@@ -128,7 +128,7 @@ def test_a_wheel_installs_in_an_empty_environment(version: str, tmp_path: Path) 
     run(TOOLS, "-m", "uv", "--quiet", "venv", "--python", python, tmp_path / "env", cwd=work)
     run(TOOLS, "-m", "uv", "--quiet", "pip", "install", "--python", bin / "python", wheel(), cwd=work)
     run(TOOLS, "-m", "uv", "--quiet", "pip", "check", "--python", bin / "python", cwd=work)
-    assert "Looks at jobs" in run(bin / "psctl", "--help", cwd=work)
+    assert "Inspect running jobs" in run(bin / "psctl", "--help", cwd=work)
     assert run(bin / "psserver", "--version", cwd=work) == f"psserver {wheel().name.split('-')[1]}\n"
     (work / "script.py").write_text(SCRIPT, encoding="utf-8")
     said = run(bin / "psworker", "--standalone", "--ps", "2", "--workers", "2", "script.py", cwd=work)

@@ -156,7 +156,8 @@ def test_a_job_that_changes_its_consistency():
 
 
 def push_large(steps, length):
-    """Large contributions to variables of each kind on two servers, of which none waits for the other; on each transport."""
+    """Large contributions to variables of each kind on two servers, of which none waits for the other; on each
+    transport."""
     strategy = ps.ParameterServerStrategy(transport=["shm", "tcp", "grpc"][ME])
     with strategy.scope():
         shared = [ps.Variable(np.zeros(length), name=f"w{n}") for n in range(2)]

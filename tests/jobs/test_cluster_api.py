@@ -174,7 +174,8 @@ def training(found, alone):
 
 
 def test_two_processes_train_what_one_does(training):
-    """The losses of 20 steps, the variables, and the count of the steps; the last batch of each generation is partial."""
+    """The losses of 20 steps, the variables, and the count of the steps; the last batch of each generation is
+    partial."""
     found, expected = training
     for process in found:
         assert len(process["losses"]) == 20

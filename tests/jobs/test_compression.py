@@ -134,8 +134,8 @@ def test_a_round_sends_less(name):
             before = strategy.bytes_transferred[0]
             step(strategy, optimizer, (gradient, w))
             sent.append(strategy.bytes_transferred[0] - before)
-        assert how.codec.nbytes(w.spec) <= sent[-1] < how.codec.nbytes(w.spec) + 200
-        assert how.codec.nbytes(w.spec) <= w.spec.nbytes / 2
+        assert how._codec.nbytes(w.spec) <= sent[-1] < how._codec.nbytes(w.spec) + 200
+        assert how._codec.nbytes(w.spec) <= w.spec.nbytes / 2
 
 
 def test_what_the_strategy_says_is_for_what_is_trained():

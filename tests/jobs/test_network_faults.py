@@ -23,7 +23,8 @@ from tests.kit.transports import ON_ONE_TRANSPORT, SIZE, Proxy, Site, eventually
 
 
 def hammer(rounds, rates, calls, changes):
-    """Sums of integers on a network that has faults, or, with a number of calls, on transports that break again and again.
+    """Sums of integers on a network that has faults, or, with a number of calls, on transports that break again and
+    again.
 
     Says the steps whose sums are not exact. With changes each step has another consistency.
     """

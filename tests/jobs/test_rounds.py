@@ -455,7 +455,8 @@ def test_two_arrays_alternate(transport):
 
 @pytest.mark.parametrize(("transport", "broken"), [("grpc", False), ("shm", True), ("tcp", True)])
 def test_a_large_round_is_not_waited_for(transport, broken):
-    """A third one is: its array is still in a round. What lay in a transport that broke is sent again from where it is."""
+    """A third one is: its array is still in a round. What lay in a transport that broke is sent again from where it
+    is."""
     two, three = threading.Event(), threading.Event()
 
     def send(strategy, worker):

@@ -190,8 +190,8 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
     """A second process and a second job are refused, with a sentence that says what to do; so is `psctl job delete`.
 
     The job that runs does not notice, and goes on without its first server. Once its processes are dead its variables
-    are held for them: another job is refused until `psctl job delete`. The server that keeps its sessions is asked whether
-    anybody is there, and told that it is over.
+    are held for them: another job is refused until `psctl job delete`. The server that keeps its sessions is asked
+    whether anybody is there, and told that it is over.
     """
     stops, gates = [(0, 5, "0 at 5"), (0, 8, "0 at 8")], ["0 at 5", "0 at 8"]
     keys = {"ps": 2, "workers": 2, "chief": "driver", "replication_factor": 2, "timeouts": QUICK}

@@ -28,6 +28,7 @@ from pswire.model.status import (
 # ---- Tasks, sessions and limits ----
 
 from pswire.cluster import check_addresses, ClusterSpec, parse_tf_config, Task
+from pswire.flags import ABOUT
 from pswire.limits import (
     ALIGN, MAX_NDIM, MAX_PARTS, MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_PLANS, MAX_SAVES, MAX_VARIABLES, PART_BYTES,
     Timeouts, WINDOW,
@@ -58,8 +59,8 @@ from pswire.model.tables import (
 # ---- The log of a job, and votes ----
 
 from pswire.model.log import (
-    Approved, Created, Done, Generation, GenerationClosed, Examples, Gone, JobStarted, LogEntry, Lost, Member, Mode, Position,
-    Return, Snapshotted, Start, Started, STEP,
+    Approved, Created, Done, Generation, GenerationClosed, Examples, Gone, JobStarted, LogEntry, Lost, Member, Mode,
+    Position, Return, Snapshotted, Start, Started, STEP,
 )
 from pswire.servers.votes import Digest, Testimony, Vote
 

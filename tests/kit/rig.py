@@ -117,7 +117,8 @@ class Servers:
 
 @contextmanager
 def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> Iterator[Servers]:
-    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a transport's name over a network.
+    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a transport's name over a
+    network.
 
     With `calls` it is gRPC, and each push and pull a call of its own.
     """
@@ -193,7 +194,8 @@ class Job:
         return opened
 
     def end(self, task: Task, drives: bool = False) -> None:
-        """The processes that are a task, or any chief, end: their connections have, for a heartbeat nobody has beaten."""
+        """The processes that are a task, or any chief, end: their connections have, for a heartbeat nobody has
+        beaten."""
         first = self.servers.cores[0]
         sessions = [
             state.member.session

@@ -1,4 +1,5 @@
-"""Transports for tests: one server with a job on it, a client's end by hand, and networks that break where a test says."""
+"""Transports for tests: one server with a job on it, a client's end by hand, and networks that break where a test
+says."""
 
 from __future__ import annotations
 
@@ -514,7 +515,8 @@ def connecting(change: Callable[[Any], Stream]) -> Callable[[], None]:
 
 
 def fragile(seed: int, calls: int) -> list[int]:
-    """Has the transports of this process break again and again, after 10 to so many calls; gives where they are counted."""
+    """Has the transports of this process break again and again, after 10 to so many calls; gives where they are
+    counted."""
     from psclient._src.network import transport_selector
 
     chosen = random.Random(seed)

@@ -206,7 +206,7 @@ def test_defaults_are_keras():
     ids=repr,
 )
 def test_servers_know_each(initializer, wire):
-    assert initializer.of_rows() == wire
+    assert initializer._of_rows() == wire
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def test_the_example_of_the_document(tmp_path):
 
 @pytest.mark.parametrize(("program", "most"), [("import time; time.sleep(60)", 10.0), ("while True: pass", 1.0)])
 def test_who_sleeps_rests(monkeypatch: pytest.MonkeyPatch, program: str, most: float) -> None:
-    """Once it has begun. Who always works, as a server at which 64 idle workers heartbeat, is not waited for for ever."""
+    """Once it has begun. Who always works, as a server at which 64 idle workers heartbeat, is not waited for for
+    ever."""
     monkeypatch.setattr(processor_time, "MOST_SECONDS", most)
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         try:

@@ -23,8 +23,8 @@ from pswire.sizes import human, parse_bytes
 class Boat:
     """Something with options."""
 
-    crew: int = option(2, "Sailors.", WHOLE, 1, most=9, hint="the captain included")
-    anchored: bool = option(False, "At rest.", SWITCH)
+    crew: int = option(2, "Sailors.", WHOLE, 1, most=9)
+    anchored: bool = option(False, "At rest.", SWITCH, variable="BOAT_ANCHORED")
     sail: str = option("jib", "Which sail is set.", choices=("jib", "genoa"), variable="BOAT_SAIL", otherwise="a jib")
     ports: tuple[str, ...] = option((), "Where it goes.", LIST)
     owner: str = "nobody"
@@ -50,6 +50,11 @@ def test_a_field_is_a_flag():
         assert sail(*words, unsaid=False).exit_code == 2
 
 
+def test_the_variable_of_a_switch_is_read_elsewhere():
+    """By a reader that takes 1 and 0 alone; a command line would take many words."""
+    assert not json.loads(sail(unsaid=False, BOAT_ANCHORED="yes").output)[0]["anchored"]
+
+
 def test_what_is_not_said_leaves_the_rest_to_others():
     """A flag that is not given is told from one that says the default, and from 0."""
     assert json.loads(sail(unsaid=True).output)[1] == {}
@@ -58,12 +63,12 @@ def test_what_is_not_said_leaves_the_rest_to_others():
 
 
 def test_help_says_what_holds_otherwise():
-    """The sentence, its hint, the variable, and the default in words or as it is."""
+    """The sentence, the variable, and the default in words or as it is."""
     options = options_of(Boat)
-    assert options["crew"].help(2) == "Sailors; the captain included [default: 2]."
-    assert options["crew"].help(0) == "Sailors; the captain included [default: 0]."
-    assert options["anchored"].help(False) == "At rest."
-    assert options["sail"].help("jib") == "Which sail is set [default: BOAT_SAIL, else a jib]."
+    assert options["crew"].help(2) == "Sailors. [default: 2]"
+    assert options["crew"].help(0) == "Sailors. [default: 0]"
+    assert options["anchored"].help(False) == "At rest. [env: BOAT_ANCHORED]"
+    assert options["sail"].help("jib") == "Which sail is set. [env: BOAT_SAIL; default: a jib]"
 
 
 @pytest.mark.parametrize("name", options_of(ServerOptions))

@@ -221,7 +221,8 @@ def test_each_task_has_a_directory(in_tmp_path: Path, args: list[object], config
 
 
 def test_certificates_of_workers_that_join_and_of_standby_servers(tmp_path: Path) -> None:
-    """Workers have the next indices, and each names itself alone; a standby server names all servers, and nobody else."""
+    """Workers have the next indices, and each names itself alone; a standby server names all servers, and nobody
+    else."""
     certs(tmp_path, "--ps", 2, "--workers", 2, "--extra-workers", 2, "--extra-ps", 1)
     assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "ca", "worker-2", "worker-3", "ps-standby-0"}
     for name in ("worker-2", "worker-3", "ps-0", "ps-1"):
@@ -287,7 +288,8 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
 
 
 def test_a_client_reads_its_own(certificates: Certificates) -> None:
-    """The same for the tasks that connect; the file heartbeats the token of the environment, which a launcher may draw."""
+    """The same for the tasks that connect; the file comes before the token of the environment, which a launcher may
+    draw."""
     environ = options(certificates.out).variables()
     for name in ("worker-1", "chief-0", "admin"):
         for more in ({}, {"PS_TOKEN": "0123456789abcdef"}):

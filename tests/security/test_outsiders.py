@@ -1,4 +1,5 @@
-"""Who has a session and takes part in no generation decides nothing for those who do, and costs them next to nothing."""
+"""Who has a session and takes part in no generation decides nothing for those who do, and costs them next to
+nothing."""
 
 from __future__ import annotations
 

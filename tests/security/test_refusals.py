@@ -379,7 +379,8 @@ class Server:
 
 
 def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> None:
-    """Thousands of them write a few lines, with their address and what they lacked; what is no hello ends a transport."""
+    """Thousands of them write a few lines, with their address and what they lacked; what is no hello ends a
+    transport."""
     data_port = free_port()
     server = Server(stack, "--data-port", str(data_port))
     host = server.address.rpartition(":")[0]

@@ -88,7 +88,8 @@ SOAK += [pytest.param("tcp", True, marks=pytest.mark.soak)]
 def test_a_secured_cluster_trains(
     certificates: Certificates, tmp_path: Path, stack: ExitStack, without: set[str], transport: str, relayed: bool
 ) -> None:
-    """It ends as without, on every transport; servers vote encrypted on the tcp transport, or over gRPC where that is shut."""
+    """It ends as without, on every transport; servers vote encrypted on the tcp transport, or over gRPC where that is
+    shut."""
     # At another address of this host there is no transport.
     relays = [Relay(stack, "127.0.0.2") for _ in range(2)] if relayed else []
     found = digests(tmp_path, transport, relays, security=options(certificates.out), chief="driver")
@@ -190,7 +191,8 @@ def job(stack: ExitStack, certificates: Certificates) -> Job:
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
 def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport: inside.TransportName) -> None:
-    """On a server that did not give the number, its own task gets in; the thief is out, on the transport it has opened."""
+    """On a server that did not give the number, its own task gets in; the thief is out, on the transport it has
+    opened."""
     number = job.connect("worker-0", PS0).open(W0, 1, 1, False).session
     thief, owner = job.connect("worker-1", PS1, transport), job.connect("worker-0", PS1)
     assert thief.open(W1, 1, number, False).session == number

@@ -86,8 +86,8 @@ HASTY = with_lease(LEASE, round_timeout=3 * LEASE)
 
 
 def test_a_hung_worker_is_excluded(told):
-    """Its heartbeats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
-    next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
+    """Its heartbeats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does
+    its next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
     """
     with World(workers=3, copies=0, timeouts=HASTY) as job:
         for worker in (W2, W1):
@@ -194,7 +194,8 @@ def test_a_chief_and_a_server_are_lost(heir):
 
 
 def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
-    """When they have been gone for `PS_NO_WORKERS_TIMEOUT`, and not before; it says what became of each, and servers end."""
+    """When they have been gone for `PS_NO_WORKERS_TIMEOUT`, and not before; it says what became of each, and servers
+    end."""
     with World(workers=2, copies=0, timeouts=with_lease(LEASE, no_workers_timeout=10.0)) as job:
         job.rounds(5)
         began = job.scheduler.now

@@ -27,8 +27,8 @@ class AbandonmentTimer:
 
     Args:
         expected: the tasks that begin the job together.
-        timeouts: `no_workers_timeout` counts once all of these have connected, before that `first_worker_timeout`, if it
-            is longer.
+        timeouts: `no_workers_timeout` counts once all of these have connected, before that `first_worker_timeout`, if
+            it is longer.
     """
 
     def __init__(self, expected: Set[Task], timeouts: Timeouts) -> None:

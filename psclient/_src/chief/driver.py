@@ -173,7 +173,8 @@ class Chief:
         self._thread.start()
 
     def stop(self, abandon: bool, steps_down: bool = False) -> None:
-        """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.report_interval` for whom.
+        """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.report_interval` for
+        whom.
 
         It is given up where nobody is there any more, as `AbandonmentTimer` says; who is there may take as long as it
         likes.

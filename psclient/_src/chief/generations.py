@@ -1,4 +1,5 @@
-"""Which generation comes next: who has come, who is gone, and where new members begin. Plain functions, no I/O, no clock."""
+"""Which generation comes next: who has come, who is gone, and where new members begin. Plain functions, no I/O, no
+clock."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Beginning:
         task: the asynchronous worker that is new, and goes on where its task was; None where all members begin
             together.
         since: place from which the job's last change of consistency holds: nobody begins before it. None for no change.
-        change: the change of consistency with which the generation begins; None for none. `members` are as they were before.
+        change: the change of consistency with which the generation begins; None for none. `members` are as they were
+            before.
     """
 
     number: int
@@ -238,7 +240,8 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionState]) -> list[str]:
-    """Returns lines for the log: which members are lost by a generation that is about to be closed, and which are back."""
+    """Returns lines for the log: which members are lost by a generation that is about to be closed, and which are
+    back."""
     if state.generation is None:
         return []
     before, now = ({m.session: m.task for m in each.everybody} for each in (state.generation, generation))

@@ -40,7 +40,8 @@ class JobState:
         gone: the servers that are lost, and without which the job goes on.
         losses: the servers that were lost, one after the other; those that have come back included.
         returned: how servers came back the last time, by their numbers.
-        handed_over: by the number of the generation by which a server comes back how the checkpoint ended that it reads.
+        handed_over: by the number of the generation by which a server comes back how the checkpoint ended that it
+            reads.
         variables: all variables.
         changes: changes of the job's consistency so far.
         changed: place from which the last of them holds; None before the first.

@@ -37,7 +37,8 @@ class StepDown:
     A plain state machine, without a clock.
 
     Args:
-        timeouts: members told at the same time say so within a heartbeat; the whole takes no longer than the grace period.
+        timeouts: members told at the same time say so within a heartbeat; the whole takes no longer than the grace
+            period.
 
     Attributes:
         told: True once it was told.

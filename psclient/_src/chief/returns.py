@@ -1,11 +1,11 @@
 """Servers that come back, and those that move: has a process read what a server held, and take its place.
 
-The job goes on without a server that is gone. Where a new process answers in its place, the chief closes a generation that
-tells so. Its members make a round, where a step begins, that saves what the server held, and wait until all servers
-have it. The next generation tells that it is back: it votes in rounds, and makes them once the others have written, and it
-has read, what was saved. If that fails it is lost as any other. A process that waits for a place (`psserver --join`)
-gets that of a server that stays away, or of one that is to move: then that one serves until the last of these generations.
-Where it alone has a variable, members wait until that is read.
+The job goes on without a server that is gone. Where a new process answers in its place, the chief closes a generation
+that tells so. Its members make a round, where a step begins, that saves what the server held, and wait until all
+servers have it. The next generation tells that it is back: it votes in rounds, and makes them once the others have
+written, and it has read, what was saved. If that fails it is lost as any other. A process that waits for a place
+(`psserver --join`) gets that of a server that stays away, or of one that is to move: then that one serves until the
+last of these generations. Where it alone has a variable, members wait until that is read.
 """
 
 from __future__ import annotations

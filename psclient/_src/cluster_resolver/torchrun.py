@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from psclient._src.cluster_resolver.base import StartedClusterResolver, dealt, whole_number
-from psclient._src.config import TF_CONFIG, launcher_variable, set_variables
+from psclient._src.config import launcher_variable, set_variables
 from pswire.cluster import ClusterSpec, join_address
 from pswire.errors import ConfigError
+from pswire.variables import TF_CONFIG
 
 SERVERS = "ps"
 """The job whose tasks listen."""

@@ -38,8 +38,8 @@ class _Distributed(Unpicklable):
     """Counts passes, and keeps the group informed. Used by one thread at a time.
 
     Attributes:
-        _saved_by_name_alone: a checkpoint has its state where it is given to it, and not where another object has it: an
-            evaluator that is restored goes over all of its test set.
+        _saved_by_name_alone: a checkpoint has its state where it is given to it, and not where another object has it:
+            an evaluator that is restored goes over all of its test set.
     """
 
     _saved_by_name_alone: ClassVar[bool] = True

@@ -243,8 +243,8 @@ class Strategy(Unpicklable):
     def buffer(self, variable: Variable) -> Any:
         """Returns an array in which to compute what the next round reduces for a variable, such as its gradient.
 
-        What is computed there needs no copy: on the shm transport it is sent from where it is, and on the others its call
-        does not wait until a large one has left. It is of the variable's dtype and shape, its first content is
+        What is computed there needs no copy: on the shm transport it is sent from where it is, and on the others its
+        call does not wait until a large one has left. It is of the variable's dtype and shape, its first content is
         undefined, and it is the same until it is given to a reduction. From then on it is read-only, and the next call
         returns another one: two alternate, and where both are in rounds under way, it waits for the older. With several
         local replicas, whose values are summed first, it is an ordinary array. Ask for the buffers of many small

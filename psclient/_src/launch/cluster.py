@@ -20,17 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from psclient._src.config import (
-    JOB,
-    LOCAL_REDUCTION,
-    REPLICATION_FACTOR,
-    SCRIPT_ERROR,
-    TF_CONFIG,
-    TRANSPORT,
-    LaunchConfig,
-    child_environ,
-    job_from,
-)
+from psclient._src.config import LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.network.remote_server import RemoteServer
@@ -55,6 +45,7 @@ from pswire.security.identity import TOKEN_BYTES, Security
 from pswire.security.names import task_name
 from pswire.telemetry import logging_setup
 from pswire.telemetry.reminder import Reminder
+from pswire.variables import JOB, LOCAL_REDUCTION, REPLICATION_FACTOR, SCRIPT_ERROR, TF_CONFIG, TRANSPORT
 
 __all__ = ["Cluster", "start_server"]
 

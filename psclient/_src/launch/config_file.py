@@ -16,7 +16,7 @@ import yaml
 from psclient._src.config import LaunchConfig, security_options, timeouts_from
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts, refuse_unknown
-from pswire.options import BYTES, DEVICE, LIST, SECONDS, SWITCH, TEXT, WHOLE, Option, options_of
+from pswire.options import BYTES, DEVICE, LIST, PATH, SECONDS, SWITCH, TEXT, WHOLE, Option, options_of
 from pswire.security.given import read_small
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import ServerOptions
@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, object]] = {
     SECONDS: {"type": "number"},
     SWITCH: {"type": "boolean"},
     TEXT: {"type": "string"},
+    PATH: {"type": "string"},
     BYTES: {"type": ["string", "integer"], "minimum": 0, "pattern": SIZE},
     DEVICE: {"type": "string", "pattern": ON},
     LIST: {"type": "array", "items": {"type": ["string", "number", "boolean"]}},

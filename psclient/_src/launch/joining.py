@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
-from psclient._src.config import JOB, REPLICATION_FACTOR, TF_CONFIG
 from psclient._src.network.patience import until_free
 from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.tls_diagnosis import names_shown
@@ -30,6 +29,7 @@ from pswire.model.status import ServerStatus, newest_of
 from pswire.security.identity import PLACEHOLDER, Security, SecurityOptions
 from pswire.security.names import task_name
 from pswire.telemetry.reminder import Reminder
+from pswire.variables import JOB, REPLICATION_FACTOR, TF_CONFIG
 
 log = logging.getLogger("psworker")
 
@@ -186,7 +186,8 @@ class Joiner:
                 why = error.message.partition("; ")[0]  # what to do is said below
             if time.monotonic() > until:
                 raise Unreachable(
-                    f"there is no job to join at {where} for {self._timeouts.start_timeout:g} s (PS_START_TIMEOUT): {why}; "
+                    f"there is no job to join at {where} for {self._timeouts.start_timeout:g} s (PS_START_TIMEOUT): "
+                    f"{why}; "
                     "start its servers and its chief, or correct --join"
                 )
             reminder.look()

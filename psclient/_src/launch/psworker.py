@@ -38,13 +38,14 @@ from psclient._src.launch.chief import drive
 from psclient._src.launch.cluster import Cluster
 from psclient._src.launch.joining import JobIsOver, Joiner, certified_task, own_name
 from psclient._src.launch.script import die_with, end_on_sigterm, run_module, run_script, say
+from psclient._src.launch.start_options import StartOptions
 from psclient._src.launch.supervisor import supervise
 from psclient._src.processes.output import Printer
 from psclient._src.processes.shutdown import code_of
 from pswire.cluster import EVALUATOR, TaskConfig, check_addresses
 from pswire.errors import ConfigError, PSError
-from pswire.flags import explained, flag, flags
-from pswire.options import flag_name, said
+from pswire.flags import ABOUT, Command, Flag, explained, flag, flags, version
+from pswire.options import CLUSTER, flag_name, said
 from pswire.process import INTERRUPTED, take_interrupts
 from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
@@ -115,53 +116,50 @@ class OnRay:
     placement: str | None
 
 
-@click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
-@click.option("--standalone", is_flag=True, help="Start a local cluster that runs SCRIPT.")
-@click.option("--config", type=click.Path(path_type=Path), help="YAML file that describes the local cluster.")
-@click.option(
-    "--hosts",
-    type=click.Path(path_type=Path),
-    help="Start the cluster over ssh, on the hosts of this file: lines such as node1 ps=1 worker=4.",
+EXAMPLES = (
+    ("Train on this machine, with two servers and four workers", "psworker --standalone --ps 2 --workers 4 train.py"),
+    ("Run one task of a cluster that TF_CONFIG describes", "psworker --transport tcp train.py --epochs 3"),
+    ("Start a cluster over ssh, and restart failed tasks", "psworker --hosts hosts.txt --restarts 3 train.py"),
 )
-@click.option("--remote-python", help="With --hosts: path of Python on the hosts [default: that of this psworker].")
-@click.option("--ssh", help="With --hosts: the command to connect with, with its options [default: ssh].")
-@click.option("--ray", metavar="ADDRESS", help="Start the cluster on this Ray cluster: auto, or HOST:PORT of its head.")
-@click.option("--ps-resources", metavar="CPU=N,...", help="With --ray: what a server takes [default: CPU=1].")
-@click.option("--worker-resources", metavar="CPU=N,...", help="With --ray: what a worker takes [default: CPU=1].")
-@click.option("--placement", help="With --ray: PACK [default], SPREAD, STRICT_PACK or STRICT_SPREAD over nodes.")
+
+
+@click.command(
+    cls=Command,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+    examples=EXAMPLES,
+    last=ABOUT,
+)
+@flags(StartOptions, unsaid=True)
+@flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
 @click.option(
     "--chief/--no-chief",
     "has_chief",
     default=None,
-    help="Run the chief in a process of its own [default], or in worker 0.",
+    cls=Flag,
+    group=CLUSTER,
+    help="Run the chief in a process of its own, or in worker 0. [default: of its own]",
 )
-@click.option("--chief-runs-script", is_flag=True, help="Run the script in the chief as well.")
-@click.option("--standby", is_flag=True, help="Be a chief that takes over once the job's chief is gone.")
-@click.option(
-    "--join",
-    metavar="HOST:PORT[,...]",
-    help="Run SCRIPT as one more worker of the job that these servers hold, without TF_CONFIG; one server is enough.",
-)
-@flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
+@click.option("--chief-runs-script", is_flag=True, cls=Flag, group=CLUSTER, help="Run the script in the chief as well.")
 @flags(ServerOptions, unsaid=True)
 @flags(SecurityOptions, unsaid=True)
 @flag("log_level", logging_setup.LOG_LEVEL, unsaid=True, environ=True)
 @flag("log_format", logging_setup.LOG_FORMAT, "text", unsaid=True, environ=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--named", is_flag=True, hidden=True)
-@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
+@version()
 @click.argument("script", default="")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
-    """Runs SCRIPT as the task that TF_CONFIG names. A chief without SCRIPT only drives the job.
+    """Run SCRIPT as one task of a cluster, or start a whole cluster.
 
-    With --module a worker imports that module instead, and runs what a chief with SCRIPT schedules.
+    By default, run the task that TF_CONFIG names. A chief without SCRIPT only coordinates the job.
 
-    With --join the servers say which task it is: one more worker of the job that they hold. With --restarts it is
-    started again as the same task where it fails.
+    With --standalone or --config, start servers, workers and a chief on this machine; with --hosts on several hosts
+    over ssh, with --ray on a Ray cluster. Flags override the file.
 
-    With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
-    win over the file. With --hosts starts them on several hosts over ssh, with --ray on a Ray cluster.
+    With --join, run as one more worker of a running job. With --module, workers import a module and run the functions
+    that the script of the chief schedules.
     """
     if given["transport"]:
         set_transport(given["transport"])
@@ -178,7 +176,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
             cluster |= {"script": script, "args": args}
         if given["module"]:
             cluster.setdefault("chief", "script")  # nobody else would run it
-        launch = _launch_config(given["config"], cluster, server, given)
+        launch = _launch_config(Path(given["config"]) if given["config"] else None, cluster, server, given)
     else:
         set_security(security_options().under(given))
         set_metrics(given["metrics_host"], given["metrics_port"])
@@ -202,10 +200,17 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         )
         _check_join(invocation)
     remote = given["ssh"] or "", given["remote_python"] or ""
+    hosts = None if given["hosts"] is None else Path(given["hosts"])
     on_ray = None
     if given["ray"]:
         on_ray = OnRay(given["ray"], given["ps_resources"], given["worker_resources"], given["placement"])
-    return dataclasses.replace(invocation, named=given["named"], hosts=given["hosts"], remote=remote, ray=on_ray)
+    return dataclasses.replace(
+        invocation,
+        named=given["named"],
+        hosts=hosts,
+        remote=remote,
+        ray=on_ray,
+    )
 
 
 def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from psclient._src.config import THREADS, LaunchConfig, launcher_variable
+from psclient._src.config import LaunchConfig, launcher_variable
 from psclient._src.launch.agent import package_version
 from psclient._src.launch.cluster import TERM_SECONDS
 from psclient._src.launch.ray_actor import AgentActor, Prepared, RayTask, last_line, ray_package
@@ -22,6 +22,7 @@ from pswire.cluster import Task, join_address
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import refuse_unknown
 from pswire.telemetry.reminder import Reminder
+from pswire.variables import RAY_ADDRESS, THREADS
 
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """Ray's strategies of placement groups."""
@@ -85,7 +86,7 @@ def connect(address: str) -> None:
         ConfigError: Ray is not installed, or there is no such cluster.
     """
     ray = ray_package()
-    address = launcher_variable("RAY_ADDRESS") or address if address == AUTO else address
+    address = launcher_variable(RAY_ADDRESS) or address if address == AUTO else address
     try:
         host, _, port = address.rpartition(":")
         if port.isdecimal():

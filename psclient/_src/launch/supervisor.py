@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from psclient._src.config import SCRIPT_ERROR, child_environ
+from psclient._src.config import child_environ
 from psclient._src.launch.joining import JobIsOver, Joined, Joiner
 from psclient._src.launch.script import say
 from psclient._src.processes import process as starts
 from psclient._src.processes.process import describe_exit, exit_code
 from psclient._src.processes.shutdown import NOT_SAVED
+from pswire.variables import SCRIPT_ERROR
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that are for the script's process: Ctrl-C reaches it through us, once."""

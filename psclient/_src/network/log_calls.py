@@ -95,11 +95,13 @@ class JobNews:
     Attributes:
         followed: the number of entries that it has read.
         generations: all generations, by number.
-        starts: places at which new members of a generation begin, as an older one has said it, by the generation's number.
+        starts: places at which new members of a generation begin, as an older one has said it, by the generation's
+            number.
         snapshots: checkpoints that are complete, or failed, and were not asked for yet, by their plan.
         saves: plans that ordered a checkpoint which is neither complete nor failed.
         changed: the generations that began with a change of consistency, in order.
-        returned: servers that came back, and were not readmitted yet: by which generation, how, and after how many losses.
+        returned: servers that came back, and were not readmitted yet: by which generation, how, and after how many
+            losses.
     """
 
     def __init__(self) -> None:
@@ -252,7 +254,8 @@ class LogCalls:
                 partial(self._follow, len(entries)),
                 deadline,
                 lambda: ChiefLost(
-                    f"no chief began the job within {self.timeouts.start_timeout:g} s; start the chief task (psworker with "
+                    f"no chief began the job within {self.timeouts.start_timeout:g} s; start the chief task (psworker "
+                    "with "
                     "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
                 ),
                 lambda: "waits for a chief to begin the job",

@@ -188,7 +188,8 @@ class RemoteServer(PlainCalls):
         return messages.OPENED.from_pb(m)
 
     def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
-        """Calls `ParameterServer.heartbeat`; on a transport where the process does nothing, and so has nothing new to say."""
+        """Calls `ParameterServer.heartbeat`; on a transport where the process does nothing, and so has nothing new to
+        say."""
         transports = self._transports.get(session)
         if transports and (drives := transports.heartbeat(round, pace, clock)) is not None:
             return drives

@@ -1,7 +1,7 @@
 """This process's life with the servers: its sessions, its lease, and how it waits.
 
-One thread per server heartbeats, and one call is held at server 0, which tells at once how the session ends; any thread may
-wait, and meanwhile reads what comes on the transports. Whatever ends the session ends every wait at once.
+One thread per server heartbeats, and one call is held at server 0, which tells at once how the session ends; any thread
+may wait, and meanwhile reads what comes on the transports. Whatever ends the session ends every wait at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ log = logging.getLogger("psclient")
 T = TypeVar("T")
 
 HEARTBEATS = 16
-"""Times in a pause between two heartbeats at which sessions heartbeat: those of one time wake a server once for all of them."""
+"""Times in a pause between two heartbeats at which sessions heartbeat: those of one time wake a server once for all of
+them."""
 
 FATAL = (ServerLost, Fenced, Diverged, ScriptFailed, ChiefLost)
 """After one of these the session is over: its process has to start again."""
@@ -450,7 +451,8 @@ waits(Session._unless_broken)
 
 
 def until_heartbeat(pause: float, number: int, now: float) -> float:
-    """Returns the seconds until a session heartbeats: at one of a few times, which are the same for all that share a clock.
+    """Returns the seconds until a session heartbeats: at one of a few times, which are the same for all that share a
+    clock.
 
     Args:
         pause: seconds between two heartbeats.

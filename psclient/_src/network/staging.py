@@ -28,8 +28,8 @@ class StagedPayload(Payload):
     """A payload over host arrays of which some are still being filled: it grows, and is sent meanwhile.
 
     Pinned memory is held by the payload, and the payload by whoever may have to send it again: by the push until it is
-    answered, and by the transport until all is sent. Nothing else of it is kept, so that the memory is in its pool again
-    when the round's values are there, and the next round takes the same.
+    answered, and by the transport until all is sent. Nothing else of it is kept, so that the memory is in its pool
+    again when the round's values are there, and the next round takes the same.
 
     Args:
         arrays: in the order in which they travel.

@@ -1,8 +1,8 @@
 """One transport of a client: pushes and pulls over a plain socket, their data in the socket or in shared memory.
 
-Calls are sent by the thread that makes them, as far as the system takes them; a thread for each transport sends the rest. It
-also receives, unless a caller that waits has taken that over (`TransportReader`): an answer then reaches it without a detour
-through another thread.
+Calls are sent by the thread that makes them, as far as the system takes them; a thread for each transport sends the
+rest. It also receives, unless a caller that waits has taken that over (`TransportReader`): an answer then reaches it
+without a detour through another thread.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class _TransportCall:
 class Silence:
     """For how long a server has been silent on one transport. Of no thread: a word and a heartbeat may come at once.
 
-    A plain state machine, without a clock. Heartbeats travel on another connection: only the time between heartbeats that were
-    answered counts. So a server that stands still is waited for, and a network that is cut as a whole breaks no transport.
+    A plain state machine, without a clock. Heartbeats travel on another connection: only the time between heartbeats
+    that were answered counts. So a server that stands still is waited for, and a network that is cut as a whole breaks
+    no transport.
 
     Args:
         lease: seconds of silence after which the transport is broken.
@@ -335,7 +336,8 @@ class Transport:
         return mirror.keep() if mirror is not None else []
 
     def forget(self) -> None:
-        """Drops the transport in a fork of the process: it belongs to the process that opened it, and ends with that."""
+        """Drops the transport in a fork of the process: it belongs to the process that opened it, and ends with
+        that."""
         self._why = "a fork has no part in the job"
         self._drop()
 
@@ -356,7 +358,8 @@ class Transport:
         return self._sock.fileno()
 
     def take_over(self, wake: Callable[[], object]) -> None:
-        """Makes the calling thread the one that receives, until `give_back`; the transport's own heeds the socket no more.
+        """Makes the calling thread the one that receives, until `give_back`; the transport's own heeds the socket no
+        more.
 
         Args:
             wake: called by any thread once the transport is lost; then it must be given back soon.
@@ -382,7 +385,8 @@ class Transport:
         self._heed()
 
     def read(self) -> None:
-        """Handles what has come, in the thread that has taken the transport over; closes the transport if it is broken."""
+        """Handles what has come, in the thread that has taken the transport over; closes the transport if it is
+        broken."""
         try:
             self._receive()
         except (OSError, PSError) as error:

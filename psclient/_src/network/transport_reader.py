@@ -1,4 +1,5 @@
-"""A caller that waits reads the transports itself: so an answer wakes the thread that needs it, and no other one before."""
+"""A caller that waits reads the transports itself: so an answer wakes the thread that needs it, and no other one
+before."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from psclient._src.network.transport import Transport
 class TransportReader:
     """Waits for answers, and receives meanwhile. May be used by any thread.
 
-    One caller at a time receives on all transports on which calls are under way, for all threads; the others wait for their
-    answers alone. Between two waits, and where a transport has only now been opened, the transports' own threads receive.
+    One caller at a time receives on all transports on which calls are under way, for all threads; the others wait for
+    their answers alone. Between two waits, and where a transport has only now been opened, the transports' own threads
+    receive.
 
     Args:
         end: ends all waits once it is done.
@@ -70,7 +72,8 @@ class TransportReader:
 
     @waits
     def _receive(self, taken: Sequence[Transport], future: Future[Any], until: float) -> None:
-        """Receives on transports that were taken over until there is an answer, or all are lost; gives lost ones back."""
+        """Receives on transports that were taken over until there is an answer, or all are lost; gives lost ones
+        back."""
         self._thread = threading.get_ident()
         future.add_done_callback(self._ring)
         transports = {transport.fileno(): transport for transport in taken}

@@ -23,7 +23,8 @@ log = logging.getLogger("psclient.transports")
 T = TypeVar("T")
 
 ANSWERS = 8
-"""Part of a lease within which a heartbeat on a transport is answered; after it one travels over gRPC, in time for the lease."""
+"""Part of a lease within which a heartbeat on a transport is answered; after it one travels over gRPC, in time for the
+lease."""
 
 LOSSES = 3
 """Number of times that a transport may break before the next one is used."""
@@ -133,10 +134,12 @@ class TransportSelector:
         return self._transport
 
     def heartbeat(self, round: int, pace: Pace, clock: int) -> bool | None:
-        """Heartbeats on the transport, if no call is under way there, and the heartbeat says what the last one over gRPC has said.
+        """Heartbeats on the transport, if no call is under way there, and the heartbeat says what the last one over
+        gRPC has said.
 
         On the transport it says nothing, so that it may come late. A call that waits there needs heartbeats on another
-        connection, which show that the transport is broken, and not the server; a heartbeat that is not answered is such a call.
+        connection, which show that the transport is broken, and not the server; a heartbeat that is not answered is
+        such a call.
 
         Args:
             round, pace, clock: what the heartbeat says. Who waits in a round, or has a clock, says so each time.
@@ -156,7 +159,8 @@ class TransportSelector:
         return bool(reply.drive)
 
     def heartbeat_answered(self, round: int, pace: Pace, clock: int) -> None:
-        """Takes the answer of a heartbeat over gRPC: closes the transport if the server has been silent on it for too long.
+        """Takes the answer of a heartbeat over gRPC: closes the transport if the server has been silent on it for too
+        long.
 
         Args:
             round, pace, clock: what the heartbeat has said.

@@ -30,7 +30,8 @@ class Departure:
     Attributes:
         notice: the same.
         save: saves a checkpoint, as all members do at the same place; called before some of them leave.
-        hand_over: saves at a path, with a state and the number of a generation, what a server held that comes back by it.
+        hand_over: saves at a path, with a state and the number of a generation, what a server held that comes back by
+            it.
     """
 
     def __init__(self, session: OwnSession, notice: Notice) -> None:

@@ -2,7 +2,8 @@
 
 A process finds a variable's number and servers by itself, as all others do. So nothing has to be asked before a read, a
 round, a checkpoint or the end of a scope; then one call per server creates all that was recorded, and one push per
-server, on its transport, brings the first values that are wanted there. An error names the line that created the variable.
+server, on its transport, brings the first values that are wanted there. An error names the line that created the
+variable.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class FirstValues:
             if deadline.left() <= 0:
                 raise missing[0].named(
                     RoundTimeout(
-                        f"variable {missing[0].name} got no first value within {session.timeouts.round_timeout:g} s: it waits "
+                        f"variable {missing[0].name} got no first value within {session.timeouts.round_timeout:g} s: "
+                        "it waits "
                         f"for {first}; create the same variables in every process, in the same order"
                     )
                 )

@@ -175,7 +175,8 @@ class Group(Follower):
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
-        """Enters the join point before a batch: a newer generation may hold from here on; who was told to end leaves."""
+        """Enters the join point before a batch: a newer generation may hold from here on; who was told to end
+        leaves."""
         self.settle()
         self._begin_step()
         self.enter(f"dataset:{dataset}")
@@ -345,7 +346,8 @@ class Group(Follower):
             self._begin_step()
 
     def _begin_step(self) -> None:
-        """A step begins: the generation that some leave here is taken in; see `Departure`, which may end this process."""
+        """A step begins: the generation that some leave here is taken in; see `Departure`, which may end this
+        process."""
         if self.apart:
             return  # a closure is finished first
         if (generation := self.due(STEP)) is not None:
@@ -392,7 +394,8 @@ class Group(Follower):
             self._take_in(self._announced)
 
     def due(self, join_point: str) -> Generation | None:
-        """Returns the generation whose new members begin when this process comes to a join point; None if there is none."""
+        """Returns the generation whose new members begin when this process comes to a join point; None if there is
+        none."""
         announced = self._announced
         if announced is None or announced.join_point != join_point:
             return None
@@ -556,7 +559,8 @@ def _never_came(session: Session, news: JobNews, change: Change) -> PSError:
         )
     error = Diverged(
         f"the processes do not run the same program: {session.task} has called set_consistency({change.said}), and for "
-        f"{session.timeouts.round_timeout:g} s (PS_ROUND_TIMEOUT) {', '.join(missing)} did not. Every process must call it at "
+        f"{session.timeouts.round_timeout:g} s (PS_ROUND_TIMEOUT) {', '.join(missing)} did not. Every process must "
+        "call it at "
         "the same place of its program, with the same value"
     )
     session.end(error)

@@ -226,7 +226,8 @@ class Exchange:
         self.group.begin_run()
 
     def _pace(self) -> Pace:
-        """Returns what heartbeats tell: the counts, and whether this process was told to end, which the chief hears of."""
+        """Returns what heartbeats tell: the counts, and whether this process was told to end, which the chief hears
+        of."""
         notice, alone = self.group.departure.notice, self.group.alone
         asks = notice.leaving and not alone
         saves = asks and notice.saves

@@ -30,7 +30,8 @@ def check_copied(consistency: Consistency) -> None:
     """Raises `ConfigError` where copies could come to differ."""
     if consistency.mode != "whole":
         raise ConfigError(
-            f"PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers, and with {consistency} "
+            "PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers, and with "
+            f"{consistency} "
             "each server decides alone; take consistency=ps.Sync(), or set PS_REPLICATION_FACTOR=1"
         )
 
@@ -85,7 +86,8 @@ def is_apart(
         )
     if session.copied:
         raise ConfigError(
-            f"{what}, and PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers; leave the "
+            f"{what}, and PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers; leave "
+            "the "
             "consistency out, or set PS_REPLICATION_FACTOR=1"
         )
     check_variables(job, name)

@@ -117,9 +117,9 @@ class ParameterServerStrategy(Strategy):
             one of `ps.compression`, the same in all processes. None for as they are. See `docs/compression.md`.
 
     Raises:
-        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `transport`, a certificate or the token is wrong; another process
-            began with another consistency, or another `k`; `deterministic` and another consistency than `Sync()`, or
-            `backup_workers`; not more workers than `backup_workers`.
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `transport`, a certificate or the token is wrong; another
+            process began with another consistency, or another `k`; `deterministic` and another consistency than
+            `Sync()`, or `backup_workers`; not more workers than `backup_workers`.
         TypeError: `compression` is no way to compress.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
@@ -341,9 +341,9 @@ class ParameterServerStrategy(Strategy):
             Diverged: another process has called it with another value, makes a round first, or has not come within
                 `PS_ROUND_TIMEOUT`.
             RuntimeError: it is called in a replica's function, or amid a pass over a distributed dataset.
-            ConfigError: it does not go together with `deterministic`, `PS_REPLICATION_FACTOR=2`, the number of workers or a
-                `ClusterCoordinator`, as for a new strategy, or with the consistency of a variable; a server is of a
-                version that cannot.
+            ConfigError: it does not go together with `deterministic`, `PS_REPLICATION_FACTOR=2`, the number of workers
+                or a `ClusterCoordinator`, as for a new strategy, or with the consistency of a variable; a server is of
+                a version that cannot.
             TypeError: it is no consistency.
         """
         if not isinstance(consistency, Consistency):

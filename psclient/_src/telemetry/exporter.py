@@ -104,7 +104,8 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
     Row(
         WORKER + "local_reductions",
         "counter",
-        "With local reduction: gradient pushes of this host's workers that this process has sent in sums; and its own that "
+        "With local reduction: gradient pushes of this host's workers that this process has sent in sums; and its own "
+        "that "
         "it has pushed by themselves.",
         _contributions,
         ("how",),

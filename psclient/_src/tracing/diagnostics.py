@@ -238,7 +238,7 @@ def _named(fn: Callable[..., object]) -> tuple[str, str]:
     own = inspect.unwrap(getattr(fn, "func", fn))
     code = getattr(own, "__code__", None)
     line = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
-    return _short(getattr(own, "__qualname__", repr(own))), line
+    return _short(getattr(own, "__qualname__", "") or repr(own)), line
 
 
 def refuse_whole_update(table: str, why: str | None) -> NoReturn:
@@ -249,7 +249,8 @@ def refuse_whole_update(table: str, why: str | None) -> NoReturn:
         why: the reason why it cannot; None if it would change rows without a gradient.
     """
     reason = why or (
-        "it changes rows that have no gradient, as momentum and decay do; pass ps.exact_update(fn) to make that up when a "
+        "it changes rows that have no gradient, as momentum and decay do; pass ps.exact_update(fn) to make that up "
+        "when a "
         "row is touched, or ps.lazy_update(fn) to leave it out"
     )
     fail(f"an update of table {table!r} has to run on the rows of one gradient, as a table has no whole: {reason}")

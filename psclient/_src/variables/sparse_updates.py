@@ -11,8 +11,8 @@ gradient, which is made.
 """
 
 CatchUp = Literal["replay", "closed_form"]
-"""How exact updates are made up. Replay: one by one, with the same bits. Closed form: many as one, where their function has
-a closed form, within a few millionths.
+"""How exact updates are made up. Replay: one by one, with the same bits. Closed form: many as one, where their function
+has a closed form, within a few millionths.
 """
 
 
@@ -91,18 +91,18 @@ def lazy_update(fn: Callable[..., object]) -> SparseUpdate:
 def exact_update(fn: Callable[..., object], catch_up: CatchUp = "replay") -> SparseUpdate:
     """Makes servers put an update off in rows that its `IndexedSlices` do not have, until somebody needs them.
 
-    The update means what it means without `exact_update`, and every value that anybody reads has the same bits: a row that
-    has missed updates has them made up when it is touched, read or saved. So a round costs what its rows cost, and
+    The update means what it means without `exact_update`, and every value that anybody reads has the same bits: a row
+    that has missed updates has them made up when it is touched, read or saved. So a round costs what its rows cost, and
     what they have missed.
 
-    The function is as for `lazy_update`, and assigns each table that it reads. Where it is another, and with copies of the
-    variables in the processes, the whole gradient is made.
+    The function is as for `lazy_update`, and assigns each table that it reads. Where it is another, and with copies of
+    the variables in the processes, the whole gradient is made.
 
     Args:
         fn: for `strategy.extended.update`, also one that `update_function` has made.
-        catch_up: "closed_form" to have many updates made up as one where the function has a closed form: it multiplies each
-            table by numbers, and adds to one of them a multiple of another one, which it may divide by a root. Then
-            values are right within a few millionths, and what a row has missed costs the same, however much it is.
+        catch_up: "closed_form" to have many updates made up as one where the function has a closed form: it multiplies
+            each table by numbers, and adds to one of them a multiple of another one, which it may divide by a root.
+            Then values are right within a few millionths, and what a row has missed costs the same, however much it is.
 
     Raises:
         TypeError: it is no function.

@@ -27,7 +27,7 @@ CODE = "code"
 NEW_LINK = "get a new link with psctl dashboard"
 
 REFUSALS: Mapping[Refusal, str] = {
-    "missing": "This page needs a link with a code. Run psctl dashboard, where the job's token is, and open what it prints.",
+    "missing": "This page needs a link with a code. Run psctl dashboard where the job's token is, and open its link.",
     "malformed": f"The code in this link is not whole: copy the link again, or {NEW_LINK}.",
     "other job": f"The code in this link is of another job, or of an older token of this one; {NEW_LINK} for this job.",
     "wrong": f"The code in this link was changed; {NEW_LINK}.",

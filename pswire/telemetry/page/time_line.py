@@ -1,4 +1,5 @@
-"""The lives of sessions as bars, and generations as marks on them: small drawings, and beside each the same in words."""
+"""The lives of sessions as bars, and generations as marks on them: small drawings, and beside each the same in
+words."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from pswire.telemetry.views.job_view import JobView, ServerView
 from pswire.telemetry.views.numbers import size
 
 Rates = Mapping[str, Mapping[str, Any]]
-"""For each server its rounds per second, bytes per second by transport and direction, and seconds of a round by phase."""
+"""For each server its rounds per second, bytes per second by transport and direction, and seconds of a round by
+phase."""
 
 PHASES = ("waiting", "applying", "answering")
 """The phases of a round, in their order."""

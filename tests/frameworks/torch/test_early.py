@@ -46,7 +46,7 @@ def trained(module, optimizer, count, worker=0):
 
 
 def sgd(strategy, module, lr=1e-4, overlap=True):
-    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, overlap=early)
+    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, overlap=overlap)
 
 
 def assert_ends(work, match):
@@ -229,7 +229,7 @@ def test_a_step_that_is_excluded_is_told(left, word):
 
     def work(strategy, worker):
         module, early = Wide(3), Wide(3)
-        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy), overlap=False)
+        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy), early=False)
         alone = Wide(3)
         theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
         for _ in range(2):
@@ -237,7 +237,7 @@ def test_a_step_that_is_excluded_is_told(left, word):
         assert apart(module, alone) < 1e-5
         optimizer = sgd(strategy, early)
         with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* without overlap=True"):
-            leave(early, optimizer, overlap=True)
+            leave(early, optimizer, early=True)
 
     assert_ends(work, word)
 

@@ -322,7 +322,8 @@ def test_a_change_waits_for_nobody_who_waits_to_be_taken_in():
 
 
 def test_who_was_taken_in_or_leaves_at_a_later_step_is_waited_for():
-    """It makes rounds as all do, once an older member has said where it begins; who leaves is still in the generation."""
+    """It makes rounds as all do, once an older member has said where it begins; who leaves is still in the
+    generation."""
     state = job(began(a), GenerationClosed(Generation(2, (a, b), "dataset:0")), Started(Start(2, 3)))
     assert decide(state, look(asks(a, TO_ASYNC), asks(b, join_point="dataset:0")), {A}) == []
     (beginning,) = decide(state, look(asks(a, TO_ASYNC), asks(b, TO_ASYNC)), {A})

@@ -139,12 +139,12 @@ def test_values_of_workers_live_as_long_as_the_coordinator_refers_to_them(monkey
     dataset = PerWorkerValues("dataset", "numbers")
     first, second = iter(dataset), iter(dataset)
     assert iter(first) is first
-    assert [next(here.find(each.reference())) for each in (first, first, second)] == [0, 1, 0]
+    assert [next(here.find(each._reference())) for each in (first, first, second)] == [0, 1, 0]
     assert len(made) == 1
     told, gone = LIVING.told(), first.number
     del first
     newer = iter(dataset)
-    here.find(newer.reference())
+    here.find(newer._reference())
     here.forget(told)
     assert gone in here._made
     here.forget(LIVING.told() | {"next": newer.number})

@@ -1,9 +1,9 @@
 """Heartbeats: when they come, the ways that they take, and what a silence says.
 
-Those of a process that does nothing travel on its transport; wherever that cannot be, they travel over gRPC, in time. What a
-transport's heartbeat proves is what any call proves, that the process lives: all that a heartbeat says otherwise is told over gRPC, in
-order. A transport on which a call waits, a heartbeat included, carries no other one: then heartbeats on gRPC's connection show whether
-the server, or the transport, is silent.
+Those of a process that does nothing travel on its transport; wherever that cannot be, they travel over gRPC, in time.
+What a transport's heartbeat proves is what any call proves, that the process lives: all that a heartbeat says otherwise
+is told over gRPC, in order. A transport on which a call waits, a heartbeat included, carries no other one: then
+heartbeats on gRPC's connection show whether the server, or the transport, is silent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Heartbeats:
         patch.setattr(site.core, "heartbeat", count_renewed)
 
     def ways(self, *args: Any) -> tuple[int, int]:
-        """Heartbeats; returns how many calls of gRPC that took, and how many heartbeats on transports the server has taken."""
+        """Heartbeats; returns how many calls of gRPC that took, and how many heartbeats on transports the server has
+        taken."""
         before = self.calls, self.renewed
         self.site.server.heartbeat(self.worker.session, *(args or (-1, b"")))
         return self.calls - before[0], self.renewed - before[1]
@@ -82,7 +83,8 @@ CALL, TRANSPORT = (1, 0), (0, 1)
 
 
 def test_a_process_that_does_nothing_heartbeats_on_its_transport(heartbeats):
-    """Its first heartbeat says over gRPC what it does; those after it are no calls, and each of them is a sign of life."""
+    """Its first heartbeat says over gRPC what it does; those after it are no calls, and each of them is a sign of
+    life."""
     assert heartbeats.ways() == CALL
     signs = heartbeats.site.core.machine.tally.signs
     assert [heartbeats.ways() for _ in range(3)] == [TRANSPORT] * 3
@@ -119,14 +121,15 @@ def test_news_travel_over_grpc(heartbeats, news):
 
 
 def test_who_waits_in_a_round_heartbeats_over_grpc(heartbeats):
-    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat, and once
-    none is waited in any more."""
+    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat, and
+    once none is waited in any more."""
     assert [heartbeats.ways(0, b"plan"), heartbeats.ways(0, b"plan")] == [CALL, CALL]
     assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
 
 
 def test_while_a_call_waits_on_a_transport_heartbeats_travel_over_grpc(heartbeats):
-    """They are to show that the server lives, though the transport is silent; after that they are on the transport again."""
+    """They are to show that the server lives, though the transport is silent; after that they are on the transport
+    again."""
     assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
     here, other = heartbeats.site.workers
     first = heartbeats.site.push(here, 1)
@@ -183,8 +186,9 @@ def test_a_server_that_ends_says_so(site):
 
 @pytest.mark.parametrize("ways", ["up", "down"])
 def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
-    """A heartbeat that is lost there travels over gRPC within the lease, and so do those after it, until the transport is broken:
-    by then heartbeats were answered for a lease. The next call opens another, on which the heartbeats are from then on."""
+    """A heartbeat that is lost there travels over gRPC within the lease, and so do those after it, until the transport
+    is broken: by then heartbeats were answered for a lease. The next call opens another, on which the heartbeats are
+    from then on."""
     site = Site(stack, "tcp", elements=64, lease=LEASE)
     heartbeats = Heartbeats(site, monkeypatch)
     assert heartbeats.ways()[0] == 1

@@ -1,4 +1,5 @@
-"""A caller that waits reads the transports itself, for all threads; between two waits the transports' own threads do."""
+"""A caller that waits reads the transports itself, for all threads; between two waits the transports' own threads
+do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A client's transports: which one is used and why, what becomes of calls on one that breaks, and what is left of it."""
+"""A client's transports: which one is used and why, what becomes of calls on one that breaks, and what is left of
+it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from psclient._src.config import THREADS, threads_of
+from psclient._src.config import threads_of
 from psclient._src.processes import local_clusters
 from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
@@ -29,6 +29,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, Unreachable
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
+from pswire.variables import THREADS
 from tests.kit.strategies import refused
 
 W0 = Task("worker", 0)

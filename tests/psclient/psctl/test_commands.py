@@ -59,7 +59,7 @@ def test_what_cannot_be_loaded_says_so(tmp_path):
     listed = shell(["psctl", "--help"], tmp_path, PYTHONPATH=path)
     assert listed.code == 0, listed.err
     assert {"mend", "status", "top"} <= {line.split()[0] for line in listed.out.splitlines() if line.strip()}
-    assert "Shows every server" in shell(["psctl", "status", "--help"], tmp_path, PYTHONPATH=path).out
+    assert "Show every server" in shell(["psctl", "status", "--help"], tmp_path, PYTHONPATH=path).out
 
 
 def two_cells(transport: TransportName) -> list[list[Cell]]:

@@ -172,7 +172,8 @@ def closed_port() -> int:
 
 
 def test_servers_that_cannot_be_reached(looked):
-    """Names that nobody knows, ports that are closed (that of the tcp transport is missed, and not needed), and silence."""
+    """Names that nobody knows, ports that are closed (that of the tcp transport is missed, and not needed), and
+    silence."""
     lost = replace(looked[1], address="no-such-host.invalid:2222")
     finds("names", patient(looked=[looked[0], lost]), "fail", "ps-1: the name 'no-such-host.invalid' is not known here")
     address = f"127.0.0.1:{closed_port()}"

@@ -240,7 +240,8 @@ def test_a_transport_without_room_gives_way_to_memory_of_our_own():
 
 
 def test_neighbours_travel_as_one():
-    """Where they lie as they travel, with the gaps; not across another array, another transport or the other way round."""
+    """Where they lie as they travel, with the gaps; not across another array, another transport or the other way
+    round."""
     first, second = Memory(1 << 12), Memory(1 << 12)
     transports = {0: first, 1: second}
     buffers = Buffers(lambda server: transports[server], Answers())

@@ -50,8 +50,8 @@ def alone(job):
 
 
 def test_values_are_taken_in_the_order_of_the_rounds(alone):
-    """Whichever is looked at first; each look at one under way is a wait, of the thread that sent it alone. Heartbeats tell
-    the oldest that is not answered."""
+    """Whichever is looked at first; each look at one under way is a wait, of the thread that sent it alone. Heartbeats
+    tell the oldest that is not answered."""
     _, one, plan = alone
     rounds = [send(one, plan, number) for number in range(4)]
     waits = one.exchange.measures.waits

@@ -32,7 +32,7 @@ def same_bits(found, expected):
 @pytest.mark.parametrize("name", CODECS)
 def test_an_array_is_what_the_reference_says(name, shape, dtype):
     """Of every dtype and size, contribution after contribution: what is decoded, and what is left over."""
-    codec, spec = CODECS[name].codec, TensorSpec(dtype, shape)
+    codec, spec = CODECS[name]._codec, TensorSpec(dtype, shape)
     worker = Worker(CODECS[name], shape, DTYPES[dtype])
     residual = np.zeros(shape, arithmetic(DTYPES[dtype]))
     for seed in range(3):
@@ -48,7 +48,7 @@ def test_an_array_is_what_the_reference_says(name, shape, dtype):
 @pytest.mark.parametrize("name", CODECS)
 def test_rows_are_what_the_reference_says(name, width, dtype):
     """A row's residual waits until the row comes again; other rows are as they were."""
-    codec, whole = CODECS[name].codec, TensorSpec(dtype, (40, *width))
+    codec, whole = CODECS[name]._codec, TensorSpec(dtype, (40, *width))
     worker = Worker(CODECS[name], whole.shape, DTYPES[dtype])
     residual = np.zeros(whole.shape, worker.residual.dtype)
     rng = np.random.default_rng(1)
@@ -69,7 +69,7 @@ def test_rows_are_what_the_reference_says(name, width, dtype):
 def test_no_rows_are_sent_as_none(name):
     spec, residual = TensorSpec("float32", (4, 2)), np.ones((4, 2), "float32")
     none = np.empty(0, np.int64)
-    ids, (data, finite) = encode_rows(CODECS[name].codec, none, np.empty((0, 2), "float32"), spec, residual)
+    ids, (data, finite) = encode_rows(CODECS[name]._codec, none, np.empty((0, 2), "float32"), spec, residual)
     assert (len(ids), data.nbytes, finite) == (0, 0, True)
     assert residual.tolist() == np.ones((4, 2)).tolist()
 
@@ -109,7 +109,7 @@ def test_half_precision_is_that_of_numpy():
 @pytest.mark.parametrize("name", CODECS)
 def test_what_is_not_finite_arrives_so_and_leaves_no_trace(name, bad):
     """A server sees NaN or infinity at its place; the residual is what it was, not NaN, and what follows is finite."""
-    codec, spec = CODECS[name].codec, TensorSpec("float32", (2 * PIECE + 9,))
+    codec, spec = CODECS[name]._codec, TensorSpec("float32", (2 * PIECE + 9,))
     residual = random(spec.shape, "float32", 3)
     before, array = residual.copy(), random(spec.shape, "float32", 4)
     array[PIECE + 5] = bad
@@ -131,7 +131,7 @@ def test_a_sum_with_a_residual_that_is_too_large_is_not_finite_once(name):
     """It is told, and the residual is finite again."""
     spec, most = TensorSpec("float32", (8,)), np.finfo(np.float32).max
     residual = np.full(8, most)
-    _, finite = encode(CODECS[name].codec, np.full(8, most), spec, residual)
+    _, finite = encode(CODECS[name]._codec, np.full(8, most), spec, residual)
     assert not finite
     assert np.isfinite(residual).all()
 

@@ -890,7 +890,8 @@ class Model(RuleBasedStateMachine):
         return tuple(int(values.get(place * len(self.cores) + number, 0)) for place in range(3))
 
     def _check_log(self) -> None:
-        """One log, and generations in order. Before server 0 has a job, a chief that was killed may have begun others."""
+        """One log, and generations in order. Before server 0 has a job, a chief that was killed may have begun
+        others."""
         log = self.cores[0].machine.log.entries
         for one in self.cores[1:] if log else ():
             assert one.machine.log.entries == log[: len(one.machine.log.entries)], "two logs differ"

@@ -255,7 +255,8 @@ def test_a_stream_makes_at_once_what_is_there(kernels):
 
 
 def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
-    """That is decided under the core's lock: while a kernel is compiled nobody could heartbeat, and leases would end."""
+    """That is decided under the core's lock: while a kernel is compiled nobody could heartbeat, and leases would
+    end."""
     sizes = [8, 9]
     job = replace(job_for(descents(sizes), [arrays(sizes)]), commit=Commit.PROGRESSIVE)
     stream = Execution(job, kernels)

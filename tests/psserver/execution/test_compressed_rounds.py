@@ -40,7 +40,7 @@ def arrays(shape, dtype, count=3):
 
 def encoded(how, array):
     spec = TensorSpec(array.dtype.name, array.shape)
-    return encode(how.codec, array, spec, np.zeros(array.shape, Worker(how, (1,), array.dtype).residual.dtype)).data
+    return encode(how._codec, array, spec, np.zeros(array.shape, Worker(how, (1,), array.dtype).residual.dtype)).data
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_contributions_are_summed_in_task_order_as_what_they_stand_for(kernels, 
     if op == "mean":
         expected = np.divide(expected, np.asarray(6.0, np.result_type(expected.dtype, "float32")), casting="same_kind")
         expected = expected.astype(first.dtype)
-    job = job_of(coded(spec, how.codec, op), [[encoded(how, each)] for each in given], part_bytes=10_000)
+    job = job_of(coded(spec, how._codec, op), [[encoded(how, each)] for each in given], part_bytes=10_000)
     for _ in range(3):
         outcome = run(job, kernels, {0: np.ones(shape, first.dtype)})
         assert same_bits(outcome.given[0], expected)
@@ -70,7 +70,7 @@ def test_many_variables_alike_are_no_list_of_one_kernels_calls(kernels, name):
     spec, how = TensorSpec("float32", (300,)), CODECS[name]
     given = [[encoded(how, each), encoded(how, -each)] for each in arrays(300, "float32", 2)]
     given[1][1] = None
-    plan = coded(spec, how.codec, count=2)
+    plan = coded(spec, how._codec, count=2)
     sent = [Worker(how, (300,)).send(each) for each in arrays(300, "float32", 2)]
     values = {0: np.zeros(300, "float32"), 1: np.zeros(300, "float32")}
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_many_variables_alike_are_no_list_of_one_kernels_calls(kernels, name):
 def test_who_sends_what_is_not_finite_is_found(kernels, name, bad):
     how, given = CODECS[name], arrays(300, "float32", 2)
     given[1][7] = bad
-    plan = coded(TensorSpec("float32", (300,)), how.codec)
+    plan = coded(TensorSpec("float32", (300,)), how._codec)
     outcome = run(job_of(plan, [[encoded(how, each)] for each in given]), kernels, {0: np.zeros(300, "float32")})
     assert [(number, task.index) for number, task in outcome.found.contributions] == [(0, 1)]
 
@@ -107,7 +107,7 @@ def test_places_that_no_array_has_are_refused(kernels, places):
 @pytest.mark.parametrize("name", CODECS)
 def test_a_contribution_of_another_size_is_refused(name, form):
     """Of whole arrays and of rows: one byte more or less, or the bytes of what is not compressed."""
-    spec, codec = TensorSpec("float32", (40, 3)), CODECS[name].codec
+    spec, codec = TensorSpec("float32", (40, 3)), CODECS[name]._codec
     plan = coded(spec, codec, form=form)
     said = Contribution(1, 1, 4, plan.id, (1.0,), rows=(64,) if form == "rows" else ())
     fitting = 64 * 8 + 64 * codec.row_bytes(spec) if form == "rows" else codec.nbytes(spec)

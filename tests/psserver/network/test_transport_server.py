@@ -167,8 +167,8 @@ def test_a_server_without_files_does_not_spin(
 
 
 def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: str) -> None:
-    """Its pushes and pulls for another are refused; the transport stays. One connection is enough: of too many the oldest
-    has to go, and the others of the job stay."""
+    """Its pushes and pulls for another are refused; the transport stays. One connection is enough: of too many the
+    oldest has to go, and the others of the job stay."""
     guest = member(stack, site, name)
     here, last = site.workers
     header, parts = guest.push(site, here, 1)

@@ -642,7 +642,8 @@ def test_a_number_is_of_the_task_that_it_was_made_for():
 
 
 def test_a_task_takes_back_its_own_number(registry):
-    """Also one of a job that is over; with a new token, so that transports that were opened before are no longer of it."""
+    """Also one of a job that is over; with a new token, so that transports that were opened before are no longer of
+    it."""
     number = number_for(A, 1 << 63, 1)
     for retired in (False, True):
         registry.enter(number, B) if not retired else registry.retire([number])

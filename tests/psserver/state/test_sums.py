@@ -292,8 +292,8 @@ def parts_of(hosts, generation, **said):
 
 @pytest.mark.parametrize("new", ["a session that is no member", "a newcomer"])
 def test_a_sum_with_who_may_not_be_in_one(hosts, new):
-    """A process that the next generation takes in; or one that is new, which may be in another section in its first round,
-    and then that is its error alone."""
+    """A process that the next generation takes in; or one that is new, which may be in another section in its first
+    round, and then that is its error alone."""
     assert made(*map(hosts.push, hosts.members)) == [True] * 4
     hosts.turn()
     part = {"start": 1} if new == "a newcomer" else {"session": hosts.c.session + 10_000}

@@ -173,9 +173,9 @@ def names_of(members):
 
 
 def test_an_answer_waits_for_who_is_more_than_k_behind():
-    """Who has made no round yet counts as before its first one; who begins together begins at the generation's start, and
-    not at 0: a job goes on after rounds that were made before. Rounds elsewhere, on servers that a worker's rounds do
-    not touch, count by what it tells."""
+    """Who has made no round yet counts as before its first one; who begins together begins at the generation's start,
+    and not at 0: a job goes on after rounds that were made before. Rounds elsewhere, on servers that a worker's rounds
+    do not touch, count by what it tells."""
     found = clocks(A, B, C)
     do(found, A, 0, 1, 2)
     do(found, B, 0)

@@ -158,7 +158,8 @@ def test_a_slow_link_holds_up_no_other() -> None:
 def test_who_leaves_is_told_nothing_of_an_end_that_others_saw_first(calls_of: Callable[..., Calls]) -> None:
     """With copies all servers hear that a worker leaves, and that which keeps the log last.
 
-    Where the chief saw it there first, it closed a generation without the worker; others then took it for one that hangs.
+    Where the chief saw it there first, it closed a generation without the worker; others then took it for one that
+    hangs.
     """
     calls, workers = calls_of("leave", Core), 3
     SimulatedJob(Cluster(workers, Workload(3, copies=1), COSTS), ROUNDS).train()

@@ -21,13 +21,13 @@ from pswire.checkpoint.manifest import (
     number,
     rank,
 )
+from pswire.checkpoint.strict_json import Malformed
 from pswire.encoding import messages
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.model.log import Examples, Position
 from pswire.model.saved import SavedTable
 from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
-from pswire.strict_json import Malformed
 from tests.kit.cases import search
 
 GRPC_MESSAGE = 4 << 20

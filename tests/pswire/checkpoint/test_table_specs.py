@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire import strict_json
+from pswire.checkpoint import strict_json
+from pswire.checkpoint.strict_json import Malformed
 from pswire.checkpoint.table_specs import slots_from_json, slots_to_json, spec_from_json, spec_to_json
 from pswire.errors import InvalidRequest
 from pswire.model.tables import (
@@ -28,7 +29,6 @@ from pswire.model.tables import (
     Uniform,
     Zeros,
 )
-from pswire.strict_json import Malformed
 from tests.pswire.checkpoint.test_manifest import STRANGE, places, replaced
 
 reals = st.floats(-1e30, 1e30)

@@ -223,7 +223,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_servers_say_the_golden_bytes_to_each_other(wire: Wire) -> None:
-    """One introduces itself, and votes, over gRPC where it does not reach the transport; a vote's answer is that it came."""
+    """One introduces itself, and votes, over gRPC where it does not reach the transport; a vote's answer is that it
+    came."""
     assert wire.votes() == GOLDEN["servers"]
 
 
@@ -474,7 +475,8 @@ def test_the_golden_file_has_every_field() -> None:
 
 
 def test_the_golden_file_has_every_call_and_no_other() -> None:
-    """All verbs, errors, entries of the log and kinds of messages of transports are there, and what is there is tried."""
+    """All verbs, errors, entries of the log and kinds of messages of transports are there, and what is there is
+    tried."""
     assert list(GOLDEN["calls"]) == list(BY_SAMPLE)
     assert list(GOLDEN["transports"]) == list(TALKS)
     between = {name.partition(" ")[0] for name in GOLDEN["servers"]}
