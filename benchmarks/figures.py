@@ -28,7 +28,6 @@ SETTINGS = {
     "optimizer": "{}",
     "allocator": "{} allocator",
     "security": "{}",
-    "consistency": "rounds: {}",
     "gradients": "gradients in {}",
     "compression": "compression: {}",
     "ps_strategy": "{}",
@@ -101,8 +100,6 @@ def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
         cells["/ sgd"] = f"{row['to_sgd']:.2f}" if row["to_sgd"] else "-"
     if "security" in differing:
         cells["/ token"] = f"{row['to_token']:.2f}" if row["to_token"] else "-"
-    if "consistency" in differing:
-        cells["/ each"] = f"{row['to_each']:.2f}" if row["to_each"] else "-"
     if "compression" in differing:
         cells["/ none"] = f"{row['to_whole']:.2f}" if row["to_whole"] else "-"
         cells["sent MB"] = f"{row['sent_mb']:.3g}"

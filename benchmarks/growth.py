@@ -209,7 +209,7 @@ def measure(part: str, size: int, laps: int, workers: int = 1, servers: int = 1)
 
 def measure_rounds(workers: int, servers: int, count: int) -> list[Said]:
     """Rounds of 4 KB, as `benchmarks/round.py` makes them."""
-    setting = rounds.Setting(TRANSPORT, "worker", workers, servers, "sgd", "tuned", "token", "whole", "arrays", "none")
+    setting = rounds.Setting(TRANSPORT, "worker", workers, servers, "sgd", "tuned", "token", "arrays", "none")
     found = rounds.measure(setting, rounds.Options(("4KB",), False, count, "greedy"))["4KB"]
     cpu = statistics.median(found.server_cpu)
     return [{"workers": workers, "servers": servers, "round": statistics.median(found.seconds), "server CPU": cpu}]

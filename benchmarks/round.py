@@ -17,7 +17,6 @@ Not measured unless asked for, since they are long or large:
     --allocator tuned --allocator plain    with what our launcher tells the allocator, and without
     --security token --security tls        with a token alone, and with mutual TLS as well
     --gradients arrays --gradients buffers without and with `strategy.buffer`
-    --servers 2 --consistency each --consistency whole    without and with votes on whose contributions a round has
     --compression none --compression int8  as they are, and compressed
     --device cpu --device gpu:0            variables on the CPU, and on a GPU
     --worker-device gpu:0                  gradients and values of workers on a GPU
@@ -91,9 +90,6 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "adam": lambda: ps.optimizers.Adam(1e-3),
 }
 
-CONSISTENCY = {"whole": ps.Sync(), "each": ps.Sync(whole_rounds=False)}
-"""Whether servers vote on whose contributions a round has, or each decides by itself."""
-
 COMPRESSION: Mapping[str, ps.compression.Compression | None] = {
     "none": None,
     "float16": ps.compression.Float16(),
@@ -121,7 +117,6 @@ class Setting:
         optimizer: a key of `OPTIMIZERS`.
         allocator: a key of `ALLOCATORS`.
         security: one of `SECURITY`.
-        consistency: a key of `CONSISTENCY`.
         gradients: one of `GRADIENTS`.
         compression: a key of `COMPRESSION`.
         device: the servers' device.
@@ -136,7 +131,6 @@ class Setting:
     optimizer: str
     allocator: str
     security: str
-    consistency: str
     gradients: str
     compression: str
     device: str = "cpu"
@@ -146,7 +140,7 @@ class Setting:
     def __str__(self) -> str:
         return (
             f"{self.transport} transport, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
-            f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}, "
+            f"{self.optimizer}, {self.allocator} allocator, {self.security}, "
             f"gradients in {self.gradients}, compression: {self.compression}, variables on {self.device}, "
             f"replicas on {self.worker_device}, traces: {self.traces}"
         )
@@ -212,11 +206,11 @@ class Options:
     def args(self, setting: Setting, gate: Path) -> tuple[str, ...]:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
-        cluster = ("--optimizer", setting.optimizer, "--consistency", setting.consistency)
-        travel = ("--gradients", setting.gradients, "--compression", setting.compression)
-        chosen = (*cluster, *travel, "--ps-strategy", self.ps_strategy, "--worker-device", setting.worker_device)
+        names = ("optimizer", "gradients", "compression", "worker_device")
+        chosen = [arg for name in names for arg in (f"--{name.replace('_', '-')}", getattr(setting, name))]
         rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
-        return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
+        chosen += ["--ps-strategy", self.ps_strategy, *["--quick"] * self.quick]
+        return ("--as-worker", str(gate), *sizes, *chosen, *rounds)
 
     def count(self, size: str) -> int:
         """How many rounds of a model are measured at a time."""
@@ -232,7 +226,6 @@ class Worker:
     Args:
         options: what to do.
         optimizer: a key of `OPTIMIZERS`.
-        consistency: a key of `CONSISTENCY`.
         gradients: one of `GRADIENTS`.
         compression: a key of `COMPRESSION`.
         worker_device: the device of its replica.
@@ -243,7 +236,6 @@ class Worker:
         self,
         options: Options,
         optimizer: str,
-        consistency: str,
         gradients: str,
         compression: str,
         worker_device: str,
@@ -258,7 +250,6 @@ class Worker:
         self._strategy = ps.ParameterServerStrategy(
             devices=[worker_device],
             ps_strategy=options.ps_strategy,
-            consistency=CONSISTENCY[consistency],
             compression=COMPRESSION[compression],
         )
         self._compressed = COMPRESSION[compression] is not None
@@ -458,7 +449,6 @@ def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: 
     for each in rows:
         each["to_sgd"] = _ratio(each, rows, "optimizer", "sgd")
         each["to_token"] = _ratio(each, rows, "security", "token")
-        each["to_each"] = _ratio(each, rows, "consistency", "each")
         each["to_whole"] = _ratio(each, rows, "compression", "none")
     return {"format": FORMAT, "machine": machine(), "limits": limits.report(), "rounds": rows}
 
@@ -508,7 +498,6 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @_choices("--optimizer", list(OPTIMIZERS), ("sgd",), "With sgd and adam, the table has their ratio.")
 @_choices("--allocator", list(ALLOCATORS), ("tuned",), "As our launcher sets it, with huge pages, or not at all.")
 @_choices("--security", SECURITY, SECURITY[:1], "With token and tls, the table has their ratio.")
-@_choices("--consistency", list(CONSISTENCY), ("whole",), "With whole and each, the table has their ratio.")
 @_choices("--gradients", GRADIENTS, GRADIENTS[:1], "In arrays of its own, or in those of strategy.buffer.")
 @_choices("--compression", list(COMPRESSION), ("none",), "With none and others, the table has their ratio.")
 @click.option("--device", multiple=True, default=("cpu",), show_default=True, help="The servers': cpu, or gpu:N.")
@@ -535,7 +524,7 @@ def main(
     """Measures, or is a worker of a cluster that is measured."""
     options = Options(sizes, quick, rounds, ps_strategy)
     if gate:
-        names = ("optimizer", "consistency", "gradients", "compression", "worker_device")
+        names = ("optimizer", "gradients", "compression", "worker_device")
         asked = {name: chosen[name][0] for name in names}
         Worker(options, gate=gate, **asked).run()
         return

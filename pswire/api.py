@@ -19,7 +19,7 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
 from pswire.model.joins import Enlisted
 from pswire.model.log import Generation, LogEntry, Mode, Position, Start
-from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
@@ -40,7 +40,7 @@ class Opened:
         server: index of the server that answered.
         device: the device on which the server holds its variables, "cpu" or "gpu:0".
         term: the greatest term of a chief that this server has seen; a token's high bits.
-        window: the most rounds of a session that may be under way at a time; 0 of a server that says none means one.
+        window: the most rounds of a session that may be under way at a time.
         domain: the part of the machines that fails as one, in which this server runs; by default its host.
         takes_hints: True if rows of its dynamic tables lie in files, so that `Contribution.hints` are of use.
     """
@@ -54,23 +54,6 @@ class Opened:
     window: int = 0
     domain: str = ""
     takes_hints: bool = False
-
-
-@dataclass(frozen=True)
-class CreateReply:
-    """The answer to `create`.
-
-    Attributes:
-        id: the variable's number in creation order.
-        servers: the servers that hold it.
-        initialized: True if this server has its value; False where it does not hold it.
-        restored: True if its first value was a restored checkpoint's, whatever its creators gave.
-    """
-
-    id: int
-    servers: tuple[int, ...]
-    initialized: bool
-    restored: bool
 
 
 @dataclass(frozen=True)
@@ -380,7 +363,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
 
         Raises:
             TaskTaken: another process is that worker.
-            ConfigError: it is one of the cluster's own; the job or the server is of an older version.
+            ConfigError: it is one of the cluster's own.
             InvalidRequest: there is no job here, or it is over; another server keeps the sessions.
         """
         ...
@@ -417,34 +400,6 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         """
         ...
 
-    def create(
-        self,
-        session: int,
-        ordinal: int,
-        id: int,
-        spec: VariableSpec,
-        servers: tuple[int, ...],
-        value: Payload | None,
-    ) -> CreateReply:
-        """Gets or creates one variable, with its value; older clients do. Key: the name; the first value wins.
-
-        At server 0 with `id` -1, this names the variable and keeps its place; at each server that holds it,
-        with its id, this gives the first value.
-
-        Args:
-            session: number of the session that creates.
-            ordinal: number of variables that this process created before.
-            id: the variable's number, or -1.
-            spec: name, dtype, shape.
-            servers: the servers that hold it; empty asks for one that is there, wherever it is.
-            value: the first value, or None to ask whether there is one.
-
-        Raises:
-            VariableMismatch: another process created something else under this name or at this place.
-            MemoryLimit: the variable does not fit.
-        """
-        ...
-
     def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         """Gets or creates several variables, in the order of their numbers. Key: the names; the first value wins.
 
@@ -456,9 +411,6 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
             session: number of the session that creates.
             variables: of server 0 all, of another server those that it holds; each with the number and the servers
                 that every process finds by itself.
-
-        Raises:
-            ConfigError: the server is older than this verb.
         """
         ...
 
@@ -575,8 +527,5 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         """Returns what this server was told last, in words, the oldest first.
 
         Heartbeats, watches and ticks of the clock are left out, unless they were refused.
-
-        Raises:
-            ConfigError: the server is older than this verb.
         """
         ...

@@ -225,10 +225,10 @@ def check_nonfinite(choice: str) -> None:
 class Sync:
     """Synchronous rounds: every update includes each worker's contribution once and whole.
 
+    A round has the same contributions on all servers of its section, whoever is lost while it is made: the servers
+    agree before anything of it is visible.
+
     Attributes:
-        whole_rounds: True if a round has the same contributions on all servers of its section, whoever is lost while it
-            is made: the servers agree before anything of it is visible. False saves that message; a worker that dies
-            may then be counted on some servers and not on others. On one server both are the same.
         nonfinite: what becomes of a round's updates if what a process contributes to one of them has NaN or infinity.
             "apply": they are applied, with a warning. "skip": none of them is applied, slots and `iterations` included,
             with a warning. "raise": none is applied, and every process raises `NonfiniteError`. For the last two each
@@ -240,12 +240,12 @@ class Sync:
             number of workers; large rounds do not stream.
 
     Raises:
-        ValueError: there is no such choice; or rounds that are not whole should be skipped as a whole, or made without
-            the last of their members; or `backup_workers` is negative.
+        ValueError: there is no such choice, or `backup_workers` is negative.
         TypeError: `backup_workers` is no whole number.
     """
 
-    whole_rounds: bool = True
+    mode: ClassVar[Mode] = "sync"
+
     nonfinite: Nonfinite = "apply"
     backup_workers: int = 0
 
@@ -255,18 +255,6 @@ class Sync:
             raise TypeError(f"backup_workers={self.backup_workers!r} is no number of workers; give a whole number")
         if self.backup_workers < 0:
             raise ValueError(f"backup_workers={self.backup_workers} is negative; 0 waits for every worker")
-        if self.backup_workers and not self.whole_rounds:
-            raise ValueError(
-                f"backup_workers={self.backup_workers} needs whole rounds, or each server could leave out another "
-                "worker: leave whole_rounds=False out"
-            )
-        if self.nonfinite != "apply" and not self.whole_rounds:
-            raise ValueError(f"nonfinite={self.nonfinite!r} needs whole rounds: leave whole_rounds=False out")
-
-    @property
-    def mode(self) -> Mode:
-        """The way in which rounds are made, as servers know it."""
-        return "whole" if self.whole_rounds else "sync"
 
 
 MAX_STALENESS = 2**31 - 1

@@ -136,7 +136,6 @@ class ClusterCoordinator:
             raise ConfigError("no function is registered; write @ps.coordinator.function above those to be scheduled")
         self._strategy = strategy
         self._session: Session = strategy._session
-        self._session.hosting.check_closures()
         self._lock = threading.Lock()  # guards the three below, and keeps closures in order
         self._next, self._unsure = 1, False
         self._held: dict[int, object] = {}  # what the arguments of each closure refer to, until it is over

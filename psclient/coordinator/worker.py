@@ -81,7 +81,6 @@ class Worker:
         self._strategy = strategy
         self._exchange = strategy._exchange
         self._session = self._exchange.session
-        self._session.hosting.check_closures()
         if not is_coordinated(strategy):
             raise ConfigError(
                 f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of "

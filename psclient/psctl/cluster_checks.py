@@ -15,8 +15,6 @@ from psclient._src.network.tls_diagnosis import mismatch
 from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
 from pswire.cluster import ClusterSpec, TFConfig, check_address, is_loopback, parse_tf_config
 from pswire.errors import ConfigError
-from pswire.model.program import PROGRAM_VERSION
-from pswire.model.status import ServerStatus
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, ends_soon, task_name
 from pswire.telemetry.views.job_view import view_of
@@ -222,13 +220,10 @@ def versions(patient: Patient) -> Iterator[Finding]:
     yield ok("here: " + ", ".join(f"{name} {version}" for name, version in sorted(ours.items())))
     for found in patient.looked:
         if found.status and found.status.process:
-            yield from _compared(short(str(found.task)), found.status, found.status.process.versions, ours)
+            yield from _compared(short(str(found.task)), found.status.process.versions, ours)
 
 
-def _compared(who: str, status: ServerStatus, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Finding]:
-    if status.program_version != PROGRAM_VERSION:
-        text = f"{who}: it runs update programs of version {status.program_version}, and we write {PROGRAM_VERSION}"
-        yield fail(text, "install one version of paramserver everywhere")
+def _compared(who: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Finding]:
     other = {name for name in ours.keys() & theirs.keys() if _matters(name, ours[name], theirs[name])}
     for name in sorted(other):
         text = f"{who}: it has {name} {theirs[name]}, and we have {ours[name]}"

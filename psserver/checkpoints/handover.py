@@ -100,13 +100,6 @@ class Handover:
                 return self._lost(CheckpointError(entry.error), now) if entry.error else self._begin(order, Future())
         return []
 
-    def ask(self, plan_id: bytes, future: Future[Shard]) -> list[Effect]:
-        """Reads what a plan has saved before this server is back, and answers: chiefs of the version before ask so."""
-        order = self._ordered(plan_id)
-        if order is None or not order.returns:
-            return [Fail(future, CheckpointError("nothing was handed over by this plan", str(self._store.task)))]
-        return self._begin(order, future)
-
     def _ordered(self, plan_id: bytes) -> SnapshotOrder | None:
         prepared = self._rounds.plans.get(plan_id)
         return prepared.plan.snapshot if prepared else None

@@ -18,7 +18,7 @@ from psserver.config import ServerConfig
 from psserver.core.machine import UNCHANGED, Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
 from psserver.core.waiting import Asked
-from psserver.devices import Device, owned
+from psserver.devices import Device
 from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.execution.array_queue import ArrayQueue
 from psserver.plans.prepared import PreparedPlan
@@ -30,7 +30,6 @@ from pswire.api import (
     Begun,
     Contribution,
     CreateBatchReply,
-    CreateReply,
     Opened,
     PullReply,
     RestoreOrder,
@@ -47,7 +46,7 @@ from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fet
 from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.places import Offered, Standby
-from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.network.payload import Payload
@@ -237,24 +236,6 @@ class Core:
 
     # ---- Variables ----
 
-    def create(
-        self,
-        session: int,
-        ordinal: int,
-        id: int,
-        spec: VariableSpec,
-        servers: tuple[int, ...],
-        value: Payload | None,
-    ) -> CreateReply:
-        variable, job = self._enter(self.machine.create, session, ordinal, id, spec, servers)
-        first = saved = None
-        if job is not None:
-            # Without the lock: this may read a file, copy, or move to a device.
-            first = saved = self.machine.restores.first_value(variable)
-            if first is None and value is not None:
-                first = self.device.put(owned(value.tensors([spec.tensor])[0]))
-        return self._enter(self.machine.initialize, variable, job, first, saved is not None)
-
     def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         batch = tuple(variables)
         reply, needing, job = self._enter(self.machine.create_batch, session, batch)
@@ -404,6 +385,8 @@ class Core:
 def _refusal(answer: object, effects: Sequence[Effect], args: Sequence[object]) -> PSError | None:
     """Returns why a stimulus that raised nothing was refused: it answers so, or its caller's future is told so."""
     said = answer[0] if isinstance(answer, tuple) and answer else answer
+    if isinstance(said, CreateBatchReply):
+        said = said.error
     if isinstance(said, PSError):
         return said
     for effect in effects:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from psserver.checkpoints.restores import Restores
 from psserver.core.log import Log
 from psserver.state.variables import FirstValue, Store
-from pswire.api import CreateBatchReply, CreateReply
+from pswire.api import CreateBatchReply
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, VariableMismatch
 from pswire.limits import MAX_VARIABLES
-from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.plan import PlacedVariable
 
 
 class Creation:
@@ -28,25 +28,6 @@ class Creation:
         self._log = log
         self._restores = restores
 
-    # ---- One, as older clients create it ----
-
-    def create(self, task: Task, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]) -> PlacedVariable:
-        """Creates or finds a variable; on server 0 with the number -1 this names it."""
-        if id < 0 and self._log.keeps:
-            return self._log.name(task, ordinal, spec, servers)
-        variable = PlacedVariable(id, spec, servers)
-        self._declare(variable, MAX_VARIABLES if self._store.server else len(self._store.variables))
-        return variable
-
-    def initialize(self, variable: PlacedVariable, value: FirstValue | None, saved: bool) -> CreateReply:
-        """Gives a variable its first value, if there is one; `saved` is True for a checkpoint's value."""
-        if value is not None and self._is_new(variable.id) and self._store.initialize(variable.id, value) and saved:
-            self._restores.begun.add(variable.id)
-        restored = variable.id in self._restores.begun
-        return CreateReply(variable.id, variable.servers, self._valued(variable), restored)
-
-    # ---- Several ----
-
     def create_batch(
         self, task: Task, variables: Sequence[PlacedVariable]
     ) -> tuple[CreateBatchReply, tuple[PlacedVariable, ...]]:
@@ -61,7 +42,7 @@ class Creation:
                 if self._log.keeps:
                     self._name(task, variable)
                 else:
-                    self._declare(variable, MAX_VARIABLES)
+                    self._declare(variable)
             except PSError as error:
                 refusal, variables = error, variables[:count]
                 break
@@ -95,10 +76,10 @@ class Creation:
                 f"created it on {there.servers}. Give every process the same ps_strategy"
             )
 
-    def _declare(self, variable: PlacedVariable, known: int) -> None:
+    def _declare(self, variable: PlacedVariable) -> None:
         # Where variables have copies, each server knows all: it may have to name the next one.
         here = self._store.server in variable.servers or self._store.copied
-        if not here or not 0 <= variable.id < known:
+        if not here or not 0 <= variable.id < MAX_VARIABLES:
             task = str(self._store.task)
             raise InvalidRequest(f"variable {variable.spec} was not placed on this server", task)
         self._store.declare(variable)

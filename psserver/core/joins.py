@@ -121,9 +121,3 @@ class JoinStimuli:
             raise InvalidRequest("another server keeps the sessions, and gives places to workers", here)
         if log.over or log.lost is not None:
             raise InvalidRequest("the job is over: nobody can join it", here)
-        if not (log.started.workers or log.started.chief):
-            raise ConfigError(
-                "the chief that began this job is of an older version, which does not say how many workers its "
-                "cluster has; nobody can join the job before it is begun anew with this version",
-                here,
-            )

@@ -276,7 +276,7 @@ class Log:
             task: the creating task.
             ordinal: number of variables that its process created before.
             spec: the variable's spec.
-            servers: the servers that hold it; empty for an existing variable, wherever it is.
+            servers: the servers that hold it.
 
         Raises:
             VariableMismatch: another process created something else in its place, or placed it elsewhere.
@@ -293,7 +293,7 @@ class Log:
                     f"{there.spec} as number {there.id}. Every process must create the same variables in the "
                     "same order"
                 )
-            if servers and set(servers) != set(there.servers):
+            if set(servers) != set(there.servers):
                 raise VariableMismatch(
                     f"{task} creates variable {spec} on servers {servers}; {self._creators[there.id]} created it on "
                     f"{there.servers}. Give every process the same ps_strategy, and create variables beside the same "
@@ -370,7 +370,7 @@ class Log:
         plan = prepared.plan.verify(self._store.variables, self.servers)
         prepared.look(self._store.variables)
         limit, need = self._store.memory_limit, prepared.nbytes
-        if self._rounds.generation is not None and self._rounds.generation.whole:
+        if self._rounds.generation is not None and not self._rounds.generation.alone:
             need += self._second_bytes(prepared)
         if need > limit:
             raise MemoryLimit(
@@ -380,7 +380,7 @@ class Log:
             )
 
     def _second_bytes(self, prepared: PreparedPlan) -> int:
-        """Returns the bytes of the second arrays that a whole round of several servers writes while it streams."""
+        """Returns the bytes of the second arrays that a round of several servers writes while it streams."""
         if not (self._store.memory_limit and prepared.streams and len(prepared.plan.servers) > 1):
             return 0
         return sum(self._store.variables[id].spec.nbytes for id in prepared.writes)

@@ -48,7 +48,6 @@ from pswire.api import (
     Begun,
     Contribution,
     CreateBatchReply,
-    CreateReply,
     Opened,
     PullReply,
     RestoreOrder,
@@ -60,7 +59,7 @@ from pswire.checkpoint.storage import storage_at
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Member, Start
-from pswire.model.plan import PlacedVariable, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Turn
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Pace, ServerStatus
 from pswire.network.payload import Payload
@@ -248,24 +247,6 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     # ---- Variables ----
 
-    def create(
-        self, now: float, session: int, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]
-    ) -> Outcome[tuple[PlacedVariable, int | None]]:
-        """Creates or finds a variable.
-
-        Answers with it, and with the job if it needs a first value here, else with None.
-        """
-        self._admission.check(session, now)
-        variable = self._creation.create(self.registry.task(session), ordinal, id, spec, servers)
-        return (variable, self._job if self._creation.needs_value(variable) else None), []
-
-    def initialize(
-        self, now: float, variable: PlacedVariable, job: int | None, value: FirstValue | None, saved: bool
-    ) -> Outcome[CreateReply]:
-        """Gives a variable of a job its first value, if there is one; `saved` is True for a checkpoint's value."""
-        self._check_job(job)
-        return self._creation.initialize(variable, value, saved), []
-
     def create_batch(self, now: float, session: int, variables: Batch) -> Outcome[tuple[CreateBatchReply, Batch, int]]:
         """Creates or finds several variables, up to the first that is refused.
 
@@ -282,8 +263,8 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self._check_job(job)
         return self._creation.initialize_batch(variables, saved, error), []
 
-    def _check_job(self, job: int | None) -> None:
-        if job not in (None, self._job):
+    def _check_job(self, job: int) -> None:
+        if job != self._job:
             raise ServerLost("the job was started anew; restart the process", str(self.task))
 
     def pull(self, now: float, session: int, asked: Asked, future: Future[PullReply]) -> Outcome[None]:
@@ -412,13 +393,8 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
     # ---- Checkpoints ----
 
     def snapshot(self, now: float, token: int, plan_id: bytes, manifest: str, future: Future[Shard]) -> Outcome[None]:
-        """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest.
-
-        A server that comes back answers once it has read what a plan has saved for it.
-        """
+        """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest."""
         self._check_token(token)
-        if self.log.away:
-            return None, self._handover.ask(plan_id, future)
         return None, self.snapshots.ask(plan_id, manifest, future)
 
     def restore(

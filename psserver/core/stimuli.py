@@ -77,9 +77,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
 WATCHED = {UNTIL_ENDED: "its end", UNTIL_GONE: "the loss of a server"}
 """What a call waits for that has no version of the log, in words."""
 
-QUIET = frozenset(
-    ("tick", "heartbeat", "enlist", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss")
-)
+QUIET = frozenset(("tick", "heartbeat", "enlist", "watch", "holds", "initialize_batch", "look", "asked", "miss"))
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
 Short = tuple[float, str, tuple[Any, ...], str]
@@ -183,14 +181,10 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{who(session)}: {error or 'cleanly'}"
         case "heartbeat", (int(session), int(round), *_):
             return who(session) + (f": waits in round {round}" if round >= 0 else "")
-        case "create", (int(session), _, int(id), str(spec), *_):
-            return f"{who(session)}: {spec}" + (f", number {id}" if id >= 0 else "")
         case "create_batch", (int(session), int(count)):
             return f"{who(session)}: {_counted(count, 'variable')}"
         case "initialize_batch", (int(count), *_):
             return f"{_counted(count, 'variable')}, with values of a checkpoint"
-        case "initialize", (str(spec), _, _, bool(saved)):
-            return spec + (", with a value of a checkpoint" if saved else "")
         case "pull", (int(session), (int(count), int(after)), *_):
             return f"{who(session)}: {_counted(count, 'variable')}" + (f" after round {after}" if after >= 0 else "")
         case "propose", (int(session), plan, str(point), start, _):

@@ -28,7 +28,7 @@ from psserver.network.transport_server import TransportServer
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import check_protocol, spoken_with
+from pswire.encoding.protocol import check_protocol, spoken
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal, refusal_to_pb
 from pswire.errors import Forbidden, InvalidRequest, PSError, ServerLost, Unauthenticated
 from pswire.limits import MAX_BATCH_VARIABLES
@@ -61,18 +61,17 @@ Answer = Callable[[ParameterServer, Any], Message]
 
 
 def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
-    mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
-    check_protocol(m.protocol, str(task), server)
+    task = messages.TASK.from_pb(m.task)
+    check_protocol(m.spoken, str(task), server)
+    mode = messages.MODES[m.mode]
     opened = core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term, m.backup_workers, m.staleness)
     return messages.OPENED.to_pb(opened)
 
 
 def _enlist(core: ParameterServer, m: pb.EnlistRequest) -> Message:
     task = messages.TASK.from_pb(m.task) if m.HasField("task") else None
-    check_protocol(m.protocol, str(task or "a worker that joins"), "this server")
-    reply = messages.ENLISTED.to_pb(core.enlist(task, m.key))
-    reply.protocol = spoken_with(m.protocol)
-    return reply
+    check_protocol(m.spoken, str(task or "a worker that joins"), "this server")
+    return messages.ENLISTED.to_pb(core.enlist(task, m.key))
 
 
 def _heartbeat(core: ParameterServer, m: pb.HeartbeatRequest) -> Message:
@@ -106,10 +105,8 @@ def _approve(core: ParameterServer, m: pb.ApproveRequest) -> Message:
 
 
 def _offer(core: ParameterServer, m: pb.OfferRequest) -> Message:
-    check_protocol(m.protocol, m.standby.address, "this server")
-    reply: pb.OfferReply = messages.OFFERED.to_pb(core.offer(messages.STANDBY.from_pb(m.standby)))
-    reply.protocol = spoken_with(m.protocol)
-    return reply
+    check_protocol(m.spoken, f"the standby server at {m.standby.address}", "this server")
+    return messages.OFFERED.to_pb(core.offer(messages.STANDBY.from_pb(m.standby)))
 
 
 def _move(core: ParameterServer, m: pb.MoveRequest) -> Message:
@@ -233,7 +230,6 @@ class Service(grpc.GenericRpcHandler):
         """URL of this server's status page, "" for none."""
         own: dict[str, Handler] = {
             "Open": self._open,
-            "Create": self._create,
             "Push": self._push,
             "Pull": self._pull,
             "Exchange": self._exchange,
@@ -343,7 +339,6 @@ class Service(grpc.GenericRpcHandler):
 
     async def _open(self, m: pb.OpenRequest, context: Context, first: Frame) -> bytes:
         reply = await asyncio.to_thread(_open, self._core, m, self._task)
-        reply.protocol = spoken_with(m.protocol)
         reply.data_port, reply.data_path = self._transports.port, self._transports.path
         reply.transport_token, reply.in_flight = (
             self._access.registry.transport_token(reply.session),
@@ -354,7 +349,9 @@ class Service(grpc.GenericRpcHandler):
 
     async def _status(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
         status = replace(self._core.status(), process=self.process())
-        return messages.STATUS.to_pb(status).SerializeToString()
+        reply = messages.STATUS.to_pb(status)
+        reply.spoken.CopyFrom(spoken())
+        return reply.SerializeToString()
 
     async def _recent(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
         recent = await asyncio.to_thread(self.recent)
@@ -366,13 +363,10 @@ class Service(grpc.GenericRpcHandler):
         return tuple(sorted(found, key=lambda each: -each.seconds))
 
     async def _introduce(self, m: pb.IntroduceRequest, context: Context, first: Frame) -> bytes:
-        check_protocol(m.protocol, str(Task("ps", m.server)), self._task)
+        check_protocol(m.spoken, str(Task("ps", m.server)), self._task)
         self._core.introduce(m.server, m.incarnation)
         token = self._access.registry.transport_token(m.incarnation)
-        reply = pb.IntroduceReply(
-            data_port=self._transports.port, transport_token=token, protocol=spoken_with(m.protocol)
-        )
-        return reply.SerializeToString()
+        return pb.IntroduceReply(data_port=self._transports.port, transport_token=token).SerializeToString()
 
     async def _vote(self, m: pb.ServerVote, context: Context, first: Frame) -> bytes:
         await asyncio.to_thread(self._core.hear, self._access.voter(m.session), messages.said_from_pb(m))
@@ -403,14 +397,6 @@ class Service(grpc.GenericRpcHandler):
     # ---- Streams ----
 
     # Messages are read through the context, which is what gRPC's iterator over them does, with a generator more.
-
-    async def _create(self, header: pb.CreateHeader, context: Context, first: Frame) -> bytes:
-        spec = messages.SPEC.from_pb(header.spec)
-        value = await self._received(first, context, spec.tensor.nbytes) if header.has_value else None
-        reply = await asyncio.to_thread(
-            self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
-        )
-        return messages.CREATED.to_pb(reply).SerializeToString()
 
     async def _exchange(self, header: pb.ExchangeHeader, context: Context, first: Frame) -> None:
         """Answers the pushes and pulls of a stream, one after the other; an error ends an answer, not the stream."""

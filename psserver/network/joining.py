@@ -17,7 +17,7 @@ import grpc
 from psserver.config import ServerConfig
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol
+from pswire.encoding.protocol import spoken
 from pswire.encoding.verbs import TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import ConfigError, Forbidden, Unauthenticated
 from pswire.model.places import NOWHERE, Offered, Standby
@@ -64,11 +64,10 @@ class Offers:
             What they know; None if none answers.
 
         Raises:
-            ConfigError: a server is of a version that does not know this.
             PSError: a server refuses this process.
         """
         standby = Standby(self._config.address, self._config.domain, place)
-        data = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), protocol=PROTOCOL).SerializeToString()
+        data = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), spoken=spoken()).SerializeToString()
         # Also where they were: the next job begins there.
         asked = dict.fromkeys([*enumerate(self.addresses), *enumerate(self._homes)])
         calls = [self._call(server, address) for server, address in asked if address]
@@ -116,8 +115,7 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
         servers are.
 
     Raises:
-        ConfigError: no server answers, and none has told of a job before; or they are of a version that does not know
-            this.
+        ConfigError: no server answers, and none has told of a job before.
         PSError: a server refuses this process.
     """
     offers, limits = Offers(config, config.join), config.timeouts
@@ -196,20 +194,13 @@ class StandingOffer:
 def _answer(future: Any) -> Offered | None:
     """Returns a server's answer; None if it has none, or refuses for now."""
     try:
-        reply = parse(pb.OfferReply, future.result())
-        check_protocol(reply.protocol, "a server of the job", "this process")
-        return messages.OFFERED.from_pb(reply)
+        return messages.OFFERED.from_pb(parse(pb.OfferReply, future.result()))
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call):
             return None
         answer = refused(error.details() or "", error.trailing_metadata() or ())
         if isinstance(answer, FINAL):
             raise answer from None
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise ConfigError(
-                "a server of the job is of an older version, which takes in no others; install the same version of "
-                "paramserver for all"
-            ) from None
         if answer is not None:
             log.warning("a server does not let this process wait: %s", answer)
         return None

@@ -23,7 +23,7 @@ from psserver.effects import NOWHERE, Peer
 from psserver.network.served import Served
 from pswire.cluster import Task
 from pswire.encoding.messages import said_to_pb
-from pswire.encoding.protocol import PROTOCOL, check_protocol
+from pswire.encoding.protocol import spoken
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import InvalidRequest, PSError, ServerGone
 from pswire.network.grpc_channel import open_channel, reason, stub
@@ -207,22 +207,18 @@ class Link:
 
     def _introduce(self, channel: grpc.Channel) -> pb.IntroduceReply:
         request = pb.IntroduceRequest(
-            server=self._config.task.index, incarnation=self._core.incarnation, protocol=PROTOCOL
+            server=self._config.task.index, incarnation=self._core.incarnation, spoken=spoken()
         )
         call = stub(channel, VERBS["Introduce"].path, (False, False))
         answer = call(request.SerializeToString(), timeout=CONNECT_SECONDS, metadata=self._metadata)
-        reply = parse(pb.IntroduceReply, answer)
-        check_protocol(reply.protocol, str(self._task), str(self._config.task))
-        return reply
+        return parse(pb.IntroduceReply, answer)
 
     def _transport(self, answer: pb.IntroduceReply) -> TransportCarrier | None:
         """Connects to the tcp transport; None where it cannot be reached, or somebody else answers."""
         if not answer.data_port:
             return None
         host = self.peer.address.rpartition(":")[0].strip("[]")
-        hello = pb.TransportHello(
-            session=self._core.incarnation, token=answer.transport_token, replaces=True, protocol=PROTOCOL
-        )
+        hello = pb.TransportHello(session=self._core.incarnation, token=answer.transport_token, replaces=True)
         tls = self._config.security.client_context() if self._config.security.tls else None
         try:
             lease = self._config.timeouts.session_timeout

@@ -18,7 +18,6 @@ from psserver.network.served import Served
 from psserver.registry import Registered
 from pswire.api import PullReply, RoundReply
 from pswire.encoding import messages
-from pswire.encoding.protocol import check_protocol
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
 from pswire.network.parts import Assembly
@@ -330,7 +329,6 @@ class Connection:
         hello = parse(pb.TransportHello, message.header)
         if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
-        check_protocol(hello.protocol, f"session {hello.session}", self._transports.task)
         self._registered, self._hello_said = self._transports.let_in(self, hello), hello
         if self._shared:
             self._hand_over()

@@ -12,9 +12,6 @@ from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.changes import Change, change_of, words_of
 from pswire.model.log import Generation, Member
 
-OLD = "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds"
-"""Where it does not say backup workers or staleness, an older version is in the mode "sync"."""
-
 Asked = tuple[Member, str, int]
 """A member, the join point at which it waits, and the oldest round that it waits for; -1 for none."""
 
@@ -55,7 +52,7 @@ def as_all(opens: Member, others: Iterable[Member], generations: Mapping[int, Ge
 
 def _consistency(member: Member) -> str:
     """Returns what a process says to make its rounds so."""
-    return OLD if member.mode == "sync" else words_of(member.mode, member.backup_workers, member.staleness)
+    return words_of(member.mode, member.backup_workers, member.staleness)
 
 
 def differing(asked: Sequence[Asked], generations: Mapping[int, Generation]) -> Diverged | None:

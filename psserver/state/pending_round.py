@@ -13,7 +13,7 @@ from psserver.plans.sums import shares_of
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
-from pswire.model.log import ALONE, Member, Mode, Position
+from pswire.model.log import Member, Position
 from pswire.model.status import OpenRound
 from pswire.network.payload import Payload
 
@@ -143,14 +143,14 @@ class PendingRound:
         return (whole, frozenset(fenced)) != self.voted
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
-        """Returns the servers that agree on whose contributions it has; none where each decides alone."""
+        """Returns the servers that agree on whose contributions it has; none where one decides alone."""
         servers = plan.plan.servers
-        return servers if len(servers) > 1 and self._mode == "whole" else ()
+        return servers if len(servers) > 1 and not self._alone else ()
 
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
         # Who will be late is not known before the others are whole.
-        return plan.streams and self._mode not in ALONE and not (self.whole or self._leaves_out(plan))
+        return plan.streams and not self._alone and not (self.whole or self._leaves_out(plan))
 
     def _leaves_out(self, plan: PreparedPlan) -> bool:
         """Returns True if it may be made without the last of its members.
@@ -166,9 +166,9 @@ class PendingRound:
         return self.members[0].backup_workers if self.members else 0
 
     @property
-    def _mode(self) -> Mode:
-        """The mode of its members, which is the same for all of a job."""
-        return self.members[0].mode if self.members else "sync"
+    def _alone(self) -> bool:
+        """True if its one member makes rounds of its own."""
+        return bool(self.members) and self.members[0].alone
 
     def awaits(
         self, plan: PreparedPlan | None, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool

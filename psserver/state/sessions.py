@@ -564,9 +564,9 @@ def _one_too_many(task: Task, limit: int) -> ConfigError:
     )
 
 
-def _asks(pace: Pace) -> tuple[bool, bool, bool]:
+def _asks(pace: Pace) -> tuple[bool, bool]:
     """Returns what a process asks the chief for."""
-    return pace.leaving, pace.saving, pace.knows_leaving
+    return pace.leaving, pace.saving
 
 
 def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:

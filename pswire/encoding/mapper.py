@@ -99,7 +99,6 @@ class Mapper:
         *,
         names: Mapping[str, str] | None = None,
         flags: Mapping[str, str] | None = None,
-        constants: Mapping[str, object] | None = None,
         admit: Callable[[M], object] | None = None,
         check: Callable[[V], V] | None = None,
     ) -> Codec[V, M]:
@@ -110,11 +109,10 @@ class Mapper:
             message: class of its message.
             names: names of fields that the message has by another name.
             flags: for a `Mapping` that may be None the message's field that tells whether it is there.
-            constants: fields of the message that are always the same.
             admit: called with a message before it is read.
             check: called with a value that was read.
         """
-        names, flags, constants = names or {}, flags or {}, constants or {}
+        names, flags = names or {}, flags or {}
         fields = []
         for own, kind in get_type_hints(value).items():
             name, optional = names.get(own, own), NoneType in get_args(kind)
@@ -123,7 +121,7 @@ class Mapper:
             fields.append((own, name, flags.get(own), optional, *way))
 
         def to_pb(v: V) -> M:
-            made = dict(constants)
+            made: dict[str, Any] = {}
             for own, name, flag, _, write, _ in fields:
                 given = getattr(v, own)
                 if flag is not None:

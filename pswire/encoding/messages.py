@@ -11,7 +11,6 @@ from typing import NamedTuple
 from pswire.api import (
     Contribution,
     CreateBatchReply,
-    CreateReply,
     Opened,
     PullReply,
     RestoreOrder,
@@ -56,7 +55,7 @@ from pswire.model.plan import (
     Turn,
     VariableSpec,
 )
-from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
+from pswire.model.program import Attr, InputKind, Program
 from pswire.model.saved import SavedTensor, Shard
 from pswire.model.status import Happened, Pace, ServerStatus, SessionState
 from pswire.model.tables import (
@@ -115,14 +114,6 @@ def _attr_from_pb(message: pb.Attr) -> tuple[str, Attr]:
             return message.name, getattr(message, chosen)
 
 
-def _admit_program(message: pb.Program) -> None:
-    if message.version != PROGRAM_VERSION:
-        raise InvalidRequest(
-            f"an update program has version {message.version}, and version {PROGRAM_VERSION} runs here; "
-            "install the same release of paramserver on workers, chief and servers"
-        )
-
-
 def _admit_plan(message: pb.Plan) -> None:
     """Raises `InvalidRequest` for a plan of so many messages that reading them takes long; most may be empty."""
     if message.ByteSize() > MAX_PLAN_BYTES:
@@ -160,9 +151,9 @@ MAPPER.words(ClosureState, pb.FetchReply.State, "a closure has no state {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
 SHARD_OF = MAPPER.pair(ShardOf, pb.ShardOf)
-MAPPER.choice(Initializer, pb.Initializer, "first values of a table are of a newer version")
-MAPPER.choice(Admission, pb.Admission, "a table's filter is of a newer version")
-MAPPER.choice(Eviction, pb.Eviction, "a table's policy of eviction is of a newer version")
+MAPPER.choice(Initializer, pb.Initializer, "a table has no first values")
+MAPPER.choice(Admission, pb.Admission, "a table's filter is of no kind")
+MAPPER.choice(Eviction, pb.Eviction, "a table's policy of eviction is of no kind")
 MAPPER.pair(SlotTensor, pb.SlotTensor)
 MAPPER.pair(TableSpec, pb.TableSpec)
 MAPPER.pair(TablePart, pb.TablePart)
@@ -178,16 +169,13 @@ MAPPER.pair(Return, pb.Return)
 GENERATION = MAPPER.pair(Generation, pb.Generation, names={"join_point": "entry"})
 
 MAPPER.add(tuple[str, Attr], Codec(pb.Attr, _attr_to_pb, _attr_from_pb))
-PROGRAM = MAPPER.pair(Program, pb.Program, constants={"version": PROGRAM_VERSION}, admit=_admit_program)
+PROGRAM = MAPPER.pair(Program, pb.Program)
 TURN = MAPPER.pair(Turn, pb.Turn)
 PLAN = MAPPER.pair(Plan, pb.Plan, admit=_admit_plan)
-ENTRY: Codec[LogEntry, pb.Entry] = MAPPER.choice(
-    LogEntry, pb.Entry, "an entry of the log is empty, or of a newer version"
-)
+ENTRY: Codec[LogEntry, pb.Entry] = MAPPER.choice(LogEntry, pb.Entry, "an entry of the log is empty")
 
 OPENED = MAPPER.pair(Opened, pb.OpenReply)
 ENLISTED = MAPPER.pair(Enlisted, pb.EnlistReply)
-CREATED = MAPPER.pair(CreateReply, pb.CreateReply)
 PACE = MAPPER.pair(Pace, pb.Pace)
 SESSION = MAPPER.pair(SessionState, pb.SessionState, names={"join_point": "entry"})
 WATCHED = MAPPER.pair(Watched, pb.WatchReply)

@@ -64,7 +64,6 @@ class Verb:
         late: the name of the error where the deadline passes.
         waits: True if the server may answer late on purpose, so that silence says nothing.
         guarded: True if only the server incarnation that the session was opened with may answer.
-        newer: True if servers of a served protocol may be too old to know it.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Verb:
     streams: tuple[bool, bool] = (False, False)
     waits: bool = False
     guarded: bool = True
-    newer: bool = False
 
     @property
     def path(self) -> str:
@@ -87,32 +85,31 @@ VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
         Verb("Open", pb.OpenRequest, "task", "start_timeout", guarded=False),
-        Verb("Enlist", pb.EnlistRequest, "joiner", "call_timeout", guarded=False, newer=True),
+        Verb("Enlist", pb.EnlistRequest, "joiner", "call_timeout", guarded=False),
         Verb(
             "Heartbeat", pb.HeartbeatRequest, "session", ""
         ),  # until the server has been silent for a lease, and is lost
         Verb("Leave", pb.LeaveRequest, "session", "call_timeout"),
-        Verb("Create", pb.CreateHeader, "session", "call_timeout", streams=(True, False)),
-        Verb("CreateBatch", pb.CreateBatchRequest, "session", "call_timeout", newer=True),
+        Verb("CreateBatch", pb.CreateBatchRequest, "session", "call_timeout"),
         Verb("Propose", pb.ProposeRequest, "session", "call_timeout"),
         Verb("Watch", pb.WatchRequest, "reader", "", waits=True),
         Verb("Approve", pb.ApproveRequest, "chief", "call_timeout"),
         Verb("Push", pb.PushHeader, "session", "", streams=(True, True), waits=True),
         Verb("Pull", pb.PullRequest, "reader", "", streams=(False, True), waits=True),
         # Who may push or pull is asked for each of its messages.
-        Verb("Exchange", pb.ExchangeHeader, "anyone", "", streams=(True, True), waits=True, newer=True),
+        Verb("Exchange", pb.ExchangeHeader, "anyone", "", streams=(True, True), waits=True),
         Verb("Snapshot", pb.SnapshotRequest, "chief", "round_timeout", "RoundTimeout", waits=True),
         Verb("Restore", pb.RestoreRequest, "session", "round_timeout", "RoundTimeout", waits=True),
-        Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True, newer=True),
-        Verb("Take", pb.TakeRequest, "session", "", waits=True, newer=True),
-        Verb("Fetch", pb.FetchRequest, "session", "", waits=True, newer=True),
-        Verb("Assign", pb.AssignRequest, "session", "call_timeout", newer=True),
+        Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True),
+        Verb("Take", pb.TakeRequest, "session", "", waits=True),
+        Verb("Fetch", pb.FetchRequest, "session", "", waits=True),
+        Verb("Assign", pb.AssignRequest, "session", "call_timeout"),
         Verb("Status", pb.Empty, "anyone", "call_timeout", guarded=False),
-        Verb("Events", pb.Empty, "anyone", "call_timeout", guarded=False, newer=True),
+        Verb("Events", pb.Empty, "anyone", "call_timeout", guarded=False),
         Verb("Introduce", pb.IntroduceRequest, "server", "call_timeout"),
         Verb("Vote", pb.ServerVote, "session", "call_timeout"),
-        Verb("Offer", pb.OfferRequest, "standby", "call_timeout", guarded=False, newer=True),
-        Verb("Move", pb.MoveRequest, "mover", "call_timeout", guarded=False, newer=True),
+        Verb("Offer", pb.OfferRequest, "standby", "call_timeout", guarded=False),
+        Verb("Move", pb.MoveRequest, "mover", "call_timeout", guarded=False),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""

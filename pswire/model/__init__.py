@@ -5,7 +5,7 @@ program  update programs and their verifier
 compression  the bytes of compressed contributions, and what they stand for
 tensor   dtypes and shapes
 tables   dynamic tables: specs, filters, policies
-hashing  hashes of their keys
+hashing  hashes of their keys, and the canonical bytes of plans
 first_values  first values of their rows
 rows     ids of rows
 chunks   batches that server 0 hands out

@@ -63,7 +63,6 @@ def words_of(mode: Mode, backup_workers: int = 0, staleness: int = 0, nonfinite:
     """Returns what a script says for a consistency."""
     name = {"async": "Async", "bounded": "BoundedStaleness"}.get(mode, "Sync")
     given = [str(staleness)] if mode == "bounded" else []
-    given += ["whole_rounds=False"] if mode == "sync" else []
     given += [f"nonfinite={nonfinite!r}"] if nonfinite != "apply" else []
     given += [f"backup_workers={backup_workers}"] if backup_workers else []
     return f"ps.{name}({', '.join(given)})"

@@ -1,4 +1,4 @@
-"""Hashes of keys: a bijection of 64 bits, the same in NumPy and in compiled functions.
+"""Hashes of keys, a bijection of 64 bits, the same in NumPy and compiled functions; the bytes that plans are hashed by.
 
 A key's *hash* takes its place everywhere inside a table: hashes are spread evenly, whatever the keys are, and their
 order is the canonical order of a table. The top bits of a hash are its bucket.
@@ -6,6 +6,11 @@ order is the canonical order of a table. The top bits of a hash are its bucket.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from json import JSONEncoder
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -109,3 +114,26 @@ def mixing(tools: Any) -> Any:
         return x ^ (x >> thirty_one)
 
     return tools.njit(mix)
+
+
+def canonical(value: Any) -> bytes:
+    """Returns the bytes from which a plan's id is made: JSON without spaces, of ASCII characters.
+
+    A dataclass is the list of its fields in the order of their declaration, without those that are not compared. A
+    float has the shortest digits that give it back, with a point or an exponent, so that 1.0 is not 1 and -0.0 is not
+    0.0; every NaN is `NaN`.
+    """
+    return _CANONICAL.encode(value).encode()
+
+
+@cache
+def _compared(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns what gives the compared fields of a dataclass."""
+    names = [each.name for each in fields(kind) if each.compare]
+    found = attrgetter(*names)
+    return found if len(names) > 1 else lambda value: (found(value),)
+
+
+_CANONICAL = JSONEncoder(
+    check_circular=False, separators=(",", ":"), default=lambda value: _compared(value.__class__)(value)
+)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable, Plan
 
-Mode = Literal["sync", "async", "whole", "bounded"]
+Mode = Literal["sync", "async", "bounded"]
 """The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
 
 ALONE: frozenset[Mode] = frozenset(("async", "bounded"))
@@ -179,9 +179,9 @@ class Generation:
         return sum(member.replicas for member in self.members)
 
     @property
-    def whole(self) -> bool:
-        """True if its rounds have the same contributions on all servers."""
-        return any(member.mode == "whole" for member in self.members)
+    def alone(self) -> bool:
+        """True if each of its members makes rounds of its own."""
+        return any(member.alone for member in self.members)
 
     @cached_property
     def backup_workers(self) -> int:
@@ -226,8 +226,7 @@ class JobStarted:
         addresses: the addresses at which the chief reaches the servers, `host:port`.
         copies: for each server the one that has a copy of its variables; empty where there are no copies.
         workers: the addresses of the cluster's workers, in their order.
-        chief: the address of the chief task; "" where the cluster has none, and worker 0 drives. Older servers keep
-            neither, so that logs are equal without these two.
+        chief: the address of the chief task; "" where the cluster has none, and worker 0 drives.
     """
 
     job: int
@@ -235,8 +234,8 @@ class JobStarted:
     name: str = ""
     addresses: tuple[str, ...] = ()
     copies: tuple[int, ...] = ()
-    workers: tuple[str, ...] = field(default=(), compare=False)
-    chief: str = field(default="", compare=False)
+    workers: tuple[str, ...] = ()
+    chief: str = ""
 
 
 @dataclass(frozen=True)

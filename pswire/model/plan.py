@@ -1,6 +1,6 @@
 """Values that processes and servers agree on: variables, plans, and orders to save or restore.
 
-All are frozen values; equal values have equal `repr`, from which a plan's id is made.
+All are frozen values. A plan's id is a hash of its canonical bytes, see `canonical`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pswire.errors import InvalidRequest, LocalityError, ProgramError
 from pswire.limits import MAX_NAME, PART_BYTES
 from pswire.model import row_updates
 from pswire.model.compression import FLOATS, Codec
+from pswire.model.hashing import canonical
 from pswire.model.program import Program
 from pswire.model.tables import MAX_COUNT, MIN_CAPACITY, ROWS, TablePart
 from pswire.model.tensor import DTYPES, TensorSpec
@@ -164,8 +165,8 @@ class Reduction:
     tensor: TensorSpec
     servers: tuple[int, ...]
     target: str = ""
-    form: Form = field(default="dense", repr=False)
-    codec: Codec | None = field(default=None, repr=False)
+    form: Form = "dense"
+    codec: Codec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -187,7 +188,7 @@ class Operand:
 
     tensor: TensorSpec
     servers: tuple[int, ...]
-    label: str = field(default="", repr=False)
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,8 @@ class Apply:
     program: int
     servers: tuple[int, ...]
     args: tuple[Ref, ...]
-    sparse: Sparse = field(default="dense", repr=False)
-    optional: bool = field(default=False, repr=False)
+    sparse: Sparse = "dense"
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,8 @@ class SnapshotOrder:
     path: str
     servers: tuple[int, ...]
     round: int = 0
-    state: str = field(default="", compare=False, repr=False)
-    returns: int = field(default=0, repr=False)
+    state: str = field(default="", compare=False)
+    returns: int = 0
 
 
 @dataclass(frozen=True, order=True)
@@ -301,24 +302,14 @@ class Plan:
     returned: tuple[Ref, ...] = ()
     snapshot: SnapshotOrder | None = None
     restore: RestoreCommit | None = None
-    nonfinite: Nonfinite = field(default="apply", repr=False)
-    trims: tuple[Trim, ...] = field(default=(), repr=False)
-    copied: bool = field(default=False, repr=False)
+    nonfinite: Nonfinite = "apply"
+    trims: tuple[Trim, ...] = ()
+    copied: bool = False
 
     @cached_property
     def id(self) -> bytes:
-        """SHA-256 of the plan: equal plans, and only they, have equal ids."""
-        # Versions that know no other choice give the same id to the same plan.
-        sparse = {number: apply.sparse for number, apply in enumerate(self.applies) if apply.sparse != "dense"}
-        rows = (self.rows, f"rows {self.rows}"), (sparse, f"sparse {sparse}")
-        tables = (self.keys, f"keys {self.keys}"), (self.trims, f"trims {self.trims}")
-        optional = [number for number, apply in enumerate(self.applies) if apply.optional]
-        codecs = [(number, self.reductions[number].codec) for number in self.compressed]
-        returns = self.snapshot.returns if self.snapshot else 0
-        own = (optional, f"optional {optional}"), (codecs, f"codecs {codecs}"), (self.copied, "copied")
-        choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, *own, (returns, f"returns {returns}")
-        words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
-        return hashlib.sha256(words.encode()).digest()
+        """SHA-256 of the plan's canonical bytes: equal plans, and only they, have equal ids."""
+        return hashlib.sha256(canonical(self)).digest()
 
     @cached_property
     def trains(self) -> bool:

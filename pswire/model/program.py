@@ -20,9 +20,6 @@ from pswire.errors import ProgramError
 from pswire.limits import MAX_NODES
 from pswire.model.tensor import DTYPES, TensorSpec
 
-PROGRAM_VERSION = 1
-"""Of the wire form of programs and of the meaning of `OPS`. A server runs programs of its own version only."""
-
 Attr = bool | int | float | str | tuple[int, ...] | None
 InputKind = Literal["variable", "value", "operand"]
 INPUT_KINDS: tuple[InputKind, ...] = ("variable", "value", "operand")

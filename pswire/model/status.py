@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pswire.cluster import Task
 from pswire.model.log import Generation, Member, Position, in_order
 from pswire.model.places import Moved, Standby
-from pswire.model.program import PROGRAM_VERSION
 
 
 @dataclass(frozen=True)
@@ -19,20 +18,16 @@ class Pace:
         steps: calls of `strategy.run`.
         rounds: rounds that it has made.
         waits: times that it has waited for rounds.
-        knows_leaving: True if it takes in generations that some leave; older versions do not.
         leaving: True if it was told to end, and leaves at the beginning of a step.
         saving: True if it asks for a checkpoint before that.
-        knows_returns: True if it takes in generations by which a server comes back.
         page: URL of its status page, "" for none.
     """
 
     steps: int = 0
     rounds: int = 0
     waits: int = 0
-    knows_leaving: bool = False
     leaving: bool = False
     saving: bool = False
-    knows_returns: bool = False
     page: str = ""
 
 
@@ -227,7 +222,6 @@ class ServerStatus:
         memory_limit: bytes that it may hold, 0 for no limit.
         chief: seconds since server 0 heard of the chief; infinite where it never did.
         places: progress of each asynchronous worker, in task order; of those that died, too.
-        program_version: the version of the update programs that it runs.
         held: bytes of old values that it holds for checkpoints which are being written.
         snapshot_limit: bytes of those that it may hold, 0 for no limit.
         saving: checkpoints that it is writing.
@@ -266,7 +260,6 @@ class ServerStatus:
     memory_limit: int
     chief: float
     places: tuple[WorkerProgress, ...] = ()
-    program_version: int = PROGRAM_VERSION
     held: int = 0
     snapshot_limit: int = 0
     saving: tuple[Saving, ...] = ()

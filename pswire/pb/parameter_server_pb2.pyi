@@ -12,7 +12,6 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_UNSPECIFIED: _ClassVar[Mode]
     SYNC: _ClassVar[Mode]
     ASYNC: _ClassVar[Mode]
-    WHOLE: _ClassVar[Mode]
     BOUNDED: _ClassVar[Mode]
 
 class Nonfinite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -30,7 +29,6 @@ class RestoreStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 MODE_UNSPECIFIED: Mode
 SYNC: Mode
 ASYNC: Mode
-WHOLE: Mode
 BOUNDED: Mode
 APPLY: Nonfinite
 SKIP: Nonfinite
@@ -61,14 +59,6 @@ class Part(_message.Message):
     pad: bytes
     data: bytes
     def __init__(self, offset: _Optional[int] = ..., pad: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class CreateFrame(_message.Message):
-    __slots__ = ("header", "part")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    header: bytes
-    part: Part
-    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class PushFrame(_message.Message):
     __slots__ = ("header", "part")
@@ -128,8 +118,16 @@ class Task(_message.Message):
     index: int
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
+class Spoken(_message.Message):
+    __slots__ = ("protocol", "version")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    version: str
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
 class OpenRequest(_message.Message):
-    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "protocol", "backup_workers", "staleness")
+    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "spoken", "backup_workers", "staleness")
     TASK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -137,7 +135,7 @@ class OpenRequest(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SPOKEN_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     task: Task
@@ -147,13 +145,13 @@ class OpenRequest(_message.Message):
     mode: Mode
     job: str
     term: int
-    protocol: int
+    spoken: Spoken
     backup_workers: int
     staleness: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "transport_token", "in_flight", "term", "protocol", "window", "buffer_bytes", "domain", "takes_hints")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "transport_token", "in_flight", "term", "window", "buffer_bytes", "domain", "takes_hints")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -164,7 +162,6 @@ class OpenReply(_message.Message):
     TRANSPORT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
@@ -179,46 +176,41 @@ class OpenReply(_message.Message):
     transport_token: bytes
     in_flight: int
     term: int
-    protocol: int
     window: int
     buffer_bytes: int
     domain: str
     takes_hints: bool
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transport_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ..., takes_hints: _Optional[bool] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transport_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ..., takes_hints: _Optional[bool] = ...) -> None: ...
 
 class EnlistRequest(_message.Message):
-    __slots__ = ("key", "task", "protocol")
+    __slots__ = ("key", "task", "spoken")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SPOKEN_FIELD_NUMBER: _ClassVar[int]
     key: int
     task: Task
-    protocol: int
-    def __init__(self, key: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    spoken: Spoken
+    def __init__(self, key: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ...) -> None: ...
 
 class EnlistReply(_message.Message):
-    __slots__ = ("task", "opened", "protocol")
+    __slots__ = ("task", "opened")
     TASK_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     task: Task
     opened: bool
-    protocol: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., opened: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., opened: _Optional[bool] = ...) -> None: ...
 
 class TransportHello(_message.Message):
-    __slots__ = ("session", "token", "lease", "replaces", "protocol")
+    __slots__ = ("session", "token", "lease", "replaces")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REPLACES_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     session: int
     token: bytes
     lease: float
     replaces: bool
-    protocol: int
-    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ..., lease: _Optional[float] = ..., replaces: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ..., lease: _Optional[float] = ..., replaces: _Optional[bool] = ...) -> None: ...
 
 class TransportAlive(_message.Message):
     __slots__ = ("received", "paused")
@@ -253,24 +245,20 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("steps", "rounds", "waits", "knows_leaving", "leaving", "saving", "knows_returns", "page")
+    __slots__ = ("steps", "rounds", "waits", "leaving", "saving", "page")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
-    KNOWS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SAVING_FIELD_NUMBER: _ClassVar[int]
-    KNOWS_RETURNS_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     rounds: int
     waits: int
-    knows_leaving: bool
     leaving: bool
     saving: bool
-    knows_returns: bool
     page: str
-    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., knows_returns: _Optional[bool] = ..., page: _Optional[str] = ...) -> None: ...
+    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., page: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("drive",)
@@ -287,44 +275,40 @@ class LeaveRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class IntroduceRequest(_message.Message):
-    __slots__ = ("server", "incarnation", "protocol")
+    __slots__ = ("server", "incarnation", "spoken")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SPOKEN_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
-    protocol: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    spoken: Spoken
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ...) -> None: ...
 
 class IntroduceReply(_message.Message):
-    __slots__ = ("data_port", "transport_token", "protocol")
+    __slots__ = ("data_port", "transport_token")
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     data_port: int
     transport_token: bytes
-    protocol: int
-    def __init__(self, data_port: _Optional[int] = ..., transport_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, data_port: _Optional[int] = ..., transport_token: _Optional[bytes] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("standby", "protocol")
+    __slots__ = ("standby", "spoken")
     STANDBY_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SPOKEN_FIELD_NUMBER: _ClassVar[int]
     standby: Standby
-    protocol: int
-    def __init__(self, standby: _Optional[_Union[Standby, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    spoken: Spoken
+    def __init__(self, standby: _Optional[_Union[Standby, _Mapping]] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ...) -> None: ...
 
 class OfferReply(_message.Message):
-    __slots__ = ("place", "addresses", "over", "protocol")
+    __slots__ = ("place", "addresses", "over")
     PLACE_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     place: int
     addresses: _containers.RepeatedScalarFieldContainer[str]
     over: bool
-    protocol: int
-    def __init__(self, place: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., over: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, place: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., over: _Optional[bool] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
     __slots__ = ("server", "address", "token")
@@ -646,34 +630,6 @@ class Variable(_message.Message):
     servers: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, id: _Optional[int] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class CreateHeader(_message.Message):
-    __slots__ = ("session", "ordinal", "id", "spec", "servers", "has_value")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
-    ORDINAL_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    SERVERS_FIELD_NUMBER: _ClassVar[int]
-    HAS_VALUE_FIELD_NUMBER: _ClassVar[int]
-    session: int
-    ordinal: int
-    id: int
-    spec: VariableSpec
-    servers: _containers.RepeatedScalarFieldContainer[int]
-    has_value: bool
-    def __init__(self, session: _Optional[int] = ..., ordinal: _Optional[int] = ..., id: _Optional[int] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., has_value: _Optional[bool] = ...) -> None: ...
-
-class CreateReply(_message.Message):
-    __slots__ = ("id", "servers", "initialized", "restored")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    SERVERS_FIELD_NUMBER: _ClassVar[int]
-    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
-    RESTORED_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    servers: _containers.RepeatedScalarFieldContainer[int]
-    initialized: bool
-    restored: bool
-    def __init__(self, id: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., initialized: _Optional[bool] = ..., restored: _Optional[bool] = ...) -> None: ...
-
 class CreateBatchRequest(_message.Message):
     __slots__ = ("session", "variables")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -753,18 +709,16 @@ class Assign(_message.Message):
     def __init__(self, target: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
 
 class Program(_message.Message):
-    __slots__ = ("inputs", "nodes", "assigns", "outputs", "version")
+    __slots__ = ("inputs", "nodes", "assigns", "outputs")
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     inputs: _containers.RepeatedCompositeFieldContainer[Input]
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     assigns: _containers.RepeatedCompositeFieldContainer[Assign]
     outputs: _containers.RepeatedScalarFieldContainer[int]
-    version: int
-    def __init__(self, inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., assigns: _Optional[_Iterable[_Union[Assign, _Mapping]]] = ..., outputs: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ...) -> None: ...
+    def __init__(self, inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., assigns: _Optional[_Iterable[_Union[Assign, _Mapping]]] = ..., outputs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ref(_message.Message):
     __slots__ = ("kind", "index")
@@ -1714,7 +1668,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transports: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "standbys", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "recovering", "tier_bytes", "tier_resident", "tier_memory")
+    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "spoken", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "standbys", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "recovering", "tier_bytes", "tier_resident", "tier_memory")
     class PhasesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1748,7 +1702,7 @@ class StatusReply(_message.Message):
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     CHIEF_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
-    PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPOKEN_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     SAVING_FIELD_NUMBER: _ClassVar[int]
@@ -1786,7 +1740,7 @@ class StatusReply(_message.Message):
     memory_limit: int
     chief: float
     places: _containers.RepeatedCompositeFieldContainer[Place]
-    program_version: int
+    spoken: Spoken
     held: int
     snapshot_limit: int
     saving: _containers.RepeatedCompositeFieldContainer[Saving]
@@ -1812,7 +1766,7 @@ class StatusReply(_message.Message):
     tier_bytes: int
     tier_resident: int
     tier_memory: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., standbys: _Optional[_Iterable[_Union[Standby, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., recovering: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., standbys: _Optional[_Iterable[_Union[Standby, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., recovering: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("server", "round", "variables", "more", "agreed")

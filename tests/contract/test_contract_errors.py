@@ -15,7 +15,6 @@ from tests.kit.internals import (
     ConfigError,
     Contribution,
     InvalidRequest,
-    Payload,
     PSError,
     RemoteServer,
     RoundTimeout,
@@ -29,7 +28,7 @@ from tests.kit.internals import (
     Turn,
     VariableSpec,
 )
-from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, remote, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, create, given, remote, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -61,7 +60,7 @@ CALLS = {
     "open": lambda server: server.open(A, 1, 0, False),
     "heartbeat": lambda server: server.heartbeat(1, -1, b""),
     "leave": lambda server: server.leave(1, ""),
-    "create": lambda server: server.create(1, 0, -1, VariableSpec("w", NUMBER), (), Payload.pack([np.array(1)])),
+    "create_batch": lambda server: create(server, 1, 0, VariableSpec("w", NUMBER)),
     "propose": lambda server: server.propose(1, None, "x", None),
     "watch": lambda server: server.watch(1, 0, 0).result(SOON),
     "approve": lambda server: server.approve(1, 0, []),
@@ -101,7 +100,7 @@ def test_every_verb_passes_errors_on(connect, later):
     server, broken = connect(Refusing(error, later)), connect(Refusing(KeyError("a bug"), later))
     for verb, call in CALLS.items():
         assert told(call, server) == (type(error), error.message, error.task), verb
-        if verb in ("create", "push", "watch"):
+        if verb in ("create_batch", "push", "watch"):
             _, words, task = told(call, broken)
             assert "internal error" in words
             assert task == "/job:ps/task:0"
@@ -186,7 +185,7 @@ def test_nonsense_is_refused(connect):
     server = connect(core(0))
     session = server.open(A, 1, 0, False).session
     with pytest.raises(InvalidRequest):
-        server.create(session, 0, -1, VariableSpec("w", TensorSpec("float32", (1 << 50,))), (0,), None)
+        create(server, session, 0, VariableSpec("w", TensorSpec("float32", (1 << 50,))), (0,))
     with pytest.raises(PSError):
         server.open(Task("baker", 0), 1, 0, False)
     assert server.status().server == 0

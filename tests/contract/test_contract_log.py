@@ -40,7 +40,7 @@ from tests.kit.internals import (
     VariableSpec,
     Watch,
 )
-from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, create, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
@@ -155,8 +155,7 @@ def test_a_new_job_drops_everything(job, worker):
     status = job.verbs[0].status()
     assert (status.log, status.variables, status.nbytes, status.generation, status.round) == (1, 0, 0, None, -1)
     job.verbs[0].heartbeat(other.session, -1, b"")
-    named = job.verbs[0].create(other.session, 0, -1, VariableSpec("new", PAIR), (0,), None)
-    assert (named.id, named.servers) == (0, (0,))
+    assert create(job.verbs[0], other.session, 0, VariableSpec("new", PAIR)).count == 1
 
 
 def test_the_same_job_is_not_begun_twice(job, worker):

@@ -22,7 +22,7 @@ from tests.kit.internals import (
     VariableSpec,
     count_of,
 )
-from tests.kit.rig import CHIEF, SOON, WORKERS, Job, Worker, eventually, sum_into, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, Worker, create, eventually, sum_into, together
 
 NOBODY = 0
 W0, W1 = WORKERS[:2]
@@ -59,7 +59,7 @@ def test_who_looks_may_do_nothing_else(job: Job):
     for server in job.verbs:
         for act in (
             lambda server=server: server.heartbeat(NOBODY, -1, b""),
-            lambda server=server: server.create(NOBODY, 0, -1, spec, (0,), None),
+            lambda server=server: create(server, NOBODY, 0, spec, (0,)),
             lambda server=server: server.propose(NOBODY, None, "dataset:0", None),
         ):
             with pytest.raises(PSError):
@@ -139,8 +139,10 @@ def test_calls_are_told(job: Job, worker: Worker):
         ("approve", "the log from 0 on: 1 job started"),
         ("open", "/job:worker/task:0: 1 replica, sync"),
         ("approve", "the log from 1 on: 1 generation closed"),
-        ("create", f"{who(worker)}: 'dense/kernel' float32[2,3]"),
-        ("create", f"{who(worker)}: 'dense/kernel' float32[2,3], number {v.id}"),
+        ("create_batch", f"{who(worker)}: 1 variable"),
+        ("push", f"{who(worker)}: 1 first value, 24 bytes"),
+        ("worked", "copy (arrays)"),
+        ("create_batch", f"{who(worker)}: 1 variable"),
         ("pull", f"{who(worker)}: 1 variable"),
         ("leave", f"{who(worker)}: it failed"),
     ]
@@ -163,14 +165,14 @@ def test_a_refused_call_says_why(job: Job, worker: Worker):
     job.variable(worker, np.zeros(3), name="v")
     other = VariableSpec("v", TensorSpec("float64", (4,)))
     with pytest.raises(VariableMismatch) as caught:
-        job.verbs[0].create(worker.session, 0, -1, other, (0,), None)
-    assert last(job, "create") == Happened(
-        0.0, "create", f"{who(worker)}: 'v' float64[4]", f"VariableMismatch: {caught.value.message}"
+        create(job.verbs[0], worker.session, 0, other)
+    assert last(job, "create_batch") == Happened(
+        0.0, "create_batch", f"{who(worker)}: 1 variable", f"VariableMismatch: {caught.value.message}"
     )
     with pytest.raises(PSError) as caught:
         job.verbs[0].snapshot(job.token, b"p" * 32, "{}").result(SOON)
     assert last(job, "snapshot").refused == f"{type(caught.value).__name__}: {caught.value.message}"
-    assert all(not each.refused for each in job.verbs[0].recent() if each.what not in ("create", "snapshot"))
+    assert all(not each.refused for each in job.verbs[0].recent() if each.what not in ("create_batch", "snapshot"))
 
 
 def test_a_heartbeat_that_is_refused_is_told(job: Job, worker: Worker):

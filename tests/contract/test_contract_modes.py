@@ -186,9 +186,7 @@ def test_pushes_of_all_at_once(job, free):
 
 def test_all_have_one_mode(job, free):
     """Who comes with another is told both, and begins no session."""
-    with pytest.raises(
-        ConfigError, match=r"worker/task:2 runs with ps.Sync\(whole_rounds=False\).*worker/task:0 with ps.Async\(\)"
-    ):
+    with pytest.raises(ConfigError, match=r"worker/task:2 runs with ps.Sync\(\).*worker/task:0 with ps.Async\(\)"):
         job.verbs[0].open(C, 1, 0, False, "sync")
     assert job.open(C, mode="async").session > free[1].session
 
@@ -258,10 +256,8 @@ def test_one_that_is_half_there_is_nobodys_concern(job, two, apart):
     assert waits.result(SOON).round == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "whole"])
-def test_one_round_of_several_servers_asks_nobody(job, mode):
-    """Each server applies it when it comes, also where rounds of all are whole; a mean is over its own weights."""
-    two = job.join(A, B, mode=mode)
+def test_one_round_of_several_servers_asks_nobody(job, two):
+    """Each server applies it when it comes; a mean is over its own weights."""
     variables = [job.variable(two[0], np.array([10.0, 20.0]), (server,), alone=True) for server in (0, 1)]
     plans = [job.approve(sgd(variable), two[0]) for variable in variables]
     both = job.approve(sum_into(*variables), two[0])

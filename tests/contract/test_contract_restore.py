@@ -29,7 +29,7 @@ from tests.kit.internals import (
     VariableSpec,
     open_saved,
 )
-from tests.kit.rig import SOON, WORKERS, Job, eventually, manifest_of, serving, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, create, eventually, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]
 
@@ -273,6 +273,11 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
 
 def test_what_was_given_up_is_not_restored(job, worker):
     """By a later restore, or by another round; who commits it all the same is refused."""
+
+    def commit(turn):
+        plan = job.commit(worker, "run", turn)
+        together(*(worker.push(plan, server=server) for server in plan.servers))
+
     variable = job.variable(worker, np.array(1))
     job.save(worker)
     add(job, worker, variable)
@@ -280,11 +285,11 @@ def test_what_was_given_up_is_not_restored(job, worker):
     job.prepare(worker, "run", first)
     job.prepare(worker, "run", later)
     with pytest.raises(InvalidRequest, match=NOTHING):
-        together(worker.push(job.commit(worker, "run", first)))
+        commit(first)
     worker.round += 1
     add(job, worker, variable)
     with pytest.raises(InvalidRequest, match=NOTHING):
-        together(worker.push(job.commit(worker, "run", later)))
+        commit(later)
     assert values(job, worker, variable) == [21]
 
 
@@ -464,11 +469,11 @@ def created(job, worker, dtype="int64", name="late"):
     """The value of a variable that is created now, the next of the job's, and whether it was told to be restored."""
     spec = VariableSpec(name, TensorSpec(dtype, ()))
     ordinal = job.verbs[0].status().variables
-    named = job.verbs[0].create(worker.session, ordinal, -1, spec, (1,), None)
+    named = create(job.verbs[0], worker.session, ordinal, spec, (1,))
     payload = Payload.pack([np.array(9, dtype)])
-    told = [named, job.verbs[1].create(worker.session, ordinal, named.id, spec, (1,), payload)]
-    pulled = job.verbs[1].pull(worker.session, [named.id], -1).result(SOON)
-    return pulled.payload.tensors([spec.tensor])[0], [reply.restored for reply in told]
+    told = [named, create(job.verbs[1], worker.session, ordinal, spec, (1,), payload)]
+    pulled = job.verbs[1].pull(worker.session, [ordinal], -1).result(SOON)
+    return pulled.payload.tensors([spec.tensor])[0], [bool(reply.restored) for reply in told]
 
 
 @pytest.mark.parametrize(("late", "value"), [(True, 1), (False, 9)])
@@ -484,12 +489,12 @@ def test_variables_of_later_get_theirs_if_asked(job, worker, late, value):
     assert created(job, one) == (value, [False, late])
     for member in (two, one):
         spec, payload = VariableSpec("late", TensorSpec("int64", ())), Payload.pack([np.array(7)])
-        assert job.verbs[1].create(member.session, 0, 0, spec, (1,), payload).restored == late
+        assert bool(create(job.verbs[1], member.session, 0, spec, (1,), payload).restored) == late
     assert created(job, one, name="new") == (9, [False, False])
     if late:
         spec = VariableSpec("w", TensorSpec("float64", (2,)))
         with pytest.raises(VariableMismatch, match=r"float64\[3\], not float64\[2\]"):
-            job.verbs[0].create(one.session, 2, -1, spec, (0,), Payload.pack([np.zeros(2)]))
+            create(job.verbs[0], one.session, 2, spec, (0,), Payload.pack([np.zeros(2)]))
     (new,) = again(job)
     assert created(job, new) == (9, [False, False])
 
@@ -500,7 +505,7 @@ def test_what_is_saved_by_another_name_begins_as_its_creator_says(job, worker):
     variable = job.variable(worker, np.array(1), (0,), "count")
     job.save(worker)
     job.restore(worker)
-    assert not job.verbs[0].create(worker.session, 0, -1, variable.spec, (0,), None).restored
+    assert not create(job.verbs[0], worker.session, 0, variable.spec, (0,)).restored
     (new,) = again(job)
     job.restore(new)
     first = job.variable(new, np.array(0), (0,), "count")

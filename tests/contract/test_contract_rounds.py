@@ -183,8 +183,9 @@ def test_servers_do_their_own_part(job, two):
     v, w = job.variable(two[0], np.array(0), (0,)), job.variable(two[0], np.array([0, 0]), (1,))
     plan = job.approve(sum_into(v, w), two[0])
     values = [[3, [4, 5]], [30, [40, 50]]]
+    pushed = [[m.push(plan, value, server=n) for m, value in zip(two, values, strict=True)] for n in (0, 1)]
     for server, expected in ((0, 33), (1, [44, 55])):
-        replies = together(*(m.push(plan, value, server=server) for m, value in zip(two, values, strict=True)))
+        replies = together(*pushed[server])
         assert [array.tolist() for array in given(replies[0], plan, server)] == [expected]
     assert [job.value(two[0], variable).tolist() for variable in (v, w)] == [33, [44, 55]]
     here, there = reduce_only(NUMBER, server=0), reduce_only(NUMBER, server=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -31,7 +30,19 @@ from tests.kit.internals import (
     Watch,
     count_of,
 )
-from tests.kit.rig import CHIEF, HEARTBEAT, SOON, WORKERS, Job, checkpoint, core, eventually, reduce_only, together
+from tests.kit.rig import (
+    CHIEF,
+    HEARTBEAT,
+    SOON,
+    WORKERS,
+    Job,
+    checkpoint,
+    core,
+    create,
+    eventually,
+    reduce_only,
+    together,
+)
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]
@@ -163,7 +174,7 @@ def test_an_unknown_session_is_refused(job, server):
     verb = job.verbs[server]
     for call in (
         lambda: verb.heartbeat(77, -1, b""),
-        lambda: verb.create(77, 0, -1, variable.spec, (), None),
+        lambda: create(verb, 77, 0, variable.spec),
         lambda: verb.pull(77, [0], -1).result(SOON),
         lambda: verb.propose(77, plan, "", None),
         lambda: verb.watch(77, 0, -1).result(SOON),
@@ -448,8 +459,6 @@ def test_who_cannot_join(serve):
     with pytest.raises(InvalidRequest, match="no chief has begun a job"):
         servers.verbs[0].enlist(None, ONE)
     job = Job(servers)
-    with pytest.raises(ConfigError, match="older version, which does not say how many workers"):
-        enlist(job, ONE)
     begin(job, ("a:0",), "")
     with pytest.raises(InvalidRequest, match="/job:ps/task:0 is no worker"):
         job.verbs[0].enlist(Task("ps", 0), ONE)
@@ -460,15 +469,3 @@ def test_who_cannot_join(serve):
     job.append(Done())
     with pytest.raises(InvalidRequest, match="is over"):
         enlist(job, ONE)
-
-
-def test_an_older_server_s_log_is_of_the_same_job(grown):
-    """It keeps nothing of the cluster: a new chief that has read its log does not begin the job anew elsewhere."""
-    first, second = grown.verbs
-    v = grown.open(WORKERS[0])
-    (begun,) = first.watch(v.session, 0, 0).result(SOON).entries
-    assert (begun.workers, begun.chief) == (("a:0", "b:0"), "c:0")
-    assert second.approve(grown.token, 0, [replace(begun, workers=(), chief=""), Done()]) == 2
-    assert second.status().over
-    assert begun == replace(begun, workers=(), chief="")
-    assert second.watch(0, 0, 0).result(SOON).entries[0].workers == begun.workers

@@ -20,7 +20,7 @@ from tests.kit.internals import (
     VariableMismatch,
     VariableSpec,
 )
-from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, together
+from tests.kit.rig import SOON, WORKERS, Job, create, eventually, reduce_only, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -54,13 +54,12 @@ def test_a_value_is_read_as_it_was_given(job, worker):
 
 
 def test_a_variable_stays_where_it_was_placed(job, worker):
-    """Who creates it elsewhere is told both places; who does not say where is told its place."""
+    """Who creates it elsewhere is told both places."""
     variable = job.variable(worker, np.zeros(2), (1,))
     other = job.open(B).session
-    assert job.verbs[0].create(other, 0, -1, variable.spec, (), None).servers == (1,)
     for elsewhere in [(0,), (0, 1)]:
         with pytest.raises(VariableMismatch, match="ps_strategy") as told:
-            job.verbs[0].create(other, 0, -1, variable.spec, elsewhere, None)
+            create(job.verbs[0], other, 0, variable.spec, elsewhere)
         assert all(word in str(told.value) for word in (str(A), str(B), str(elsewhere), "(1,)"))
 
 
@@ -68,9 +67,8 @@ def test_creating_again_changes_nothing(job, worker):
     """The same process or another: the same number and place, and the first value stays."""
     variable = job.variable(worker, np.array([1.0, 2.0]), (1,))
     for session in (worker.session, job.open(B).session):
-        named = job.verbs[0].create(session, 0, -1, variable.spec, (), None)
-        assert (named.id, named.servers, named.initialized) == (0, (1,), False)
-        again = job.verbs[1].create(session, 0, 0, variable.spec, (1,), Payload.pack([np.array([8.0, 9.0])]))
+        assert not create(job.verbs[0], session, 0, variable.spec, (1,)).initialized
+        again = create(job.verbs[1], session, 0, variable.spec, (1,), Payload.pack([np.array([8.0, 9.0])]))
         assert again.initialized
     assert job.value(worker, variable).tolist() == [1.0, 2.0]
     assert [server.status().variables for server in job.verbs] == [1, 1]
@@ -80,35 +78,30 @@ def test_the_log_says_which_variable_a_number_is(job, worker):
     """Who declared another one on a server before the log came there was not its creator: what it gave is forgotten."""
     stranger, spec = job.open(B).session, VariableSpec("w", NUMBER)
     other = VariableSpec("other", TensorSpec("float32", (1000,)))
-    job.verbs[1].create(stranger, 0, 0, other, (1,), Payload.pack([np.ones(1000, "float32")]))
-    named = job.verbs[0].create(worker.session, 0, -1, spec, (1,), None)
+    create(job.verbs[1], stranger, 0, other, (1,), Payload.pack([np.ones(1000, "float32")]))
+    create(job.verbs[0], worker.session, 0, spec, (1,))
     job.approve(reduce_only(NUMBER), worker)
-    assert not job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
-    job.verbs[1].create(worker.session, 0, named.id, spec, (1,), Payload.pack([np.array(3)]))
-    assert int(job.value(worker, PlacedVariable(named.id, spec, (1,)))) == 3
+    assert not create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
+    create(job.verbs[1], worker.session, 0, spec, (1,), Payload.pack([np.array(3)]))
+    assert int(job.value(worker, PlacedVariable(0, spec, (1,)))) == 3
     assert (job.verbs[1].status().variables, job.verbs[1].status().nbytes) == (1, spec.tensor.nbytes)
     with pytest.raises(VariableMismatch):
-        job.verbs[1].create(stranger, 0, 0, other, (1,), None)
+        create(job.verbs[1], stranger, 0, other, (1,))
 
 
 def test_one_may_ask_first(job, worker):
-    """A large value travels only where it is wanted. Until then the variable has none that could be read; where it
-    lives on server 0 one call is enough."""
+    """A large value travels only where it is wanted. Until then the variable has none that could be read."""
     spec = VariableSpec("w", NUMBER)
-    named = job.verbs[0].create(worker.session, 0, -1, spec, (1,), None)
-    assert not job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
+    create(job.verbs[0], worker.session, 0, spec, (1,))
+    assert not create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
     with pytest.raises(InvalidRequest, match="'w' has no value"):
         job.verbs[1].pull(worker.session, [0], -1).result(SOON)
-    given = job.verbs[1].create(worker.session, 0, named.id, spec, (1,), Payload.pack([np.array(3)]))
-    assert given.initialized
-    assert job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
+    assert create(job.verbs[1], worker.session, 0, spec, (1,), Payload.pack([np.array(3)])).initialized
+    assert create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
     here = VariableSpec("here", NUMBER)
-    assert not job.verbs[0].create(worker.session, 1, -1, here, (0,), None).initialized
+    assert not create(job.verbs[0], worker.session, 1, here, (0,)).initialized
     with pytest.raises(InvalidRequest, match="'here' has no value"):
         job.verbs[0].pull(worker.session, [1], -1).result(SOON)
-    named = job.verbs[0].create(worker.session, 2, -1, VariableSpec("v", NUMBER), (0,), Payload.pack([np.array(4)]))
-    assert named.initialized
-    assert int(job.value(worker, PlacedVariable(named.id, VariableSpec("v", NUMBER), (0,)))) == 4
 
 
 MISMATCHES = [
@@ -126,11 +119,11 @@ def test_two_that_disagree_are_told(job, worker):
     other = job.open(B).session
     for ordinal, spec in MISMATCHES:
         with pytest.raises(VariableMismatch) as told:
-            job.verbs[0].create(other, ordinal, -1, spec, (), None)
+            create(job.verbs[0], other, ordinal, spec, (0,))
         message = str(told.value)
         assert all(word in message for word in (str(A), str(B), str(spec), "'v0' float64[2]"))
     with pytest.raises(Diverged, match="number 2, and the job has 1"):
-        job.verbs[0].create(worker.session, 2, -1, VariableSpec("w", NUMBER), (), None)
+        create(job.verbs[0], worker.session, 2, VariableSpec("w", NUMBER), (0,))
 
 
 IMPOSSIBLE = [
@@ -147,15 +140,15 @@ def test_what_cannot_be_is_refused(job, worker):
     there. A value of another size is refused as well, and not kept: the right one is taken afterwards."""
     for spec in IMPOSSIBLE:
         with pytest.raises(InvalidRequest):
-            job.verbs[0].create(worker.session, 0, -1, spec, (0,), None)
+            create(job.verbs[0], worker.session, 0, spec, (0,))
     for servers in ((), (2,), (0, 7)):
         with pytest.raises(InvalidRequest, match="of 2"):
-            job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), servers, None)
+            create(job.verbs[0], worker.session, 0, VariableSpec("w", NUMBER), servers)
     assert job.verbs[0].status().variables == 0
     spec = VariableSpec("w", TensorSpec("float64", (2,)))
     for value in (np.zeros(3), np.zeros(1), np.zeros((2, 2))):
         with pytest.raises(InvalidRequest):
-            job.verbs[0].create(worker.session, 0, -1, spec, (0,), Payload.pack([value]))
+            create(job.verbs[0], worker.session, 0, spec, (0,), Payload.pack([value]))
     variable = job.variable(worker, np.array([1.0, 2.0]), (0,), "w")
     assert job.value(worker, variable).tolist() == [1.0, 2.0]
 
@@ -165,13 +158,13 @@ def test_a_server_that_does_not_hold_it_takes_no_value(job, worker):
     variable = job.variable(worker, np.array(1), (1,))
     for servers in ((1,), (0,)):
         with pytest.raises(PSError) as told:
-            job.verbs[0].create(worker.session, 0, 0, variable.spec, servers, Payload.pack([np.array(2)]))
+            create(job.verbs[0], worker.session, 0, variable.spec, servers, Payload.pack([np.array(2)]))
         assert isinstance(told.value, InvalidRequest | VariableMismatch)
     with pytest.raises(InvalidRequest, match="'v0' has no value") as told:
         job.verbs[0].pull(worker.session, [0], -1).result(SOON)
     assert told.value.task == "/job:ps/task:0"
     with pytest.raises(VariableMismatch, match="variable 0 is 'v0'"):
-        job.verbs[1].create(worker.session, 0, 0, VariableSpec("other", NUMBER), (1,), None)
+        create(job.verbs[1], worker.session, 0, VariableSpec("other", NUMBER), (1,))
 
 
 def test_before_a_job_nothing_is_created(serve):
@@ -179,7 +172,7 @@ def test_before_a_job_nothing_is_created(serve):
     (server,) = serve(1).verbs
     session = server.open(A, 1, 0, False).session
     with pytest.raises(InvalidRequest, match="no chief has begun a job"):
-        server.create(session, 0, -1, VariableSpec("w", NUMBER), (), None)
+        create(server, session, 0, VariableSpec("w", NUMBER), ())
 
 
 def test_a_server_holds_no_more_than_its_limit(serve):
@@ -188,14 +181,14 @@ def test_a_server_holds_no_more_than_its_limit(serve):
     (worker,) = job.join(A)
     length = job.verbs[0].status().log
     with pytest.raises(MemoryLimit):
-        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", TensorSpec("int8", (1001,))), (0,), None)
+        create(job.verbs[0], worker.session, 0, VariableSpec("w", TensorSpec("int8", (1001,))), (0,))
     assert job.verbs[0].status().log == length
     assert job.variable(worker, np.zeros(100), (1,)).id == 0
     status = job.verbs[1].status()
     assert (status.nbytes, status.memory_limit) == (800, 1000)
     spec = VariableSpec("large", TensorSpec("float64", (100,)))
     with pytest.raises(MemoryLimit, match=r"large.*800 bytes.*limit of 1000 bytes.*--memory-limit") as told:
-        job.verbs[1].create(worker.session, 1, 1, spec, (1,), None)
+        create(job.verbs[1], worker.session, 1, spec, (1,))
     assert told.value.task == "/job:ps/task:1"
     assert job.verbs[1].status().nbytes == 800
     job.variable(worker, np.zeros(25), (1,))

@@ -169,9 +169,9 @@ def test_rows_that_are_not_finite_are_told_of(tmp_path: Path, caplog: pytest.Log
     alike(both(work, tmp_path))
 
 
-@pytest.mark.parametrize("consistency", [ps.Async(), ps.Sync(nonfinite="skip"), ps.Sync(whole_rounds=False)])
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.Sync(nonfinite="skip")])
 def test_other_kinds_of_rounds(consistency: Any, tmp_path: Path) -> None:
-    """Asynchronous ones, whole ones of two servers on trial, and those of which each server decides by itself."""
+    """Asynchronous ones, and those that two servers try before they vote."""
 
     def work(cluster: InProcessCluster, strategy: Any) -> list[Any]:
         variables = [ps.Variable(np.ones(shape, "float32")) for shape in (*DENSE, (1_500_000,))]

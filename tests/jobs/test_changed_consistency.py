@@ -137,7 +137,7 @@ def test_people_see_the_consistency_of_now():
     def watched(strategy, worker):
         with strategy.scope():
             v = ps.Variable(np.zeros(3), name="v")
-        for consistency, seen in zip(road, [("whole", 0), ("async", 0), ("bounded", 3), ("whole", 0)], strict=True):
+        for consistency, seen in zip(road, [("sync", 0), ("async", 0), ("bounded", 3), ("sync", 0)], strict=True):
             strategy.set_consistency(consistency)
             strategy.run(lambda: add_all([(v, np.ones(3))]))
             v.numpy()

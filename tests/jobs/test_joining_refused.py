@@ -11,7 +11,7 @@ import pytest
 
 from tests.jobs import test_bad_input as bad_input
 from tests.kit import shell
-from tests.kit.internals import VERBS, Done, JobStarted, Lost, Security, ServerConfig, ServerThread, Task
+from tests.kit.internals import Done, JobStarted, Lost, Security, ServerConfig, ServerThread, Task
 from tests.kit.rig import CHIEF, core
 
 HASTY = {"PS_START_TIMEOUT": "2", "PS_SESSION_TIMEOUT": "2", "PS_HEARTBEAT_INTERVAL": "0.3"}
@@ -96,7 +96,6 @@ def test_another_program_is_there(tmp_path):
 
 NOT_BEGUN = r"for 2 s \(PS_START_TIMEOUT\): no chief has begun a job there yet; start its servers and its chief"
 LOST = r"the job there has lost a server, and is not begun anew yet: was lost; start its servers"
-OLD_CHIEF = r"the chief that began this job is of an older version, .* begun anew with this version"
 NO_TOKEN = r"/job:ps/task:0: .*token.*PS_TOKEN_FILE"
 
 
@@ -108,7 +107,6 @@ NO_TOKEN = r"/job:ps/task:0: .*token.*PS_TOKEN_FILE"
         pytest.param([Done()], {}, {}, 0, r"is over: there is nothing to join", id="a job that is over: no failure"),
         pytest.param([], {"security": TOKEN}, {}, 2, NO_TOKEN, id="no token"),
         pytest.param([], {"security": TOKEN}, {"PS_TOKEN": "fedcba9876543210"}, 2, NO_TOKEN, id="another token"),
-        pytest.param([], {"workers": ()}, {}, 2, OLD_CHIEF, id="a chief of a version that does not count its workers"),
     ],
 )
 def test_a_job_that_cannot_be_joined(tmp_path, entries, about, environ, code, says):
@@ -127,14 +125,6 @@ def test_another_job(tmp_path):
         check(done, 2, r"to join the job 'mine' \(PS_JOB\), and the servers at .* hold the job 'theirs'; unset PS_JOB")
         done = join(tmp_path, f"{gone},{thread.address}", PS_START_TIMEOUT="30")
     joined(done, '"task": {"type": "worker", "index": 2}', f'"ps": ["{thread.address}"]')
-
-
-def test_a_server_of_an_older_version(tmp_path):
-    """Which knows nobody that joins."""
-    with server() as thread:
-        del thread._server._service._methods[VERBS["Enlist"].path]
-        done = join(tmp_path, thread.address)
-    check(done, 2, r"is of an older version, which does not know Enlist; install the same version of paramserver")
 
 
 def files(folder):

@@ -372,7 +372,7 @@ def test_undisturbed_servers_never_differ(tmp_path):
         assert job.hear(W0, "is")
 
 
-@pytest.mark.parametrize("consistency", [ps.Async(), ps.Sync(whole_rounds=False)], ids=str)
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.BoundedStaleness(1)], ids=str)
 def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
     """Other consistencies are refused at once, with what to write instead."""
     environ["PS_REPLICATION_FACTOR"] = "1"

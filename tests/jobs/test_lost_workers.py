@@ -23,7 +23,7 @@ W3 = Task("worker", 3)
 LEASE = QUICK.session_timeout
 
 
-def endure(rounds, stops, leaves, elements=4, stall=None, whole=True, rates=None):
+def endure(rounds, stops, leaves, elements=4, stall=None, rates=None):
     """Each contribution is a power of 1000, so that the sums' digits count contributions by worker.
 
     Stops are (worker, round), each with a gate of its own; one worker leaves before a round, and one stalls in the
@@ -46,7 +46,7 @@ def endure(rounds, stops, leaves, elements=4, stall=None, whole=True, rates=None
     if rates is not None:
         faults.use(Faults(ME, rates))
     strategy = None
-    strategy = ps.ParameterServerStrategy(consistency=ps.Sync(whole_rounds=whole))
+    strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(elements), name="v")
         u = ps.Variable(np.zeros(elements), name="u")
@@ -103,27 +103,20 @@ def test_workers_are_lost_one_after_another(tmp_path):
         assert [job.exited(task) for task in (W0, CHIEF, PS0, PS1)] == [0] * 4
 
 
-@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
-    """A contribution counts if it is whole on all servers; without whole rounds each server counts what it has."""
+def test_a_worker_killed_in_the_middle_of_a_push(tmp_path):
+    """A contribution counts if it is whole on all servers."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
-    with ProcessCluster(endure, tmp_path, (4, [], [], 560_000, [1, 2, "grpc"], whole), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (4, [], [], 560_000, [1, 2, "grpc"]), **keys) as job:
         job.hear(W1, "stalled")
         # The other server has both contributions.
         with job.server(PS0) as server:
-
-            def has_all():
-                found = server.status()
-                waits = any(each.round == 2 and not each.missing for each in found.waiting)
-                return waits if whole else found.round == 2
-
-            job.until(has_all)
+            job.until(lambda: any(each.round == 2 and not each.missing for each in server.status().waiting))
         job.kill(W1)
         began = time.monotonic()
         after_the_lease(job, W0, 2, began)
-        assert job.hear(W0, "sums") == [counts(4, 2 if whole else 3), counts(4, 2)]
-        assert f"round 2 of server 1 is complete without {W1}" in job.errors(W0)
-        assert (f"round 2 of server 0 is complete without {W1}" in job.errors(W0)) == whole
+        assert job.hear(W0, "sums") == [counts(4, 2)] * 2
+        for server in (0, 1):
+            assert f"round 2 of server {server} is complete without {W1}" in job.errors(W0)
         assert job.exited(W0) == 0
 
 
@@ -359,7 +352,7 @@ def test_all_die_and_come_back(tmp_path, seed):
     rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
     keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication_factor": 2}
     with ProcessCluster(
-        endure, tmp_path, (900, [], [], 50_000, None, True, rates), **keys
+        endure, tmp_path, (900, [], [], 50_000, None, rates), **keys
     ) as job:  # so many that all are there in the end
         job.hear(W0, "did", 0)
         away = None

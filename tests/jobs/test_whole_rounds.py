@@ -22,7 +22,7 @@ SMALL, LARGE = 50, 700_000
 """Elements of a variable: a push that is one message, and one that streams."""
 
 
-def endure(elements, whole, lags):
+def endure(elements, lags):
     """Adds the same to a variable of each server, until a file says that it is the end.
 
     Worker 1 pushes to one of both servers, or half, four rounds after its start; and then waits for a file. Where it
@@ -50,7 +50,7 @@ def endure(elements, whole, lags):
         os.environ |= {"TF_CONFIG": json.dumps(config), "PS_TRANSPORT": "grpc"}
     if elements > 100_000:
         faults.use(Stall(is_due, stall), only=lags)
-    strategy = ps.ParameterServerStrategy(consistency=ps.Sync(whole_rounds=whole))
+    strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(elements), name="v")
         u = ps.Variable(np.zeros(elements), name="u")
@@ -178,7 +178,7 @@ class Losses:
 def test_no_round_is_torn(tmp_path, elements, lags, deaths, first):
     """A worker is lost, in each of these ways, when one server has all of its push, and the other nothing, or half."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}
-    with ExitStack() as stack, ProcessCluster(endure, tmp_path, (elements, True, lags), **keys) as job:
+    with ExitStack() as stack, ProcessCluster(endure, tmp_path, (elements, lags), **keys) as job:
         losses = Losses(job, stack, tmp_path, lags)
         ways = [WAYS[(first + n) % len(WAYS)] for n in range(deaths + 1)]
         for number in range(deaths):

@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from pstesting import forks
-from tests.kit.internals import DTYPES, ERROR_KEY, OPS, PROTOCOL, ROWS, VERBS, Frame, Security, Task, messages, pb
+from tests.kit.internals import DTYPES, ERROR_KEY, OPS, ROWS, VERBS, Frame, Security, Task, messages, pb, spoken
 from tests.kit.rig import sum_into
 from tests.kit.samples import OF_TABLES
 from tests.kit.transports import Site
@@ -242,9 +242,10 @@ class Attacker:
                     round=one(0, 1 << 63), variables=one([], [ids[0]], [1 << 31]), hashes=one([], [1], [1, 2])
                 ),
             ),
-            "Open": lambda: pb.OpenRequest(task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC),
+            "Open": lambda: pb.OpenRequest(
+                task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC, spoken=one(None, spoken())
+            ),
             "Heartbeat": lambda: pb.HeartbeatRequest(session=session, round=member.round, plan_id=b"p" * 32),
-            "Create": lambda: pb.CreateHeader(session=session, ordinal=count, id=one(-1, *ids), spec=spec, servers=[0]),
             "CreateBatch": lambda: pb.CreateBatchRequest(
                 session=session, variables=[pb.Variable(id=one(ids[0], count), spec=spec, servers=[0])]
             ),
@@ -284,8 +285,7 @@ class Attacker:
                 order=pb.RestoreOrder(stage=one(1, 2, 3)),
             ),
         }
-        said = {"session": session, "protocol": one(0, PROTOCOL, 99)}
-        return known[verb]() if verb in known else anything(draw, VERBS[verb].request, said)
+        return known[verb]() if verb in known else anything(draw, VERBS[verb].request, {"session": session})
 
     def _entries(self, draw: Any, variable: Any) -> list[pb.Entry]:
         known = [

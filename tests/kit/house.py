@@ -98,7 +98,7 @@ psclient.train              7  pswire wire.model wire.telemetry psclient._src wi
                                 wire.checkpoint src.distribute src.rounds psclient.optimizers
 src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src
                                 src.interpreter src.processes src.network src.chief src.telemetry src.processes
-src.strategies              8  pswire wire.model wire.security wire.network wire.encoding psclient._src src.arrays
+src.strategies              8  pswire wire.model wire.security wire.network psclient._src src.arrays
                                 src.interpreter src.cluster_resolver src.processes src.variables src.distribute
                                 src.network src.chief src.rounds src.telemetry
 psclient.coordinator       11  pswire wire.model wire.network psclient._src src.arrays src.interpreter

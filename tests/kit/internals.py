@@ -13,7 +13,7 @@ from __future__ import annotations
 # ---- Verbs of a server, and what they take and give ----
 
 from pswire.api import (
-    ALL, Begun, Contribution, CreateBatchReply, CreateReply, Opened, ParameterServer, PullReply, RestoreOrder,
+    ALL, Begun, Contribution, CreateBatchReply, Opened, ParameterServer, PullReply, RestoreOrder,
     RestoreReply, RESTS, RoundReply, RowRead, ServerStatus, TableRead, UNTIL_ENDED, Watched,
 )
 from pswire.errors import (
@@ -75,7 +75,7 @@ from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
 # ---- Messages, and how they travel ----
 
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL
+from pswire.encoding.protocol import PROTOCOL, spoken
 from pswire.encoding.verbs import (
     bearer, Caller, ERROR_KEY, MAX_DETAILS_BYTES, parse, refusal, refusal_to_pb, refused, TOKEN_KEY, VERBS,
 )

@@ -19,7 +19,20 @@ from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from pstesting.clock import Clock
 from pswire.checkpoint import assembly
 from tests.kit import internals as inside
-from tests.kit.internals import ALL, Core, Input, PlacedVariable, Plan, Program, Ref, RoundReply, Task, TensorSpec, Turn
+from tests.kit.internals import (
+    ALL,
+    Core,
+    CreateBatchReply,
+    Input,
+    PlacedVariable,
+    Plan,
+    Program,
+    Ref,
+    RoundReply,
+    Task,
+    TensorSpec,
+    Turn,
+)
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
@@ -115,6 +128,25 @@ class Servers:
             one.tick()
 
 
+class Beside:
+    """The other servers of a core: they hear at once what it says.
+
+    Args:
+        core: the core.
+        cores: all of them.
+    """
+
+    def __init__(self, core: Core, cores: Sequence[Core]) -> None:
+        self._core, self._cores = core, cores
+
+    def know(self, servers: Sequence[inside.Peer]) -> None:
+        """They are in this process."""
+
+    def say(self, server: int, said: inside.Vote | inside.Testimony) -> None:
+        """Passes it on."""
+        self._cores[server].hear(self._core.server, said)
+
+
 @contextmanager
 def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> Iterator[Servers]:
     """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a transport's name over a
@@ -135,6 +167,8 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
         if distant:
             transport: inside.TransportName = "grpc" if kind == "calls" else cast(inside.TransportName, kind)
             verbs = [stack.enter_context(remote(one, transport=transport, streams=kind != "calls")) for one in cores]
+        for one in cores:
+            one.others = Beside(one, cores)
         yield Servers(verbs, cores, clock, root, distant)
         for one in cores:
             one.close()
@@ -152,6 +186,26 @@ def remote(
             yield server
         finally:
             server.close()
+
+
+def create(
+    server: inside.ParameterServer,
+    session: int,
+    id: int,
+    spec: inside.VariableSpec,
+    servers: tuple[int, ...] = (0,),
+    value: inside.Payload | None = None,
+) -> CreateBatchReply:
+    """Creates a variable on one server, and gives it a first value there; returns what is known of it then."""
+    batch = [PlacedVariable(id, spec, servers)]
+    reply = server.create_batch(session, batch)
+    if reply.error is not None:
+        raise reply.error
+    if value is not None:
+        said = inside.Contribution(session, 0, 0, b"", first_values=(id,))
+        server.push(said, value).result(SOON)
+        reply = server.create_batch(session, batch)
+    return reply
 
 
 class Job:
@@ -249,12 +303,18 @@ class Job:
         """Creates a variable with its first value, as the next of the job."""
         called, tensor = name or f"v{len(self.variables)}", inside.spec_of(np.asarray(value))
         spec = inside.VariableSpec(called, tensor, True, saved_as, shard, alone=alone)
-        ordinal = len(self.variables)
-        named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
-        variable = PlacedVariable(named.id, spec, named.servers)
-        for server in variable.servers:
-            payload = inside.Payload.pack([inside.portable(value)])
-            self.verbs[server].create(creator.session, ordinal, variable.id, spec, variable.servers, payload)
+        variable = PlacedVariable(len(self.variables), spec, servers)
+        if 0 not in servers:
+            create(self.verbs[0], creator.session, variable.id, spec, servers)
+        for server in servers:
+            create(
+                self.verbs[server],
+                creator.session,
+                variable.id,
+                spec,
+                servers,
+                inside.Payload.pack([inside.portable(value)]),
+            )
         self.variables.append(variable)
         return variable
 
@@ -328,6 +388,21 @@ class Job:
         server = self.verbs[variable.servers[0]]
         reply = server.pull(reader.session, [variable.id], after).result(SOON)
         return reply.payload.tensors([variable.spec.tensor])[0]
+
+
+class JobWithValues(Job):
+    """A job on cores whose array work is the test's, or not here: first values lie there without any."""
+
+    def variable(self, creator: Worker, value: inside.Array, servers: tuple[int, ...] = (0,)) -> PlacedVariable:  # type: ignore[override]
+        """Creates a variable with its first value, as the next of the job."""
+        spec = inside.VariableSpec(f"v{len(self.variables)}", inside.spec_of(np.asarray(value)))
+        variable = PlacedVariable(len(self.variables), spec, servers)
+        for server in {0, *servers}:
+            create(self.verbs[server], creator.session, variable.id, spec, servers)
+        for server in servers:
+            self.servers.cores[server].machine.store.initialize(variable.id, np.array(value))
+        self.variables.append(variable)
+        return variable
 
 
 @dataclass

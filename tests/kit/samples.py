@@ -207,7 +207,6 @@ STATUS = api.ServerStatus(
     memory_limit=21,
     chief=2.5,
     places=(status.WorkerProgress(WORKER, 22, POSITIONS[:1], 21),),
-    program_version=23,
     held=24,
     snapshot_limit=25,
     saving=(status.Saving("run/ckpt-7", -3, 26),),
@@ -235,7 +234,7 @@ STATUS = api.ServerStatus(
     tier_memory=(1 << 30) + 1,
 )
 HAPPENED = status.Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
-BARE = api.ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
+BARE = api.ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), process=PROCESS)
 
 
 ROWS = (api.RowRead(152, b"\x07" + bytes(7)),)
@@ -307,11 +306,7 @@ def error(name: str) -> PSError:
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
 _OPENED = api.Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7", True)
 _PACE = status.Pace(30, 61, 32)
-_CREATED = api.CreateReply(150, (0, 3), True, True)
-_CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
 _BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
-_VALUE = Payload.pack([np.array([1.5, -2, 3], np.float32)])
-_LARGE = plan.VariableSpec("table", TensorSpec("uint8", (LARGE,)), False)
 _TURN = plan.Turn(42, 6, 2)
 _RESTORED = api.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
 _PREPARE = api.RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
@@ -349,26 +344,18 @@ _SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0, 0), _OPENED),
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
-    Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2, 0), _OPENED),
+    Sample("Open", "sync", (WORKER, 4, SESSION, False, "sync", "the-job", 8, 2, 0), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
     Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
     Sample("Heartbeat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
-    Sample("Heartbeat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True, True, True), 0), False),
+    Sample("Heartbeat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True), 0), False),
     Sample("Heartbeat", "at rest", (SESSION, -1, b"", _PACE, api.RESTS), False),
     Sample("Heartbeat", "least", (SESSION, -1, b"", status.STILL, 0), False),
     Sample("Leave", "full", (SESSION, "it failed")),
     Sample("Leave", "least", (SESSION, "")),
-    Sample("Create", "to name it", (*_CREATE, None), api.CreateReply(150, (0, 3), False, False)),
-    Sample("Create", "full", (SESSION, 12, 150, VARIABLE.spec, (0, 3), _VALUE), _CREATED),
-    Sample(
-        "Create",
-        "large",
-        (1, 0, 0, _LARGE, (), Payload.pack([np.full(LARGE, 7, np.uint8)])),
-        api.CreateReply(0, (), False, False),
-    ),
-    Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
     Sample("CreateBatch", "full", (SESSION, _BATCH), api.CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
+    Sample("CreateBatch", "refused", (SESSION, _BATCH), error("VariableMismatch")),
     Sample("CreateBatch", "least", (1, ()), api.CreateBatchReply(0)),
     Sample("CreateBatch", "alone", (SESSION, (ALONE,)), api.CreateBatchReply(1, (150,))),
     Sample("CreateBatch", "of tables", (SESSION, TABLES), api.CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),

@@ -266,7 +266,7 @@ class World:
         copies: int = 1,
         rounds: float = inf,
         step: float = 0.03,
-        mode: Mode = "whole",
+        mode: Mode = "sync",
         backup_workers: int = 0,
         staleness: int = 0,
         timeouts: Timeouts = QUICK,

@@ -321,9 +321,7 @@ class Hand:
         """Says who it is."""
         self.say(
             Kind.HELLO,
-            header=pb.TransportHello(
-                session=session, token=token, lease=lease, protocol=inside.PROTOCOL
-            ).SerializeToString(),
+            header=pb.TransportHello(session=session, token=token, lease=lease).SerializeToString(),
         )
         return self
 

@@ -118,10 +118,9 @@ def test_options_have_the_names_and_defaults_of_tensorflow():
 
 
 def test_consistencies_that_cannot_be():
-    """Backup workers fewer than none or without whole rounds; a bound may be NumPy's, and is kept as Python's."""
+    """Backup workers fewer than none; a bound may be NumPy's, and is kept as Python's."""
     refused(ValueError, "backup_workers=-1 is negative; 0 waits for every worker", lambda: Sync(backup_workers=-1))
-    refused(ValueError, "backup_workers=1 needs whole rounds", lambda: Sync(whole_rounds=False, backup_workers=1))
-    assert (Sync().backup_workers, Sync(backup_workers=2).mode, Async().backup_workers) == (0, "whole", 0)
+    assert (Sync().backup_workers, Sync(backup_workers=2).mode, Async().backup_workers) == (0, "sync", 0)
     assert type(ps.BoundedStaleness(cast(Any, np.int64(3))).k) is int
     assert ps.BoundedStaleness(0) == ps.BoundedStaleness(k=0, nonfinite="apply")
     refused(ValueError, "unknown nonfinite 'never'", lambda: ps.BoundedStaleness(1, nonfinite=cast(Any, "never")))

@@ -14,7 +14,7 @@ from psserver.devices import Device
 from pstesting.clock import Clock
 from pswire.errors import ConfigError
 from tests.kit.contributions import Sending, arrays, full, streaming, zeros
-from tests.kit.rig import SOON, WORKERS, Job, Servers, core, given, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, JobWithValues, Servers, core, given, sum_into
 
 
 @pytest.mark.parametrize("text", ["cpu", "CPU:0"])
@@ -66,7 +66,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     one.machine.store.device = Elsewhere(0)
     monkeypatch.setattr(Elsewhere, "core", one, raising=False)
     monkeypatch.setattr(Elsewhere, "brought", 0)
-    return Job(Servers([one], [one], Clock(), Path("nowhere"), False))
+    return JobWithValues(Servers([one], [one], Clock(), Path("nowhere"), False))
 
 
 def test_a_resend_is_answered_with_values_brought_without_the_lock(job: Job) -> None:

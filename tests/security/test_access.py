@@ -48,7 +48,7 @@ VERBS_OF: dict[str, Caller] = {
     for caller, verbs in {
         "task": "Open",
         "joiner": "Enlist",
-        "session": "Heartbeat Leave Create CreateBatch Propose Push Restore Schedule Take Fetch Assign Vote",
+        "session": "Heartbeat Leave CreateBatch Propose Push Restore Schedule Take Fetch Assign Vote",
         "reader": "Watch Pull",
         "chief": "Approve Snapshot",
         "server": "Introduce",

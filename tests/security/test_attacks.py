@@ -119,13 +119,8 @@ def test_what_is_announced_takes_no_memory(attacked: Attacked, announced: int | 
         assert attacked.say("Push", inside.Frame(push.SerializeToString(), 0, few).encode()) == "MemoryLimit"
     else:
         spec = pb.VariableSpec(name="huge", tensor=pb.TensorSpec(dtype="float32", shape=announced))
-        create = pb.CreateHeader(session=attacked.session, ordinal=0, id=-1, spec=spec, servers=[0])
-        for has_value in (False, True):
-            create.has_value = has_value
-            with contextlib.suppress(ValueError):
-                said = attacked.say("Create", inside.Frame(create.SerializeToString(), 0, few).encode())
-                refused = said in ("MemoryLimit", "InvalidRequest", "VariableMismatch")
-                assert refused or not (has_value or said)
+        create = pb.CreateBatchRequest(session=attacked.session, variables=[pb.Variable(spec=spec, servers=[0])])
+        assert attacked.say("CreateBatch", create.SerializeToString()) in KNOWN
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < SOME_MIB
     attacked.serves()
 

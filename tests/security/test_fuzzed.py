@@ -117,12 +117,12 @@ def storm(attacker: Attacker, count: int) -> None:
     pull = pb.PullRequest(session=attacker.session, variables=[site.variables[0].id], after=1 << 40)
     push = pb.PushHeader(session=attacker.session, generation=99, size=1 << 20, plan_id=b"p" * 32)
     spec = messages.SPEC.to_pb(site.variables[0].spec)
-    create = pb.CreateHeader(session=attacker.session, ordinal=0, id=-1, spec=spec)
+    create = pb.CreateBatchRequest(session=attacker.session, variables=[pb.Variable(spec=spec, servers=[0])])
     calls: dict[str, list[bytes]] = {
         "Watch": [watch.SerializeToString()],
         "Pull": [pull.SerializeToString()],
         "Push": [inside.Frame(push.SerializeToString(), 0, (memoryview(bytes(5000)),)).encode()],
-        "Create": [inside.Frame(create.SerializeToString()).encode()],
+        "CreateBatch": [create.SerializeToString()],
         "Propose": [pb.ProposeRequest(session=attacker.session, entry="x" * 10_000).SerializeToString()],
     }
     for _ in range(count // 50):
@@ -166,7 +166,7 @@ class Front:
     def hello(self) -> bytes:
         """What lets its session in."""
         token = self.site.core.registry.transport_token(self.session)
-        said = pb.TransportHello(session=self.session, token=token, protocol=inside.PROTOCOL)
+        said = pb.TransportHello(session=self.session, token=token)
         return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
 
     def open(self) -> list[Any]:

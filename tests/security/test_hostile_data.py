@@ -134,9 +134,9 @@ UNKNOWN = {
     "a row": ([4], OTHER),
     "one more row": ([(1 << 24) + 1, 4], OTHER),
     "a dtype of keys": (changed(key_dtype=7), "unknown dtype 7 of keys"),
-    "first values": (changed(initializer=None), "first values of a table are of a newer version"),
-    "a filter": (changed(admission=None), "a table's filter is of a newer version"),
-    "a policy": (changed(eviction=None), "a table's policy of eviction is of a newer version"),
+    "first values": (changed(initializer=None), "a table has no first values"),
+    "a filter": (changed(admission=None), "a table's filter is of no kind"),
+    "a policy": (changed(eviction=None), "a table's policy of eviction is of no kind"),
     "a value of unknown keys": (changed(refused=9), "unknown value 9 of keys without a row"),
 }
 

@@ -20,7 +20,7 @@ from pstesting.clock import Clock
 from tests.kit import internals as inside
 from tests.kit.contributions import part_of
 from tests.kit.internals import pb
-from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, create, sum_into
 
 FOUR = inside.TensorSpec("float32", (4,))
 STRANGER = inside.Task("worker", 7)
@@ -94,13 +94,12 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     "a large dataset": (lambda two: two.propose(None, "dataset:" + "9" * 11, None), NOWHERE),
     "no plan": (lambda two: two.propose(None, "plan:" + "g" * 64, None), NOWHERE),
     # What is checked for each of many arguments would be checked for each of many servers, under the lock.
-    "a server twice": (lambda two: two.cores[0].create(two.session, 1, -1, MANY, (0, 0), None), "name each once"),
+    "a server twice": (lambda two: create(two.cores[0], two.session, 1, MANY, (0, 0)), "name each once"),
     # Each number that a server is told of it keeps; and server 0 alone names variables, so that its log is the chief's.
     "a number": (
-        lambda two: two.cores[1].create(two.session, 0, inside.MAX_VARIABLES, MANY, (1,), None),
+        lambda two: create(two.cores[1], two.session, inside.MAX_VARIABLES, MANY, (1,)),
         "not placed on",
     ),
-    "a name": (lambda two: two.cores[1].create(two.session, 1, -1, MANY, (1,), None), "not placed on this server"),
 }
 
 
@@ -130,8 +129,8 @@ def within(seconds: float) -> Iterator[None]:
 
 SUM = pb.Reduction(op=pb.Reduction.SUM, tensor=pb.TensorSpec(dtype="float32", shape=[4]), servers=[0])
 PLANS: dict[str, Callable[[], Any]] = {
-    "programs": lambda: pb.Plan(programs=[pb.Program(version=1)] * 300_000),
-    "nodes": lambda: pb.Plan(programs=[pb.Program(version=1, nodes=[pb.Node()] * 300_000)]),
+    "programs": lambda: pb.Plan(programs=[pb.Program()] * 300_000),
+    "nodes": lambda: pb.Plan(programs=[pb.Program(nodes=[pb.Node()] * 300_000)]),
     "nodes of many programs": lambda: pb.Plan(programs=[pb.Program(nodes=[pb.Node()] * 5_000)] * 11),
     "attributes": lambda: pb.Plan(programs=[pb.Program(nodes=[pb.Node(attrs=[pb.Attr()] * 300_000)])]),
     "outputs": lambda: pb.Plan(programs=[pb.Program(outputs=[0] * 300_000)]),
@@ -219,14 +218,13 @@ def test_pushes_of_an_generation_to_come_are_bounded(two: Two) -> None:
 def test_the_log_says_what_a_variable_is(two: Two) -> None:
     """Whoever came to a server before the log with another one of its number is not in the chief's way."""
     squatter = inside.VariableSpec("mine", inside.TensorSpec("float32", (1000,)))
-    two.cores[1].create(two.session, 1, 1, squatter, (1,), inside.Payload.pack([np.ones(1000, "float32")]))
+    create(two.cores[1], two.session, 1, squatter, (1,), inside.Payload.pack([np.ones(1000, "float32")]))
     spec = inside.VariableSpec("v1", FOUR)
-    named = two.cores[0].create(two.members[0].session, 1, -1, spec, (1,), None)
-    assert named.id == 1
+    create(two.cores[0], two.members[0].session, 1, spec, (1,))
     two.job.append()
     assert two.cores[1].status().nbytes == FOUR.nbytes
     value = inside.Payload.pack([np.full(4, 3, "float32")])
-    assert two.cores[1].create(two.members[0].session, 1, 1, spec, (1,), value).initialized
+    assert create(two.cores[1], two.members[0].session, 1, spec, (1,), value).initialized
     (found,) = two.cores[1].pull(two.members[0].session, [1], -1).result(SOON).payload.tensors([FOUR])
     assert found.tolist() == [3.0] * 4
 

@@ -146,7 +146,7 @@ SPEC = inside.VariableSpec("v", inside.TensorSpec("float32", (4,)))
 SESSION_VERBS: dict[str, Callable[[inside.RemoteServer, int], Any]] = {
     "Heartbeat": lambda s, n: s.heartbeat(n, -1, b""),
     "Leave": lambda s, n: s.leave(n, ""),
-    "Create": lambda s, n: s.create(n, 0, -1, SPEC, (0,), None),
+    "CreateBatch": lambda s, n: s.create_batch(n, [inside.PlacedVariable(0, SPEC, (0,))]),
     "Propose": lambda s, n: s.propose(n, None, "entry", None),
     "Watch": lambda s, n: s.watch(n, 0, 0).result(SOON),
     "Push": lambda s, n: s.push(inside.Contribution(n, 1, 0, b"p" * 32, ()), inside.Payload()).result(SOON),
@@ -211,7 +211,7 @@ def stranger(thread: inside.ServerThread, security: inside.Security | None, name
 
 
 def hello(session: int, token: bytes) -> bytes:
-    said = pb.TransportHello(session=session, token=token, protocol=inside.PROTOCOL)
+    said = pb.TransportHello(session=session, token=token)
     return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
 
 

@@ -28,6 +28,7 @@ from pswire.network.grpc_channel import open_channel, stub
 from tests.kit import internals as inside
 from tests.kit.certificates import Certificates, listening, options
 from tests.kit.internals import pb
+from tests.kit.rig import create
 
 AT_ONCE = 90.0
 """Seconds: processes start in a few of them, on a machine that others use in many; a start's deadline is 120."""
@@ -197,7 +198,7 @@ def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport
     thief, owner = job.connect("worker-1", PS1, transport), job.connect("worker-0", PS1)
     assert thief.open(W1, 1, number, False).session == number
     value = inside.Payload.pack([np.ones(4, "float32")])
-    assert thief.create(number, 1, 1, SPEC, (1,), value).initialized
+    assert create(thief, number, 1, SPEC, (1,), value).initialized
     assert thief.pull(number, [1], -1).result(SECONDS).payload.size == 16  # its transport is open
     assert thief.traffic[transport].received
     assert owner.open(W0, 1, number, False).session == number
@@ -219,7 +220,7 @@ def test_an_incarnation_is_a_servers(job: Job, certificates: Certificates) -> No
     thief.open(W1, 1, incarnation, False)
     shown = certificates.of("ps-0")
     with open_channel(job.addresses[1], shown, "ps-1.paramserver") as channel:
-        request = pb.IntroduceRequest(server=0, incarnation=incarnation, protocol=inside.PROTOCOL)
+        request = pb.IntroduceRequest(server=0, incarnation=incarnation, spoken=inside.spoken())
         call = stub(channel, inside.VERBS["Introduce"].path, (False, False))
         call(request.SerializeToString(), timeout=SECONDS, metadata=((inside.TOKEN_KEY, inside.bearer(shown.token)),))
     with pytest.raises(inside.Forbidden):

@@ -27,10 +27,9 @@ def drives(task):
 # ---- Workers ----
 
 
-@pytest.mark.parametrize("mode", ["whole", "sync"])
-def test_the_others_go_on_after_a_lease(mode, told):
+def test_the_others_go_on_after_a_lease(told):
     """Two are killed, one after another: rounds are complete without them, and say so; a round later it is no news."""
-    with World(workers=3, copies=0, mode=mode) as job:
+    with World(workers=3, copies=0) as job:
         for lost in (W1, W2):
             job.rounds(10)
             at, began = job.round, job.scheduler.now

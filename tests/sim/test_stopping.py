@@ -33,7 +33,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(("case", "mode"), [*((case, "whole") for case in MOMENTS), ("one after another", "async")])
+@pytest.mark.parametrize(("case", "mode"), [*((case, "sync") for case in MOMENTS), ("one after another", "async")])
 def test_all_end_soon_that_are_told_to_end_together(case, mode):
     """No worker waits for half of its grace period, and none has to do without what it has contributed."""
     with World(workers=3, copies=0, mode=mode, step=0.2, timeouts=Timeouts()) as job:

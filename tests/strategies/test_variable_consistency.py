@@ -392,7 +392,7 @@ def test_where_it_waits(two):
     ps.train.Checkpoint(w=w, t=t).save("consistency/waits/ckpt")
     assert not exchange.own.busy
     two.run(step)
-    two.set_consistency(ps.Sync(whole_rounds=False))
+    two.set_consistency(ps.Async())
     assert not exchange.own.busy
     two.set_consistency(ps.Sync())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,24 +91,25 @@ def test_tables_of_format_4_are_read_without_servers():
 def test_a_checkpoint_from_before_names_changed_is_restored(tmp_path):
     """Of the main of 2026-11-28: variables, slots, a table, a metric, and a dataset in the middle of its pass."""
     shutil.copytree(Path(__file__).parent / "before_names", tmp_path, dirs_exist_ok=True)
-    with InProcessCluster(2, checkpoint_root=tmp_path) as cluster:
-        with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
-            with strategy.scope():
-                w = ps.Variable(np.zeros((4, 2), "f4"), name="w")
-                users = de.get_variable("users", 2)
-                dense, rows = ps.optimizers.Adam(0.5, catch_up="closed_form"), ps.optimizers.Adagrad(0.5)
-                mean = ps.metrics.Mean(name="mean")
-                dense.build([w])
-                rows.build([users])
-            dataset = ps.ArrayDataset(np.arange(12, dtype="f4")).shuffle(3).batch(4)
-            data = strategy.experimental_distribute_dataset(dataset)
-            checkpoint = ps.train.Checkpoint(w=w, users=users, dense=dense, rows=rows, mean=mean, data=data)
-            checkpoint.restore("run").assert_consumed()
-            left = [batch.tolist() for _ in data.epochs(1) for batch in data]
-            assert left == [[11.0, 3.0, 8.0, 2.0]]
-            assert w.numpy().tolist() == [[pytest.approx(-1.0, abs=1e-5)] * 2] * 4
-            assert (int(dense.iterations), int(rows.iterations), float(mean.result())) == (2, 2, 21.0)
-            assert sorted(users.keys().tolist()) == [1, 2]
+    with ExitStack() as stack:
+        cluster = stack.enter_context(InProcessCluster(2, checkpoint_root=tmp_path))
+        strategy = stack.enter_context(ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()))
+        with strategy.scope():
+            w = ps.Variable(np.zeros((4, 2), "f4"), name="w")
+            users = de.get_variable("users", 2)
+            dense, rows = ps.optimizers.Adam(0.5, catch_up="closed_form"), ps.optimizers.Adagrad(0.5)
+            mean = ps.metrics.Mean(name="mean")
+            dense.build([w])
+            rows.build([users])
+        dataset = ps.ArrayDataset(np.arange(12, dtype="f4")).shuffle(3).batch(4)
+        data = strategy.experimental_distribute_dataset(dataset)
+        checkpoint = ps.train.Checkpoint(w=w, users=users, dense=dense, rows=rows, mean=mean, data=data)
+        checkpoint.restore("run").assert_consumed()
+        left = [batch.tolist() for _ in data.epochs(1) for batch in data]
+        assert left == [[11.0, 3.0, 8.0, 2.0]]
+        assert w.numpy().tolist() == [[pytest.approx(-1.0, abs=1e-5)] * 2] * 4
+        assert (int(dense.iterations), int(rows.iterations), float(mean.result())) == (2, 2, 21.0)
+        assert sorted(users.keys().tolist()) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["mirrored-1", "servers-1x1"])

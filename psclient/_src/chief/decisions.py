@@ -62,7 +62,7 @@ def cut_off(statuses: Sequence[ServerStatus], limit: float) -> ServerLost | None
     one, other = Task("ps", server), Task("ps", missed.server)
     return ServerLost(
         f"{one} has not reached {other} for {missed.seconds:.0f} s ({missed.reason}), so that they cannot agree on "
-        "their rounds; let the servers connect to each other, or give every process ps.Sync(whole_rounds=False); "
+        "their rounds; let the servers connect to each other; "
         "then restart from a checkpoint",
         str(max(one, other)),
     )

@@ -132,10 +132,10 @@ def _with(current: Generation, here: Sequence[Member], back: Return | None) -> S
 
 
 def _can_wait(current: Generation, here: Mapping[int, SessionState], started: Set[int]) -> bool:
-    """Returns whether members may be asked to wait for a server: nobody is on the way in or out, and all know how."""
+    """Returns whether members may be asked to wait for a server: nobody is on the way in or out."""
     if not current.members or any(member.session in here for member in current.leaving):
         return False
-    return all(m.session in started and here[m.session].pace.knows_returns for m in current.members)
+    return all(member.session in started for member in current.members)
 
 
 def _as_all(session: SessionState, state: JobState) -> SessionState:
@@ -185,7 +185,7 @@ def _together(
     leaving = [m for m in current.leaving if m.session in here]
     dead = [m for m in current.leaving if m.session not in here and m.session not in left]
     gone = len(stay) < len(current.members) or bool(dead)
-    asking = [] if waiting else _asking(stay, leaving, here)
+    asking = [] if waiting else [m for m in stay if here[m.session].pace.leaving]
     if leaving or asking:
         # New members wait until those who leave have: they would begin amid rounds that these still make.
         return _let_go(current, stay, leaving, asking, may_save, here) if gone or asking else []
@@ -202,13 +202,6 @@ def _together(
     if not (gone or taken):
         return []
     return [_closed(current, [*stay, *taken], join_point)]
-
-
-def _asking(stay: Sequence[Member], leaving: Sequence[Member], here: Mapping[int, SessionState]) -> list[Member]:
-    """Returns the members that ask to leave; nobody while there is one who would not take such a generation in."""
-    if not all(here[m.session].pace.knows_leaving for m in (*stay, *leaving)):
-        return []
-    return [m for m in stay if here[m.session].pace.leaving]
 
 
 def _let_go(

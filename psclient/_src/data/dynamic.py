@@ -36,10 +36,6 @@ class ChunkCalls(Protocol):
     restores: Callable[[], int]
     """Returns what `ChunkAsk.restores` is to be."""
 
-    def check(self) -> None:
-        """Raises `ConfigError` if server 0 hands out no batches."""
-        ...
-
     def ask(self, ask: ChunkAsk) -> Future[Chunks]:
         """Asks, and waits for nothing."""
         ...
@@ -294,7 +290,6 @@ class DynamicDataset(DistributedDataset):
                 "have to be read one after the other; give a ps.ArrayDataset, a list of batches or a MapDataset of "
                 "grain, or use AUTO"
             )
-        calls.check()
         least = 2 * self._depth if self._options.prefetch else 1  # those that rounds look up, or hint at, are known
         self._handed = HandedOut(group, calls, number, source, least)
         self._chunks = group

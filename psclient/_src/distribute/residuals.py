@@ -39,7 +39,6 @@ class Residuals:
         group: the processes that train together.
         servers: creates and reads variables.
         was_restored: tells of a variable, by its number, whether its first value was a restored checkpoint's.
-        check: raises where a server takes what is compressed for what is not; given the variable's name.
 
     Attributes:
         default: how contributions are compressed to trained variables that do not say it; None for not at all.
@@ -52,12 +51,10 @@ class Residuals:
         group: Members,
         servers: ShardingBackend,
         was_restored: Callable[[int], bool],
-        check: Callable[[str], object],
     ) -> None:
         self._group = group
         self._was_restored = was_restored
         self._servers = servers
-        self._check = check
         self._all: list[Feedback] = []
 
     def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
@@ -65,7 +62,6 @@ class Residuals:
         codec = self._codec_for(variable, given)
         if codec is None:
             return
-        self._check(variable.name)
         first = name = f"{variable.name}/residual"
         while name in names:
             name = f"{first}_{names[first]}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.session import Session
-from pswire.encoding.protocol import check_chunks
 from pswire.errors import Unreachable
 from pswire.model.chunks import ChunkAsk, Chunks
 
@@ -23,12 +21,6 @@ class ChunkCalls:
     def __init__(self, session: Session, restores: Callable[[], int]) -> None:
         self._session = session
         self.restores = restores
-
-    def check(self) -> None:
-        """Raises `ConfigError` if server 0 hands out no batches."""
-        server = self._session.log_server
-        if isinstance(server, RemoteServer):
-            server.check(check_chunks)
 
     def ask(self, ask: ChunkAsk) -> Future[Chunks]:
         """Asks, and waits for nothing."""

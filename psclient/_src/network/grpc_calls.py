@@ -36,7 +36,7 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES
 from pswire.network.grpc_channel import Interceptor, open_channel, stub
 from pswire.network.grpc_frames import Frame, frames, within
-from pswire.network.parts import Assembly, Part, parts_of
+from pswire.network.parts import Assembly, Part
 from pswire.network.payload import Payload
 from pswire.network.traffic import Traffic, TransportName
 from pswire.pb import parameter_server_pb2 as pb
@@ -215,11 +215,6 @@ class GrpcCalls:
         with self._endable(call):
             return b"".join(call)
 
-    def create(self, header: bytes, value: Payload | None, seconds: float) -> bytes:
-        """Calls `Create`, with or without a value."""
-        parts = parts_of(value) if value else ()
-        return self._answer(self._start("Create", self._frames(header, parts), seconds, future=True))
-
     def watch(self, data: bytes, seconds: float) -> bytes:
         """Calls `Watch`, which the server may hold for long."""
         return self._answer(self._start(HELD_WATCH, data, seconds, future=True))
@@ -312,7 +307,6 @@ class GrpcCalls:
         except grpc.RpcError as error:
             with self._lock:
                 self._broken = True
-                self._streams = self._streams and not _is_unknown(error)
             if _passes_on(error):
                 raise
             raise StreamEnded from None  # a call of its own tells what it is
@@ -413,11 +407,6 @@ class GrpcCalls:
             self._under_way.clear()
         if channel is not None:
             channel.close()
-
-
-def _is_unknown(error: grpc.RpcError) -> bool:
-    """Returns True if the server is older than streams of calls."""
-    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def _passes_on(error: grpc.RpcError) -> bool:

@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.remote_server import RemoteServer, elsewhere, expect, follow_moves, look_again
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task, server_of
-from pswire.encoding import protocol
-from pswire.errors import ConfigError, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone, Return, in_order
 from pswire.model.places import Moved
@@ -206,37 +205,6 @@ class Hosting:
         self.suspects[server] = error
         self._fail(server, error.message)
         return True
-
-    def check(self, refuse: Callable[..., None], *what: str) -> None:
-        """Raises `ConfigError` if one of the servers does not know what is needed; as `RemoteServer.check`."""
-        for server in self._servers:
-            if isinstance(server, RemoteServer):
-                server.check(refuse, *what)
-
-    @cached_property
-    def knows_own_rounds(self) -> bool:
-        """True if all servers know rounds of one worker alone, beside those that it counts."""
-        try:
-            self.check(protocol.check_alone, "")
-        except ConfigError:
-            return False
-        return True
-
-    def check_tables(self, table: str) -> None:
-        """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
-        self.check(protocol.check_tables, table)
-
-    def check_compression(self, variable: str) -> None:
-        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
-        self.check(protocol.check_compression, variable)
-
-    def check_closures(self) -> None:
-        """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
-        self.check(protocol.check_closures)
-
-    def check_changes(self) -> None:
-        """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
-        self.check(protocol.check_changes)
 
     @property
     def suspected(self) -> list[Future[None]]:

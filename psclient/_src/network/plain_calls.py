@@ -12,7 +12,7 @@ from psclient._src.network.daemon_threads import Threads
 from pswire.api import ALL, RestoreOrder, RestoreReply
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol
+from pswire.encoding.protocol import check_protocol, spoken
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
@@ -36,18 +36,18 @@ class PlainCalls:
     def enlist(self, task: Task | None, key: int) -> Enlisted:
         """Implements `ParameterServer.enlist`."""
         asked = None if task is None else messages.TASK.to_pb(task)
-        request = pb.EnlistRequest(key=key, task=asked, protocol=PROTOCOL)
-        m = parse(pb.EnlistReply, self._ask("Enlist", request))
-        check_protocol(m.protocol, str(self.task), str(task or "a worker that joins"))
-        return messages.ENLISTED.from_pb(m)
+        request = pb.EnlistRequest(key=key, task=asked, spoken=spoken())
+        return messages.ENLISTED.from_pb(parse(pb.EnlistReply, self._ask("Enlist", request)))
 
     def leave(self, session: int, error: str) -> None:
         """Implements `ParameterServer.leave`."""
         self._ask("Leave", pb.LeaveRequest(session=session, error=error))
 
     def status(self) -> ServerStatus:
-        """Implements `ParameterServer.status`."""
-        return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+        """Calls `ParameterServer.status`; raises `ConfigError` if the server speaks another protocol."""
+        m = parse(pb.StatusReply, self._ask("Status", pb.Empty()))
+        check_protocol(m.spoken, str(self.task), "this process")
+        return messages.STATUS.from_pb(m)
 
     def recent(self) -> tuple[Happened, ...]:
         """As `ParameterServer.recent`."""
@@ -58,7 +58,7 @@ class PlainCalls:
 
     def offer(self, standby: Standby) -> Offered:
         """Implements `ParameterServer.offer`."""
-        said = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), protocol=PROTOCOL)
+        said = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), spoken=spoken())
         return messages.OFFERED.from_pb(parse(pb.OfferReply, self._ask("Offer", said)))
 
     def move(self, server: int, address: str = "", token: int = 0) -> str:

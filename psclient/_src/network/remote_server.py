@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from psclient._src.config import grpc_streams
-from psclient._src.network import older_server, tls_diagnosis
+from psclient._src.network import tls_diagnosis
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.grpc_calls import GrpcCalls
 from psclient._src.network.plain_calls import PlainCalls
@@ -28,7 +28,6 @@ from pswire.api import (
     Begun,
     Contribution,
     CreateBatchReply,
-    CreateReply,
     Opened,
     ParameterServer,
     PullReply,
@@ -39,20 +38,13 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import (
-    HEARTBEATS,
-    PROTOCOL,
-    STALENESS,
-    check_consistency,
-    check_protocol,
-    check_tables,
-)
+from pswire.encoding.protocol import spoken
 from pswire.encoding.verbs import VERBS, batches, parse
-from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone
+from pswire.errors import PSError, ServerGone
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.places import Moved
-from pswire.model.plan import PlacedVariable, Plan, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan
 from pswire.model.status import STILL, Pace
 from pswire.network.futures import follow
 from pswire.network.grpc_channel import Interceptor
@@ -61,9 +53,6 @@ from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
-
-SLOWEST = 10e6
-"""Bytes per second that the slowest network carries; the deadlines of first values allow for them."""
 
 CREATION_SECONDS = 0.02
 """Seconds that a busy server takes to create one variable, a part of a dynamic table for example, at most."""
@@ -109,8 +98,6 @@ class RemoteServer(PlainCalls):
         self._transport = transport
         self._decoder = messages.RoundDecoder()
         self._transports: dict[int, TransportSelector] = {}  # of each session
-        self._singly: dict[int, PlacedVariable] | None = None  # what a server has that knows no batches
-        self._spoken = PROTOCOL, ""  # the server's protocol, and who has asked for it
         self._security = security or Security()
         self._tls = self._security.client_context if self._security.tls else None
         self._name = certificate_name(task_name(task))
@@ -160,26 +147,18 @@ class RemoteServer(PlainCalls):
             mode=messages.MODES.numbers[mode],
             job=job,
             term=term,
-            protocol=PROTOCOL,
+            spoken=spoken(),
             backup_workers=backup_workers,
             staleness=staleness,
         )
-        try:
-            m = parse(pb.OpenReply, self._ask("Open", request))
-        except InvalidRequest as error:
-            if mode == "bounded" and "unknown mode" in error.message:  # so say servers that are older than the mode
-                check_consistency(STALENESS - 1, mode, backup_workers, staleness, str(self.task), str(task))
-            raise
-        check_protocol(m.protocol, str(self.task), str(task))
-        check_consistency(m.protocol, mode, backup_workers, staleness, str(self.task), str(task))
-        self._spoken = m.protocol, str(task)
+        m = parse(pb.OpenReply, self._ask("Open", request))
         self._calls.bind(m.incarnation)
         self._attempts.opened = True
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
             offer = Offer(
                 *(m.session, m.transport_token, host, m.data_port, m.data_path, m.in_flight),
-                *(self._name, m.buffer_bytes, self._tls, m.protocol >= HEARTBEATS),
+                *(self._name, m.buffer_bytes, self._tls),
             )
             old, how = self._transports.get(m.session), (self._threads, self.traffic, self._transport)
             self._transports[m.session] = TransportSelector(str(self.task), offer, self._timeouts.session_timeout, *how)
@@ -200,53 +179,8 @@ class RemoteServer(PlainCalls):
             transports.heartbeat_answered(round, pace, clock)
         return reply.drive
 
-    def create(
-        self,
-        session: int,
-        ordinal: int,
-        id: int,
-        spec: VariableSpec,
-        servers: tuple[int, ...],
-        value: Payload | None,
-    ) -> CreateReply:
-        """Implements `ParameterServer.create`."""
-        header = pb.CreateHeader(
-            session=session,
-            ordinal=ordinal,
-            id=id,
-            spec=messages.SPEC.to_pb(spec),
-            servers=servers,
-            has_value=value is not None,
-        ).SerializeToString()
-
-        once = partial(self._calls.create, header, value)
-        extra = value.size / SLOWEST if value else 0.0
-        reply = self._attempts.until_answered(VERBS["Create"], once, extra)
-        return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
-
     def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
-        """Calls `ParameterServer.create_batch`; sends a large batch in several calls, to an older server one by one."""
-        for variable in variables:
-            if variable.spec.part is not None:
-                self.check(check_tables, variable.spec.part.table)
-        try:
-            if self._singly is None:
-                return self._create_batch(session, variables)
-        except ConfigError:  # so does a server answer that is older than the verb
-            self._singly = {}
-        self._singly |= {variable.id: variable for variable in variables}
-        return older_server.create_each(self.create, self.task.index, session, variables)
-
-    def check(self, refuse: Callable[..., None], *what: str) -> None:
-        """Raises `ConfigError` if the server does not know something that is needed; for any thread.
-
-        Args:
-            refuse: one of `pswire.encoding.protocol`, such as `check_tables`.
-            what: its arguments between the server's number and the names of both ends.
-        """
-        refuse(self._spoken[0], *what, str(self.task), self._spoken[1])
-
-    def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
+        """Calls `ParameterServer.create_batch`; sends a large batch in several calls."""
         whole = CreateBatchReply(0)
         encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
         for first in range(0, max(len(encoded), 1), MAX_BATCH_VARIABLES):
@@ -296,10 +230,6 @@ class RemoteServer(PlainCalls):
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Calls `ParameterServer.push`; the payload may still grow. Sends a broken stream again, whole."""
-        if contribution.first_values and self._singly is not None:
-            return self._threads.submit(
-                partial(older_server.give_each, self.create, self._singly, contribution, payload)
-            )
         header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:

@@ -171,13 +171,7 @@ class Attempts:
             raise ConfigError(f"{self._address}: {why}", self._task)
 
     def _foreign(self, verb: Verb, code: str, details: str) -> PSError:
-        """Returns the error for an answer of no server of ours or of an old one, or for a message too large for one."""
-        if code == "UNIMPLEMENTED" and verb.newer:
-            return ConfigError(
-                f"the server at {self._address} is of an older version, which does not know {verb.name}; "
-                "install the same version of paramserver for both",
-                self._task,
-            )
+        """Returns the error for an answer of no server of ours, or for a message too large for one."""
         if code == "UNIMPLEMENTED":
             return Unreachable(
                 f"what answers at {self._address} is no parameter server of this version; correct the address",

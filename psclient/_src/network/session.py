@@ -168,7 +168,7 @@ class Session(LogCalls):
             # Another server remembers a later chief: this one's token has to be above that.
             opened[first] = self._open_at(self.servers[first], key, term)
         self.token = opened[first].token
-        self.window = max(min(answer.window for answer in opened.values()), 1)
+        self.window = min(answer.window for answer in opened.values())
         answers = [opened.get(index) or self.hosting.left_by(index) for index in range(len(self.servers))]
         self.incarnations = tuple(answer.incarnation for answer in answers)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in answers)

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from psclient._src.network import forks
-from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.network.parts import Assembly
@@ -67,7 +66,6 @@ class Offer:
         path: path of the shm transport's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
         name: the name that the server's certificate must have.
-        heartbeats: True if the server takes heartbeats on its transports.
         buffer_bytes: bytes that this process's shared memory may have behind those for copies.
         tls: makes the context that encrypts the tcp transport; None for none.
     """
@@ -81,7 +79,6 @@ class Offer:
     name: str = ""
     buffer_bytes: int = 0
     tls: Callable[[], ssl.SSLContext] | None = None
-    heartbeats: bool = False
 
 
 @dataclass
@@ -207,9 +204,7 @@ class Transport:
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
         self._sockets: list[Stream] = [self._bell, self._rope]
-        said = pb.TransportHello(
-            session=offer.session, token=offer.token, lease=lease, replaces=replaces, protocol=PROTOCOL
-        )
+        said = pb.TransportHello(session=offer.session, token=offer.token, lease=lease, replaces=replaces)
         hello = Message(Kind.HELLO, header=said.SerializeToString()).head()
         try:
             self._sock = _connect(name, offer, lease)

@@ -187,9 +187,7 @@ class RemoteBackend(_RemoteVariables):
         self._reads = exchange.reads
         self.reader = VariableReader(exchange, self)
         self.parts = Copies(self.group, self)
-        self.residuals = Residuals(
-            self.group, self, self._creation.was_restored, exchange.session.hosting.check_compression
-        )
+        self.residuals = Residuals(self.group, self, self._creation.was_restored)
         self.compress = self.residuals.compress
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
         self.group.departure.hand_over = self._order_snapshot
@@ -441,7 +439,7 @@ class RemoteBackend(_RemoteVariables):
         self.flush()
         with strategy.scope(), context.enter_cross_replica(strategy):
             section = self.section_here
-            section.own = not self.group.apart and self._exchange.session.hosting.knows_own_rounds
+            section.own = not self.group.apart
             try:
                 record()
                 self._send(section)

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from psclient._src.network.remote_server import SLOWEST
 from psclient._src.network.session import Session
 from psclient._src.rounds.first_values import FirstValues, Recorded
 from psclient._src.rounds.membership import Group
@@ -33,6 +32,9 @@ from pswire.network.payload import Payload
 
 KEPT_BYTES = 4 * PART_BYTES
 """Bytes of first values that wait to be sent: they are copies, since the script may change its arrays."""
+
+SLOWEST = 10e6
+"""Bytes per second that the slowest network carries; the deadlines of first values allow for them."""
 
 KEPT_SECONDS = 0.5
 """How long a creation may wait for others before the next one sends it: other processes may wait for its value."""
@@ -93,14 +95,11 @@ class Creation:
             VariableMismatch: another process created another variable in its place, or in that of one recorded before.
             RoundTimeout: the process whose value it shall be does not create it.
             MemoryLimit: the variable does not fit.
-            ConfigError: it is a part of a dynamic table, and a server is of a version that has none.
         """
         with self._lock:
             self._check()
             self._session.check()
             spec.check()
-            if spec.part is not None:
-                self._session.hosting.check_tables(spec.part.table)
             if self.by_name:
                 return self._create_by_name(spec, servers, value, chosen)
             large = value.nbytes >= PART_BYTES

@@ -232,7 +232,7 @@ class Exchange:
         asks = notice.leaving and not alone
         saves = asks and notice.saves
         pace = self.measures.pace()
-        return replace(pace, knows_leaving=not alone, knows_returns=not alone, leaving=asks, saving=saves)
+        return replace(pace, leaving=asks, saving=saves)
 
     @contextmanager
     def closure(self, name: ClosureName) -> Iterator[None]:
@@ -541,7 +541,7 @@ class Exchange:
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        whole = self.session.consistency == "whole" and len(plan.servers) > 1 and server in plan.streams
+        whole = self.session.consistency == "sync" and len(plan.servers) > 1 and server in plan.streams
         again = whole or said.closure is not None  # else it uses up nothing before all have voted
         return self.pushes.push(server, plan, said, payload, self.group.generation, again)
 

@@ -7,7 +7,6 @@ from psclient._src.network.session import Session
 from psclient._src.options import Async, BoundedStaleness, Consistency, Sync
 from psclient._src.rounds.backend import RemoteBackend
 from pswire.cluster import TaskConfig
-from pswire.encoding import protocol
 from pswire.errors import ConfigError
 from pswire.model.changes import Change
 
@@ -28,7 +27,7 @@ def check_deterministic(deterministic: bool, consistency: Consistency) -> None:
 
 def check_copied(consistency: Consistency) -> None:
     """Raises `ConfigError` where copies could come to differ."""
-    if consistency.mode != "whole":
+    if consistency.mode != "sync":
         raise ConfigError(
             "PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers, and with "
             f"{consistency} "
@@ -91,7 +90,6 @@ def is_apart(
             "consistency out, or set PS_REPLICATION_FACTOR=1"
         )
     check_variables(job, name)
-    session.hosting.check(protocol.check_alone, name)
     return True
 
 
@@ -126,7 +124,7 @@ def consistency_of(change: Change) -> Consistency:
         return Async(change.nonfinite)
     if change.mode == "bounded":
         return BoundedStaleness(change.staleness, change.nonfinite)
-    return Sync(change.mode == "whole", change.nonfinite, change.backup_workers)
+    return Sync(change.nonfinite, change.backup_workers)
 
 
 def _change_to(consistency: Consistency) -> Change:
@@ -144,8 +142,8 @@ def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: b
 
     Raises:
         RuntimeError: it is in a replica's or an update function, in `merge_call`, or amid a pass over a dataset.
-        ConfigError: the workers run what a coordinator schedules; a server knows no changes; variables have another
-            consistency, with which it does not go together.
+        ConfigError: the workers run what a coordinator schedules; variables have another consistency, with which this
+            one does not go together.
     """
     if context.in_merge_call() or (context.has_strategy() and not context.crosses_replicas()):
         raise RuntimeError(
@@ -163,7 +161,6 @@ def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: b
             f"set_consistency is called amid a pass over dataset {dataset}, whose batches are shared as its beginning "
             "has it; change between two passes, or close the iterator before"
         )
-    backend.exchange.session.hosting.check_changes()
     for variable in backend.exchange.creation.variables.values():
         if variable.spec.alone:
             check_variables(consistency, variable.spec.name)

@@ -59,7 +59,7 @@ class Servers:
         """Asks all servers at once; those that have moved, where they are now.
 
         Args:
-            recent: True to ask as well what they were told last; one of an older version tells nothing of it.
+            recent: True to ask as well what they were told last.
         """
         return self._each(_ask_more if recent else _ask)
 

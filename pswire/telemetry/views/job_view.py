@@ -168,8 +168,7 @@ class JobView:
     Attributes:
         state: "none" (no chief has begun a job), "starting" (nobody takes part yet), "running", "over", "broken", or
             "unknown" (no server answers).
-        mode: "whole" (synchronous rounds, which have the same contributions on all servers), "sync" (the same without
-            that), "async" or "bounded"; "" while nobody takes part.
+        mode: "sync", "async" or "bounded"; "" while nobody takes part.
         generation: number of the newest generation, 0 for none.
         round: the newest round of any server, complete or not; -1 for none.
         replicas: R, of the newest generation.

@@ -20,8 +20,7 @@ STATES = {
 
 MODES = {
     "": "nobody takes part",
-    "whole": "sync",
-    "sync": "sync without whole rounds",
+    "sync": "sync",
     "async": "async",
     "bounded": "bounded",
 }

@@ -25,12 +25,12 @@ from pswire.model.log import (
     Started,
 )
 from pswire.model.plan import Plan
-from pswire.model.status import OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import STILL, OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
 from tests.kit.rig import WORKERS
 
 A, B, C = WORKERS[:3]
 BOTH = {A, B}
-a, b, c = (Member(task, number, 1, "whole") for number, task in enumerate((A, B, C), 11))
+a, b, c = (Member(task, number, 1, "sync") for number, task in enumerate((A, B, C), 11))
 PLAN = Plan()
 
 
@@ -140,11 +140,11 @@ def test_a_job_ends_when_its_members_have_left():
     assert undone(sessions, {A, B, C}) == {A: "still here", C: "never came"}
 
 
-KNOWS, LEAVES, SAVES = Pace(knows_leaving=True), Pace(0, 0, 0, True, True), Pace(0, 0, 0, True, True, True)
-"""What heartbeats tell of members that stay, leave, and leave with a checkpoint."""
+LEAVES, SAVES = Pace(leaving=True), Pace(leaving=True, saving=True)
+"""What heartbeats tell of members that leave, and leave with a checkpoint."""
 
 
-def paced(member, pace=KNOWS, state="open", join_point=""):
+def paced(member, pace=STILL, state="open", join_point=""):
     return replace(at(member, state, join_point), pace=pace)
 
 
@@ -165,9 +165,7 @@ def test_who_asks_to_leave_is_let_go_where_a_step_begins():
     assert decide(state, look(*sessions), {A}) == [GenerationClosed(Generation(3, (), STEP, None, (b, c)))]
 
 
-def test_nobody_is_let_go_by_an_generation_that_a_member_does_not_know():
-    """An older version would never take it in; who comes where all leave waits until they are gone."""
-    assert decide(job(began(a, b)), look(at(a), paced(b, LEAVES)), BOTH) == []
+def test_who_comes_where_all_leave_waits_until_they_are_gone():
     state = job(began(a), GenerationClosed(Generation(2, (), STEP, None, (a,))))
     new = paced(b, join_point="dataset:0")
     assert decide(state, look(paced(a, LEAVES), new), {A}) == []
@@ -274,7 +272,7 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
     """All go on from the greatest number; the servers' number of rounds has no meaning for it."""
     x, y = (replace(member, mode="async") for member in (a, b))
     state = job(began(x, y))
-    wanted = (Change(0, 9, "whole"), Change(0, 4, "whole"))
+    wanted = (Change(0, 9, "sync"), Change(0, 4, "sync"))
     (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
     places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
     assert beginning.closed([status(round=40, places=places), status(1, round=2)]) == changed(
@@ -288,7 +286,7 @@ def test_what_was_asked_before_the_last_change_is_no_question():
     state = job(began(a, b), first)
     x, y = first.generation.members
     assert decide(state, look(asks(x, TO_ASYNC), asks(y, TO_ASYNC)), BOTH) == []
-    back = Change(1, 9, "whole")
+    back = Change(1, 9, "sync")
     assert decide(state, look(asks(x, TO_ASYNC), asks(y, back)), BOTH) == []
     (beginning,) = decide(state, look(asks(x, back), asks(y, back)), BOTH)
     assert beginning.change == back
@@ -337,7 +335,7 @@ def test_who_was_taken_in_or_leaves_at_a_later_step_is_waited_for():
 def test_news_of_before_a_change_leave_nobody_out():
     """The sessions that a held answer tells of may still have the old mode."""
     x = replace(a, mode="async"), replace(b, mode="async")
-    state = job(began(*x), changed(2, Change(0, 9, "whole"), *x, round=9))
+    state = job(began(*x), changed(2, Change(0, 9, "sync"), *x, round=9))
     assert decide(state, look(*map(asks, x)), BOTH) == []
 
 
@@ -356,7 +354,7 @@ def test_nobody_begins_before_the_round_of_the_last_change():
 def test_a_server_is_taken_back_once_who_leaves_has_left():
     """A member that has left holds nobody up for the rest of the job; one that is on its way is waited for."""
     state = job(began(a, b), GenerationClosed(Generation(2, (a,), STEP, leaving=(b,))), Started(Start(2, 5)))
-    mine, back = replace(at(a), pace=Pace(knows_leaving=True, knows_returns=True)), Return(1, 9, 3)
+    mine, back = at(a), Return(1, 9, 3)
     assert decide(state, look(mine, at(b)), BOTH, back=back) == []
     assert decide(state, look(mine, at(b, "left")), BOTH, back=back) == [
         GenerationClosed(Generation(3, (a,), STEP, returns=back))

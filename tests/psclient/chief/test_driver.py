@@ -98,7 +98,7 @@ def test_a_process_that_came_after_the_end_of_its_task_undoes_nothing(job):
 
 def test_parts_of_different_rounds_are_no_checkpoint(job, tmp_path):
     """The chief writes no manifest over them, and says which rounds they are of; those of one round are one."""
-    (one,) = job.join(A)
+    (one,) = job.join(A, mode="async")
     for number in (0, 1):
         job.variable(one, np.array(float(number)), (number,))
     session = Session(A, job.verbs, 0, True, SLOW)
@@ -124,7 +124,7 @@ def test_an_end_that_is_none_waits_for_nobody():
         cluster = ClusterSpec({"ps": (thread.address,), "worker": ("x:1", "x:2")})
         resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
         strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=SLOW)
-        other = Session(B, [behind], 1, timeouts=SLOW, consistency="whole")
+        other = Session(B, [behind], 1, timeouts=SLOW, consistency="sync")
         other.open()
         other.leave("Diverged: at another section")
         closing = threading.Thread(target=strategy.close, daemon=True)

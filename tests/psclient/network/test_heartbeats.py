@@ -16,11 +16,9 @@ from psclient._src.network.patience import Patience
 from psclient._src.network.session import HEARTBEATS, until_heartbeat
 from psclient._src.network.transport import Silence
 from psclient._src.network.worker_clock import WorkerClock
-from psserver.network import grpc_service
 from psserver.network.transport_connection import BACKLOG
 from pstesting.clock import Clock
 from pswire.api import RESTS
-from pswire.encoding import protocol
 from pswire.errors import Fenced, ServerLost
 from pswire.model.status import Pace
 from pswire.network.sockets import Kind
@@ -137,13 +135,6 @@ def test_while_a_call_waits_on_a_transport_heartbeats_travel_over_grpc(heartbeat
     assert [heartbeats.ways(), heartbeats.ways()] == [CALL, CALL]
     heartbeats.site.whole([1, 2], first, heartbeats.site.push(other, 2))
     assert heartbeats.ways() == TRANSPORT
-
-
-def test_a_server_of_the_version_before_is_called(stack, name, monkeypatch):
-    """It would close a transport on which heartbeats come: it says its number when the session opens."""
-    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: protocol.HEARTBEATS - 1)
-    heartbeats = Heartbeats(Site(stack, name, elements=64, lease=8 * SOON), monkeypatch)
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, CALL]
 
 
 def test_who_keeps_the_sessions_anew_is_told_everything(heartbeats):

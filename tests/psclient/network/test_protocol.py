@@ -1,195 +1,121 @@
-"""Servers as a client finds them: which are gone, and which speak another protocol, and are refused or served."""
+"""Servers as a client finds them: which are gone, and which speak another protocol, and are refused at once."""
 
 from __future__ import annotations
 
-import re
 import time
+from contextlib import closing
 from dataclasses import replace
+from importlib.metadata import version
 
-import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.network import transport
+from psclient._src.network import plain_calls, remote_server
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.hosting import Hosting
 from psclient._src.network.log_calls import JobNews
-from psserver.network import grpc_service
+from psclient._src.telemetry.observer import Servers
+from psserver.config import ServerConfig
+from psserver.core.core import Core
+from psserver.effects import Peer
+from psserver.network import grpc_service, joining, peers
+from psserver.network.joining import await_place
+from psserver.network.peers import Peers
 from pstesting.in_process import InProcessCluster
-from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
-from pstesting.script import ME, add_all, say
 from pswire.api import Watched
 from pswire.cluster import Task
-from pswire.encoding import messages, protocol
-from pswire.encoding.protocol import CHUNKS, COMPRESSION, OLDEST, PROTOCOL, TABLES
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.errors import ConfigError, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.hashing import BUCKETS
 from pswire.model.log import STEP, Generation, GenerationClosed, Gone, Return
-from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import ServerStatus
-from pswire.model.tables import TablePart, TableSpec
 from pswire.pb import parameter_server_pb2 as pb
-from tests.kit import rig
+from pswire.security.identity import Security
+from tests.kit.rig import eventually
 from tests.kit.samples import BARE
 
-TABLE = TablePart("users", TableSpec((4,)), 0, BUCKETS)
-PART = VariableSpec("users/part_0", TABLE.tensor, part=TABLE)
+OURS = f"paramserver {version('paramserver')} (protocol {PROTOCOL})"
+
+OTHER = pb.Spoken(protocol=PROTOCOL + 1, version="9.8.7")
+
+THEIRS = f"paramserver 9.8.7 (protocol {PROTOCOL + 1})"
+
+PS0, W0 = "/job:ps/task:0", "/job:worker/task:0"
 
 
-def speak(number):
-    """Worker 1 speaks another protocol, and knows none after it; both make rounds over the tcp transport."""
-    from psclient._src.network import remote_server, transport
-    from pswire.encoding import protocol
-
-    if ME == 1:
-        transport.PROTOCOL = remote_server.PROTOCOL = number
-        protocol.SERVED = (number - 1, number)
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-    for _ in range(3):
-        strategy.run(lambda: add_all([(v, np.ones(4))]))
-    say("sums", v.numpy().tolist())
+def opens(cluster: InProcessCluster) -> None:
+    ps.ParameterServerStrategy(cluster_resolver=cluster.resolver())
 
 
-def test_the_protocol_before_is_served(tmp_path):
-    """A worker of it trains together with one of this protocol, on the transports as well."""
-    with ProcessCluster(speak, tmp_path, (OLDEST,), ps=1, workers=2, transport="tcp") as job:
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == [6.0] * 4
-        job.finish()
+def enlists(cluster: InProcessCluster) -> None:
+    with closing(remote_server.RemoteServer(cluster.addresses[0], Task("ps", 0))) as server:
+        server.enlist(None, 1)
 
 
-def test_an_unknown_protocol_is_refused_with_both_ends_named(tmp_path):
-    """At once, and with the exit code of what has to be corrected."""
-    with ProcessCluster(speak, tmp_path, (PROTOCOL + 1,), ps=1, workers=2) as job:
-        line = job.hear_error(W1, f"{W1} speaks protocol {PROTOCOL + 1}, and {PS0} {OLDEST} to {PROTOCOL}")
-        assert "install the same version" in line
-        assert job.exited(W1) == 2
+def offers(cluster: InProcessCluster) -> None:
+    config = ServerConfig(Task("ps", 0), address="localhost:1", join=tuple(cluster.addresses))
+    await_place(config, False, lambda seconds: True)
 
 
-@pytest.mark.parametrize("number", [OLDEST, PROTOCOL + 1], ids=["the one before", "an unknown one"])
-def test_a_client_serves_the_same_protocols(monkeypatch, number):
-    """A server of the one before answers it; one that lets in anybody, with an unknown one, is refused."""
-    monkeypatch.setattr(grpc_service, "spoken_with", lambda spoken: number)
-    with rig.remote(rig.core()) as server:
-        if number < PROTOCOL:
-            assert server.open(W0, 1, 0, False).session
-        else:
-            with pytest.raises(ConfigError, match=re.escape(f"{PS0} speaks protocol {number}, and {W0} ")):
-                server.open(W0, 1, 0, False)
+def looks(cluster: InProcessCluster) -> None:
+    with Servers({Task("ps", 0): cluster.addresses[0]}, 30.0, Security()) as servers:
+        (found,) = servers.look()
+    assert found.error is not None
+    raise found.error
 
 
-def test_a_transport_refuses_an_unknown_protocol(monkeypatch, caplog):
-    """As its session would have been; the calls go another way, and the log says why."""
-    monkeypatch.setattr(transport, "PROTOCOL", PROTOCOL + 1)
-    with rig.remote(rig.core(), transport="tcp") as server:
-        session = server.open(W0, 1, 0, False).session
-        server.pull(session, [], -1).result()
-    assert f"session {session} speaks protocol {PROTOCOL + 1}, and {PS0} " in caplog.text
+TALKS = {
+    "a worker that opens its session": (opens, remote_server, f"{W0} has {THEIRS} and {PS0} has {OURS}"),
+    "a worker that joins": (enlists, plain_calls, f"a worker that joins has {THEIRS} and this server has {OURS}"),
+    "a standby": (offers, joining, f"the standby server at localhost:1 has {THEIRS} and this server has {OURS}"),
+    "a worker and its server": (opens, grpc_service, f"{PS0} has {THEIRS} and this process has {OURS}"),
+    "who looks": (looks, grpc_service, f"{PS0} has {THEIRS} and this process has {OURS}"),
+}
+"""What is done, the module whose process is of another version, and the error's first words."""
 
 
-def older(monkeypatch, task, number):
-    """A server says that it speaks an older protocol, which is served whatever is served now."""
-    plainly = grpc_service.Service._open
-
-    async def opened(self, *asked):
-        reply = pb.OpenReply.FromString(await plainly(self, *asked))
-        if self._task == str(task):
-            reply.protocol = number
-        return reply.SerializeToString()
-
-    monkeypatch.setattr(grpc_service.Service, "_open", opened)
-    monkeypatch.setattr(protocol, "SERVED", (number, *protocol.SERVED))
-
-
-def test_a_server_without_compression_is_sent_nothing_compressed(monkeypatch):
-    """It would take the bytes for the numbers; what is not compressed goes on, and the script may ask for no more."""
-    older(monkeypatch, PS1, COMPRESSION - 1)
-    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
-        with strategy.scope():
-            said = (
-                f"{PS1} speaks protocol {COMPRESSION - 1}, which has no compression, and {W0}, which speaks {PROTOCOL}"
-            )
-            with pytest.raises(ConfigError, match=f"{said}, compresses contributions to variable 'w'; .* leave it out"):
-                ps.Variable(np.ones(3), name="w", compression=ps.compression.Int8())
-            v = ps.Variable(np.ones(3), name="v")
-        assert v.numpy().tolist() == [1.0] * 3
-
-
-def test_a_server_without_tables_is_given_none(monkeypatch):
-    """It would take a part of one for an array; its client refuses, and is told all the same what is no table."""
-    older(monkeypatch, PS0, TABLES - 1)
-    with rig.remote(rig.core()) as server:
-        session = server.open(W0, 1, 0, False).session
-        both = f"{PS0} speaks protocol {TABLES - 1}, which has no dynamic tables, and {W0}, which speaks {PROTOCOL}, "
-        with pytest.raises(ConfigError, match=f"{both}creates the table 'users'; install the same version"):
-            server.create_batch(session, [PlacedVariable(0, PART, (0,))])
-        plain = PlacedVariable(0, VariableSpec("v", TABLE.spec.row), (0,))
-        assert "no chief has begun a job" in str(server.create_batch(session, [plain]).error)
-
-
-def test_a_table_is_created_where_all_servers_have_tables(monkeypatch):
-    """Where one has none no other is asked either, and the script goes on with what is no table."""
-    older(monkeypatch, PS1, TABLES - 1)
-    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
-        with strategy.scope():
-            with pytest.raises(ConfigError, match=f"{PS1} speaks protocol {TABLES - 1}, .*'users'"):
-                ps.dynamic_embedding.get_variable("users", 4, shards=1)
-            v = ps.Variable(np.ones(3), name="v")
-        assert v.numpy().tolist() == [1.0] * 3
-        assert cluster.cores[0].status().variables == 1
-
-
-def test_a_server_that_waits_for_all_is_given_no_backup_workers(monkeypatch):
-    """It would wait for the last member, and say nothing; who has none trains with it."""
-    older(monkeypatch, PS0, TABLES - 1)
-    with rig.remote(rig.core()) as server:
-        both = f"{PS0} speaks protocol {TABLES - 1}, which has no backup workers, and {W0}, which speaks {PROTOCOL}, "
-        with pytest.raises(ConfigError, match=re.escape(f"{both}runs with ps.Sync(backup_workers=1); install")):
-            server.open(W0, 1, 0, False, "whole", "", 0, 1)
-    with rig.remote(rig.core()) as server:  # another one: this one's number alone is older
-        assert server.open(W0, 1, 0, False, "whole").session
-
-
-@pytest.mark.parametrize("how", ["it says so", "it knows no such mode"])
-def test_an_older_server_has_no_bounded_staleness(monkeypatch, how):
-    """Both are named: one that says that it speaks protocol 2, and one that refuses the mode, as those do."""
-    if how == "it says so":
-        monkeypatch.setattr(grpc_service, "spoken_with", lambda spoken: 2)
-    else:
-        monkeypatch.setattr(messages, "MODES", _Older(messages.MODES))
-    with rig.remote(rig.core()) as server, pytest.raises(ConfigError) as refused:
-        server.open(W0, 1, 0, False, "bounded", staleness=3)
-    assert refused.value.message.startswith(
-        f"{PS0} speaks protocol 2, which has no bounded staleness, and {W0}, which speaks {PROTOCOL}, runs with "
-        "ps.BoundedStaleness(3); install the same version"
-    )
-
-
-class _Older:
-    """The modes as a server knew them that has no bounded staleness; clients know all."""
-
-    def __init__(self, modes):
-        self.numbers, self._modes = modes.numbers, modes
-
-    def __getitem__(self, number):
-        return self._modes[99 if self._modes[number] == "bounded" else number]
-
-
-def test_a_server_that_hands_out_nothing_is_not_asked(monkeypatch):
-    """A dataset whose batches it should hand out is refused where it is made; another policy is not."""
-    older(monkeypatch, PS0, CHUNKS - 1)
-    data = ps.ArrayDataset(np.arange(4)).batch(2)
-    dynamic = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+@pytest.mark.parametrize("talk", TALKS)
+def test_another_protocol_is_refused_with_both_versions(monkeypatch, talk):
+    """At once, and not when a deadline has passed; newer or older makes no difference."""
+    act, module, words = TALKS[talk]
     with InProcessCluster() as cluster:
-        resolver = cluster.resolver()
-        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
-            both = f"{PS0} speaks protocol {CHUNKS - 1}, which has no batches that are handed out, and .*{W0}"
-            with pytest.raises(ConfigError, match=f"{both}, which speaks {PROTOCOL}, has a dataset with .*DYNAMIC"):
-                strategy.experimental_distribute_dataset(data, dynamic)
-            assert len(list(strategy.experimental_distribute_dataset(data))) == 2
+        for number in (PROTOCOL - 1, PROTOCOL + 1):
+            said = pb.Spoken(protocol=number, version="9.8.7")
+            monkeypatch.setattr(module, "spoken", lambda said=said: said)
+            began = time.monotonic()
+            with pytest.raises(ConfigError) as refused:
+                act(cluster)
+            assert time.monotonic() - began < 5.0
+            assert refused.value.message.startswith(words.replace(f"protocol {PROTOCOL + 1}", f"protocol {number}"))
+            assert "Install the same version of paramserver everywhere" in refused.value.message
+
+
+def test_a_server_of_another_protocol_does_not_vote(monkeypatch):
+    """It is not let in where it introduces itself, and says why, as long as it is not reached."""
+    monkeypatch.setattr(peers, "spoken", lambda: OTHER)
+    missed: list[str] = []
+
+    class Told(Core):
+        def miss(self, server, reason):
+            missed.append(reason)
+
+    with InProcessCluster(1) as cluster:
+        config = ServerConfig(Task("ps", 1))
+        links = Peers(Told(config, 7, time.monotonic, lambda work: None), config)
+        links.know((Peer(cluster.addresses[0], cluster.cores[0].incarnation),) * 2)
+        links.say(0, None)
+        eventually(lambda: missed)
+        links.close()
+    assert f"/job:ps/task:1 has {THEIRS} and {PS0} has {OURS}" in missed[0]
+
+
+def test_the_error_is_short_whatever_a_stranger_says():
+    """A process that says nothing has protocol 0, as those had of before; what is not printable is not repeated."""
+    for said in (pb.Spoken(), pb.Spoken(protocol=2**32 - 1, version="x" * 9999), pb.Spoken(version="\n9")):
+        with pytest.raises(ConfigError) as refused:
+            check_protocol(said, "the standby server at a-host.of-a-cluster:12345", "/job:worker/task:1234")
+        assert len(refused.value.message) <= 300
+        assert refused.value.message.isprintable()
 
 
 def losses(*servers: int) -> list[Gone]:

@@ -299,7 +299,8 @@ def test_nonsense_of_a_server_is_no_answer(stack, name):
     connection = next(c for c in site.transports.connections if c.session == worker.session)
     late = site.server.pull(worker.session, [site.variables[0].id], worker.round)
     first = site.transport(worker)
-    connection.sock.send(HEAD.pack(Kind.ANSWER, 3, 1, 0, 0, 0) + b"\xff\xff\xff")
+    (call,) = first._calls
+    connection.sock.send(HEAD.pack(Kind.ANSWER, 3, call, 0, 0, 0) + b"\xff\xff\xff")
     site.round()
     assert late.result(SOON).round == 0
     assert site.transport(worker) is not first

@@ -23,8 +23,6 @@ from pstesting.processes import SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError, RoundTimeout, ServerLost
-from pswire.model.plan import VariableSpec
-from pswire.model.tensor import TensorSpec
 from tests.kit.shell import shell
 from tests.kit.strategies import refused
 
@@ -243,7 +241,7 @@ def test_a_connection_that_lacks_a_thread_can_be_closed(server):
     with no_more_threads():
         session = server.open(Task("worker", 0), 0, 1, True).session
         with pytest.raises(PSError, match=NO_THREAD):
-            server.create(session, 0, 0, VariableSpec("v", TensorSpec("float32", (1,))), (0,), None)
+            server.pull(session, [], -1)
         assert [state.member.session for state in server.status().sessions] == [session]
         server.leave(session, "")
         server.close()

@@ -122,7 +122,7 @@ def by_task(items: list[dict[str, Any]], drives: bool = False) -> dict[str, dict
 def test_a_job_that_waits_is_shown(run):
     """Who is in which round, who waits for whom and over which transport; reading it costs the job nothing."""
     code, said = run.until(lambda said: said["round"] == 5 and by_task(said["tasks"])[str(W0)]["waits_for"])
-    assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "whole")
+    assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "sync")
     assert (said["generation"], said["replicas"]) == (1, 2)
     tasks = by_task(said["tasks"])
     assert (tasks[str(W0)]["round"], tasks[str(W0)]["lag"], tasks[str(W0)]["waits_for"]) == (5, 0, [str(W1)])

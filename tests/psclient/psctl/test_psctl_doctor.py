@@ -201,13 +201,12 @@ def test_clocks_that_differ(looked, skew, level, said):
 
 
 def test_versions_that_differ(looked):
-    """Of this package every difference is told, of others that of the first number; of programs it is fatal."""
+    """Of this package every difference is told, of others that of the first number."""
     theirs = {"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}
     who = patient(looked=told(looked[:1], versions=theirs))
     ours = "ps-0: it has paramserver 0.2.0, and we have 0.1.0"
     finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, and we have 2.1.0")
     assert "python" not in worst("versions", who)[1]
-    finds("versions", patient(looked=changed(looked, program_version=99)), "fail", "update programs of version 99")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.security.identity import Security
 from pswire.security.session_numbers import count_of
 from tests.kit.certificates import guarded
-from tests.kit.rig import WORKERS, Job, Servers, core, sum_into, together
+from tests.kit.rig import WORKERS, Job, Servers, core, create, sum_into, together
 
 
 class Beside:
@@ -65,7 +65,7 @@ def worker(run):
     run.job.servers.clock.now += 2.25
     spec = VariableSpec("dense/kernel", TensorSpec("float32", (4,)))
     with pytest.raises(VariableMismatch):
-        run.job.verbs[0].create(worker.session, 0, -1, spec, (0,), None)
+        create(run.job.verbs[0], worker.session, 0, spec, (0,))
     return worker
 
 
@@ -82,7 +82,7 @@ def test_what_was_told_last_is_shown(run, worker):
     who = f"worker-0, session {count_of(worker.session)}"
     assert push == ["2.25 s", "ps-1", "push", f"{who}: round 0 of generation 1, 24 bytes"]
     assert work == ["2.25 s", "ps-1", "worked", "step (arrays)"]
-    assert create == ["0.00 s", "ps-0", "create", f"{who}: 'dense/kernel' float32[4]"]
+    assert create == ["0.00 s", "ps-0", "create_batch", f"{who}: 1 variable"]
     assert why[0].startswith("VariableMismatch: ")
     assert {row[0] for row in before} == {"1.7 min"}
     assert {row[1] for row in before} == {"ps-0", "ps-1"}
@@ -133,21 +133,9 @@ def test_a_server_that_does_not_answer_is_a_problem(run, worker):
     assert [(each["kind"], each["task"]) for each in said["problems"]] == [("unreachable", "/job:ps/task:1")]
 
 
-def test_a_server_that_is_too_old_is_a_problem(run, worker):
-    """It is there, and does not know the verb: one line says so, and what to do."""
-    old = run.threads[1]
-    del old._server._service._methods[VERBS["Events"].path]
-    code, text = run("--server", "1")
-    assert (code, text) == (
-        1,
-        f"! ps-1: the server at {old.address} is of an older version, which does not know Recent; "
-        "install the same version of paramserver for both\n",
-    )
-    code, said = run.json()
-    assert code == 1
-    assert [(each["kind"], each["task"]) for each in said["problems"]] == [("refused", "/job:ps/task:1")]
-    assert [bool(each["events"]) for each in said["servers"]] == [True, False]
-    del old._server._service._methods[VERBS["Status"].path]
+def test_what_is_no_server_is_a_problem(run, worker):
+    """It answers, and does not know the verb: one line says so, and what to do."""
+    del run.threads[1]._server._service._methods[VERBS["Status"].path]
     assert "is no parameter server of this version; correct the address" in run("--server", "1")[1]
 
 

@@ -306,7 +306,7 @@ def server(page: str, address: str = "10.0.0.7:2222", number: int = 0, incarnati
 
 def view_with(*servers: ServerView, tasks: tuple[TaskView, ...] = ()) -> JobView:
     problems = (Problem("unreachable", "/job:ps/task:1", "nothing listens there"),)
-    return JobView("running", "whole", 1, 1, 1, 0, 0, servers, tasks, problems)
+    return JobView("running", "sync", 1, 1, 1, 0, 0, servers, tasks, problems)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 import psclient as ps
 from psclient._src.network.session import Session
 from psclient._src.rounds import creation, read_cache
-from psserver.network import grpc_service
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
@@ -202,20 +201,6 @@ def test_a_batch_that_failed_is_over(cluster):
                 work()
         with pytest.raises(ps.errors.VariableMismatch, match="'taken'"), strategy.scope():
             ps.Variable(1.0)
-
-
-def test_an_older_server_creates_one_variable_in_a_call(monkeypatch):
-    """It knows no batches; what is created there is the same."""
-    known = {name: row for name, row in grpc_service.PROMPT.items() if name != "CreateBatch"}
-    monkeypatch.setattr(grpc_service, "PROMPT", known)
-    with InProcessCluster(2) as cluster:
-        calls = Calls(cluster)
-        with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), ps_strategy="round_robin") as strategy:
-            with strategy.scope():
-                variables = [ps.Variable(np.full(3, index, "float32")) for index in range(6)]
-            assert calls.of("create") == [9, 6]
-            strategy.run(lambda: add_all([(v, np.ones(3, "float32")) for v in variables]))
-            assert [v.numpy()[0] for v in variables] == [1 + index for index in range(6)]
 
 
 SIZE, DIM = 40, 3

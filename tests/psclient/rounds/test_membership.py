@@ -427,7 +427,7 @@ def test_heartbeats_tell_that_a_process_leaves(job):
         one.session.heartbeat_now(0)
         news = job.verbs[0].watch(job.opened.session, len(before.entries), before.version).result(SOON)
         (pace,) = [session.pace for session in news.sessions]
-        assert (pace.knows_leaving, pace.leaving, pace.saving) == (True, True, True)
+        assert (pace.leaving, pace.saving) == (True, True)
 
 
 class Processes:

@@ -30,7 +30,7 @@ class Three(Voters):
 
     def __init__(self, root, servers=1, backup=1, begin=True):
         super().__init__(root, servers)
-        self.members = self.a, self.b, self.c = self.job.join(A, B, C, mode="whole", backup_workers=backup)
+        self.members = self.a, self.b, self.c = self.job.join(A, B, C, mode="sync", backup_workers=backup)
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in range(servers)]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.a)
         if begin:
@@ -196,9 +196,9 @@ def test_a_late_member_with_another_section_has_diverged(three):
 def test_processes_of_a_job_have_one_number_of_backup_workers(three):
     words = r"task:3 runs with ps.Sync\(backup_workers=2\), and .*task:0 with ps.Sync\(backup_workers=1\); give every"
     with pytest.raises(ConfigError, match=words):
-        three.job.open(WORKERS[3], mode="whole", backup_workers=2)
+        three.job.open(WORKERS[3], mode="sync", backup_workers=2)
     with pytest.raises(ConfigError, match=r"runs with ps.Sync\(\), and"):
-        three.job.open(WORKERS[3], mode="whole")
+        three.job.open(WORKERS[3], mode="sync")
 
 
 def test_servers_leave_the_same_ones_out(two_servers):

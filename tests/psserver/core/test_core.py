@@ -25,7 +25,7 @@ from pswire.api import Contribution, PullReply, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Approved, Done, Generation, GenerationClosed, Gone, JobStarted, Member, Return, Start
-from pswire.model.plan import Plan, SnapshotOrder, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, Turn, VariableSpec
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
@@ -36,9 +36,11 @@ from tests.kit.rig import (
     SOON,
     WORKERS,
     Job,
+    JobWithValues,
     Servers,
     checkpoint,
     core,
+    create,
     given,
     payload,
     reduce_only,
@@ -76,7 +78,7 @@ def late():
 def job(late, tmp_path: Path):
     clock = Clock()
     cores = [core(number, 0, 0, tmp_path, clock, late) for number in (0, 1)]
-    return Job(Servers(list(cores), cores, clock, tmp_path, False))
+    return JobWithValues(Servers(list(cores), cores, clock, tmp_path, False))
 
 
 def test_a_token_cannot_be_guessed():
@@ -160,10 +162,10 @@ def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
     one.round = 1
     assert int(given(one.push(small, [4], server=1).result(SOON), small, 1)[0]) == 4
     spec = VariableSpec("large", TensorSpec("float64", (2000,)))
-    job.verbs[0].create(one.session, 0, -1, spec, (1,), None)
+    create(job.verbs[0], one.session, 0, spec, (1,))
     job.append(Approved(reduce_only(NUMBER)))
     with pytest.raises(MemoryLimit) as told:
-        job.verbs[1].create(one.session, 0, 0, spec, (1,), None)
+        create(job.verbs[1], one.session, 0, spec, (1,))
     assert told.value.task == "/job:ps/task:1"
     assert cores[0].machine.log.entries == cores[1].machine.log.entries
 
@@ -285,8 +287,9 @@ class Told:
             self.tell("open", Member(task, 0, 1, "sync"), 0, False, "", 0, 0)[0].session for task in (A, B)
         )
         self.close(Member(A, self.a, 1), Member(B, self.b, 1))
-        (self.variable, job), _ = self.tell("create", self.a, 0, -1, VariableSpec("v", VALUE), (0,))
-        self.tell("initialize", self.variable, job, np.zeros(2, "float32"), False)
+        self.variable = PlacedVariable(0, VariableSpec("v", VALUE), (0,))
+        self.tell("create_batch", self.a, (self.variable,))
+        self.machine.store.initialize(0, np.zeros(2, "float32"))
         self.plan = self.approve(sum_into(self.variable, returned=False))
 
     def tell(self, name, *args):
@@ -492,7 +495,7 @@ def test_work_that_fails_ends_its_round_for_all(told):
 def test_what_is_refused_changes_nothing(told):
     before = told.machine.status(told.now)
     with pytest.raises(PSError):
-        told.tell("create", 99, 1, -1, VariableSpec("w", VALUE), (0,))
+        told.tell("create_batch", 99, (told.variable,))
     with pytest.raises(PSError):
         told.tell("watch", 99, 0, -1, Future())
     with pytest.raises(PSError):

@@ -32,7 +32,7 @@ class Copies(Voters):
 
     def __init__(self, root, count=2, copied=True):
         super().__init__(root, count, job=lambda servers: CopiedJob(servers, copied))
-        (self.worker,) = self.job.join(WORKERS[0], mode="whole")
+        (self.worker,) = self.job.join(WORKERS[0], mode="sync")
         places = [(number, (number + 1) % count) for number in range(count)]
         self.variables = [self.job.variable(self.worker, np.zeros(2, "float32"), place) for place in places]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.worker)
@@ -292,7 +292,7 @@ def come_back(copies):
         have = one.status().log
         one.approve(copies.job.token, have, [*log[have:], GenerationClosed(generation)])
     held = {id: value.copy() for one in others for id, value in one.machine.store.values().items()}
-    new.open(WORKERS[0], 1, copies.worker.session, False, "whole", "", 0, 0, 0)
+    new.open(WORKERS[0], 1, copies.worker.session, False, "sync", "", 0, 0, 0)
     copies.cores[1] = copies.job.verbs[1] = new
     copies.worker.generation, copies.job.generation = number, generation
     return new, {v.id: held[v.id] for v in copies.variables if 1 in v.servers}
@@ -339,7 +339,7 @@ def test_a_server_that_reads_that_it_is_gone_ends(copies, tmp_path):
     assert one.approve(1, 0, log) == 2
     assert one.approve(1, 2, [Gone(1, "was lost again")]) == 3
     assert one.machine.outlived is None
-    with pytest.raises(CheckpointError, match="nothing was handed over"):
+    with pytest.raises(CheckpointError, match="no checkpoint of this plan is being written"):
         one.snapshot(1, b"", "").result(SOON)
 
 

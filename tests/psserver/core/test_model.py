@@ -222,7 +222,7 @@ class Worker:
                 return
             if model.datasets:
                 # A round that nobody's contribution is in may be over without a batch: its rows are read again.
-                alike = batch <= group.round if model.mode == "whole" else batch == group.round
+                alike = batch == group.round if model.mode == "async" else batch <= group.round
                 assert alike, "the datasets and the rounds do not stand alike"
                 group.advance(0, 0, batch + 1, batch + 1 < model.rounds, frozenset())
             outgoing = model.section(batch % len(model.plans))
@@ -909,7 +909,7 @@ class Model(RuleBasedStateMachine):
         self.lasts[server, strand] = round
         # Of a round that was forgotten, since all were lost, something of its number may have begun before.
         if not self.begun[name]:
-            assert self.mode == "whole", "a round without contributions"
+            assert self.mode == "sync", "a round without contributions"
             assert not record.sessions
             self.records[name], self.sums[name] = frozenset(), [0, 0]
             self.tables.count(name, None, (), ran=False)
@@ -920,10 +920,10 @@ class Model(RuleBasedStateMachine):
         members = [member for member in self.generations[number].members if strand in (None, member.task)]
         counted = frozenset(member.session for member in members if member.task not in record.excluded)
         if record.error is None:
-            if self.mode == "whole":
-                assert counted <= arrived, "what has not arrived is counted"
+            assert counted <= arrived, "what has not arrived is counted"
+            if self._votes(name):
                 self._check_whole(name, counted)
-            else:
+            elif not (self.backup_workers or self.hosts):
                 assert counted == arrived, "what arrived is not what was counted"
             sums, made = ([int(value) for value in record.given[:2]], 1) if record.given else ([0, 0], 0)
             self.tables.count(name, plan, counted, ran=bool(made))
@@ -957,9 +957,17 @@ class Model(RuleBasedStateMachine):
         others = [self.records.get((server, strand, round), counted) for server in range(len(self.cores))]
         assert all(other == counted for other in others), f"round {round} is torn: {counted} and {others}"
         # Nor would it be where a server has not made it yet, and never will if it dies.
-        plans = {said.plan_id for said in self.begun[name].values()}
-        for server in {s for plan in self.plans if plan.id in plans for r in plan.reductions for s in r.servers}:
+        for server in self._servers(name):
             assert counted <= self.arrived[server, strand, round], f"round {round} counts what server {server} lacks"
+
+    def _servers(self, name: Name) -> set[int]:
+        """The servers of a round that has begun."""
+        plans = {said.plan_id for said in self.begun[name].values()}
+        return {s for plan in self.plans if plan.id in plans for r in plan.reductions for s in r.servers}
+
+    def _votes(self, name: Name) -> bool:
+        """Returns True if the servers of a round agree on whose contributions it has."""
+        return self.mode == "sync" and len(self._servers(name)) > 1
 
     def _possible(self, name: Name, index: int, counted: frozenset[int]) -> set[int]:
         """What may come out of a round's reduction: of who is left out, what was there before it was lost may count."""
@@ -968,7 +976,7 @@ class Model(RuleBasedStateMachine):
         halves = [
             number
             for session, (number, end) in contents.items()
-            if session not in counted and end <= self.progress[name, session] and self.mode != "whole"
+            if session not in counted and end <= self.progress[name, session] and not self._votes(name)
         ]
         chosen = (some for size in range(len(halves) + 1) for some in combinations(halves, size))
         return {whole + sum(some) for some in chosen}
@@ -1022,7 +1030,7 @@ class Model(RuleBasedStateMachine):
 
     def _ask_again(self, message: Message, error: PushAgain) -> None:
         """What has arrived is used up, and does not count, unless it came before and is held; the rest goes nowhere."""
-        assert self.mode == "whole"
+        assert self.mode == "sync"
         held = not all(answer.done() for answer, _ in message.answers)  # a resend alone was refused
         if not message.reply.done():
             message.travels = False
@@ -1109,13 +1117,12 @@ class Alone(Model):
     mode = "async"
 
 
-class Whole(Model):
-    """The same with rounds that are whole on all servers, and votes that are late, lost and repeated.
+class Mortal(Model):
+    """The same, and in some of them a server dies, between any two of its votes.
 
-    In some of them a server dies, between any two of its votes: what it held is gone, and the job ends for all.
+    What it held is gone, and the job ends for all.
     """
 
-    mode = "whole"
     mortal = False
 
     @initialize(mortal=st.booleans())
@@ -1136,13 +1143,13 @@ class Whole(Model):
             self.attempts = [attempt for attempt in self.attempts if attempt.message.server != server]
 
 
-class Apart(Whole):
+class Apart(Mortal):
     """The same, and each worker makes rounds of its own beside those of all, for which nobody waits."""
 
     apart = True
 
 
-class Hosts(Whole):
+class Hosts(Mortal):
     """The same with workers of one host that sum what they contribute, before one of them sends it; or do not."""
 
     kinds = 0
@@ -1154,7 +1161,7 @@ class Hosts(Whole):
         self.hosts[which % len(self.hosts)].go_on()
 
 
-class Late(Whole):
+class Late(Mortal):
     """The same with rounds that do not wait for the last of their members: servers have others, and agree."""
 
     backup_workers = 1
@@ -1167,15 +1174,11 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chief_module.HungMembers, "look", lambda self, generation: False)
 
 
-class TestModel(Model.TestCase):
-    settings = search(0.2)
-
-
 class TestAlone(Alone.TestCase):
     settings = search(0.1)
 
 
-class TestWhole(Whole.TestCase):
+class TestModel(Mortal.TestCase):
     settings = search(0.25)
 
 

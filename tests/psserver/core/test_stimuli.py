@@ -87,14 +87,6 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "enlist": [((None, LOT), "asks for an index"), ((Task("worker", 2), LOT), "/job:worker/task:2")],
     "heartbeat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
     "leave": [((SESSION, ""), f"{WHO}: cleanly"), ((STRANGER, "it failed"), "session 8: it failed")],
-    "create": [
-        ((SESSION, 0, -1, SPEC, (0,)), f"{WHO}: 'dense/kernel' float32[2,3]"),
-        ((SESSION, 0, 4, SPEC, (0,)), f"{WHO}: 'dense/kernel' float32[2,3], number 4"),
-    ],
-    "initialize": [
-        ((VARIABLE, 1, np.zeros(3), False), "'dense/kernel' float32[2,3]"),
-        ((VARIABLE, None, None, True), "'dense/kernel' float32[2,3], with a value of a checkpoint"),
-    ],
     "create_batch": [((SESSION, (VARIABLE, VARIABLE)), f"{WHO}: 2 variables")],
     "initialize_batch": [(((VARIABLE,), 1, {4: np.zeros(3)}, None), "1 variable, with values of a checkpoint")],
     "pull": [
@@ -295,7 +287,7 @@ def test_nothing_large_is_held() -> None:
         fail()
     stimuli = Stimuli()
     stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b""), payload, fail, Future()))
-    stimuli.keep(1.0, "initialize", (VARIABLE, 1, array, False), None)
+    stimuli.keep(1.0, "initialize_batch", ((VARIABLE,), 1, {4: array}, None), None)
     stimuli.note(1.0, "approve", (TOKEN, 0, ENTRIES, {b"": prepared}))
     stimuli.note(1.0, "propose", (SESSION, prepared, "", None, ""))
     stimuli.note(1.0, "worked", (Work("files", write_shard, (given,)), result, caught.value))

@@ -36,7 +36,7 @@ class Two(Voters):
 
     def __init__(self, root, limits=()):
         super().__init__(root, limits=limits)
-        self.a, self.b = self.job.join(A, B, mode="whole")
+        self.a, self.b = self.job.join(A, B, mode="sync")
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in (0, 1)]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.a)
 
@@ -206,16 +206,15 @@ def test_a_snapshot_has_whole_rounds_only(two):
     assert all(future.done() for future in futures)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_others_do_not_vote(tmp_path, mode):
-    """Rounds that need not be whole cost no word; nor do those of one server, which are answered at once."""
+def test_others_do_not_vote(tmp_path):
+    """Rounds of one server, and those of one worker, cost no word, and are answered at once."""
     two = Two(tmp_path)
     plan = two.job.approve(sum_into(two.variables[0], returned=False), two.a)
     futures = [worker.push(plan, [ONE]) for worker in (two.a, two.b)]
     assert all(future.done() for future in futures)
     assert (two.votes, two.values) == ([], [2, 0])
     two.job.close([])
-    a, b = two.job.join(A, B, mode=mode)
+    a, b = two.job.join(A, B, mode="async")
     a.round = b.round = 1
     for worker in (a, b):
         [worker.push(two.plan, [ONE, ONE], server=n) for n in (0, 1)]
@@ -331,7 +330,7 @@ def test_a_vote_counts_that_comes_before_its_server_knows_of_the_change(two):
             assert all(each.result(0).excluded == () for each in done)
             worker.round += 1
     assert two.values == [8.0, 8.0]
-    entry, first = change(two, 1, 4, "whole"), two.cores[0]
+    entry, first = change(two, 1, 4, "sync"), two.cores[0]
     length = first.status().log
     first.approve(two.job.token, length, [entry])
     futures = [future for server in (0, 1) for worker in (two.a, two.b) for future in two.push(worker, server)]

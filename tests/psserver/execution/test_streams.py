@@ -36,10 +36,12 @@ from tests.kit.rig import (
     SOON,
     WORKERS,
     Job,
+    JobWithValues,
     Servers,
     adding,
     compiler_of,
     core,
+    create,
     given,
     payload,
     reduce_only,
@@ -251,7 +253,7 @@ def queue():
 def queued(queue, tmp_path):
     clock = Clock()
     cores = [core(0, 0, 0, tmp_path, clock, queue.append)]
-    return Job(Servers(list(cores), cores, clock, tmp_path, False))
+    return JobWithValues(Servers(list(cores), cores, clock, tmp_path, False))
 
 
 def test_steps_follow_one_another(queued, queue):
@@ -514,8 +516,8 @@ def test_operands_are_waited_for(job, two):
 
 def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two, three):
     spec = VariableSpec("late", VECTOR)
-    named = job.verbs[0].create(two[0].session, 3, -1, spec, (0,), None)
-    late = Apply(0, (0,), (Ref("variable", named.id), Ref("reduction", 1)))
+    create(job.verbs[0], two[0].session, 3, spec)
+    late = Apply(0, (0,), (Ref("variable", 3), Ref("reduction", 1)))
     first = Apply(0, (0,), (Ref("variable", three[0].id), Ref("reduction", 0)))
     plan = Plan((Reduction("sum", VECTOR, (0,)),) * 2, (), (adding(VECTOR),), (first, late))
     job.approve(plan, two[0])

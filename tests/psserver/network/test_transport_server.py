@@ -29,7 +29,6 @@ from psserver.network import transport_connection as connection_of
 from psserver.network import transport_server as server_transports
 from psserver.network import unix_socket
 from psserver.network.client_memory import ClientMemory
-from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.network.shared_memory import CLIENT_BYTES, SEALS
@@ -80,7 +79,7 @@ def hello_of(site: Site, case: str) -> dict[str, Any]:
     """What a stranger says first that is no hello, or one that is not believed."""
     here, other = site.workers
     token = site.core.registry.transport_token
-    right = pb.TransportHello(session=here.session, token=token(here.session), protocol=PROTOCOL).SerializeToString()
+    right = pb.TransportHello(session=here.session, token=token(here.session)).SerializeToString()
     return {
         "no token": {"session": here.session, "token": b""},
         "a wrong token": {"session": here.session, "token": bytes(16)},

@@ -342,7 +342,7 @@ def test_an_asynchronous_worker_makes_rounds_that_count_as_no_step(mode):
     member = Member(Task("worker", 0), 1, 1, mode)
     PreparedPlan(plan, 0).check(said, 4, member)
     saves = replace(plan, snapshot=SnapshotOrder("run/ckpt", (0,)))
-    for wrong, sender in ((plan, replace(member, mode="whole")), (plan, None), (saves, member)):
+    for wrong, sender in ((plan, replace(member, mode="sync")), (plan, None), (saves, member)):
         prepared = PreparedPlan(wrong, 0)
         with pytest.raises(InvalidRequest, match="a round of one worker alone is of variables"):
             prepared.check(replace(said, plan_id=wrong.id), 4, sender)

@@ -185,9 +185,7 @@ def test_another_job_is_refused_until_this_one_is_over():
 def test_one_mode_for_all_who_run_the_script(members):
     """Another one is refused, with both names; who is alone, or has taken the place of its own task, is not."""
     chief, one = opened(members, A, drives=True), members.open(A, 1, False, 0, 0.0, "async")[0]
-    with pytest.raises(
-        ConfigError, match=r"task:1 runs with ps.Sync\(whole_rounds=False\).*task:0 with ps.Async\(\); give .* the same"
-    ):
+    with pytest.raises(ConfigError, match=r"task:1 runs with ps.Sync\(\).*task:0 with ps.Async\(\); give .* the same"):
         opened(members, B)
     members.check(one)
     members.check(chief)

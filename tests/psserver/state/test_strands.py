@@ -28,8 +28,8 @@ from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
 PLAN = reduce_only(NUMBER)
-MEMBERS = tuple(Member(task, place + 1, 1, "whole") for place, task in enumerate((A, B)))
-ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async", 0), ("whole", 0), ("bounded", 1)))
+MEMBERS = tuple(Member(task, place + 1, 1, "sync") for place, task in enumerate((A, B)))
+ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async", 0), ("sync", 0), ("bounded", 1)))
 
 
 def begins(number, change, members=MEMBERS, positions=(), made=0):
@@ -98,7 +98,7 @@ def test_after_a_change_all_make_rounds_together(rounds):
 def test_what_a_lost_member_left_open_is_never_applied(rounds):
     """Nobody makes that round any more, and no later round is held up by it. The change itself fences nobody: who was
     named in the generation before, and waits to be taken in, goes on waiting."""
-    left, late = push(rounds, 2, 0), Member(C, 3, 1, "whole")
+    left, late = push(rounds, 2, 0), Member(C, 3, 1, "sync")
     rounds.close_generation(Generation(2, (MEMBERS[0], late), "dataset:0"))
     effects = rounds.close_generation(begins(3, ASYNC, MEMBERS[:1]))
     assert [type(effect.error) for effect in effects if effect.future is left] == [Fenced]
@@ -138,7 +138,7 @@ def test_positions_go_over_with_a_change(rounds):
 class Here:
     """Members with open sessions, and the generations of their job."""
 
-    def __init__(self, mode="whole"):
+    def __init__(self, mode="sync"):
         self.generations = {}
         self.members = Membership(
             Registry(Task("ps", 0), 8),
@@ -183,7 +183,7 @@ def test_a_change_that_was_made_is_compared_with_nothing():
     here.members.enter(here.a, str(ASYNC))
     here.generations[2] = begins(2, ASYNC, here.generations[1].members)
     here.members.move(here.generations[2].members[0])
-    here.members.enter(here.b, str(replace(ASYNC, number=1, mode="whole")))
+    here.members.enter(here.b, str(replace(ASYNC, number=1, mode="sync")))
     here.members.enter(here.a, str(ASYNC))
     here.members.check(here.a)
     here.members.check(here.b)
@@ -195,7 +195,7 @@ def test_who_comes_back_has_what_the_job_has_by_now():
     here.generations[2] = begins(2, BOUNDED, here.generations[1].members)
     here.members.move(here.generations[2].members[0])
     here.members.leave(here.b, "killed")
-    for how in (("whole",), ("bounded", "", 0, 0, 0, 1)):
+    for how in (("sync",), ("bounded", "", 0, 0, 0, 1)):
         number, _ = here.members.open(B, 1, False, 0, 0.0, *how)
         state = next(each for each in here.members.states(0.0) if each.member.session == number)
         assert (state.member.mode, state.member.staleness) == ("bounded", 1)

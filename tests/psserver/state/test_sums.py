@@ -27,7 +27,7 @@ class Hosts(Voters):
         work: array work that is not done; it is done at once unless `lags`.
     """
 
-    def __init__(self, root, servers=1, mode="whole", backup=0, op="sum", nonfinite="apply"):
+    def __init__(self, root, servers=1, mode="sync", backup=0, op="sum", nonfinite="apply"):
         self.work, self.lags = [], False
         super().__init__(root, servers, submit=self._submit)
         self.members = self.job.join(A, B, C, D, mode=mode, backup_workers=backup)

@@ -251,7 +251,7 @@ def test_a_round_that_only_saves_is_no_tick():
     assert found.answers(A.session, 3)
 
 
-@pytest.mark.parametrize("mode", ["sync", "whole", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_other_modes_have_no_clocks(mode):
     found = clocks(Member(A.task, 1, 1, mode), Member(B.task, 2, 1, mode))
     do(found, A, *range(9))

@@ -28,7 +28,7 @@ from pswire.limits import MAX_PLAN_BYTES, Timeouts
 from pswire.model import tables
 from pswire.model.log import Generation, LogEntry
 from pswire.model.plan import Operand, ShardOf, VariableSpec
-from pswire.model.program import PROGRAM_VERSION, Attr
+from pswire.model.program import Attr
 from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
@@ -216,23 +216,22 @@ REQUESTS: list[type[Message]] = [
         pb.HeartbeatRequest,
         pb.HeartbeatReply,
         pb.LeaveRequest,
-        pb.CreateHeader,
         pb.ProposeRequest,
         pb.WatchRequest,
     ),
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.EventsReply),
-    *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
+    *(pb.Part, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
     *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.HeartbeatReply),
     *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.AssignRequest),
-    pb.EnlistRequest,
+    *(pb.EnlistRequest, pb.Spoken),
     *(pb.OfferRequest, pb.MoveRequest, pb.MoveReply),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 
 OF_THE_RIMS = {
     f"paramserver.v1.OpenReply.{name}"
-    for name in ("data_port", "data_path", "transport_token", "in_flight", "buffer_bytes", "protocol")
-} | {"paramserver.v1.EnlistReply.protocol", "paramserver.v1.OfferReply.protocol"}
+    for name in ("data_port", "data_path", "transport_token", "in_flight", "buffer_bytes")
+} | {"paramserver.v1.StatusReply.spoken"}
 """What the rims add to a message of the table: no core knows of it."""
 
 OF_SENDERS = {"paramserver.v1.ServerVote.session"}
@@ -346,16 +345,13 @@ REFUSED: dict[str, Message] = {
     "unknown mode 0": pb.Member(task=pb.Task(job="worker")),
     "unknown reduction 0": pb.Plan(reductions=[pb.Reduction(tensor=SPEC)]),
     "unknown reduction 99": pb.Plan(reductions=[pb.Reduction(op=99, tensor=SPEC)]),  # type: ignore[arg-type]
-    "unknown kind of input 0": pb.Program(inputs=[pb.Input(spec=SPEC)], version=PROGRAM_VERSION),
+    "unknown kind of input 0": pb.Program(inputs=[pb.Input(spec=SPEC)]),
     "unknown kind of input 99": pb.Program(
         inputs=[pb.Input(kind=99, spec=SPEC)],  # type: ignore[arg-type]
-        version=PROGRAM_VERSION,
     ),
     "unknown kind of value 0": pb.Plan(returned=[pb.Ref(index=1)]),
     "unknown kind of value 99": pb.Plan(returned=[pb.Ref(kind=99)]),  # type: ignore[arg-type]
-    f"an update program has version {PROGRAM_VERSION + 1}, and": pb.Program(version=PROGRAM_VERSION + 1),
-    f"an update program has version 0, and version {PROGRAM_VERSION} runs here": pb.Program(),
-    "an entry of the log is empty, or of a newer version": pb.Entry(),
+    "an entry of the log is empty": pb.Entry(),
     "unknown dtype ''": pb.TensorSpec(),
     "unknown dtype 'object'": pb.TensorSpec(dtype="object"),
     f"impossible shape ({1 << 45},)": pb.TensorSpec(dtype="int8", shape=[1 << 45]),
@@ -367,17 +363,17 @@ REFUSED: dict[str, Message] = {
     "unknown job 'boss'": pb.Task(job="boss"),
     f"bytes; at most {MAX_PLAN_BYTES} are allowed": pb.Plan(snapshot=pb.SnapshotOrder(path="x" * MAX_PLAN_BYTES)),
 }
-NEWER: dict[str, Message] = {
-    "first values of a table are of a newer version": pb.Initializer(),
-    "a table's filter is of a newer version": pb.Admission(),
-    "a table's policy of eviction is of a newer version": pb.Eviction(),
+EMPTY_CHOICES: dict[str, Message] = {
+    "a table has no first values": pb.Initializer(),
+    "a table's filter is of no kind": pb.Admission(),
+    "a table's policy of eviction is of no kind": pb.Eviction(),
 }
 _KEYS = pb.TableSpec.INT64
-REFUSED |= NEWER | {
+REFUSED |= EMPTY_CHOICES | {
     "unknown form 7 of contributions": pb.Plan(reductions=[pb.Reduction(op=1, tensor=SPEC, form=7)]),  # type: ignore[arg-type]
     "unknown dtype 0 of keys": pb.TableSpec(dtype="float32"),
     "unknown dtype 3 of keys": pb.TableSpec(key_dtype=3),  # type: ignore[arg-type]
-    "table are of a newer version": pb.VariableSpec(tensor=SPEC, part=pb.TablePart(spec=pb.TableSpec(key_dtype=_KEYS))),
+    "table has no first values": pb.VariableSpec(tensor=SPEC, part=pb.TablePart(spec=pb.TableSpec(key_dtype=_KEYS))),
     "unknown value 0 of keys without": pb.TableSpec(key_dtype=_KEYS, initializer=pb.Initializer(zeros=pb.Zeros())),
     "unknown question 0 to a table": pb.TableRead(),
     "unknown question 4 to a table": pb.TableRead(what=4),  # type: ignore[arg-type]
@@ -393,10 +389,10 @@ def test_what_cannot_be_is_refused(words: str) -> None:
         READERS[type(message)](message)
 
 
-@pytest.mark.parametrize("words", NEWER)
-def test_what_a_newer_version_has_is_refused(words: str) -> None:
+@pytest.mark.parametrize("words", EMPTY_CHOICES)
+def test_an_unknown_choice_is_refused(words: str) -> None:
     """A choice of a oneof that is not known here is none: its bytes are passed over, and not taken for another."""
-    kind = type(NEWER[words])
+    kind = type(EMPTY_CHOICES[words])
     with pytest.raises(InvalidRequest, match=words):
         READERS[kind](kind.FromString(b"\xfa\x01\x02\x08\x01"))  # field 31, which has a field 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from pswire.cluster import Task
 from pswire.encoding import messages
@@ -61,27 +60,6 @@ def test_a_peers_malformed_trace_is_none(text):
 
 def test_lines_of_a_log_name_their_trace():
     assert labels_of(SPAN) == {"trace_id": SPAN[3:35], "span_id": SPAN[36:52]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "field"), [("PushHeader", "trace"), ("ProposeRequest", "trace"), ("WatchReply", "traces")]
-)
-def test_an_older_peer_overlooks_it(kind, field):
-    """A message as the release before knows it, without the field, reads the rest."""
-    older = descriptor_pb2.FileDescriptorProto()
-    pb.DESCRIPTOR.CopyToProto(older)
-    (message,) = [each for each in older.message_type if each.name == kind]
-    fields = [each for each in message.field if each.name != field]
-    assert len(fields) == len(message.field) - 1
-    del message.field[:]
-    message.field.extend(fields)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(older)
-    before = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{pb.DESCRIPTOR.package}.{kind}"))
-    plain = {"PushHeader": {"session": 5, "round": 7}, "ProposeRequest": {"session": 5}, "WatchReply": {"version": 3}}
-    traced = getattr(pb, kind)(**plain[kind], **{field: {"00ff": SPAN} if field == "traces" else SPAN})
-    read = before.FromString(traced.SerializeToString())
-    assert {each.name: value for each, value in read.ListFields()} == plain[kind]
 
 
 def test_the_environment_says_whether_traces_are_on():
