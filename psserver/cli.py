@@ -39,7 +39,7 @@ from pswire.flags import ABOUT, Command, Flag, explained, flag, flags, version
 from pswire.model.places import NOWHERE
 from pswire.model.status import ServerStatus
 from pswire.options import LOGGING, SERVER
-from pswire.process import INTERRUPTED, take_interrupts
+from pswire.process import INTERRUPTED, ends_with, take_interrupts
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import DEFAULT_ROOT, ServerOptions
 from pswire.sizes import human
@@ -451,4 +451,4 @@ def main(args: Sequence[str] | None = None) -> None:
         code = _refuse(explained(error))
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    sys.exit(code)
+    sys.exit(ends_with(code))

@@ -38,6 +38,7 @@ from typing import Any, AnyStr, NoReturn
 
 import numpy as np
 
+import psclient
 from psclient._src.config import child_environ
 from psserver.cli import leave_scipy_out
 from psserver.programs.kernels.compiler import compile_numba
@@ -49,6 +50,12 @@ PROGRAMS = {
     "psclient.psctl": "psclient.psctl.cli",
 }
 """The programs, as in `python -m psserver`, and what they import."""
+
+LATER = (
+    *("psclient._src.launch.cluster", "psclient._src.launch.chief", "psclient._src.launch.joining"),
+    *("psclient.psctl.doctor", "psclient.psctl.job", "psclient.psctl.checkpoint"),
+)
+"""What they import for some of their command lines alone, with all that others need as well."""
 
 SEEDS = ("1", "2")
 """Processes that are forked, in turns, by their PYTHONHASHSEED: sets of strings have an order of their own in each."""
@@ -282,8 +289,10 @@ def serve(descriptor: int, path: list[str], modules: Sequence[str]) -> None:
     """
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in PROGRAMS.values():
+    for module in (*PROGRAMS.values(), *LATER):
         importlib.import_module(module)
+    for name in psclient.__all__:
+        getattr(psclient, name)
     _load_compiler()
     for module in modules:
         importlib.import_module(module)
@@ -373,7 +382,7 @@ def _starts_others(told: Mapping[str, Any]) -> bool:
     kind, name, *flags = told["program"][1:]
     if kind == "-m" and name != "psclient":
         return "calibrate" in flags
-    return "TF_CONFIG" not in told["environ"]
+    return "TF_CONFIG" not in told["environ"] and "--early" not in flags
 
 
 def _fork_from(server: ForkServer) -> None:

@@ -287,6 +287,8 @@ class HostCluster(Cluster):
         ConfigError: the transport is `shm`, or a task has no host.
     """
 
+    starts_early = False
+
     def __init__(self, hosts: Hosts, where: Mapping[Task, str], **keys: Any) -> None:
         counts = {name: sum(task.job == job for task in where) for name, job in (("ps", "ps"), ("workers", "worker"))}
         super().__init__(**{"transport": "tcp", **counts, **keys})

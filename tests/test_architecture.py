@@ -46,7 +46,7 @@ ONLY_IN = {
 }
 HAVE_ROOMS = {"torch": "psclient.torch", "jax": "psclient.jax"}
 """Frameworks, each of which has a room of its own: nobody else imports it, nor that room."""
-ENVIRON_IN = {"psserver.config", "psclient._src.config", "pstesting.forks"}
+ENVIRON_IN = {"psserver.config", "psclient", "psclient._src.config", "psclient.psctl", "pstesting.forks"}
 FORBIDDEN = {
     "pswire": {"psserver", "psclient", "pstesting", "threading", "asyncio"},
     "psserver": {"psclient", "pstesting"},
@@ -275,28 +275,36 @@ def test_the_face_is_a_table_of_contents(package):
     """`__all__` is sorted, without doubles, and names what is there: all of it where it exists."""
     face = importlib.import_module(package)
     listed = getattr(face, "__all__", None)
+    checked = [node for node in tree_of(package).body if isinstance(node, ast.If)]  # what type checkers alone import
+    found = [node for node in (tree_of(package), *checked) for node in node.body if isinstance(node, ast.ImportFrom)]
     if listed is None:
-        assert not [node for node in tree_of(package).body if isinstance(node, ast.ImportFrom)]
+        assert not found
         return
     assert len(set(listed)) == len(listed)
-    imported = {
-        alias.asname or alias.name
-        for node in tree_of(package).body
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
-        for alias in node.names
-    }
+    imported = {alias.asname or alias.name for node in found for alias in node.names if node.module != "__future__"}
     assert {name for name in imported if not name.startswith("_")} <= set(listed)
     assert not [name for name in listed if not hasattr(face, name)]
 
 
 def test_the_face_shows_the_public_names_alone():
-    """`dir(psclient)` is `__all__`: inner modules are not there, and no `__dir__` hides them."""
-    script = "import psclient; print(*(n for n in dir(psclient) if not n.startswith('_')))"
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    """`dir(psclient)` is `__all__`, before a name is used and once all are: inner modules are not there.
+
+    At run time each name is what type checkers are told, though it is imported where it is used first.
+    """
+    shown = "print(*(n for n in dir(psclient) if not n.startswith('_')))"
+    script = f"import psclient; {shown}; [getattr(psclient, n) for n in psclient.__all__]; {shown}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
     import psclient
 
-    assert shown == sorted(name for name in psclient.__all__ if not name.startswith("_"))
-    assert "__dir__" not in vars(psclient)
+    assert [line.split() for line in lines] == [[n for n in sorted(psclient.__all__) if not n.startswith("_")]] * 2
+    (told,) = [node for node in tree_of("psclient").body if isinstance(node, ast.If)]
+    for node in told.body:
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            there = sys.modules.get(f"{node.module}.{alias.name}") or getattr(
+                sys.modules[node.module or ""], alias.name
+            )
+            assert getattr(psclient, alias.name) is there
 
 
 def may_wait(call: ast.Call) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 import click
 
 from psclient._src.launch.psworker import command as psworker
-from psclient.psctl import command as psctl
+from psclient.psctl.cli import command as psctl
 from psclient.psctl.local import with_values
 from psserver.cli import command as psserver
 from pstesting import forks

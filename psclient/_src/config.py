@@ -44,12 +44,6 @@ from pswire.variables import TRACES as TRACES_VARIABLE
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
 
-# gRPC's handlers of fork() abort the child where a call is under way, as one is nearly always. A fork has no part in
-# the job and makes no calls, so that it needs no handlers: a data loader may fork at any time.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# What matters of its own lines on stderr our errors say, with the task in them.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 LOCAL_HOST, PORTS = "127.0.0.1", 65535
 """The default host of the page of metrics, and the greatest port."""
 

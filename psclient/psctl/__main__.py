@@ -1,5 +1,5 @@
 """`python -m psclient.psctl`."""
 
-from psclient.psctl.cli import main
+from psclient.psctl import main
 
 main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -12,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from psclient._src.telemetry.observer import Servers
 from psclient.psctl.output import table, terminal
 from psclient.psctl.settings import WATCH, CommandSettings, ObservedCluster, connected, options, settings
 from psclient.psctl.status import lines, problem_line
@@ -24,6 +24,9 @@ from pswire.telemetry.views.job_view import JobView, Problem, view_of
 from pswire.telemetry.views.looked import Looked, why_silent
 from pswire.telemetry.views.numbers import ago, short
 from pswire.telemetry.views.rates import RateMeter, Rates, rate_words
+
+if TYPE_CHECKING:
+    from psclient._src.telemetry.observer import Servers
 
 
 @click.command(

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
 
-from psclient.psctl.activity import events, top
-from psclient.psctl.certs import certs
-from psclient.psctl.checkpoint import checkpoint
-from psclient.psctl.dashboard import dashboard
-from psclient.psctl.doctor import doctor
-from psclient.psctl.health import health
-from psclient.psctl.job import drain, job, move, rebalance
 from psclient.psctl.local import clusters, with_values
 from psclient.psctl.output import say
 from psclient.psctl.settings import SECTIONS, CommandSettings, options
-from psclient.psctl.status import status
-from psclient.psctl.variables import read, variables
 from pswire.errors import ConfigError, PSError
 from pswire.flags import ABOUT, Group, explained, version
-from pswire.process import INTERRUPTED, take_interrupts
+from pswire.process import INTERRUPTED, ends_with, take_interrupts
 from pswire.security.given import printable
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+COMMANDS = {
+    "certs": "certs:certs",
+    "checkpoint": "checkpoint:checkpoint",
+    "dashboard": "dashboard:dashboard",
+    "doctor": "doctor:doctor",
+    "drain": "job:drain",
+    "events": "activity:events",
+    "health": "health:health",
+    "job": "job:job",
+    "move": "job:move",
+    "read": "variables:read",
+    "rebalance": "job:rebalance",
+    "status": "status:status",
+    "top": "activity:top",
+    "vars": "variables:variables",
+}
+"""The commands, and where they are in this package: only the module of the command that runs is imported."""
 
 GROUP = "paramserver.psctl"
 """The entry points by which other packages give `psctl` commands: it imports them when they are called."""
@@ -34,13 +47,22 @@ class Commands(Group):
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Returns the names of all of them."""
-        return sorted({*super().list_commands(context), *(found.name for found in entry_points(group=GROUP))})
+        return sorted({*COMMANDS, *(found.name for found in _entry_points())})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         """Returns a command by its name; None where there is none. One of this package wins."""
-        own = super().get_command(context, name)
-        found = None if own is not None else next(iter(entry_points(group=GROUP, name=name)), None)
-        return own if found is None else _brought(found)
+        if name in COMMANDS:
+            module, _, attribute = COMMANDS[name].partition(":")
+            command: click.Command = getattr(import_module(f"psclient.psctl.{module}"), attribute)
+            return command
+        found = next((found for found in _entry_points() if found.name == name), None)
+        return None if found is None else _brought(found)
+
+
+def _entry_points() -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # slow to import, and no command of this package needs it
+
+    return entry_points(group=GROUP)
 
 
 def _brought(found: EntryPoint) -> click.Command:
@@ -83,6 +105,7 @@ def command(context: click.Context) -> int:
 
     Exit codes: 0, 1 if a fault or difference was found, 2 after an error.
     """
+    take_interrupts()  # the subcommand has been imported
     told = context.ensure_object(CommandSettings)
     if context.invoked_subcommand is None:
         if told.local is None:
@@ -91,30 +114,10 @@ def command(context: click.Context) -> int:
     return 0
 
 
-for each in (
-    status,
-    top,
-    dashboard,
-    events,
-    variables,
-    read,
-    health,
-    doctor,
-    certs,
-    checkpoint,
-    job,
-    move,
-    drain,
-    rebalance,
-):
-    command.add_command(each)
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with 0, with 1 where faults or differences were found, with 2 after an error."""
     settings = CommandSettings(json="--json" in (sys.argv[1:] if args is None else args))
     try:
-        take_interrupts()
         given = with_values(sys.argv[1:] if args is None else args)
         code = command.main(given, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
@@ -129,7 +132,7 @@ def main(args: Sequence[str] | None = None) -> None:
         code = INTERRUPTED
     except Exception as error:  # a bug of ours is one line, too, and leaves no half of a JSON document behind
         code = _fail(settings, type(error).__name__, f"internal error: {error!r}; please report it")
-    sys.exit(code)
+    sys.exit(ends_with(code))
 
 
 def _fail(settings: CommandSettings, kind: str, text: str, task: str = "") -> int:

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import RenderableType
 
 from psclient._src.config import security_options, tf_config_text
 from psclient._src.processes.local_clusters import LocalCluster, choose
-from psclient._src.telemetry.observer import Servers
+from psclient.psctl import SECONDS
 from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address, check_addresses
 from pswire.errors import ConfigError
@@ -22,6 +22,9 @@ from pswire.options import CLUSTER, OUTPUT, flag_name, options_of
 from pswire.security.identity import FLAGS, Security, SecurityOptions
 from pswire.security.names import ADMIN, task_name
 
+if TYPE_CHECKING:
+    from psclient._src.telemetry.observer import Servers
+
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 SECTIONS = WATCH, CHECK, CHANGE, FILES, PLAN = (
@@ -29,9 +32,6 @@ SECTIONS = WATCH, CHECK, CHANGE, FILES, PLAN = (
     "Measure and plan",
 )
 """Headings of `psctl --help`, under which commands stand together."""
-
-SECONDS = 5.0
-"""Time that a server may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def connected(settings: CommandSettings, cluster: ObservedCluster | None = None)
     Raises:
         ConfigError: none are named, or a file is not what it should be.
     """
+    from psclient._src.telemetry.observer import Servers  # with gRPC, which commands on files do without
+
     return Servers((cluster or settings.cluster()).servers, settings.seconds, settings.security())
 
 

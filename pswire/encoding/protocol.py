@@ -8,7 +8,7 @@ or of their meaning, is a new number.
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from pswire.errors import ConfigError
 from pswire.pb import parameter_server_pb2 as pb
@@ -20,7 +20,10 @@ PROTOCOL = 1
 @cache
 def spoken() -> pb.Spoken:
     """Returns what this process speaks."""
-    return pb.Spoken(protocol=PROTOCOL, version=version("paramserver"))
+    try:
+        return pb.Spoken(protocol=PROTOCOL, version=version("paramserver"))
+    except PackageNotFoundError:  # it runs from its sources, and is not installed
+        return pb.Spoken(protocol=PROTOCOL)
 
 
 def check_protocol(said: pb.Spoken, theirs: str, ours: str) -> None:

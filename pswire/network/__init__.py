@@ -8,4 +8,5 @@ shared_memory  memory that two processes of one host share
 scratch        buffers to receive into, lent while something comes
 futures        hands on answers of calls that wait
 traffic        counts bytes for the metrics
+health_probe   asks a server whether it serves, without gRPC
 """

@@ -14,11 +14,10 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psclient._src.config import LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
@@ -32,20 +31,23 @@ from psclient._src.processes.process import (
     await_listening,
     describe_exit,
     send,
-    spawn,
+    spawn_client,
     spawn_server,
     start_server,
+    tell_cluster,
 )
 from psclient._src.processes.shutdown import NOT_SAVED
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
-from pswire.model.status import ServerStatus
 from pswire.security.identity import TOKEN_BYTES, Security
 from pswire.security.names import task_name
 from pswire.telemetry import logging_setup
 from pswire.telemetry.reminder import Reminder
 from pswire.variables import JOB, LOCAL_REDUCTION, REPLICATION_FACTOR, SCRIPT_ERROR, TF_CONFIG, TRANSPORT
+
+if TYPE_CHECKING:
+    from pswire.model.status import ServerStatus
 
 __all__ = ["Cluster", "start_server"]
 
@@ -64,6 +66,9 @@ TERM_SECONDS = 5.0
 SETTLE_SECONDS = 0.5
 """Seconds after a failure in which others are looked at: the one that failed first may end last."""
 
+ASK_SECONDS = 0.2
+"""Seconds after the last worker after which servers that still run are asked whether there has been a job."""
+
 POLL_SECONDS = 0.05
 
 log = logging.getLogger("psworker")
@@ -81,6 +86,9 @@ class Cluster:
         servers_more: environment variables of servers, likewise.
         keys: attributes of `LaunchConfig` that win over `config`.
     """
+
+    starts_early = True
+    """Whether other tasks start beside the servers, and hear later where these listen."""
 
     def __init__(
         self,
@@ -129,6 +137,8 @@ class Cluster:
             servers = [Task("ps", index) for index in range(self.config.ps)]
             for task in servers:
                 self.processes[task] = self._server(task, 0)
+            if self.starts_early:
+                self.processes |= {task: self._client(task) for task in self.clients()}
             for task in servers:
                 line = self._await_server(task)
                 self.addresses[task] = self._address(task, address_in(line))
@@ -152,7 +162,7 @@ class Cluster:
         """Starts a task, or starts it again after its end; a server gets the port that it had."""
         if task.job == "ps":
             self.processes[task] = self._server(task, int(self.addresses[task].rpartition(":")[2]))
-        else:
+        elif not (self.starts_early and tell_cluster(self.processes.get(task), self.tf_config(task))):
             self.processes[task] = self._client(task)
         self._restarts.started(task, time.monotonic())
         self._listen(task)
@@ -256,10 +266,9 @@ class Cluster:
         return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, tasks, more)
 
     def _client(self, task: Task) -> Process:
-        command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
-        told = self._told(task) | self._options.variables() | self._more
-        environ = child_environ(self.config.ps + self.config.workers, self.config.timeouts, told)
-        return spawn(command + self._arguments(task), environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        more = {**self._told(task), **self._options.variables(), **self._more}
+        environ = child_environ(self.config.ps + self.config.workers, self.config.timeouts, more)
+        return spawn_client(self._arguments(task), environ, early=not self.addresses)
 
     def _await_server(self, task: Task) -> str:
         return await_listening(self.processes[task], task, self.config.timeouts)
@@ -338,20 +347,13 @@ class Cluster:
         replacements = self._restarts.spend(codes, found, time.monotonic())
         for each in replacements:
             task = each.task
-            self._tell(task, self._why(each))
+            self._tell(task, _why(each, self.processes[task].poll(), self._restarts.left))
             if self.processes[task].poll() is None:
                 self.kill(task)
             if task in self._ended:
                 self._ended.remove(task)
             self.start_task(task)
         return bool(replacements)
-
-    def _why(self, replacement: Replacement) -> str:
-        task, code = replacement.task, self.processes[replacement.task].poll()
-        how = "it does not answer" if code is None else describe_exit(code)
-        if not replacement.counts:
-            return f"psworker: {task} ended because a server was lost ({how}); replaced, at no cost"
-        return f"psworker: {task} failed ({how}); replaced, {self._restarts.left} restarts left"
 
     def _say_who_runs(self, running: list[Task]) -> None:
         names = ", ".join(map(str, running))
@@ -364,10 +366,15 @@ class Cluster:
             self._sink(Line(task, error, text))
 
     def _end(self) -> Outcome:
-        """After the last worker the others end by themselves; if they do not, a job has not come to its end."""
-        self._await(list(self.processes), LEAVE_SECONDS)
+        """After the last worker the others end by themselves, but for those that wait for a job that nobody begins.
+
+        If they do not, a job has not come to its end.
+        """
+        self._await(list(self.processes), ASK_SECONDS)
+        began = self._job_began()
+        self._await(list(self.processes), LEAVE_SECONDS if began else 0.0)
         running = [task for task, process in self.processes.items() if process.poll() is None]
-        for task in running:
+        for task in running if began else ():
             self._tell(task, f"psworker: {task} did not end by itself after the last worker")
         if self._failed():
             return self._failure()
@@ -377,17 +384,18 @@ class Cluster:
             return self._failure_of(unsaved[0]).outcome
         if running and self._signals:
             return self._interrupted()
-        unfinished = bool(running) and self._job_began()
         self.stop()
-        return Outcome(1, None, _unfinished(running)) if unfinished else Outcome(0)
+        return Outcome(1, None, _unfinished(running)) if running and began else Outcome(0)
 
     def _job_began(self) -> bool:
-        """Returns whether workers ever took part in a job: a script may do without one, and its servers wait then."""
-        status = self._ask(next(task for task in self.addresses if task not in self._lost))
-        return status is None or status.generation is not None  # it ends only after a job
+        """Returns whether workers may have taken part in a job: a script may do without one."""
+        server = next(task for task in self.addresses if task not in self._lost)
+        status = self._ask(server) if self.processes[server].poll() is None else None
+        return status is None or status.generation is not None
 
     def _ask(self, task: Task) -> ServerStatus | None:
         """Returns what a server says of itself; None where it does not answer."""
+
         security = self.security(self.clients()[0])
         server = RemoteServer(self.addresses[task], task, Timeouts(call_timeout=TERM_SECONDS), security=security)
         try:
@@ -442,6 +450,13 @@ def shown_flags(config: LaunchConfig, place: int) -> list[str]:
         port = config.metrics_port + place if config.metrics_port else 0
         flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
     return flags
+
+
+def _why(replacement: Replacement, code: int | None, left: int) -> str:
+    how = "it does not answer" if code is None else describe_exit(code)
+    if not replacement.counts:
+        return f"psworker: {replacement.task} ended because a server was lost ({how}); replaced, at no cost"
+    return f"psworker: {replacement.task} failed ({how}); replaced, {left} restarts left"
 
 
 def _unfinished(running: list[Task]) -> str:

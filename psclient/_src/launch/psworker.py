@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,23 +36,23 @@ from psclient._src.config import (
     timeouts_from,
     wants_colour,
 )
-from psclient._src.launch.chief import drive
-from psclient._src.launch.cluster import Cluster
-from psclient._src.launch.joining import JobIsOver, Joiner, certified_task, own_name
 from psclient._src.launch.script import die_with, end_on_sigterm, run_module, run_script, say
 from psclient._src.launch.start_options import StartOptions
-from psclient._src.launch.supervisor import supervise
-from psclient._src.processes.output import Printer
 from psclient._src.processes.shutdown import code_of
 from pswire.cluster import EVALUATOR, TaskConfig, check_addresses
 from pswire.errors import ConfigError, PSError
 from pswire.flags import ABOUT, Command, Flag, explained, flag, flags, version
 from pswire.options import CLUSTER, flag_name, said
-from pswire.process import INTERRUPTED, take_interrupts
+from pswire.process import INTERRUPTED, ends_with, take_interrupts
 from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
+from pswire.variables import TF_CONFIG
+
+if TYPE_CHECKING:  # what only some command lines need is imported where each of them begins
+    from psclient._src.launch.cluster import Cluster
+    from psclient._src.processes.output import Printer
 
 log = logging.getLogger("psworker")
 
@@ -81,6 +83,7 @@ class Invocation:
         hosts: the file of the hosts on which `launch` runs; None for this machine.
         remote: with `hosts` the command of ssh and the Python there; "" for the usual ones.
         ray: the Ray cluster on which `launch` runs; None for this machine.
+        early: True if the launcher says on stdin what `TF_CONFIG` is, once servers listen.
     """
 
     script: str
@@ -98,6 +101,7 @@ class Invocation:
     hosts: Path | None = None
     remote: tuple[str, str] = ("", "")
     ray: OnRay | None = None
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ EXAMPLES = (
 @flag("log_format", logging_setup.LOG_FORMAT, "text", unsaid=True, environ=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--named", is_flag=True, hidden=True)
+@click.option("--early", is_flag=True, hidden=True)
 @version()
 @click.argument("script", default="")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -204,13 +209,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     on_ray = None
     if given["ray"]:
         on_ray = OnRay(given["ray"], given["ps_resources"], given["worker_resources"], given["placement"])
-    return dataclasses.replace(
-        invocation,
-        named=given["named"],
-        hosts=hosts,
-        remote=remote,
-        ray=on_ray,
-    )
+    hidden = {"named": given["named"], "early": given["early"]}
+    return dataclasses.replace(invocation, **hidden, hosts=hosts, remote=remote, ray=on_ray)
 
 
 def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> None:
@@ -283,6 +283,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         ConfigError: the task is one that this command cannot be.
         PSError: a chief that only drives could not go on.
     """
+    take_interrupts()
     end_on_sigterm(bool(invocation.parent))
     if invocation.parent:
         die_with(invocation.parent)
@@ -304,9 +305,27 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if invocation.parent:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
         timeouts = dataclasses.replace(timeouts, first_worker_timeout=math.inf)
+    from psclient._src.launch.chief import drive
+
     security = security_from(task_name(config.task))
     drive(config, timeouts, security, job_from(), refused_from(), invocation.standby, replication_factor_from() > 1)
     return 0
+
+
+def _await_cluster(invocation: Invocation) -> None:
+    """Imports what the task needs while servers start; then reads `TF_CONFIG` from the launcher, a line on stdin."""
+    die_with(invocation.parent)
+    if invocation.script or invocation.module:
+        import_module("psclient").ParameterServerStrategy  # noqa: B018  # which nearly every script needs
+    else:
+        import_module("psclient._src.launch.chief")
+    told = b""
+    while not told.endswith(b"\n"):
+        more = os.read(0, 1 << 16)
+        if not more:
+            raise SystemExit(128 + signal.SIGKILL)  # the launcher is gone
+        told += more
+    set_variables({TF_CONFIG: told.decode()})
 
 
 def _named(job: str) -> str:
@@ -319,6 +338,10 @@ def run_joined(invocation: Invocation) -> int:
     Raises:
         PSError: there is no job, or it does not take this process.
     """
+    from psclient._src.launch.joining import JobIsOver, Joiner, certified_task, own_name
+    from psclient._src.launch.supervisor import supervise
+
+    take_interrupts()
     end_on_sigterm()
     options = security_options()
     wanted = certified_task(options)
@@ -353,9 +376,19 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     Raises:
         ConfigError: a server refused its flags, or a host cannot run tasks.
     """
+    from psclient._src.launch.cluster import Cluster
+    from psclient._src.processes.output import Printer
+
+    take_interrupts()
     end_on_sigterm()
     printer = Printer(colour=wants_colour())
-    cluster, started = _cluster(invocation, config, printer), False
+    started = False
+    if invocation.hosts:
+        cluster: Cluster = _on_hosts(invocation.hosts, invocation.remote, config, printer)
+    elif invocation.ray:
+        cluster = _on_ray(invocation.ray, config, printer)
+    else:
+        cluster = Cluster(config, printer, printer.terminal())
 
     def told(number: int, _: object) -> None:
         # What is raised while it starts may be lost in a callback of anybody; then `wait` ends it.
@@ -372,15 +405,6 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     if outcome.report:
         _report(outcome.summary)  # the printer has shown the rest
     return outcome.code
-
-
-def _cluster(invocation: Invocation, config: LaunchConfig, printer: Printer) -> Cluster:
-    """A cluster on this machine, on the hosts of a file, or on Ray."""
-    if invocation.hosts:
-        return _on_hosts(invocation.hosts, invocation.remote, config, printer)
-    if invocation.ray:
-        return _on_ray(invocation.ray, config, printer)
-    return Cluster(config, printer, printer.terminal())
 
 
 def _on_hosts(hosts: Path, remote: tuple[str, str], config: LaunchConfig, printer: Printer) -> Cluster:
@@ -427,6 +451,8 @@ def run(invocation: Invocation) -> int:
             return run_cluster(invocation, invocation.launch)
         if invocation.join:
             return run_joined(invocation)
+        if invocation.early:
+            _await_cluster(invocation)
         config = task_config()
         logging_setup.name(str(config.task) if config else "")
         return run_task(invocation, config)
@@ -443,7 +469,6 @@ def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with the script's code, or 2 where it could not start."""
     code: Any = 2
     try:
-        take_interrupts()
         code = command.main(args, prog_name="psworker", standalone_mode=False)
     except click.ClickException as error:
         say(None, f"error: {explained(error)}")
@@ -451,4 +476,6 @@ def main(args: Sequence[str] | None = None) -> None:
         say(None, f"error: {error}")
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    sys.exit(run(code) if isinstance(code, Invocation) else code)
+    if isinstance(code, Invocation) and (code.join or code.module or (code.script and not code.launch)):
+        sys.exit(run(code))
+    sys.exit(ends_with(run(code) if isinstance(code, Invocation) else code))

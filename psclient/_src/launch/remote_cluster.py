@@ -74,6 +74,8 @@ class RemoteCluster(Cluster, abc.ABC):
         silence: seconds without a word from this process after which a task is ended.
     """
 
+    starts_early = False  # the stdin of a task is for orders to its agent
+
     lost = "the connection to {} was lost"
     """Why a task's code is `LOST`, with the name of the host."""
 

@@ -174,7 +174,8 @@ class Attempts:
         """Returns the error for an answer of no server of ours, or for a message too large for one."""
         if code == "UNIMPLEMENTED":
             return Unreachable(
-                f"what answers at {self._address} is no parameter server of this version; correct the address",
+                f"what answers at {self._address} is no parameter server of this version; correct the address, or "
+                "install the same version of paramserver everywhere",
                 self._task,
             )
         return InvalidRequest(f"the call was refused: {details} ({code})", self._task)

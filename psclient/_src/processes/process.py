@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Protocol
 
 from psclient._src.config import LOCAL_HOST, child_environ
@@ -20,6 +21,7 @@ from pswire.options import flag_name
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
+from pswire.variables import TF_CONFIG
 
 log = logging.getLogger("psclient")
 
@@ -116,6 +118,29 @@ def spawn_server(
     """Starts a server that ends with its stdin; `-P` keeps the user's files from shadowing modules."""
     command = [sys.executable, "-P", "-m", "psserver", *server_arguments(task, LOCAL_HOST, port, options), *flags]
     return spawn(command, child_environ(tasks, timeouts, more), stdin=subprocess.PIPE, stderr=stderr)
+
+
+def spawn_client(arguments: Sequence[str], environ: Mapping[str, str], early: bool) -> subprocess.Popen[bytes]:
+    """Starts a task that is no server; it ends with the thread that calls this.
+
+    Args:
+        arguments: of `psworker`.
+        environ: its environment.
+        early: True for one that imports what it needs and waits for `tell_cluster`, since no server listens yet.
+    """
+    command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
+    known = {name: value for name, value in environ.items() if name != TF_CONFIG or not early}
+    stdin = subprocess.PIPE if early else subprocess.DEVNULL
+    return spawn([*command, *(["--early"] if early else []), *arguments], known, stdin=stdin, stderr=subprocess.PIPE)
+
+
+def tell_cluster(process: Process | None, tf_config: str) -> bool:
+    """Gives a process that was started early the value of `TF_CONFIG`; returns False if it does not wait for one."""
+    if process is None or not process.stdin or process.stdin.closed:
+        return False
+    with suppress(OSError), process.stdin:  # it may have ended, which `Cluster.wait` notices
+        process.stdin.write(f"{tf_config}\n".encode())
+    return True
 
 
 def server_arguments(task: Task, host: str, port: int, options: ServerOptions) -> list[str]:

@@ -61,6 +61,41 @@ def test_everybody_runs_the_script(script):
         assert "chief" not in config["cluster"]
 
 
+def test_tasks_start_beside_the_servers(script):
+    """They hear of the cluster once all servers listen, from a stdin that has nothing for scripts; restarts hear, too.
+
+    One that ends before that is a failure as any other.
+    """
+
+    class Watched(launch.Cluster):
+        def _await_server(self, task):
+            if not self.addresses:
+                started.append({*self.processes})
+            if kills:
+                self.processes[WORKERS[1]].kill()
+                self.processes[WORKERS[1]].wait()
+            return super()._await_server(task)
+
+    def ran(text: str) -> tuple[launch.Outcome, launch.Cluster]:
+        with Watched(workers=2, chief="none", ps=2, restarts=1, script=script(text)) as cluster:
+            return cluster.wait(SECONDS), cluster
+
+    started: list[set[Task]] = []
+    kills = False
+    text = (
+        "ps = json.loads(os.environ['TF_CONFIG'])['cluster']['ps']; print(len(ps), repr(sys.stdin.read()))\n"
+        "if me == 1 and not os.path.exists(sys.argv[0] + '1'): open(sys.argv[0] + '1', 'w'); sys.exit(3)\n"
+    )
+    outcome, cluster = ran(text)
+    assert outcome == launch.Outcome(0)
+    assert started == [{Task("ps", 0), Task("ps", 1), *WORKERS[:2]}]
+    assert cluster.output(WORKERS[0]) == ["2 ''"]
+    assert cluster.output(WORKERS[1]) == ["2 ''"] * 2
+    kills = True
+    outcome, _ = ran("if me == 1: sys.exit(4)")
+    assert (outcome.code, outcome.task) == (4, WORKERS[1])  # the one that was started in the place of the killed one
+
+
 def test_all_processes_are_told_what_is_asked_for(script):
     """With chief="script" one process more runs it, and everyone knows of the chief; the level at which all log; and a
     port of its own for each task's metrics, servers first: what the environment says is meant for the cluster."""
@@ -255,6 +290,16 @@ def test_a_job_ends_by_itself(script, monkeypatch, chief):
     assert outcome == launch.Outcome(0)
     assert {process.returncode for process in cluster.processes.values()} == {0}
     assert not [line for line in said if "did not end by itself" in line]
+
+
+def test_what_waits_for_a_job_that_no_script_begins_is_ended(script, monkeypatch):
+    """At once, and without a word: a script may do without servers."""
+    monkeypatch.setattr(launch, "LEAVE_SECONDS", 10 * SECONDS)
+    said: list[str] = []
+    outcome, cluster = run(script("pass"), chief="driver", sink=lambda line: said.append(line.text))
+    assert outcome == launch.Outcome(0)
+    assert not [line for line in said if line.startswith("psworker: ")]
+    assert all(cluster.processes[task].returncode == 0 for task in (Task("ps", 0), *WORKERS[:2]))
 
 
 @pytest.mark.parametrize("chief", ["driver", "none"])

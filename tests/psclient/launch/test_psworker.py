@@ -17,6 +17,7 @@ import pytest
 
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import LaunchConfig, task_config
+from psclient._src.launch import cluster, supervisor
 from psclient._src.launch import psworker as module
 from psclient._src.launch.hosts_file import Host, load_hosts
 from psclient._src.launch.joining import Joined, Joiner, RunningJob, _check_reachable, certified_task
@@ -160,14 +161,14 @@ import os, signal
 os.kill(os.getpid(), signal.SIGINT)
 for _ in range(1000): pass
 """
-"""In place of NumPy, which all of them import: Ctrl-C comes meanwhile."""
+"""In place of click, which all of them import: Ctrl-C comes meanwhile."""
 
 
 @pytest.mark.parametrize("module", ["psclient", "psserver", "psclient.psctl"])
 @pytest.mark.parametrize("script", [False, True], ids=["python -m", "console script"])
 def test_ctrl_c_while_a_command_is_imported_says_nothing(tmp_path, module, script):
     """It ends with 130. A script of one's own that imports the package is interrupted as any other."""
-    (tmp_path / "numpy.py").write_text(INTERRUPTS)
+    (tmp_path / "click.py").write_text(INTERRUPTS)
     name = {"psclient": "psworker", "psserver": "psserver"}.get(module, "psctl")
     where = {"psworker": "psclient._src.launch.psworker", "psserver": "psserver.cli"}.get(name, "psclient.psctl")
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
@@ -185,12 +186,20 @@ def test_ctrl_c_while_a_command_is_imported_says_nothing(tmp_path, module, scrip
         assert "KeyboardInterrupt" in run("own.py").stderr
 
 
+def test_a_task_without_a_launcher_ends_before_it_begins(tmp_path):
+    """Where the launcher is gone before it has said which cluster it is, the script does not run."""
+    command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid()), "--early"]
+    command += ["--", write(tmp_path, "print('runs')")]
+    done = forks.run(command, input=b'{"cluster": {"ps"', capture_output=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (137, b"", b"")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_signal_while_a_cluster_starts_ends_it(monkeypatch, number, lost):
     """Also where what a handler raises is lost in a callback, as in those of the garbage collector."""
 
-    class Starting(module.Cluster):
+    class Starting(cluster.Cluster):
         def start(self):
             with suppress(BaseException) if lost else nullcontext():
                 os.kill(os.getpid(), number)
@@ -200,7 +209,7 @@ def test_a_signal_while_a_cluster_starts_ends_it(monkeypatch, number, lost):
             stopped.append(number)
 
     stopped = []
-    monkeypatch.setattr(module, "Cluster", Starting)
+    monkeypatch.setattr(cluster, "Cluster", Starting)
     monkeypatch.setattr(module, "end_on_sigterm", lambda: None)
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     said = Invocation("x.py", (), LaunchConfig(), 0, "warning", "text", False)
@@ -416,7 +425,7 @@ def test_psworker_keeps_the_place_as_long_as_it_needs_it(job, monkeypatch, resta
     monkeypatch.setattr(module, "end_on_sigterm", lambda: None)
     monkeypatch.setattr(module, "set_variables", lambda variables: None)
     monkeypatch.setattr(module, "run_task", lambda *given: keeps())
-    monkeypatch.setattr(module, "supervise", lambda *given: keeps())
+    monkeypatch.setattr(supervisor, "supervise", lambda *given: keeps())
     monkeypatch.setenv("PS_HEARTBEAT_INTERVAL", "0.02")
     said = Invocation("x.py", (), None, 0, "warning", "text", False, join=(job.verbs[0].address,), restarts=restarts)
     assert module.run_joined(said) == 7

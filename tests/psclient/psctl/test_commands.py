@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from psclient.psctl import command
+from psclient.psctl.cli import COMMANDS
 from pstesting.planner import jobs, measurements
 from pstesting.planner.commands import calibrate
 from pstesting.planner.jobs import Cell
@@ -170,4 +170,4 @@ def test_a_tab_completes_commands_of_psctl():
         os.write(screen, b"psctl re\t\t")
         shown = read_until(screen, f"{PROMPT}psctl re")  # which bash writes again below its list
     _, listed, _ = shown.split("\r\n")
-    assert set(listed.split()) == {name for name in command.commands if name.startswith("re")}
+    assert set(listed.split()) == {name for name in COMMANDS if name.startswith("re")}

@@ -149,6 +149,10 @@ def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
         said = call("health", "--address", address, "--json")
         one = {"address": address, "serving": True, "why": ""}
         assert (said.code, said.json) == (0, {"serving": True, "servers": [one]})
+        for wrong in ("127.0.0.1:99999", "127.0.0.1:", ":1", "127.0.0.1", f"127.0.0.1:+{thread.port}"):
+            code, _, said = call("health", address, wrong)
+            assert code == 2
+            assert f"{wrong!r} is no address" in said
     assert call("health", address) == (1, f"{address} does not serve: nothing listens there\n", "")
 
 
@@ -221,6 +225,31 @@ def test_health_needs_a_certificate_of_the_ca_alone(ask, server, certificates):
     assert "expects TLS" in why_not(server.address, Security(), 5.0)
     with guarded(Security()) as plain:
         assert "speaks without TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
+
+
+def test_a_health_check_shows_what_the_environment_names(call, bare, server, certificates, monkeypatch, tmp_path):
+    """psctl's certificate, or that of the task which `TF_CONFIG` says this is; where it is another's it says so."""
+
+    def checked(where: Path) -> tuple[Any, str]:
+        files = {"PS_TLS_CERT": "tls.crt", "PS_TLS_KEY": "tls.key", "PS_TLS_CA": "ca.crt"}
+        for name, file in files.items():
+            monkeypatch.setenv(name, f"{where}/{file}")
+        done = call("health", server.address, server.address)
+        return done.code, done.out or done.err
+
+    serves = 0, f"{server.address} serves\n" * 2
+    assert checked(certificates.out / "admin") == checked(certificates.out / "{task}") == serves
+    for tf_config in ("{", json.dumps({"task": {"type": "worker", "index": 0}}), json.dumps({"task": 3})):
+        monkeypatch.setenv("TF_CONFIG", tf_config)
+        code, said = checked(certificates.out / "ps-1")
+        assert code == 2
+        assert "tls.crt is ps-1's, and not of" in said
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"task": {"type": "ps", "index": 1}}))
+    assert checked(certificates.out / "ps-1") == serves
+    shutil.copytree(certificates.out / "ps-1", tmp_path / "ps-1")  # all that there is in the task's container
+    assert checked(tmp_path / "{task}") == serves
+    (tmp_path / "ps-1" / "tls.key").unlink()
+    assert checked(tmp_path / "ps-1")[0] == 2
 
 
 def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
