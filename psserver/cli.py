@@ -208,7 +208,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         try:
             if config.metrics_port is not None:
                 process = partial(_on, loop, server.process)
-                rim = Rim(join_address(config.host, port), process, server.recent, server.refused)
+                rim = Rim(join_address(config.host, port), process, server.events, server.refused)
                 page = MetricsPort(core, server.traffic, config, config.metrics_port, rim)
                 server.serve_page(page.page_url)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")

@@ -351,13 +351,13 @@ class Rim:
     Attributes:
         address: the server's address.
         process: returns the status of its process; raises `TimeoutError` where it does not come at once.
-        recent: returns what it was told last, the newest last.
+        events: returns what it was told last, the newest last.
         refused: returns how many callers were refused, by reason.
     """
 
     address: str
     process: Callable[[], ProcessStatus]
-    recent: Callable[[], Sequence[Happened]]
+    events: Callable[[], Sequence[Happened]]
     refused: Callable[[], Mapping[str, int]]
 
 
@@ -427,7 +427,7 @@ def _source(core: Core, task: Task, rim: Rim) -> Source:
         except TimeoutError:  # its event loop is busy: the page says the rest
             process = None
         status = replace(core.status(), process=process)
-        return [Looked(task, rim.address, status, recent=tuple(rim.recent()))], ()
+        return [Looked(task, rim.address, status, recent=tuple(rim.events()))], ()
 
     def read(index: int) -> tuple[LogEntry | None, Sequence[LogEntry]]:
         entries = core.machine.log.entries  # without the lock: a new job between the two is seen at the next look

@@ -523,7 +523,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         """Returns what this server holds and whom it waits for."""
         ...
 
-    def recent(self) -> tuple[Happened, ...]:
+    def events(self) -> tuple[Happened, ...]:
         """Returns what this server was told last, in words, the oldest first.
 
         Heartbeats, watches and ticks of the clock are left out, unless they were refused.

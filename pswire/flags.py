@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import click
 
-from pswire import retired
 from pswire.options import (
     GROUPS,
     LIST,
@@ -21,6 +20,7 @@ from pswire.options import (
     flag_name,
     options_of,
 )
+from pswire.variables import RETIRED_COMMANDS, RETIRED_OPTIONS, renamed
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -197,9 +197,9 @@ def explained(error: click.ClickException) -> str:
     """Returns the message of a command line's error; of a retired flag or command with the name that it has now."""
     if isinstance(error, click.NoSuchOption):
         name = error.option_name.lstrip("-").replace("-", "_").removeprefix("timeout_")
-        if name in retired.OPTIONS:
-            now = retired.renamed(name, retired.OPTIONS).replace("called ", "called --").replace("_", "-")
+        if name in RETIRED_OPTIONS:
+            now = renamed(name, RETIRED_OPTIONS).replace("called ", "called --").replace("_", "-")
             return f"No such option {error.option_name}: it {now}"
-    if isinstance(error, click.exceptions.NoSuchCommand) and error.command_name in retired.COMMANDS:
-        return f"No such command {error.command_name}: it {retired.renamed(error.command_name, retired.COMMANDS)}"
+    if isinstance(error, click.exceptions.NoSuchCommand) and error.command_name in RETIRED_COMMANDS:
+        return f"No such command {error.command_name}: it {renamed(error.command_name, RETIRED_COMMANDS)}"
     return error.format_message()

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pswire import retired
 from pswire.errors import ConfigError
 from pswire.options import SECONDS, option
-from pswire.variables import VARIABLES
+from pswire.variables import RETIRED, RETIRED_OPTIONS, VARIABLES, renamed
 
 PART_BYTES = (4 << 20) - (4 << 10)
 """Payload of one part, and of a push that is one message: gRPC's default limit of a message is 4 MiB. Where the
@@ -199,8 +198,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
     known = sorted(known)
     for name in given:
         if name not in known:
-            if retired.OPTIONS.get(name) in known:
-                raise ConfigError(f"{what} {name} {retired.renamed(name, retired.OPTIONS)}")
+            if RETIRED_OPTIONS.get(name) in known:
+                raise ConfigError(f"{what} {name} {renamed(name, RETIRED_OPTIONS)}")
             begins = [other for other in known if name and other.startswith(name)]
             near = begins or difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known) or 'none'}"
@@ -217,12 +216,12 @@ def check_variables(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         if not name.startswith("PS_") or name in known:
             continue
-        if now := retired.renamed(name, retired.VARIABLES):
+        if now := renamed(name, RETIRED):
             raise ConfigError(f"environment variable {name} {now}")
         of_kubernetes = re.search("[0-9]|_SERVICE", name) or environ[name].startswith(("tcp://", "udp://"))
-        near = [] if of_kubernetes else difflib.get_close_matches(name, {*known, *retired.VARIABLES}, 1, 0.85)
+        near = [] if of_kubernetes else difflib.get_close_matches(name, {*known, *RETIRED}, 1, 0.85)
         if near:
-            meant = retired.VARIABLES.get(near[0], near[0])
+            meant = RETIRED.get(near[0], near[0])
             raise ConfigError(f"environment variable {name} is unknown; did you mean {meant}?")
 
 

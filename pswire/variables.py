@@ -142,3 +142,56 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_AD
     _declare(_name, "TorchrunClusterResolver", "Rank, sizes and the first node's address, as torchrun sets them.")
 for _name in ("HOSTNAME", "JOB_COMPLETIONS", "JOB_COMPLETION_INDEX", "JOB_INDEX", "JOBSET_NAME", "REPLICATED_JOB_NAME"):
     _declare(_name, "KubernetesClusterResolver", "Name and index of the pod, as Kubernetes and JobSet set them.")
+
+
+# ---- Names of before ----
+
+RETIRED = {
+    "PS_AGGREGATION": "PS_LOCAL_REDUCTION",
+    "PS_LANE": "PS_TRANSPORT",
+    "PS_REFUSED": "PS_CONNECTION_REFUSED",
+    "PS_REPLICATION": "PS_REPLICATION_FACTOR",
+    "PS_TIMEOUT_ALONE": "PS_NO_WORKERS_TIMEOUT",
+    "PS_TIMEOUT_BEAT": "PS_HEARTBEAT_INTERVAL",
+    "PS_TIMEOUT_CALL": "PS_CALL_TIMEOUT",
+    "PS_TIMEOUT_CHIEF": "PS_CHIEF_TIMEOUT",
+    "PS_TIMEOUT_FIRST": "PS_FIRST_WORKER_TIMEOUT",
+    "PS_TIMEOUT_GRACE": "PS_TERMINATION_GRACE",
+    "PS_TIMEOUT_LEASE": "PS_SESSION_TIMEOUT",
+    "PS_TIMEOUT_ROUND": "PS_ROUND_TIMEOUT",
+    "PS_TIMEOUT_SERVER": "PS_SERVER_TIMEOUT",
+    "PS_TIMEOUT_START": "PS_START_TIMEOUT",
+    "PS_TIMEOUT_WORD": "PS_REPORT_INTERVAL",
+}
+"""Names that environment variables had before the first release, and those that they have now. There are no aliases."""
+
+RETIRED_OPTIONS = {
+    "aggregation": "local_reduction",
+    "lane": "transport",
+    "refused": "connection_refused",
+    "replication": "replication_factor",
+} | {
+    old.removeprefix("PS_TIMEOUT_").lower(): new.removeprefix("PS_").lower()
+    for old, new in RETIRED.items()
+    if old.startswith("PS_TIMEOUT_")
+}
+"""The same of options, as keys of a configuration file have them; a flag has dashes."""
+
+RETIRED_COMMANDS = {"page": "dashboard", "recent": "events", "end": "delete"}
+"""The same of commands of `psctl` and of its groups."""
+
+_NOTES = {"PS_REPLICATION": "it counts the original too: 2 in place of 1", "replication": "2 in place of 1"}
+"""What else differs."""
+
+
+def renamed(name: str, known: dict[str, str]) -> str:
+    """Returns what to say of a retired name; "" for any other one.
+
+    Args:
+        name: the name that was given.
+        known: one of the tables above.
+    """
+    if name not in known:
+        return ""
+    note = f" ({_NOTES[name]})" if name in _NOTES else ""
+    return f"is called {known[name]} now{note}"

@@ -17,16 +17,15 @@ import click
 from psclient._src.config import LaunchConfig
 from psclient._src.launch.config_file import SECTIONS
 from psclient._src.launch.psworker import command as psworker
-from psclient.psctl import command as psctl
+from psclient.psctl.cli import command as psctl
 from psclient.psctl.settings import CommandSettings
 from psserver.cli import command as psserver
 from psserver.config import ServerFlags
-from pswire import retired
 from pswire.flags import OPTIONS, grouped
 from pswire.limits import Timeouts
 from pswire.options import OTHER, SWITCH, Option, defaults_of, options_of
 from pswire.telemetry.logging_setup import LOG_FORMAT, LOG_LEVEL
-from pswire.variables import DECLARED
+from pswire.variables import DECLARED, RETIRED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference.md"
@@ -162,11 +161,7 @@ def page() -> str:
 
 def undeclared(root: Path) -> list[str]:
     """Returns the variables that code, or a file for launchers, names, and that nobody has declared."""
-    known = (
-        {f"PS_{field.name.upper()}" for field in dataclasses.fields(Timeouts)}
-        | DECLARED.keys()
-        | retired.VARIABLES.keys()
-    )
+    known = {f"PS_{field.name.upper()}" for field in dataclasses.fields(Timeouts)} | DECLARED.keys() | RETIRED.keys()
     patterns = [name.removesuffix("*") for name in known if name.endswith("*")]
     found = set[str]()
     for path in (path for name in PACKAGES for path in (root / name).rglob("*.py")):

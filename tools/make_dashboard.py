@@ -205,7 +205,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Waits per step",
             "One in most loops; more means that the script looks at values in between.",
-            {"{{instance}}": f"{rate(WORKER + 'waits_total')} / {rate(WORKER + 'steps_total')}"},
+            {"{{instance}}": f"{rate(WORKER + 'blocking_waits_total')} / {rate(WORKER + 'steps_total')}"},
         ),
         Panel(
             "Members of the last round",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, SupportsIndex, cast
 
 from psclient._src import values
@@ -321,7 +322,7 @@ class _Context:
 
 
 class _Stack(threading.local):
-    # The context of threads that are in no scope; its strategy's own module puts it here when it is loaded.
+    # The context of threads that are in no scope; its strategy's own module puts it here when one asks for it first.
     default = _Context("default", cast(StrategyFace, None))
 
     def __init__(self) -> None:
@@ -355,7 +356,13 @@ def enter_default_replica() -> AbstractContextManager[None]:
 
 def _current() -> _Context:
     entries = _stack.entries
-    return entries[-1].context if entries else _Stack.default
+    return entries[-1].context if entries else _default()
+
+
+def _default() -> _Context:
+    if not _Stack.default.strategy:
+        import_module("psclient._src.strategies.mirrored")  # makes it, and calls `install_default`
+    return _Stack.default
 
 
 class _ContextEntry:

@@ -201,7 +201,7 @@ def _initializer(given: Initializer | float | None, name: str) -> Initializer:
         return RandomUniform()
     if isinstance(given, bool | int | float):
         return Constant(float(given))
-    if not (hasattr(given, "of_rows") and hasattr(given, "seed")) or isinstance(given, type):
+    if not (hasattr(given, "_of_rows") and hasattr(given, "seed")) or isinstance(given, type):
         raise TypeError(
             f"table {name!r}: initializer is {given!r:.80}; give one of ps.initializers, such as "
             "ps.initializers.RandomUniform(-0.05, 0.05), or a number"

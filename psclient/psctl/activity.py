@@ -114,7 +114,7 @@ def events(settings: CommandSettings, number: int | None) -> int:
     they were refused. Exit with 1 if a server does not answer.
     """
     with connected(settings) as servers:
-        found = [one for one in servers.recent() if number in (None, one.task.index)]
+        found = [one for one in servers.events() if number in (None, one.task.index)]
     if number is not None and not found:
         raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
     problems = [Problem(why_silent(one), str(one.task), one.error.message) for one in found if one.error]

@@ -149,7 +149,7 @@ def _created(name: str, buffer: torch.Tensor) -> Variable:
         aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
     )
     cell = BufferCell(made, buffer)
-    cell.array = made.component(0).cell.array
-    made.component(0).cell = cell
+    cell.array = made._component(0).cell.array
+    made._component(0).cell = cell
     made.handed_in()
     return made  # type: ignore[no-any-return]

@@ -23,9 +23,9 @@ class ChunkStimuli:
     registry: Registry
     _admission: Admission
 
-    def hand_out(self, now: float, session: int, ask: ChunkAsk) -> Outcome:
+    def assign_batches(self, now: float, session: int, ask: ChunkAsk) -> Outcome:
         """Answers a worker that asks for batches of a dataset."""
         if self.server != 0:
             raise InvalidRequest("batches are handed out by server 0", str(self.task))
         self._admission.check(session, now)
-        return self.rounds.chunks.hand_out(session, self.registry.task(session), ask), []
+        return self.rounds.chunks.assign_batches(session, self.registry.task(session), ask), []

@@ -349,9 +349,9 @@ class Core:
         self._enter(self.machine.fetch, session, number, offset, future)
         return future
 
-    def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
+    def assign_batches(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         answer: Future[Chunks] = Future()
-        answer.set_result(self._enter(self.machine.hand_out, session, ask))
+        answer.set_result(self._enter(self.machine.assign_batches, session, ask))
         return answer
 
     def offer(self, standby: Standby) -> Offered:
@@ -365,7 +365,7 @@ class Core:
     def status(self) -> ServerStatus:
         return self.seen(self.machine.status)
 
-    def recent(self) -> tuple[Happened, ...]:
+    def events(self) -> tuple[Happened, ...]:
         """Returns the last stimuli in words, the oldest first, without heartbeats and ticks of the clock."""
         with self._lock:
             now, last = self._clock(), self.stimuli.last()

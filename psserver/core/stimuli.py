@@ -228,7 +228,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{who(session)}: {told}waits for a closure"
         case "fetch", (int(session), int(number), *_):
             return f"{who(session)}: the result of closure {number}"
-        case "hand_out", (int(session), (int(dataset), int(epoch), int(done), int(want), bool(needs))):
+        case "assign_batches", (int(session), (int(dataset), int(epoch), int(done), int(want), bool(needs))):
             what = _counted(want, "chunk") + ("" if needs else " ahead")
             asks = f"asks for {what} of dataset {dataset}, pass {epoch}" if want else f"looks at dataset {dataset}"
             return f"{who(session)}: {asks}" + (f", {done} done" if done else "")

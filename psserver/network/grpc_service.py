@@ -184,8 +184,8 @@ def _fetch(core: ParameterServer, m: pb.FetchRequest) -> tuple[Future[Any], Enco
     return core.fetch(m.session, m.number, m.offset), messages.FETCHED.to_pb
 
 
-def _hand_out(core: ParameterServer, m: pb.AssignRequest) -> tuple[Future[Any], Encode]:
-    return core.hand_out(m.session, messages.CHUNK_ASK.from_pb(m.ask)), messages.CHUNKS.to_pb
+def _assign_batches(core: ParameterServer, m: pb.AssignBatchesRequest) -> tuple[Future[Any], Encode]:
+    return core.assign_batches(m.session, messages.CHUNK_ASK.from_pb(m.ask)), messages.CHUNKS.to_pb
 
 
 Ask = Callable[[ParameterServer, Any], tuple[Future[Any], Encode]]
@@ -197,7 +197,7 @@ WAITING: Mapping[str, Ask] = {
     "Schedule": _schedule,
     "Take": _take,
     "Fetch": _fetch,
-    "Assign": _hand_out,
+    "AssignBatches": _assign_batches,
 }
 """For each verb: calls the core; gives the future, and what makes a message of its result."""
 
@@ -234,7 +234,7 @@ class Service(grpc.GenericRpcHandler):
             "Pull": self._pull,
             "Exchange": self._exchange,
             "Status": self._status,
-            "Events": self._recent,
+            "Events": self._events,
             "Introduce": self._introduce,
             "Vote": self._vote,
         }
@@ -353,13 +353,13 @@ class Service(grpc.GenericRpcHandler):
         reply.spoken.CopyFrom(spoken())
         return reply.SerializeToString()
 
-    async def _recent(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
-        recent = await asyncio.to_thread(self.recent)
+    async def _events(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
+        recent = await asyncio.to_thread(self.events)
         return pb.EventsReply(recent=map(messages.HAPPENED.to_pb, recent)).SerializeToString()
 
-    def recent(self) -> tuple[Happened, ...]:
+    def events(self) -> tuple[Happened, ...]:
         """Returns what this server was told last, the newest last, with the callers that it refused. Any thread."""
-        found = [*self._core.recent(), *self._access.refused.recent()]
+        found = [*self._core.events(), *self._access.refused.recent()]
         return tuple(sorted(found, key=lambda each: -each.seconds))
 
     async def _introduce(self, m: pb.IntroduceRequest, context: Context, first: Frame) -> bytes:

@@ -82,9 +82,9 @@ class Server:
         """Returns the status of this process."""
         return self._service.process()
 
-    def recent(self) -> tuple[Happened, ...]:
+    def events(self) -> tuple[Happened, ...]:
         """Returns what this server was told last, the newest last. May be called from any thread."""
-        return self._service.recent()
+        return self._service.events()
 
     def refused(self) -> Mapping[str, int]:
         """Returns how many callers were refused before they reached the core, by reason. From any thread."""

@@ -176,8 +176,8 @@ class ChunkQueue:
         """The sessions whose end matters here."""
         return set(self._workers)
 
-    def hand_out(self, session: int, task: Task, ask: ChunkAsk) -> Chunks:
-        """Answers a worker, as `ParameterServer.hand_out` says.
+    def assign_batches(self, session: int, task: Task, ask: ChunkAsk) -> Chunks:
+        """Answers a worker, as `ParameterServer.assign_batches` says.
 
         Raises:
             PSError: why it is refused.

@@ -466,7 +466,7 @@ class Closures:
         before = -1
         while before != len(effects):  # what one answer makes room for another takes
             before = len(effects)
-            effects += self._hand_out()
+            effects += self._assign_batches()
             effects += self._scheduling.answer(self._answer_order)
         return effects + self._fetching.answer(self._fetched)
 
@@ -482,7 +482,7 @@ class Closures:
         state = OVER.get(closure.state)
         return None if state is None else Fetched(state, closure.result.piece(wanted[1]), closure.failure)
 
-    def _hand_out(self) -> list[Effect]:
+    def _assign_batches(self) -> list[Effect]:
         effects: list[Effect] = []
         for session, worker in self._workers.items():
             if worker.waits is None:

@@ -339,15 +339,10 @@ class Rounds:
 
         Once its plan is known here, by which this server takes part in it, or does not.
         """
-        generation, strand = self.generations.get(vote.generation), self.strands[None]
+        known, strand = self.generations.get(vote.generation), self.strands[None]
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
-        if (
-            plan is not None
-            and plan.server in plan.plan.servers
-            and generation is not None
-            and vote.round > strand.last
-        ):
-            pending = PendingRound(vote.plan_id, vote.generation, generation.members, now, whole=self.backlog.behind)
+        if plan is not None and plan.server in plan.plan.servers and known is not None and vote.round > strand.last:
+            pending = PendingRound(vote.plan_id, vote.generation, known.members, now, whole=self.backlog.behind)
             self._turns.come(None, strand)
             strand.open.setdefault(vote.round, pending)
 

@@ -185,7 +185,7 @@ class Membership:
         self.version = 0
         self.ends = 0
         """Changes with every session that ends or is forgotten."""
-        self._heartbeat = heartbeat
+        self._pause = heartbeat
         self._held = held
         self._generations = generations
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
@@ -301,9 +301,7 @@ class Membership:
 
     def _is_gone(self, session: _SessionRecord, now: float) -> bool:
         """Returns False while the process of a session may be alive."""
-        return now - session.seen > self.lease or (
-            session.parted is not None and now - session.parted >= self._heartbeat
-        )
+        return now - session.seen > self.lease or (session.parted is not None and now - session.parted >= self._pause)
 
     def _check_gone(self, rival: _SessionRecord, task: Task, now: float) -> None:
         """Raises `TaskTaken` while the process of a session may be alive."""
@@ -324,7 +322,7 @@ class Membership:
         scripts = [s.member for s in self._sessions.values() if not s.drives and s.member.task == chief.member.task]
         if chief.member.task.job == "chief" and any(member.alone for member in scripts):
             return False
-        limit = DEPUTY_HEARTBEATS * self._heartbeat
+        limit = DEPUTY_HEARTBEATS * self._pause
         heirs, stays = self._sessions.heirs(now - limit)
         return number in heirs and (not stays or now - chief.last_sign >= limit)
 
@@ -334,7 +332,7 @@ class Membership:
         A chief is here until it has told that the job is over. Who heartbeats no more is not: where another server
         keeps the sessions, this one hears of no farewell.
         """
-        return self._sessions.leave(now - DEPUTY_HEARTBEATS * self._heartbeat)
+        return self._sessions.leave(now - DEPUTY_HEARTBEATS * self._pause)
 
     def part(self, number: int, now: float) -> None:
         """Notes that the connection of a session has ended. Unless the process is heard of again, it has ended too."""
@@ -349,7 +347,7 @@ class Membership:
         """
         if now - self._heard > self.lease / 2:
             for session in self._sessions.open():
-                if not session.vanished(self._heartbeat):
+                if not session.vanished(self._pause):
                     session.seen = now
         self._heard = now
 
@@ -376,9 +374,7 @@ class Membership:
     def check_part(self, number: int) -> None:
         """Raises `InvalidRequest` for a session that is no member of the generation: it decides nothing for members."""
         if not self._takes_part(number):
-            raise InvalidRequest(
-                f"session {number} takes part in no generation yet; wait until the chief has taken it in"
-            )
+            raise InvalidRequest(f"session {number} is in no generation yet; wait until the chief has taken it in")
 
     def heartbeat(
         self,
@@ -479,7 +475,7 @@ class Membership:
         """
         cut = now - self._heard > self.lease / 2
         late = [s for s in self._sessions.open_or_driving() if now - s.seen > self.lease]
-        lost = [s for s in late if s.drives or not cut or s.vanished(self._heartbeat)]
+        lost = [s for s in late if s.drives or not cut or s.vanished(self._pause)]
         for session in lost:
             self._end(session, "lost")
         return [session.member.task for session in lost]

@@ -39,7 +39,7 @@ SMALL = 200
 SPARE_SESSIONS = 100
 """Sessions that a server takes beside those of workers."""
 
-WAITING = frozenset(("watch", "pull", "snapshot", "restore", "schedule", "take", "fetch", "hand_out"))
+WAITING = frozenset(("watch", "pull", "snapshot", "restore", "schedule", "take", "fetch", "assign_batches"))
 """Verbs that return what is answered later."""
 
 

@@ -203,7 +203,7 @@ FETCHED = MAPPER.pair(Fetched, pb.FetchReply)
 
 MAPPER.pair(Chunk, pb.Chunk)
 CHUNK_ASK = MAPPER.pair(ChunkAsk, pb.ChunkAsk)
-CHUNKS = MAPPER.pair(Chunks, pb.AssignReply)
+CHUNKS = MAPPER.pair(Chunks, pb.AssignBatchesReply)
 
 
 def batch_to_pb(reply: CreateBatchReply) -> pb.CreateBatchReply:

@@ -103,7 +103,7 @@ VERBS: dict[str, Verb] = {
         Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True),
         Verb("Take", pb.TakeRequest, "session", "", waits=True),
         Verb("Fetch", pb.FetchRequest, "session", "", waits=True),
-        Verb("Assign", pb.AssignRequest, "session", "call_timeout"),
+        Verb("AssignBatches", pb.AssignBatchesRequest, "session", "call_timeout"),
         Verb("Status", pb.Empty, "anyone", "call_timeout", guarded=False),
         Verb("Events", pb.Empty, "anyone", "call_timeout", guarded=False),
         Verb("Introduce", pb.IntroduceRequest, "server", "call_timeout"),

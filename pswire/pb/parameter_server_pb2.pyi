@@ -1315,7 +1315,7 @@ class ChunkAsk(_message.Message):
     looks: bool
     def __init__(self, dataset: _Optional[int] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., restores: _Optional[int] = ..., begins: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[int] = ..., needs: _Optional[bool] = ..., done: _Optional[_Iterable[int]] = ..., back: _Optional[_Iterable[int]] = ..., looks: _Optional[bool] = ...) -> None: ...
 
-class AssignRequest(_message.Message):
+class AssignBatchesRequest(_message.Message):
     __slots__ = ("session", "ask")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
@@ -1323,7 +1323,7 @@ class AssignRequest(_message.Message):
     ask: ChunkAsk
     def __init__(self, session: _Optional[int] = ..., ask: _Optional[_Union[ChunkAsk, _Mapping]] = ...) -> None: ...
 
-class AssignReply(_message.Message):
+class AssignBatchesReply(_message.Message):
     __slots__ = ("chunks", "over", "positions")
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]

@@ -11,7 +11,7 @@ from pswire.model.chunks import ChunkAsk, Chunks
 class ChunkServer(Protocol):
     """Server 0, as workers see it that take whatever batch of a dataset comes next."""
 
-    def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
+    def assign_batches(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         """Hands out chunks of a dataset; answered at once. Key: (session, dataset, number of the question).
 
         A chunk is done once a round is applied whose contribution names it, or its session says so. What a session has

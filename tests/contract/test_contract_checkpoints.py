@@ -230,7 +230,7 @@ def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
     """Its round has not run, and nobody waits for it any more."""
     plan = job.approve(stateful(0), worker)
     waiting = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
-    eventually(lambda: all("snapshot" in {one.what for one in server.recent()} for server in job.servers.cores))
+    eventually(lambda: all("snapshot" in {one.what for one in server.events()} for server in job.servers.cores))
     assert not any(future.done() for future in waiting)
     fail(job, plan, "another server is full")
     assert all("it was given up: another server is full" in told(future) for future in waiting)
@@ -387,6 +387,8 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
     pushed = one.push(plan)
     if mode == "async":
         pushed.result(SOON)
+    else:
+        eventually(lambda: job.verbs[0].status().waiting)
     missing = job.verbs[1].snapshot(job.token, plan.id, "")
     if mode == "sync":
         job.close()
@@ -397,7 +399,7 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
         other.make(job.approve(sum_into(variable), other), [1], server=1)
         (back,) = job.join(A, mode="async")
     back.round = 1
-    assert missing.done() == (mode == "sync")
+    assert eventually(missing.done) if mode == "sync" else not missing.done()
     job.save(back, "run/ckpt-2")
     assert "those who began it are gone" in told(missing)
     fail(job, plan)

@@ -36,7 +36,7 @@ def test_looking_leaves_no_trace(job: Job, worker: Worker):
     def now():
         version = job.verbs[0].watch(worker.session, 0, 0).result(SOON).version
         status = [server.status() for server in job.verbs]
-        told = [[(each.what, each.said) for each in server.recent()] for server in job.verbs]
+        told = [[(each.what, each.said) for each in server.events()] for server in job.verbs]
         return version, told, [(s.log, s.generation, s.round, len(s.sessions)) for s in status]
 
     before = now()
@@ -120,12 +120,12 @@ def who(worker: Worker) -> str:
 
 def what(job: Job, server: int = 0) -> list[str]:
     """The names of all that is told."""
-    return [each.what for each in job.verbs[server].recent()]
+    return [each.what for each in job.verbs[server].events()]
 
 
 def last(job: Job, name: str, server: int = 0) -> Happened:
     """The last of a name, once it is there."""
-    found = eventually(lambda: [each for each in job.verbs[server].recent() if each.what == name])
+    found = eventually(lambda: [each for each in job.verbs[server].events() if each.what == name])
     return found[-1]
 
 
@@ -134,7 +134,7 @@ def test_calls_are_told(job: Job, worker: Worker):
     v = job.variable(worker, np.zeros((2, 3), "float32"), name="dense/kernel")
     job.value(worker, v)
     job.verbs[0].leave(worker.session, "it failed")
-    assert [(each.what, each.said) for each in job.verbs[0].recent()] == [
+    assert [(each.what, each.said) for each in job.verbs[0].events()] == [
         ("open", "/job:chief/task:0: drives"),
         ("approve", "the log from 0 on: 1 job started"),
         ("open", "/job:worker/task:0: 1 replica, sync"),
@@ -172,7 +172,7 @@ def test_a_refused_call_says_why(job: Job, worker: Worker):
     with pytest.raises(PSError) as caught:
         job.verbs[0].snapshot(job.token, b"p" * 32, "{}").result(SOON)
     assert last(job, "snapshot").refused == f"{type(caught.value).__name__}: {caught.value.message}"
-    assert all(not each.refused for each in job.verbs[0].recent() if each.what not in ("create_batch", "snapshot"))
+    assert all(not each.refused for each in job.verbs[0].events() if each.what not in ("create_batch", "snapshot"))
 
 
 def test_a_heartbeat_that_is_refused_is_told(job: Job, worker: Worker):
@@ -188,7 +188,7 @@ def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
     """The order of its shard, that it is written, and the manifest; and on a restore what was not found."""
     job.variable(worker, np.zeros(3))
     job.save(worker, "run/ckpt-1")
-    told = [(each.what, each.said, each.refused) for each in job.verbs[0].recent()]
+    told = [(each.what, each.said, each.refused) for each in job.verbs[0].events()]
     assert ("worked", "write shard (files)", "") in told
     shard, manifest = [said for name, said, _ in told if name == "snapshot"]
     assert (shard[13:], manifest[13:]) == (", the shard", ", the manifest")
@@ -201,16 +201,16 @@ def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
 
 def test_heartbeats_ticks_and_watches_are_excluded(job: Job, worker: Worker):
     """However many there are: they would leave room for nothing else. It is told how long ago the others were."""
-    before = job.verbs[0].recent()
+    before = job.verbs[0].events()
     for version in (0, 0):
         job.verbs[0].watch(worker.session, 0, version).result(SOON)
     job.servers.spend(3, worker.session)
-    after = job.verbs[0].recent()
+    after = job.verbs[0].events()
     assert [(each.what, each.said) for each in after] == [(each.what, each.said) for each in before]
     assert {each.seconds for each in after} == {3.0}
     job.verbs[0].leave(worker.session, "")
     job.servers.clock.now += 1.5
-    assert [each.seconds for each in job.verbs[0].recent()] == [4.5] * 4 + [1.5]
+    assert [each.seconds for each in job.verbs[0].events()] == [4.5] * 4 + [1.5]
 
 
 def test_no_payload_is_kept_alive(job: Job, worker: Worker):

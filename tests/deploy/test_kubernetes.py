@@ -159,7 +159,7 @@ def test_standby_servers_wait_for_a_place(variant: str) -> None:
         flags = inside.psserver_command.make_context("psserver", words).params
         assert inside.check_addresses(flags["join"], "--join") == servers
         assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{pod.address}:2222", 2222, True)
-        assert pod.environ["PS_REPLICATION_FACTOR"] == "1"
+        assert pod.environ["PS_REPLICATION_FACTOR"] == "2"
         assert not {"startupProbe", "livenessProbe"} & set(pod.container)  # it serves no metrics yet
 
 

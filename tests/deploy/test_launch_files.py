@@ -77,7 +77,7 @@ def test_the_schema_and_the_loader_refuse_the_same(place: tuple[str | None, str,
 def test_a_file_says_everything(tmp_path: Path) -> None:
     path = written(
         tmp_path,
-        "ps: 3\nworkers: 4\nchief: none\nrestarts: 2\nscript: a.py\nargs: [--epochs, 3]\nlane: tcp\n"
+        "ps: 3\nworkers: 4\nchief: none\nrestarts: 2\nscript: a.py\nargs: [--epochs, 3]\ntransport: tcp\n"
         "server: {device: 'gpu:1', memory_limit: 4GiB, checkpoint_root: /tmp/x, threads: 2, shared_memory: 0}\n"
         "timeouts: {session_timeout: 5}\nsecurity: {token_file: 'certs/{task}/token'}\n",
     )
@@ -97,7 +97,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
 
 BAD = {
     "wokers: 2": "key wokers is unknown; did you mean workers?",
-    "zebra: 2": "key zebra is unknown; known are aggregation, args, chief",
+    "zebra: 2": "key zebra is unknown; known are args, chief",
     "server: {memory: 1}": "key of server memory is unknown; did you mean memory_limit?",
     "timeouts: {sesion_timeout: 1}": "key of timeouts sesion_timeout is unknown; did you mean session_timeout?",
     "timeouts: {lease: 1}": "key of timeouts lease is called session_timeout now",

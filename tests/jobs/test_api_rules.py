@@ -323,9 +323,9 @@ def test_bringing_one_value_keeps_the_others(strategy):
 
 def test_a_value_comes_back_once(single):
     """`reduce` receives the value and nothing else."""
-    before = single.traffic[1]
+    before = single.bytes_transferred[1]
     single.reduce("sum", np.ones(1024), None)
-    assert single.traffic[1] - before == 8 * 1024
+    assert single.bytes_transferred[1] - before == 8 * 1024
 
 
 def test_what_lives_on_the_servers_is_used_as_an_array(single):

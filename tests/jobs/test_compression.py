@@ -72,8 +72,8 @@ def test_a_step_is_that_of_what_was_sent(case):
                 w, worker, value = each
                 each[2] = value = value - dtype.type(0.5) * worker.send(gradient)
                 assert w.numpy().tobytes() == value.tobytes()
-                assert w._feedback.residual.dtype == np.float32
-                assert w._feedback.residual.tobytes() == worker.residual.tobytes()
+                assert w.feedback.residual.dtype == np.float32
+                assert w.feedback.residual.tobytes() == worker.residual.tobytes()
 
 
 class Halves:
@@ -96,7 +96,7 @@ class Halves:
     def check(self, **tolerance):
         np.testing.assert_allclose(self.w.numpy(), self.value, **{"rtol": 0} | tolerance)
         for shard, worker in zip(self.w.variables, self.workers, strict=True):
-            assert shard._feedback.residual.tobytes() == worker.residual.tobytes()
+            assert shard.feedback.residual.tobytes() == worker.residual.tobytes()
 
 
 def test_rows_are_sent_with_their_residuals():
@@ -119,7 +119,7 @@ def test_nothing_is_compressed_unless_it_is_asked_for():
         before = strategy.bytes_transferred[0]
         step(strategy, ps.optimizers.SGD(1.0), (np.ones((60, 7), "float32"), w))
         assert strategy.bytes_transferred[0] - before >= 60 * 7 * 4
-        assert w._feedback is None
+        assert w.feedback is None
         assert strategy.backend.group.session.log_server.status().variables == 2  # and a count of steps
 
 
@@ -151,11 +151,11 @@ def test_what_the_strategy_says_is_for_what_is_trained():
         ]
         optimizer = ps.optimizers.Adam(0.1)
         step(strategy, optimizer, (np.ones(9, "float32"), w))
-        assert str(w._feedback.codec) == "int8"
-        assert str(own._feedback.codec) == "topk(0.5)"
-        assert {v._feedback for v in (*others, *optimizer.variables)} == {None}
+        assert str(w.feedback.codec) == "int8"
+        assert str(own.feedback.codec) == "topk(0.5)"
+        assert {v.feedback for v in (*others, *optimizer.variables)} == {None}
         beside = deepcopy(own)
-        assert beside._feedback.codec == own._feedback.codec
+        assert beside.feedback.codec == own.feedback.codec
         assert w._residual.name == "w/residual"
         assert not w._residual.trainable
 
@@ -172,7 +172,7 @@ def test_what_would_not_become_smaller_travels_as_it_is():
         rng = np.random.default_rng(0)
         given = [rng.normal(size=v.shape).astype(v.dtype) for v in made]
         step(strategy, ps.optimizers.SGD(1.0), *zip(given, made, strict=True))
-        assert [bool(v._feedback.residual.any()) for v in made] == [False, False, False, True]
+        assert [bool(v.feedback.residual.any()) for v in made] == [False, False, False, True]
         for v, gradient in list(zip(made, given, strict=True))[:3]:
             assert v.numpy().tobytes() == (-gradient).tobytes()
 
@@ -198,7 +198,7 @@ def test_a_value_that_is_assigned_is_no_contribution():
     with opened(compression=ps.compression.Int8()) as strategy:
         w = ps.Variable(np.zeros(5, "float32"), aggregation=ps.VariableAggregation.SUM)
         step(strategy, ps.optimizers.SGD(1.0), (gradients(5)[0], w))
-        left = w._feedback.residual.copy()
+        left = w.feedback.residual.copy()
         assert left.any()
         value = gradients(5)[1]
         strategy.run(lambda: w.assign(value))
@@ -206,7 +206,7 @@ def test_a_value_that_is_assigned_is_no_contribution():
         whole = [np.arange(5), np.ones((2, 5), "float32") / 3, np.ones(5, "complex64") / 3]
         for each in whole:
             assert np.asarray(strategy.extended.reduce_to("sum", each, w)).tolist() == each.tolist()
-        assert w._feedback.residual.tobytes() == left.tobytes()
+        assert w.feedback.residual.tobytes() == left.tobytes()
 
 
 def test_the_first_contribution_of_a_section_alone_is_compressed():
@@ -254,7 +254,7 @@ def test_a_checkpoint_gives_its_residuals_back(in_tmp_path, servers, consistency
         return w, ps.train.Checkpoint(w=w)
 
     def left(w):
-        return np.concatenate([shard._feedback.residual for shard in getattr(w, "variables", [w])])
+        return np.concatenate([shard.feedback.residual for shard in getattr(w, "variables", [w])])
 
     with train(ps.compression.Int8()) as strategy:
         w, checkpoint = made()
@@ -291,7 +291,7 @@ def test_where_nothing_travels_nothing_is_compressed(kind):
     with strategy.scope() if kind is ps.MirroredStrategy else InProcessCluster(0):
         w = ps.Variable(np.zeros(3, "float32"), compression=ps.compression.TopK(0.01))
         w.assign_add(np.ones(3, "float32"))
-        assert (w._feedback, w.numpy().tolist()) == (None, [1.0] * 3)
+        assert (w.feedback, w.numpy().tolist()) == (None, [1.0] * 3)
 
 
 ONES = np.ones(3, "float32")
@@ -362,7 +362,7 @@ def with_each_codec(*rounds):
             pairs = [(slope(w.numpy(), *own), w) for w in made]
             strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
             bits.append([w.numpy().tobytes() for w in made])
-        return bits, [w._feedback.residual.tobytes() for w in made]
+        return bits, [w.feedback.residual.tobytes() for w in made]
 
     return in_threads(learn)
 
@@ -412,7 +412,7 @@ def test_a_job_goes_on_with_the_sum_of_its_residuals(tmp_path, resume):
         if not resume:
             checkpoint.save("run/ckpt")
             checkpoint.sync()
-        return bits, w._feedback.residual.tobytes()
+        return bits, w.feedback.residual.tobytes()
 
     keys = {"root": tmp_path, "compression": how}
     (bits, _), _ = in_threads(lambda *one: learn(*one, ""), servers=1, **keys)

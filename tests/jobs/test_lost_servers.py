@@ -375,7 +375,7 @@ def test_undisturbed_servers_never_differ(tmp_path):
 @pytest.mark.parametrize("consistency", [ps.Async(), ps.BoundedStaleness(1)], ids=str)
 def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
     """Other consistencies are refused at once, with what to write instead."""
-    environ["PS_REPLICATION_FACTOR"] = "1"
+    environ["PS_REPLICATION_FACTOR"] = "2"
     with InProcessCluster(2) as cluster, pytest.raises(ps.errors.ConfigError) as refused:
         ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=consistency)
     assert "PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers" in str(refused.value)

@@ -138,7 +138,7 @@ def test_what_a_killed_worker_had_is_handed_out_again(tmp_path, before, at):
             job.hear(task, "at")
         job.kill(W2)
         with job.server(PS0) as server:
-            job.until(lambda: W2 not in [one.task for one in server.status().epoch.members])
+            job.until(lambda: W2 not in [one.task for one in server.status().generation.members])
         job.open("on")
         ends(job, 3, W0, W1)
         taken = [row for rows in rows_of(job, W0, W1).values() for row in rows]

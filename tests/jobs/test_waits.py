@@ -504,8 +504,8 @@ from pswire.cluster import Task
 from pswire.limits import Timeouts
 
 async def serve():
-    async with _thread(ServerConfig(Task("ps", 0), timeouts=Timeouts(report_interval=0.05)), "files", "writes a file")
-    as files:
+    config = ServerConfig(Task("ps", 0), timeouts=Timeouts(report_interval=0.05))
+    async with _thread(config, "files", "writes a file") as files:
         files.submit(sys.stdin.readline)
 
 logging_setup.configure("text", "info")

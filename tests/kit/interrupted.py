@@ -132,7 +132,7 @@ class Torch(Loop):
 
         sizes = SIZES[0], self.large, self.large, 1
         self.net = Net()
-        options = {"lr": 1.0, "reduction": "sum", "early": self.early}
+        options = {"lr": 1.0, "reduction": "sum", "overlap": self.early}
         self.optimizer = pst.Optimizer(self.net, torch.optim.SGD, strategy=strategy, **options)
 
     def step(self) -> None:

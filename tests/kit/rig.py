@@ -226,7 +226,8 @@ class Job:
         self.token = self.opened.token
         self.generation = inside.Generation(0, ())
         self.variables: list[PlacedVariable] = []
-        entry = inside.JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores))
+        addresses = tuple(one.address for one in self.verbs if isinstance(one, inside.RemoteServer))
+        entry = inside.JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores), addresses=addresses)
         for server in self.verbs:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry

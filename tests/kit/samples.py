@@ -433,8 +433,8 @@ SAMPLES = (
     Sample("Fetch", "full", (SESSION, 2001, 1 << 33), closures.Fetched("failed", _PIECE, _FAILURE)),
     Sample("Fetch", "cancelled", (SESSION, 2001, 16), closures.Fetched("cancelled", closures.Piece(), _FAILURE)),
     Sample("Fetch", "least", (1, 1, 0), closures.Fetched("done")),
-    Sample("Assign", "full", (SESSION, _ASKED), _HANDED),
-    Sample("Assign", "least", (1, chunks.ChunkAsk(0, 0, 0, 0)), chunks.Chunks()),
+    Sample("AssignBatches", "full", (SESSION, _ASKED), _HANDED),
+    Sample("AssignBatches", "least", (1, chunks.ChunkAsk(0, 0, 0, 0)), chunks.Chunks()),
     Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
     Sample("Push", "traced", (contribution(trace=_SPAN), small()), reply(small())),
@@ -614,7 +614,7 @@ class Fixed:
             raise self._answer
         return self._answer
 
-    approve = heartbeat = create = create_batch = enlist = leave = move = offer = propose = recent = now
+    approve = heartbeat = create = create_batch = enlist = leave = move = offer = propose = events = now
 
     def later(self, *args: Any) -> Future[Any]:
         """Answers a call by a future."""
@@ -626,7 +626,7 @@ class Fixed:
             self._settle(future)
         return future
 
-    fetch = hand_out = pull = restore = schedule = snapshot = take = watch = later
+    fetch = assign_batches = pull = restore = schedule = snapshot = take = watch = later
 
     def _settle(self, future: Future[Any]) -> None:
         if isinstance(self._answer, PSError):

@@ -41,7 +41,7 @@ from tests.kit.rig import SOON, Job
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 COUNTED = (
-    *("sessions", "variables", "members", "missing", "differing", "up"),
+    *("sessions", "variables", "members", "missing", "differing", "recovering"),
     *("round", "rounds", "checkpoints", "info", "rows"),
 )
 """What the last word of a name is that has no unit: things that are counted, and numbers of things."""
@@ -389,7 +389,7 @@ def page_of(job: Job, token: str = TOKEN) -> Iterator[Served]:
     """Serves the metrics and the page of a job's first server."""
     core = job.servers.cores[0]
     process = ProcessStatus(time.time(), 1 << 20, {}, 1, "", {}, {"shm received": 1 << 21}, 99.0)
-    rim = Rim("127.0.0.1:2222", lambda: process, core.recent, dict)
+    rim = Rim("127.0.0.1:2222", lambda: process, core.events, dict)
     port = MetricsPort(core, traffic(), ServerConfig(core.task, security=Security(token=token)), 0, rim)
     try:
         yield Served(int(port.url.rpartition(":")[2].partition("/")[0]))

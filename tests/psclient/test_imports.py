@@ -51,6 +51,20 @@ def test_a_health_check_that_succeeds_loads_the_standard_library_alone(secured: 
     assert len(found) < 100
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import psclient as ps; assert float(ps.Variable(1.0).numpy()) == 1",
+        "import psclient as ps; assert not ps.has_strategy(); assert ps.get_strategy().num_replicas_in_sync == 1",
+        "from psclient.optimizers import SGD; from psclient import Variable; SGD(0.1).build([Variable(1.0)])",
+        "from psclient._src import context; assert context.get_replica_context().devices",
+    ],
+)
+def test_the_default_strategy_is_there_whatever_is_used_first(script: str):
+    """A module is imported when it is needed, and so is that of the strategy outside of every scope."""
+    modules_of(script)
+
+
 # gRPC reads this when it is imported, by whomever; its handlers would abort forks, as of data loaders.
 PACKAGE = "import os, psclient; assert os.environ['GRPC_ENABLE_FORK_SUPPORT'] == '0'"
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import click
 import pytest
 
 from psclient.psctl.cli import command as psctl
-from pswire import retired
 from pswire.errors import ConfigError
 from pswire.flags import explained
-from pswire.limits import VARIABLES, Timeouts, check_variables
+from pswire.limits import Timeouts, check_variables
+from pswire.variables import RETIRED, VARIABLES
 from tools.surface import LISTED, surface
 
 
@@ -21,13 +23,13 @@ def test_the_public_surface_is_listed():
     assert surface(known) == known
 
 
-@pytest.mark.parametrize("name", retired.VARIABLES)
+@pytest.mark.parametrize("name", RETIRED)
 def test_a_retired_variable_names_the_new_one(name):
     """It would count as absent; there are no aliases."""
-    with pytest.raises(ConfigError, match=f"environment variable {name} is called {retired.VARIABLES[name]} now"):
+    with pytest.raises(ConfigError, match=f"environment variable {name} is called {RETIRED[name]} now"):
         check_variables({name: "1"})
     known = VARIABLES | Timeouts().environ().keys()
-    assert retired.VARIABLES[name] in known
+    assert RETIRED[name] in known
     assert name not in known
 
 
@@ -54,3 +56,38 @@ def test_a_timeout_is_called_in_the_environment_as_in_python():
     """`PS_SESSION_TIMEOUT` is `Timeouts.session_timeout`, and so on."""
     assert set(Timeouts().environ()) == {f"PS_{name.upper()}" for name in Timeouts.__dataclass_fields__}
     assert Path(LISTED).name == "surface.txt"
+
+
+RETIRED_WORDS = re.compile(
+    r"\b(lanes?|beats?|taken back|catching up|spare servers?|epochs? of (?:members|membership)|membership epochs?"
+    r"|look_ahead|hint_ahead|left_out|whole_rounds|psj\.(?:optax|bind|loader)|ps\.(?:lazily|exactly)"
+    r"|PS_(?:LANE|AGGREGATION|REFUSED|REPLICATION|TIMEOUT_[A-Z]+)|psctl (?:page|recent|job end)"
+    r"|--(?:lane|aggregation|replication))\b"
+)
+"""Words that decision 67 has replaced."""
+
+NAMES_OF_BEFORE = re.compile(r"# ---- Names of before ----.*", re.DOTALL)
+
+
+def said_by(path: Path) -> str:
+    """What users may read of a file: all of a page, and of Python all texts that are no docstrings of inner names."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return re.sub(r"decisions/[\w-]+\.md", "", text)
+    tree = ast.parse(NAMES_OF_BEFORE.sub("", text))
+    return "\n".join(n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+
+
+def test_retired_words_do_not_come_back():
+    """In public names, messages, help, the protocol, pages and files for deployment; decisions are of their day."""
+    root = LISTED.parents[2]
+    pages = [*(root / "docs").glob("*.md"), root / "README.md", LISTED]
+    files = [path for name in ("configs", "docker", "protos") for path in (root / name).rglob("*") if path.is_file()]
+    code = [path for name in ("psclient", "psserver", "pswire") for path in (root / name).rglob("*.py")]
+    found = {
+        (path.relative_to(root).as_posix(), word)
+        for path in (*pages, *files, *code)
+        if path.parent.name != "pb"
+        for word in RETIRED_WORDS.findall(said_by(path))
+    }
+    assert found == set()

@@ -48,13 +48,13 @@ VERBS_OF: dict[str, Caller] = {
     for caller, verbs in {
         "task": "Open",
         "joiner": "Enlist",
-        "session": "Heartbeat Leave CreateBatch Propose Push Restore Schedule Take Fetch Assign Vote",
+        "session": "Heartbeat Leave CreateBatch Propose Push Restore Schedule Take Fetch AssignBatches Vote",
         "reader": "Watch Pull",
         "chief": "Approve Snapshot",
         "server": "Introduce",
         "standby": "Offer",
         "mover": "Move",
-        "anyone": "Status Recent Exchange",
+        "anyone": "Status Events Exchange",
     }.items()
     for verb in verbs.split()
 }  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Who has a session and takes part in no generation decides nothing for those who do, and costs them next to
+"""Who has a session and is in no generation decides nothing for those who do, and costs them next to
 nothing."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_heartbeats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
 
 
 MANY = inside.VariableSpec("many", FOUR)
-OUTSIDE, NOWHERE = "takes part in no generation", "nowhere else"
+OUTSIDE, NOWHERE = "is in no generation", "nowhere else"
 REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     "a start": (lambda two: two.propose(None, "", inside.Start(two.job.generation.number, 99)), OUTSIDE),
     "a plan": (lambda two: two.propose(sum_into(two.variable), "", None), OUTSIDE),

@@ -117,14 +117,14 @@ def test_who_looks(certificates: Certificates, name: str) -> None:
     """Any task of the job, and psctl, may ask for the status and what was told last; with the token."""
     with guarded(certificates.of("ps-0")) as thread:
         with client(thread, certificates.of(name)) as looker:
-            assert (looker.status().server, looker.recent()) == (0, ())
+            assert (looker.status().server, looker.events()) == (0, ())
         for shown, kind, text in (
             (ours(name, token=""), inside.Unauthenticated, "has none"),
             (ours(name, token="0" * 64), inside.Unauthenticated, "another job"),
             (NOBODY, inside.Forbidden, "admin's"),
         ):
             with client(thread, shown(certificates)) as looker:
-                for look in (looker.status, looker.recent):
+                for look in (looker.status, looker.events):
                     with pytest.raises(kind, match=text):
                         look()
 

@@ -110,7 +110,7 @@ def test_who_has_no_code_is_told_how_to_get_one(served, path, code, said):
 def test_events_end_with_the_code(job, served):
     """A page that stays open shows nothing after the hour. Looking changes nothing; names are text."""
     core, code = job.servers.cores[0], make_code(TOKEN, time.time() - GOOD_SECONDS + 2)
-    before, recent = core.status(), [each.what for each in core.recent()]
+    before, recent = core.status(), [each.what for each in core.events()]
     for _ in range(5):
         got = served.get(f"/?code={code}")
         assert got.status == 200
@@ -123,7 +123,7 @@ def test_events_end_with_the_code(job, served):
     assert "event: over" in got.text
     assert "The code is over" in got.text
     assert core.status() == before
-    assert [each.what for each in core.recent()] == recent
+    assert [each.what for each in core.events()] == recent
 
 
 @pytest.mark.parametrize(

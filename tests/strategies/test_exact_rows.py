@@ -156,7 +156,7 @@ def test_another_word_is_refused(word):
         optimizer.sparse = word
     assert optimizer.sparse == "exact"
     with pytest.raises(ValueError, match="it is 'replay' or 'closed_form'"):
-        optimizer.settle = word
+        optimizer.catch_up = word
     refused(ValueError, "it is 'replay' or 'closed_form'", lambda: ps.exact_update(print, catch_up=word))
 
 
@@ -183,7 +183,7 @@ def test_a_function_of_one_s_own_is_made_up(strategy):
                 merged(strategy, partial(update, fn=ps.exact_update(fn) if number else fn, v=v, m=m), given)
         for one, other in zip(*tables, strict=True):
             np.testing.assert_array_equal(one.numpy(), other.numpy())
-    refused(TypeError, "exactly takes an update function", lambda: ps.exact_update(3))
+    refused(TypeError, "exact_update takes an update function", lambda: ps.exact_update(3))
 
 
 def job(strategy, sparse, path=""):

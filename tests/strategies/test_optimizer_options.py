@@ -657,12 +657,12 @@ def test_settings_stay_the_same_until_something_changes():
     """Then they are others: also if values change places, or a list changes in itself."""
     rates = Rates()
     rates.more = ()
-    known = rates.settings()
-    assert rates.settings() is known
+    known = rates._settings()
+    assert rates._settings() is known
     rates.first, rates.second = rates.second, rates.first
-    swapped = rates.settings()
+    swapped = rates._settings()
     assert (known.numbers, swapped.numbers, known.key == swapped.key) == ([0.5], [0.5], False)
     rates.more = [1.0]
-    assert rates.settings().numbers == [0.5, 1.0]
+    assert rates._settings().numbers == [0.5, 1.0]
     rates.more.append(2.0)
-    assert rates.settings().numbers == [0.5, 1.0, 2.0]
+    assert rates._settings().numbers == [0.5, 1.0, 2.0]

@@ -101,8 +101,7 @@ def test_a_strategy_is_printed_with_its_place_and_sizes():
 
     (strategy, unbuilt, optimizer), _ = in_threads(work)
     place = r"/job:worker/task:0 of 2 ps, 2 worker"
-    said = rf"ParameterServerStrategy\({place}, Sync\(.*\), devices=\['/job:worker/.*cpu:0'\]\)"
-    assert re.fullmatch(said, strategy.replace("CPU", "cpu")), strategy
+    assert re.fullmatch(rf"ParameterServerStrategy\({place}, Sync\(.*\), devices=\['cpu:0'\]\)", strategy), strategy
     assert unbuilt == "Adam(learning_rate=0.01, name='adam', not built)"
     assert re.fullmatch(r"Adam\(learning_rate=0.01, name='adam', \d+ variables on /job:ps/.*\)", optimizer), optimizer
     assert repr(ps.MirroredStrategy(["cpu:0", "cpu:1"])).startswith("MirroredStrategy(devices=[")

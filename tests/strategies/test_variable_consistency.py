@@ -78,13 +78,13 @@ def test_what_lies_beside_has_its_consistency(strategy):
             of_all = ps.Variable(0)
         optimizer = ps.optimizers.Adam(0.1, use_ema=True)
     optimizer.build([v, plain])
-    assert [each.alone for each in (v, plain, beside, other, of_all)] == [True, False, True, False, False]
+    assert [each._alone for each in (v, plain, beside, other, of_all)] == [True, False, True, False, False]
     assert v.consistency == beside.consistency == ps.Async()
-    kept = {each.name.rpartition("/")[2]: each.alone for each in optimizer._state.of(v)}
+    kept = {each.name.rpartition("/")[2]: each._alone for each in optimizer._state.of(v)}
     assert kept == dict.fromkeys(kept, True)
-    assert not any(each.alone for each in optimizer._state.of(plain))
+    assert not any(each._alone for each in optimizer._state.of(plain))
     counts = [shared["iterations"] for shared in optimizer._state.everywhere]
-    assert [count.alone for count in counts] == [False, True]
+    assert [count._alone for count in counts] == [False, True]
     assert optimizer.iterations is counts[0]
 
 
@@ -109,7 +109,7 @@ def test_shards_and_tables_have_it(two):
         for _ in range(2):
             strategy.run(step)
         slots = [slot for each in (v, table) for slot in optimizer._state.of(each)]
-        assert all(part.alone for each in (v, table, *slots) for part in each.variables)
+        assert all(part._alone for each in (v, table, *slots) for part in each.variables)
         assert v.numpy()[[0, 5]].tolist() == table.lookup([7, 8]).numpy().tolist() == [[-1.25] * 2, [-2.5] * 2]
         assert strategy.round == 0  # nothing of it is a round of all
 
@@ -363,9 +363,9 @@ def test_what_is_no_consistency(two, monkeypatch):
             patched.setattr(two._session, "copied", True)
             with pytest.raises(ps.errors.ConfigError, match="PS_REPLICATION_FACTOR=2 needs rounds"):
                 ps.Variable(0.0, consistency=ps.Async())
-    assert not ps.Variable(1.0, consistency=ps.Async()).alone
+    assert not ps.Variable(1.0, consistency=ps.Async())._alone
     with ps.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, strategy.scope():
-        assert not ps.Variable(1.0, consistency=ps.Async()).alone
+        assert not ps.Variable(1.0, consistency=ps.Async())._alone
 
 
 def test_where_it_waits(two):

@@ -311,7 +311,7 @@ def rolls_back():
 
 def goes_on_with_both(job, server):
     """Worker 1 is taken in while worker 0 waits."""
-    job.until(lambda: len(server.status().epoch.members) == 2)
+    job.until(lambda: len(server.status().generation.members) == 2)
     job.open("go")
     job.finish()
 

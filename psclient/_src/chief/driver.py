@@ -367,10 +367,8 @@ class Chief:
         traced = None if self.traces is None else self.traces.approve(watched.traces)
         entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save, back))
         closed = [entry.generation for entry in entries if isinstance(entry, GenerationClosed)]
-        for generation in closed:
-            log.info(
-                "generation %d: %s", generation.number, ", ".join(str(m.task) for m in generation.members) or "nobody"
-            )
+        for one in closed:
+            log.info("generation %d: %s", one.number, ", ".join(str(m.task) for m in one.members) or "nobody")
         for line in told_of(state, closed[-1], watched.sessions) if closed else ():
             log.warning("%s", line)
         done = entries[-1:] == [Done()]

@@ -411,7 +411,7 @@ class StrategyExtended:
             destinations._check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
                 return devices
-            return Beside(destinations.place, repr(destinations.name), destinations._feedback, destinations._alone)
+            return Beside(destinations.place, repr(destinations.name), destinations.feedback, destinations._alone)
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
             return devices
         names = [destinations] if isinstance(destinations, str) else destinations

@@ -87,8 +87,8 @@ class Residuals:
         for part, own in zip(shards_of(variable), specs, strict=True):
             zeros = np.zeros(own.tensor.shape, DTYPES[own.tensor.dtype])
             made.append(self._servers.create_shard(strategy, own, zeros, part.place, False))
-            part._feedback = Feedback(codec, made[-1], self._first)
-            self._all.append(part._feedback)
+            part.feedback = Feedback(codec, made[-1], self._first)
+            self._all.append(part.feedback)
         none = VariableAggregation.NONE
         variable._residual = (
             made[0]
@@ -105,9 +105,9 @@ class Residuals:
         ids = {id(each) for each in chosen}
         for variable in chosen:
             for part in shards_of(variable):
-                if part._feedback is None:
+                if part.feedback is None:
                     continue
-                part._feedback.begin(self._share(part._feedback) if id(variable._residual) in ids else None)
+                part.feedback.begin(self._share(part.feedback) if id(variable._residual) in ids else None)
 
     def _first(self, feedback: Feedback) -> Array | None:
         """Returns the residual to begin with of a variable that is new here; None for nothing.

@@ -183,7 +183,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
     def _destination(self, destinations: object, value: object) -> Destination:
         found = super()._destination(destinations, value)
         if isinstance(destinations, VariableOfShards) and isinstance(found, Beside):
-            feedbacks = tuple(shard._feedback for shard in destinations.variables)
+            feedbacks = tuple(shard.feedback for shard in destinations.variables)
             return BesideShards(
                 found.place,
                 found.label,

@@ -16,13 +16,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psclient._src.config import LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
-from psclient._src.network.remote_server import RemoteServer
 from psclient._src.processes.local_clusters import register
 from psclient._src.processes.output import Line, Relay
 from psclient._src.processes.process import (
@@ -290,11 +290,8 @@ class Cluster:
 
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
-        how = {
-            TRANSPORT: self.config.transport,
-            LOCAL_REDUCTION: str(int(self.config.local_reduction)),
-            REPLICATION_FACTOR: str(self.config.replication_factor),
-        }
+        sums, copies = str(int(self.config.local_reduction)), str(self.config.replication_factor)
+        how = {TRANSPORT: self.config.transport, LOCAL_REDUCTION: sums, REPLICATION_FACTOR: copies}
         how |= {SCRIPT_ERROR: "leave"} if self.config.restarts else {}
         return {**how, JOB: self.job, TF_CONFIG: self.tf_config(task)}
 
@@ -395,15 +392,13 @@ class Cluster:
 
     def _ask(self, task: Task) -> ServerStatus | None:
         """Returns what a server says of itself; None where it does not answer."""
+        from psclient._src.network.remote_server import RemoteServer  # with gRPC and NumPy, seldom needed here
 
         security = self.security(self.clients()[0])
         server = RemoteServer(self.addresses[task], task, Timeouts(call_timeout=TERM_SECONDS), security=security)
-        try:
+        with closing(server), suppress(PSError):
             return server.status()
-        except PSError:
-            return None
-        finally:
-            server.close()
+        return None
 
     def _failure(self) -> Outcome:
         """Ends the cluster; who failed by itself is blamed before those that failed because it did."""

@@ -24,7 +24,7 @@ class ChunkCalls:
 
     def ask(self, ask: ChunkAsk) -> Future[Chunks]:
         """Asks, and waits for nothing."""
-        return self._session.log_server.hand_out(self._session.number, ask)
+        return self._session.log_server.assign_batches(self._session.number, ask)
 
     def wait(self, future: Future[Chunks]) -> Chunks:
         """Waits for an answer; raises `PSError` if none comes, or what ended the session meanwhile."""

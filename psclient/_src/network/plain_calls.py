@@ -49,8 +49,8 @@ class PlainCalls:
         check_protocol(m.spoken, str(self.task), "this process")
         return messages.STATUS.from_pb(m)
 
-    def recent(self) -> tuple[Happened, ...]:
-        """As `ParameterServer.recent`."""
+    def events(self) -> tuple[Happened, ...]:
+        """As `ParameterServer.events`."""
         m = parse(pb.EventsReply, self._ask("Events", pb.Empty()))
         return tuple(map(messages.HAPPENED.from_pb, m.recent))
 
@@ -102,9 +102,9 @@ class PlainCalls:
         ask = partial(self._ask, "Fetch", pb.FetchRequest(session=session, number=number, offset=offset))
         return self._threads.submit(lambda: messages.FETCHED.from_pb(parse(pb.FetchReply, ask())))
 
-    def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
-        """Implements `ParameterServer.hand_out`."""
-        request = pb.AssignRequest(session=session, ask=messages.CHUNK_ASK.to_pb(ask))
+    def assign_batches(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
+        """Implements `ParameterServer.assign_batches`."""
+        request = pb.AssignBatchesRequest(session=session, ask=messages.CHUNK_ASK.to_pb(ask))
         return self._threads.submit(
-            lambda: messages.CHUNKS.from_pb(parse(pb.AssignReply, self._ask("Assign", request)))
+            lambda: messages.CHUNKS.from_pb(parse(pb.AssignBatchesReply, self._ask("AssignBatches", request)))
         )

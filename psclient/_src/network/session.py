@@ -120,9 +120,7 @@ class Session(LogCalls):
         self._heartbeats: list[threading.Thread] = []
         self.wakes = [threading.Event() for _ in self.servers]
         """Set for a server to heartbeat there at once."""
-        self._beating = [
-            threading.Lock() for _ in self.servers
-        ]  # so that heartbeats arrive in the order of what they say
+        self._beating = [threading.Lock() for _ in self.servers]  # heartbeats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
         self._proposals = Proposals()
@@ -226,10 +224,8 @@ class Session(LogCalls):
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
-        heartbeats = index, self.hosting.life(index), self.number
-        self._heartbeats.append(
-            threading.Thread(target=self._heartbeat, args=heartbeats, daemon=True, name=f"heartbeat-{index}")
-        )
+        own, name = (index, self.hosting.life(index), self.number), f"heartbeat-{index}"
+        self._heartbeats.append(threading.Thread(target=self._heartbeat, args=own, daemon=True, name=name))
         self._heartbeats[-1].start()
 
     def _hold(self, index: int) -> None:

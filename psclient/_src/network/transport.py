@@ -192,8 +192,7 @@ class Transport:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
-        self._mirror: SharedView | None = None
-        self._enough = 0
+        self._mirror, self._enough = cast(SharedView | None, None), 0
         self._tell_at = 0.0  # when the server is told of memory that is free again, while `_watching`
         self._over = self._rung = self._blocked = self._watching = False
         self._reading = threading.Lock()  # held by who receives

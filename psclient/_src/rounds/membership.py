@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from psclient._src.arrays.devices import Device
 from psclient._src.data.progress import Pass, Progress
@@ -164,8 +165,7 @@ class Group(Follower):
         self.chunk_calls = ChunkCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
         """Asks for batches that are handed out to workers that do."""
         self.passing = (lambda under_way: None) if session.clock is None else session.clock.note_pass
-        self.backup_workers = session.backup_workers
-        """Members that a round of updates does not wait for."""
+        self.backup_workers = session.backup_workers  # members that a round of updates does not wait for
 
     # ---- For datasets ----
 
@@ -248,13 +248,12 @@ class Group(Follower):
 
     def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
         """Told which examples each replica of all processes has in the batch that was taken; empty ones included."""
-        dealt, first = dict[Task, tuple[Examples, ...]](), 0
-        for member in self._newest.members:
-            stop = first + member.replicas
-            dealt[member.task] = tuple(each for each in examples[first:stop] if each.first < each.stop)
-            first = stop
-        now = next(item for item in self._passes if item.dataset == dataset)
-        now.dealt = dealt
+        rest = iter(examples)
+        dealt = {
+            member.task: tuple(each for each in islice(rest, member.replicas) if each.first < each.stop)
+            for member in self._newest.members
+        }
+        next(item for item in self._passes if item.dataset == dataset).dealt = dealt
 
     @property
     def replicas(self) -> int:
@@ -274,9 +273,8 @@ class Group(Follower):
             index, workers = self.session.task.index, [task for task in self._expected if task.job == "worker"]
             return (index, max(len(workers), index + 1)) if self.session.task.job == "worker" else (0, 1)
         generation = self._first_generation if self.alone else self._newest
-        tasks = [member.task for member in generation.members]
-        place = tasks.index(self.session.task) if self.session.task in tasks else len(tasks)
-        return place, max(len(tasks), place + 1)
+        tasks = list(dict.fromkeys((*(member.task for member in generation.members), self.session.task)))
+        return tasks.index(self.session.task), len(tasks)
 
     @property
     def late(self) -> bool:
@@ -363,12 +361,7 @@ class Group(Follower):
         return super().sent(trains)
 
     def answered(
-        self,
-        passed: Pass | None,
-        generation: Generation | None,
-        more: bool,
-        out: Set[Task] = frozenset(),
-        over: int = 0,
+        self, passed: Pass | None, newest: Generation | None, more: bool, out: Set[Task] = frozenset(), over: int = 0
     ) -> None:
         """Takes in what a round's answers said, the oldest round first.
 
@@ -376,7 +369,7 @@ class Group(Follower):
 
         Args:
             passed: as `sent` returned it.
-            generation: the newest generation that the answers name; None where there are none.
+            newest: the newest generation that the answers name; None where there are none.
             more: True if any member had a further batch.
             out: who was left out of it, if it is a round of updates, and there are backup workers.
             over: rounds that are over, from 0 on; 0 where this process was not left out.
@@ -388,8 +381,8 @@ class Group(Follower):
                 self.come_back(passed, out)
         if self.alone:
             return
-        if generation is not None and (self._announced is None or generation.number > self._announced.number):
-            self._announced = generation
+        if newest is not None and (self._announced is None or newest.number > self._announced.number):
+            self._announced = newest
         if self._announced is not None and not self._announced.join_point:
             self._take_in(self._announced)
 
@@ -472,7 +465,7 @@ class Group(Follower):
         self._announced, self._entered, self.saved = None, True, 0
         self._adopt()
         log.info(
-            "%s makes rounds with %s from round %d on, generation %d", session.task, change.said, self.round, made + 1
+            "%s makes rounds with %s from round %d, generation %d", session.task, change.said, self.round, made + 1
         )
         return True
 

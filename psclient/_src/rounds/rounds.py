@@ -393,8 +393,8 @@ class Exchange:
         plan, group, gone = outgoing.plan, self.group, self.session.hosting.gone
         parts = {server: share for server, share in shares.shares.items() if server not in gone}
         want = {server: self._want(share.writes, server) for server, share in parts.items()}
-        lookups = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
-        hints = {server: self.reads.hints(share.writes, server, lookups[server]) for server, share in parts.items()}
+        looked = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
+        hints = {server: self.reads.hints(share.writes, server, looked[server]) for server, share in parts.items()}
         alone = isinstance(strand, OwnRounds)
         if self.session.waits[0] < 0 and not (group.alone or alone):
             self.session.waits = (group.round, plan.id)
@@ -413,7 +413,7 @@ class Exchange:
                         outgoing,
                         server,
                         want[server],
-                        lookups[server],
+                        looked[server],
                         hints[server],
                         observes,
                         nonfinite,
@@ -437,10 +437,8 @@ class Exchange:
                 self.session.end(Fenced(TWICE.format(strand.round)))
             raise
         number, line = strand.round if alone else group.round, "" if waits else users_line()
-        passed = strand.sent(plan.trains)
-        round = UnderWay(
-            number, plan, shares, want, lookups, futures, group.generation, passed, waits, line, alone, traced
-        )
+        passed, now = strand.sent(plan.trains), group.generation
+        round = UnderWay(number, plan, shares, want, looked, futures, now, passed, waits, line, alone, traced)
         if self.session.clock is not None:
             group.saved += plan.snapshot is not None
             here = range(len(self.session.servers))
@@ -459,12 +457,10 @@ class Exchange:
 
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
-        deadline = self.session.deadline(self.session.timeouts.round_timeout)
-        reminder = Reminder(
-            self.session.timeouts.report_interval, lambda: _say_who_saves(self.group, self._awaited, plan)
-        )
+        deadline, timeouts = self.session.deadline(self.session.timeouts.round_timeout), self.session.timeouts
+        reminder = Reminder(timeouts.report_interval, lambda: _say_who_saves(self.group, self._awaited, plan))
         while plan.id not in self._proposed and deadline.left() > 0:
-            if not wait(futures, self.session.timeouts.heartbeat_interval).not_done:
+            if not wait(futures, timeouts.heartbeat_interval).not_done:
                 return
             self.session.check()
             self._propose(plan)

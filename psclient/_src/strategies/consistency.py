@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from psclient._src import context
 from psclient._src.network.session import Session
 from psclient._src.options import Async, BoundedStaleness, Consistency, Sync
 from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.rounds.membership import Group
 from pswire.cluster import TaskConfig
 from pswire.errors import ConfigError
 from pswire.model.changes import Change
@@ -164,6 +167,28 @@ def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: b
     for variable in backend.exchange.creation.variables.values():
         if variable.spec.alone:
             check_variables(consistency, variable.spec.name)
+
+
+def meet(group: Group, coordinates: bool, now: Consistency, set_consistency: Callable[[Consistency], object]) -> None:
+    """Waits until all asynchronous workers have come: they meet where they change how they make rounds.
+
+    Args:
+        group: the process's place among the members.
+        coordinates: True if this process schedules functions.
+        now: the consistency, which stays.
+        set_consistency: the strategy's.
+
+    Raises:
+        RuntimeError: they cannot change it here.
+    """
+    if coordinates or group.apart or group.under_way is not None:
+        raise RuntimeError(
+            "asynchronous workers meet at a barrier between two passes over their datasets, and those of a "
+            "ClusterCoordinator do not: call barrier() before or after the loop"
+        )
+    if not group.outside:
+        set_consistency(Sync(nonfinite=now.nonfinite))
+        set_consistency(now)
 
 
 def change(backend: RemoteBackend, now: Consistency, consistency: Consistency) -> bool:

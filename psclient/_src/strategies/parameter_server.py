@@ -58,6 +58,7 @@ from psclient._src.strategies.consistency import (
     check_place,
     consistency_of,
     is_apart,
+    meet,
 )
 from psclient._src.telemetry.exporter import Exporter
 from psclient._src.variables.compression import Compression, check_compression
@@ -71,6 +72,9 @@ from pswire.security.names import task_name
 
 OF_SIGNALS = 128
 """Exit codes above are those of processes that a signal ended."""
+
+BY_NAMES = json.dumps({"objects": {}, "state": {}, "delete": [], "latest": True})
+"""The order of a checkpoint of all variables by their names."""
 
 SHOWN_CHARACTERS = 160
 """Of an error that ended a script, for the other workers."""
@@ -294,33 +298,19 @@ class ParameterServerStrategy(Strategy):
     @property
     def local_rank(self) -> int:
         """As `Strategy.local_rank`; in a worker that joined the job the number of those of the cluster on its host."""
-        here = self._config.cluster.at_host_of(self.task)
-        return sum(task < self.task for task in here if task in self._expected)
+        return sum(task < self.task for task in self._config.cluster.at_host_of(self.task) if task in self._expected)
 
     def _meet(self) -> None:
         group = self._remote.group
-        if group.outside:
-            return
-        if not group.alone:
-            nothing = values.per_replica([np.float32(0)] * len(self._devices))
-            float(self.reduce(ReduceOp.SUM, nothing))
-            return
-        # Asynchronous workers meet where they change how they make rounds, and change it back.
-        if self._coordinator is not None or group.apart or group.under_way is not None:
-            raise RuntimeError(
-                "asynchronous workers meet at a barrier between two passes over their datasets, and those of a "
-                "ClusterCoordinator do not: call barrier() before or after the loop"
-            )
-        before = self.consistency
-        self.set_consistency(Sync(nonfinite=before.nonfinite))
-        self.set_consistency(before)
+        if group.alone:
+            meet(group, self._coordinator is not None, self.consistency, self.set_consistency)
+        elif not group.outside:
+            float(self.reduce(ReduceOp.SUM, values.per_replica([np.float32(0)] * len(self._devices))))
 
     def __repr__(self) -> str:
-        if not hasattr(self, "extended"):
-            return f"<{type(self).__name__} that was not opened>"
-        cluster = self._config.cluster.describe() if self._resolver else "a server of its own"
-        devices, closed = list(self.backend.worker_devices), ", closed" * self._closed
-        return f"{type(self).__name__}({self.task} of {cluster}, {self.consistency}, devices={devices}{closed})"
+        how = self.consistency if hasattr(self, "extended") else self._given
+        where = f"{self.task} of {self._config.cluster.describe()}, {how}, devices={[*map(str, self._devices)]}"
+        return f"{type(self).__name__}({where}{', closed' * self._closed})"
 
     def set_consistency(self, consistency: Consistency) -> None:
         """Changes how updates of different workers relate, while the job runs. In cross-replica context, or outside.
@@ -401,33 +391,15 @@ class ParameterServerStrategy(Strategy):
                 self._remote.checkpoints.saver()
                 return
             with self.scope(), context.enter_cross_replica(self):
-                order = {"objects": {}, "state": {}, "delete": [], "latest": True}
-                self._remote.checkpoints.save(f"sigterm/ckpt-{self.round}", json.dumps(order))
+                self._remote.checkpoints.save(f"sigterm/ckpt-{self.round}", BY_NAMES)
         except CheckpointError as error:
             log.error("%s saves no checkpoint before it goes on: %s", self.task, error)
 
     @property
     def _has_failed(self) -> bool:
-        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit. Of an
-        # interactive one, such as a notebook's, that was an earlier input, after which the user has gone on.
+        # The interpreter notes the last error before it runs exit functions. A notebook's was that of an earlier cell.
         at_end = self._at_end and not hasattr(sys, "ps1")
         return self._failed or (at_end and _last_error() is not self._last_error)
-
-    def _failure(self) -> str:
-        """Returns why this process leaves, if its script has failed: "" if not.
-
-        The others would train on without its part. So the job ends with it, unless it will be started again.
-        """
-        if not self._has_failed:
-            return ""
-        error = self._raised or _last_error()
-        ours = isinstance(error, PSError | KeyboardInterrupt | GeneratorExit | None)
-        told = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > OF_SIGNALS
-        ends = self.task.job == "worker" and ends_with_script() and not (ours or told or self._alone)
-        if not ends:
-            return "the script failed"
-        what = textwrap.shorten(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS, placeholder=" ...")
-        return f"{ScriptFailed.__name__}: the script of {self.task} ended with {what}"
 
     @property
     def _alone(self) -> bool:
@@ -452,7 +424,7 @@ class ParameterServerStrategy(Strategy):
         _open.discard(self)
         NOTICE.has_left(self._told)
         shutdown.unregister(self._closes)
-        error = self._failure()
+        error = _failure_of(self)
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
         if hasattr(self, "extended"):
@@ -512,6 +484,23 @@ class ParameterServerStrategy(Strategy):
         self._failed = self._failed or not (kind is None or issubclass(kind, Leaving))
         self._raised = rest[0] if rest and isinstance(rest[0], BaseException) else None
         super().__exit__(kind, *rest)
+
+
+def _failure_of(strategy: ParameterServerStrategy) -> str:
+    """Returns why this process leaves, if its script has failed: "" if not.
+
+    The others would train on without its part. So the job ends with it, unless it will be started again.
+    """
+    if not strategy._has_failed:
+        return ""
+    error = strategy._raised or _last_error()
+    ours = isinstance(error, PSError | KeyboardInterrupt | GeneratorExit | None)
+    told = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > OF_SIGNALS
+    ends = strategy.task.job == "worker" and ends_with_script() and not (ours or told or strategy._alone)
+    if not ends:
+        return "the script failed"
+    what = textwrap.shorten(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS, placeholder=" ...")
+    return f"{ScriptFailed.__name__}: the script of {strategy.task} ended with {what}"
 
 
 def _close_dropped(strategy: ParameterServerStrategy) -> None:

@@ -63,7 +63,7 @@ class Servers:
         """
         return self._each(_ask_more if recent else _ask)
 
-    def recent(self) -> list[Looked]:
+    def events(self) -> list[Looked]:
         """Asks all servers at once, and what they were told last."""
         return self._each(_ask_recent)
 
@@ -154,13 +154,13 @@ def _ask_more(server: RemoteServer) -> Looked:
     looked = _ask(server)
     if looked.status:
         with suppress(PSError):
-            return replace(looked, recent=server.recent())
+            return replace(looked, recent=server.events())
     return looked
 
 
 def _ask_recent(server: RemoteServer) -> Looked:
     looked = _ask(server)  # which says which server it is, and that it is one
     try:
-        return replace(looked, recent=server.recent()) if looked.status else looked
+        return replace(looked, recent=server.events()) if looked.status else looked
     except PSError as error:
         return replace(looked, status=None, error=error)

@@ -344,7 +344,7 @@ class ReplicaCopy(Component, RowWritable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         whole = container(deepcopy(self.distributed_container, memo))
-        return whole.component(next(i for i, own in enumerate(self.distributed_container.values) if own is self))
+        return whole._component(next(i for i, own in enumerate(self.distributed_container.values) if own is self))
 
     def __repr__(self) -> str:
         return _show(self.name, self.spec, self.cell.array)

@@ -285,7 +285,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
     compression: Compressed = None
     consistency: Consistency | None = None
     _alone = False
-    _feedback: Feedback | None = None
+    feedback: Feedback | None = None
     _residual: Variable | None = None
 
     if TYPE_CHECKING:  # The metaclass takes these, and makes the kind of variable that the strategy has.

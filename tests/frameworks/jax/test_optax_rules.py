@@ -114,7 +114,7 @@ def test_clipping_is_an_option_and_masks_may_be_trees(strategy):
     with pytest.raises(ValueError, match="the leaves of mask lack params/out"):
         on_servers(strategy, psj.optimizers.adamw(1e-3, mask={"dense": mask["dense"]}))
     with pytest.raises(
-        TypeError, match=r"is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
+        TypeError, match=r"is a transformation of optax.*write psj\.optimizers\.adagrad.*psj\.optimizers\.sgd with"
     ):
         on_servers(strategy, optax.adam(1e-3))
 

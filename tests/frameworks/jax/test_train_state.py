@@ -212,7 +212,7 @@ def test_what_cannot_be_a_strategy_or_an_optimizer_is_refused(strategy):
         create(two)
     with pytest.raises(RuntimeError, match=r"there is no strategy; give strategy=ps\.ParameterServerStrategy"):
         create(None)
-    with pytest.raises(TypeError, match=r"tx is a function; give one of psj\.optax or ps\.optimizers"):
+    with pytest.raises(TypeError, match=r"tx is a function; give one of psj\.optimizers or ps\.optimizers"):
         create(strategy, tx=lambda g: g)
     with pytest.raises(ValueError, match="reduction is 'max'; known are 'mean', 'sum'"):
         create(strategy, reduction="max")

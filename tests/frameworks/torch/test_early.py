@@ -114,7 +114,7 @@ def test_compressed_gradients_that_leave_early_have_the_same_bits():
             before = strategy.bytes_transferred[0]
             trained(module, optimizer, 3)
             sent = strategy.bytes_transferred[0] - before
-            left = [optimizer.variables[f"layers.{n}.weight"]._feedback.residual.copy() for n in range(3)]
+            left = [optimizer.variables[f"layers.{n}.weight"].feedback.residual.copy() for n in range(3)]
             found.append((values(module), left))
             assert 3 * 3 * SIDE * SIDE * 2 <= sent < 3 * 3 * SIDE * SIDE * 3
     (one, kept), (other, same) = found

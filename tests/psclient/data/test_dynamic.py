@@ -54,7 +54,7 @@ class Job:
         asked: list[ChunkAsk] = []
 
         def record(stimulus) -> None:
-            if stimulus.name == "hand_out":
+            if stimulus.name == "assign_batches":
                 asked.append(stimulus.args[1])
 
         self.cluster.cores[0].stimuli.record = record

@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_a_late_variable_begins_with_the_value_of_the_lowest_task(name, environ):
     """Also if that one comes last: the others wait for it."""
     if name == "with copies":
-        environ["PS_REPLICATION_FACTOR"] = "1"
+        environ["PS_REPLICATION_FACTOR"] = "2"
     servers, workers, options = LAYOUTS[name]
     with InProcessCluster(servers, workers) as cluster:
         found = Job(cluster, **options).run(*[each_begins] * workers)

@@ -76,7 +76,7 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ),
     ],
     "fetch": [((SESSION, 3, 0, Future()), f"{WHO}: the result of closure 3")],
-    "hand_out": [
+    "assign_batches": [
         ((SESSION, ChunkAsk(1, 1, 2, 9, want=1, needs=True)), f"{WHO}: asks for 1 chunk of dataset 1, pass 2"),
         (
             (SESSION, ChunkAsk(1, 1, 2, 9, want=3, done=(7, 8))),

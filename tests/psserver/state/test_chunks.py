@@ -37,10 +37,10 @@ class Server:
     def ask(self, session: int, epoch: int = 0, count: int = COUNT, **said) -> Chunks:
         number = self.last[session].number + 1 if session in self.last else 1
         self.last[session] = ChunkAsk(0, number, epoch, count, **{"want": 1, "needs": True, "restores": 1, **said})
-        return self.queue.hand_out(session, Task("worker", session), self.last[session])
+        return self.queue.assign_batches(session, Task("worker", session), self.last[session])
 
     def resend(self, session: int) -> Chunks:
-        return self.queue.hand_out(session, Task("worker", session), self.last[session])
+        return self.queue.assign_batches(session, Task("worker", session), self.last[session])
 
     def look(self, session: int = 99, **said) -> tuple[Position, ...]:
         return self.ask(session, want=0, needs=False, looks=True, **said).positions
@@ -71,7 +71,7 @@ def test_batches_come_in_order_and_the_end_waits_for_nobody(server):
     older = server.last[3]
     assert places(server.ask(3, 1)) == [(1, 0)]
     with pytest.raises(InvalidRequest, match="question 1 about dataset 0 comes after question 2"):
-        server.queue.hand_out(3, Task("worker", 3), older)
+        server.queue.assign_batches(3, Task("worker", 3), older)
 
 
 def test_what_is_not_done_at_a_sessions_end_is_handed_out_again(server):
@@ -372,14 +372,14 @@ class Asker:
         self.number += 1
         said = {"want": 1, "needs": True, "restores": 1, **said}
         ask = ChunkAsk(0, self.number, 0, BATCHES, **said)
-        answer = self.worker.job.verbs[0].hand_out(self.worker.session, ask).result(rig.SOON)
+        answer = self.worker.job.verbs[0].assign_batches(self.worker.session, ask).result(rig.SOON)
         self.has = answer.chunks or self.has
         return [chunk.examples.index for chunk in answer.chunks]
 
     def stands(self):
         self.number += 1
         ask = ChunkAsk(0, self.number, 0, BATCHES, restores=1, looks=True)
-        (found,) = self.worker.job.verbs[0].hand_out(self.worker.session, ask).result(rig.SOON).positions
+        (found,) = self.worker.job.verbs[0].assign_batches(self.worker.session, ask).result(rig.SOON).positions
         return found
 
     def push(self, plan, server=0):
@@ -445,7 +445,7 @@ def test_who_is_gone_gets_no_batch(job, two):
     with pytest.raises(Fenced):
         one.ask()
     with pytest.raises(InvalidRequest, match="handed out by server 0"):
-        job.verbs[1].hand_out(other.worker.session, ChunkAsk(0, 1, 0, BATCHES))
+        job.verbs[1].assign_batches(other.worker.session, ChunkAsk(0, 1, 0, BATCHES))
     job.begin()
     (one,) = job.join(WORKERS[0], mode="async")
     assert Asker(one).ask() == [0]

@@ -222,7 +222,7 @@ REQUESTS: list[type[Message]] = [
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.EventsReply),
     *(pb.Part, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
     *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.HeartbeatReply),
-    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.AssignRequest),
+    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.AssignBatchesRequest),
     *(pb.EnlistRequest, pb.Spoken),
     *(pb.OfferRequest, pb.MoveRequest, pb.MoveReply),
 ]
