@@ -25,10 +25,15 @@
     │   └── NoCheckpoint     there is none where one was looked for
     ├── ClosureError         a function that was scheduled has failed on a worker
     │   └── ClosureCancelled it was not run, since another one had failed
-    └── InvalidRequest       a malformed or hostile message
+    ├── InvalidRequest       a malformed or hostile message
+    └── UsageError           a call of the script is wrong; raised where it stands, before anything is sent
+        ├── InvalidArgument  a value: also a `ValueError`
+        ├── InvalidType      a type: also a `TypeError`
+        ├── InvalidCall      the time or the place of the call: also a `RuntimeError`
+        └── UnknownName      a key: also a `KeyError`
 
 The message says what is wrong, where, and what to do. `task` names the process it is about, as
-`/job:ps/task:0`. The class travels by name: `BY_NAME` is the table that both rims use.
+`/job:ps/task:0`. All but a `UsageError` travel by name: `BY_NAME` is the table that both rims use.
 """
 
 from __future__ import annotations
@@ -169,6 +174,29 @@ class ClosureCancelled(ClosureError):
 
 class InvalidRequest(PSError, ValueError):
     """A malformed message, or one that asks for what its sender may not have."""
+
+
+class UsageError(PSError):
+    """A call of the script is wrong: it would be so on any cluster, and nothing was sent.
+
+    A job treats it as any other exception of the script: its worker has failed, and not the cluster.
+    """
+
+
+class InvalidArgument(UsageError, ValueError):
+    """An argument has a value that the call cannot take."""
+
+
+class InvalidType(UsageError, TypeError):
+    """An argument is of a type that the call cannot take."""
+
+
+class InvalidCall(UsageError, RuntimeError):
+    """The call is not allowed here, or not any more."""
+
+
+class UnknownName(UsageError, KeyError):
+    """Nothing has the name that was asked for."""
 
 
 BY_NAME: dict[str, type[PSError]] = {

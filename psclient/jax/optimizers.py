@@ -20,6 +20,7 @@ from psclient.optimizers import Optimizer
 from psclient.optimizers.options import Options
 from psclient.optimizers.ranges import AT_LEAST_0, FROM_0_TO_1, LESS_THAN_1
 from psclient.optimizers.schedules import LearningRateSchedule
+from pswire.errors import InvalidArgument, InvalidType
 from pswire.model.tensor import Array
 
 Rate = float | LearningRateSchedule | Callable[[Any], Any]
@@ -257,13 +258,13 @@ def adagrad(
 
 def _refuse_dtype(name: str, dtype: object) -> None:
     if dtype is not None:
-        raise ValueError(f"{name} is {dtype!r}; slots are of the parameter's dtype, of half precision float32")
+        raise InvalidArgument(f"{name} is {dtype!r}; slots are of the parameter's dtype, of half precision float32")
 
 
 def check_transformation(tx: object) -> None:
     """Raises `TypeError`, with what to write, for a transformation of optax itself."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
-        raise TypeError(
+        raise InvalidType(
             "tx is a transformation of optax, a Python function that servers cannot run; write psj.optimizers."
             f"{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the same arguments, or take "
             "one of "

@@ -18,6 +18,7 @@ from psclient.jax.optimizers import check_transformation
 from psclient.jax.rows import Rows
 from psclient.jax.trees import Tree, check_alike, first_value, is_traced, leaves_of, nested
 from psclient.optimizers import Optimizer
+from pswire.errors import InvalidArgument, InvalidCall, InvalidType
 from pswire.model.tensor import Array
 
 Reduction = Literal["mean", "sum"]
@@ -59,9 +60,9 @@ class Parameters:
         self, strategy: Strategy, tx: Optimizer, params: Tree, tables: Sequence[Any], name: str, reduction: Reduction
     ) -> None:
         if reduction not in get_args(Reduction):
-            raise ValueError(f"reduction is {reduction!r}; known are {', '.join(map(repr, get_args(Reduction)))}")
+            raise InvalidArgument(f"reduction is {reduction!r}; known are {', '.join(map(repr, get_args(Reduction)))}")
         if tx.variables:
-            raise ValueError(
+            raise InvalidArgument(
                 f"tx is the {type(tx).__name__} {tx.name!r} of another TrainState, or has made steps itself, and it "
                 "counts them; create one for each state"
             )
@@ -130,7 +131,7 @@ class Parameters:
         """
         leaves = self._alike(grads, "the gradients")
         if any(map(is_traced, leaves)):
-            raise TypeError(
+            raise InvalidType(
                 "apply_gradients is called on traced gradients, in jax.jit, grad or scan: it makes a round with "
                 "servers, once for each call; compile the function that computes the gradients, and call it outside"
             )
@@ -145,11 +146,11 @@ class Parameters:
         found: dict[int, tuple[IndexedSlices, Any]] = {}
         for one, d in rows.items():
             if not isinstance(one, Rows):
-                raise TypeError(
+                raise InvalidType(
                     f"a key of rows is a {type(one).__name__}; write rows={{rows: d}}, with what psj.lookup returned"
                 )
             if id(one.table) in found:
-                raise ValueError(
+                raise InvalidArgument(
                     f"{one.table.name!r} was looked up twice for this step; look all ids up at once, "
                     "rows.inverse has the shape of what is given"
                 )
@@ -185,11 +186,11 @@ def strategy_of(given: Strategy | None) -> Strategy:
         ValueError: it has several replicas in this process.
     """
     if given is None and not context.has_strategy():
-        raise RuntimeError("there is no strategy; give strategy=ps.ParameterServerStrategy(), or enter its scope")
+        raise InvalidCall("there is no strategy; give strategy=ps.ParameterServerStrategy(), or enter its scope")
     strategy: Any = context.get_strategy() if given is None else given
     count = len(strategy.extended.worker_devices)
     if count > 1:
-        raise ValueError(
+        raise InvalidArgument(
             f"the strategy has {count} replicas in this process, and JAX uses all local devices as one; give it one, "
             "such as devices=['cpu:0'], and shard arrays over JAX's devices"
         )
@@ -201,6 +202,6 @@ def check_optimizer(tx: Any) -> Optimizer:
     if isinstance(tx, Optimizer):
         return tx
     check_transformation(tx)
-    raise TypeError(
+    raise InvalidType(
         f"tx is a {type(tx).__name__}; give one of psj.optimizers or ps.optimizers, such as psj.optimizers.sgd(0.1)"
     )

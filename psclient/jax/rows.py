@@ -14,6 +14,7 @@ from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable
 from psclient.jax.arrays import empty, to_host, to_jax
 from psclient.jax.trees import is_traced
+from pswire.errors import InvalidArgument, InvalidType
 from pswire.model.tensor import Array
 
 FIRST_SIZE = 16
@@ -69,9 +70,9 @@ class Rows:
             ValueError: it has another shape.
         """
         if is_traced(d):
-            raise TypeError(f"the gradient of rows of {self.table.name!r} is traced; call this outside of jax.jit")
+            raise InvalidType(f"the gradient of rows of {self.table.name!r} is traced; call this outside of jax.jit")
         if tuple(np.shape(d)) != tuple(self.values.shape):
-            raise ValueError(
+            raise InvalidArgument(
                 f"the gradient of rows of {self.table.name!r} has shape {tuple(np.shape(d))}, and their values "
                 f"{tuple(self.values.shape)}; differentiate by rows.values"
             )
@@ -98,9 +99,9 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
         RuntimeError: called in an update function.
     """
     if not isinstance(table, RowReadable):
-        raise TypeError(f"rows are looked up in a variable or a table, and not in a {type(table).__name__}")
+        raise InvalidType(f"rows are looked up in a variable or a table, and not in a {type(table).__name__}")
     if is_traced(ids):
-        raise TypeError(
+        raise InvalidType(
             f"the ids of rows of {table.name!r} are traced: a lookup asks a server; look rows up before, and give "
             "rows.values and rows.inverse to the function that is compiled"
         )

@@ -14,6 +14,7 @@ from psclient.jax.parameters import Parameters, Reduction, Values, check_optimiz
 from psclient.jax.rows import Rows
 from psclient.jax.trees import Tree
 from psclient.optimizers import Optimizer
+from pswire.errors import InvalidCall, InvalidType
 
 NO_ROWS: Mapping[Rows, Any] = MappingProxyType({})
 
@@ -107,7 +108,7 @@ class TrainState:
         if self._version == self._parameters.version and not self._is_of_now:
             self._values = self._parameters.read()
         if self._values is None:
-            raise RuntimeError(
+            raise InvalidCall(
                 "this TrainState is not the newest, and its parameters are gone; go on with what apply_gradients "
                 "returned: state = state.apply_gradients(grads=grads)"
             )
@@ -180,7 +181,7 @@ class TrainState:
             ValueError: the parameters are in another structure, or one has another shape.
         """
         if others := changes.keys() - {"params", "apply_fn"}:
-            raise TypeError(
+            raise InvalidType(
                 f"replace({', '.join(sorted(others))}=...): params and apply_fn can be replaced; steps and slots are "
                 "on the servers, where a checkpoint restores them, and tx stays"
             )
@@ -194,13 +195,13 @@ class TrainState:
 
     def _check_newest(self, what: str) -> None:
         if self._version is None:
-            raise RuntimeError(
+            raise InvalidCall(
                 f"{what} is called on a state that a function of pytrees has made, such as jax.jit or jax.tree.map: "
                 "the servers do not have its values; call it on what create or apply_gradients returned, and assign "
                 "values by state.replace(params=...)"
             )
         if self._version != self._parameters.version:
-            raise RuntimeError(
+            raise InvalidCall(
                 f"{what} is called on a state of which there is a newer one, and servers have one value of each "
                 "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads); or, "
                 "if an exception has come between, with state = state.newest()"

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from psclient._src.variables.variable import Variable
+from pswire.errors import InvalidArgument, InvalidType
 from pswire.model.tensor import Array
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -61,13 +62,15 @@ def first_value(leaf: Leaf) -> Array:
         ValueError: it is of a dtype that is not trained, or that JAX would change.
     """
     if is_traced(leaf.value):
-        raise TypeError(f"{leaf.name} is traced: variables are created on servers; create the state outside of jax.jit")
+        raise InvalidType(
+            f"{leaf.name} is traced: variables are created on servers; create the state outside of jax.jit"
+        )
     value = leaf.value if hasattr(leaf.value, "dtype") else _number(leaf)
     name = str(value.dtype)
     if name not in FLOATS:
-        raise ValueError(f"{leaf.name} is of {name}, {_WHY.get(_kind(value), _ELSE)}")
+        raise InvalidArgument(f"{leaf.name} is of {name}, {_WHY.get(_kind(value), _ELSE)}")
     if name == "float64" and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
-        raise ValueError(
+        raise InvalidArgument(
             f"{leaf.name} is of float64, and JAX would compute in float32; give float32, or call "
             "jax.config.update('jax_enable_x64', True) before"
         )
@@ -89,7 +92,7 @@ def _kind(value: Any) -> str:
 
 def _number(leaf: Leaf) -> Any:
     if not isinstance(leaf.value, int | float | complex):
-        raise TypeError(f"{leaf.name} is a {type(leaf.value).__name__}; parameters are arrays of floating dtype")
+        raise InvalidType(f"{leaf.name} is a {type(leaf.value).__name__}; parameters are arrays of floating dtype")
     return jax.numpy.asarray(leaf.value)
 
 
@@ -118,7 +121,7 @@ def check_alike(given: Tree, names: Iterable[str], structure: Any, prefix: str, 
     known, there = set(names), {leaf.name for leaf in leaves_of(given, prefix)[0]}
     differences = (("lack", known - there), ("have", there - known))
     parts = [f"{what} {verb} {', '.join(sorted(some))}" for verb, some in differences if some]
-    raise ValueError(
+    raise InvalidArgument(
         f"{' and '.join(parts) or f'{what} are in other containers than the parameters: {found}'}; give a tree of the "
         f"structure of the parameters, {structure}"
     )

@@ -14,7 +14,7 @@ from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.torch.parameters import name_of
 from psclient.torch.rounds import Extra
-from pswire.errors import InvalidRequest
+from pswire.errors import InvalidArgument, InvalidRequest
 from pswire.model.plan import ReduceOp
 from pswire.model.tensor import Array, spec_of
 
@@ -29,7 +29,7 @@ def check_mode(mode: object) -> Mode:
         if mode == word:
             found: Mode = word
             return found
-    raise ValueError(f"buffers is {mode!r}; it is one of 'first', 'mean' and 'own'")
+    raise InvalidArgument(f"buffers is {mode!r}; it is one of 'first', 'mean' and 'own'")
 
 
 class BufferCell(Cell):
@@ -137,7 +137,7 @@ def _created(name: str, buffer: torch.Tensor) -> Variable:
         first = np.array(on_host(buffer))
         spec_of(first)
     except (TypeError, InvalidRequest):
-        raise ValueError(
+        raise InvalidArgument(
             f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "
             "it in another dtype"
         ) from None

@@ -16,6 +16,7 @@ from psclient._src.variables.variable import Variable
 from psclient.dynamic_embedding import get_variable
 from psclient.torch.embeddings import LookupModule, TableRows
 from psclient.torch.parameters import DTYPES
+from pswire.errors import InvalidArgument, UnknownName
 from pswire.model.tensor import Array
 
 
@@ -132,7 +133,7 @@ class EmbeddingBagCollection(LookupModule):
     def __init__(self, tables: Sequence[Any], is_weighted: bool = False) -> None:
         super().__init__()
         if len({config.name for config in tables}) < len(tables):
-            raise ValueError("two tables of a collection have one name; their features may be of one table")
+            raise InvalidArgument("two tables of a collection have one name; their features may be of one table")
         self._configs = list(tables)
         self._modes = [_pooling(config) for config in tables]
         self._tables = [TableRows.of(_table(config)) for config in tables]
@@ -227,7 +228,7 @@ class _Bags:
             KeyError: the features lack it.
         """
         if name not in self._of:
-            raise KeyError(f"feature {name!r} is not among {', '.join(self._of)}")
+            raise UnknownName(f"feature {name!r} is not among {', '.join(self._of)}")
         return self._of[name]
 
     def ids(self, names: Sequence[str]) -> torch.Tensor:
@@ -241,23 +242,23 @@ def _check_lengths(
     """Raises `ValueError` if the lengths of bags, or weights, are not those of the values."""
     count, whole = len(values), int(lengths.sum())
     if not keys or len(lengths) % len(keys):
-        raise ValueError(
+        raise InvalidArgument(
             f"features of {len(keys)} keys have {len(lengths)} lengths; give one for each feature and example: as many "
             "for each key"
         )
     if whole != count or (len(lengths) and int(lengths.min()) < 0):
-        raise ValueError(
+        raise InvalidArgument(
             f"the lengths of {', '.join(map(repr, keys))} add up to {whole}, and there are {count} values; give the "
             "number of ids of each feature and example, none of them below 0"
         )
     if weights is not None and len(weights) != count:
-        raise ValueError(f"there are {len(weights)} weights for {count} values; give one for each")
+        raise InvalidArgument(f"there are {len(weights)} weights for {count} values; give one for each")
 
 
 def _pooling(config: Any) -> str:
     word = _word(config.pooling).lower()
     if word not in ("sum", "mean"):
-        raise ValueError(f"table {config.name!r} has pooling {config.pooling!r}; it is SUM or MEAN")
+        raise InvalidArgument(f"table {config.name!r} has pooling {config.pooling!r}; it is SUM or MEAN")
     return word
 
 
@@ -283,10 +284,10 @@ def _table(config: Any) -> Any:
     word, init = _word(getattr(config, "data_type", "FP32")), getattr(config, "init_fn", None)
     dtype = DATA_TYPES.get(word)
     if dtype is None:
-        raise ValueError(f"table {config.name!r} has data_type {word}; it is one of {', '.join(DATA_TYPES)}")
+        raise InvalidArgument(f"table {config.name!r} has data_type {word}; it is one of {', '.join(DATA_TYPES)}")
     if not config.num_embeddings:
         if init is not None:
-            raise ValueError(
+            raise InvalidArgument(
                 f"table {config.name!r} has an init_fn and no size, so that servers make its rows; give it a table=... "
                 "of ps.dynamic_embedding.get_variable with one of ps.initializers"
             )

@@ -16,6 +16,7 @@ from psclient._src.arrays.devices import to_numpy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
 from psclient.torch.parameters import DTYPES, Gate
+from pswire.errors import InvalidArgument, InvalidType
 
 
 class TableRows:
@@ -46,12 +47,12 @@ class TableRows:
             TypeError: it is no variable of rows of numbers that can be trained.
         """
         if not isinstance(table, RowReadable) or not table.shape:
-            raise TypeError(
+            raise InvalidType(
                 f"the rows of a {type(table).__name__} cannot be looked up; give a ps.Variable, or a table of "
                 "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
             )
         if np.dtype(table.dtype) not in [np.dtype(each) for each in DTYPES.values()]:
-            raise TypeError(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
+            raise InvalidType(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
         found = cls._known.get(id(table))
         if found is None:
             found = cls._known[id(table)] = cls(table)
@@ -71,7 +72,9 @@ class TableRows:
             ValueError: an id is no row of the table.
         """
         if not isinstance(ids, torch.Tensor):
-            raise TypeError(f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)")
+            raise InvalidType(
+                f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)"
+            )
         found = self.table.lookup(on_host(ids))
         rows = to_torch(np.array(to_numpy(found.values))).to(ids.device)
         if torch.is_grad_enabled() and self.gate.requires_grad:
@@ -163,7 +166,7 @@ class OfOneTable(LookupModule):
     def __init__(self, table: Any = None, *sizes: Any, padding_idx: int | None = None, **others: Any) -> None:
         super().__init__()
         if sizes or others or table is None or isinstance(table, int):
-            raise TypeError(
+            raise InvalidType(
                 f"{type(self).__name__} takes a table in place of sizes and {', '.join(others) or 'options'}: "
                 "give a ps.Variable of shape (num_embeddings, embedding_dim), or a table of "
                 "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
@@ -267,9 +270,9 @@ class EmbeddingBag(OfOneTable):
     ) -> None:
         super().__init__(table, *sizes, padding_idx=padding_idx, **others)
         if mode not in ("sum", "mean", "max"):
-            raise ValueError(f"mode is {mode!r}; it is one of 'sum', 'mean' and 'max'")
+            raise InvalidArgument(f"mode is {mode!r}; it is one of 'sum', 'mean' and 'max'")
         if len(self.table.shape) != 2:
-            raise ValueError(f"bags are of rows that are vectors, and those of {self.table.name!r} are not")
+            raise InvalidArgument(f"bags are of rows that are vectors, and those of {self.table.name!r} are not")
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(

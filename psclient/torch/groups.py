@@ -20,6 +20,7 @@ from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State, state_of
 from psclient.optimizers.step_driver import StepDriver, StepFunctions
 from psclient.torch.rules import STEP, TorchRule, plain, rule_class
+from pswire.errors import InvalidArgument, InvalidType
 
 LR = "lr"
 BETAS = "betas"
@@ -127,7 +128,7 @@ class Groups(Configured):
             ValueError: the learning rate is a schedule's, which is computed once for all.
         """
         if isinstance(self.first._learning_rate, LearningRateSchedule):
-            raise ValueError(
+            raise InvalidArgument(
                 "a schedule of ps.optimizers is for one group of parameters; give a number as learning rate, and let a "
                 "scheduler of torch.optim.lr_scheduler change it"
             )
@@ -247,23 +248,23 @@ def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tup
     """
     if isinstance(optimizer, Optimizer):
         if options:
-            raise TypeError(
+            raise InvalidType(
                 f"{', '.join(sorted(options))} given beside a {type(optimizer).__name__}, which has its arguments; "
                 "give them to it, or a class of torch.optim in its place"
             )
         return optimizer, {name: value_of(optimizer, name) for name in (LR, *keys_of(optimizer))}
     if isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
+        raise InvalidType(
             f"a {type(optimizer).__name__} of torch would update parameters here; give its class and its arguments: "
             f"pst.Optimizer(module, torch.optim.{type(optimizer).__name__}, lr=...)"
         )
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise TypeError(
+        raise InvalidType(
             f"{optimizer!r} is no optimizer; give one of ps.optimizers, or a class such as torch.optim.AdamW"
         )
     kind = rule_class(optimizer)
     if options.get("differentiable"):
-        raise ValueError("differentiable=True needs the step in this process, and servers make it; leave it out")
+        raise InvalidArgument("differentiable=True needs the step in this process, and servers make it; leave it out")
     own = {name: options[name] for name in OURS & options.keys()}
     given = {name: value for name, value in options.items() if name not in own}
     (theirs,) = optimizer([{"params": []}], **given).param_groups  # torch checks the arguments, and adds defaults

@@ -16,6 +16,7 @@ from psclient._src.data.loader import BaseLoader
 from psclient._src.options import InputOptions
 from psclient.torch.embeddings import LookupModule
 from psclient.torch.optimizer import Optimizer
+from pswire.errors import InvalidArgument, InvalidType
 
 
 class Loader(BaseLoader):
@@ -56,21 +57,21 @@ class Loader(BaseLoader):
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for each in self._optimizers:
             if not isinstance(each, Optimizer):
-                raise TypeError(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
+                raise InvalidType(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
         for module, ids in (prefetch or {}).items():
             if not isinstance(module, LookupModule):
-                raise TypeError(
+                raise InvalidType(
                     f"prefetch has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
                     "psclient.torch.Embedding"
                 )
             if not callable(ids):
-                raise TypeError(
+                raise InvalidType(
                     f"prefetch has {ids!r} for a {type(module).__name__}; give a function that returns the ids of a "
                     'batch: prefetch={module: lambda batch: batch["user"]}'
                 )
         strategies = {id(each.strategy): each.strategy for each in self._optimizers}
         if len(strategies) != 1:
-            raise ValueError("a loader is for optimizers of one strategy")
+            raise InvalidArgument("a loader is for optimizers of one strategy")
         (self._strategy,) = strategies.values()
         self._loader = loader
         named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}

@@ -29,6 +29,7 @@ from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps
 from psclient.train.object_graph import register_kind
 from psclient.train.states import register_generator
+from pswire.errors import InvalidArgument, InvalidCall, InvalidType
 
 log = logging.getLogger("psclient")
 
@@ -103,9 +104,9 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     ) -> None:
         self.strategy = _checked_strategy(strategy)
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"a {type(module).__name__} is no module; give the torch.nn.Module that is trained")
+            raise InvalidType(f"a {type(module).__name__} is no module; give the torch.nn.Module that is trained")
         if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction is {reduction!r}; it is one of 'mean' and 'sum'")
+            raise InvalidArgument(f"reduction is {reduction!r}; it is one of 'mean' and 'sum'")
         mode, self._prefix = check_mode(buffers), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = Groups(self.rule)
@@ -184,13 +185,13 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         for p in parameters:
             name = name_of(self._paths.get(id(p), ("", p))[0])
             if not name:
-                raise ValueError(
+                raise InvalidArgument(
                     f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
                     "parameters of the module, the module that has it, or add its layer to the module before"
                 )
             check_parameter(name, p)
             if id(p) in self._limited and self.strategy.num_replicas_in_sync > 1:
-                raise ValueError(
+                raise InvalidArgument(
                     f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, by which forward() changes rows in "
                     "place, in each worker those of its own batch; leave max_norm out, and limit what was looked up: "
                     "rows * (limit / rows.norm(dim=-1, keepdim=True).clamp(min=limit))"
@@ -198,7 +199,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             _check_free(p, self, f"parameter {name!r}")
         for module in tables:
             if id(module) not in self._lookups:
-                raise ValueError(f"a {type(module).__name__} is no part of the module whose rows are trained")
+                raise InvalidArgument(f"a {type(module).__name__} is no part of the module whose rows are trained")
             for rows in module.rows:
                 _check_free(rows.gate, self, f"what is looked up in {rows.table.name!r}")
 
@@ -333,7 +334,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         if found is None:
             return None, False
         if not self._in_scaler:
-            raise RuntimeError(
+            raise InvalidCall(
                 "torch's own GradScaler decides in each worker for itself whether a step overflows; take "
                 "psclient.torch.GradScaler, which decides for all of them"
             )
@@ -390,7 +391,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         numbers = {name for name, value in self.defaults.items() if not isinstance(value, bool)}
         for group in groups:
             if lacks := sorted(numbers - group.keys()):
-                raise ValueError(
+                raise InvalidArgument(
                     f"the state has a group of parameters without {', '.join(lacks)}; load it into an optimizer of the "
                     "kind that has saved it"
                 )
@@ -410,20 +411,20 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
 def _checked_strategy(strategy: Strategy | None) -> Strategy:
     if strategy is None:
         if not context.has_strategy():
-            raise ValueError(
+            raise InvalidArgument(
                 "there is no strategy; create the optimizer in strategy.scope(), or give it strategy=..., which is a "
                 "ps.ParameterServerStrategy"
             )
         strategy = context.get_strategy()
     if not isinstance(strategy, Strategy):
-        raise TypeError(f"a {type(strategy).__name__} is no strategy; give a ps.ParameterServerStrategy")
+        raise InvalidType(f"a {type(strategy).__name__} is no strategy; give a ps.ParameterServerStrategy")
     if not isinstance(strategy.backend, RemoteBackend):
-        raise TypeError(
+        raise InvalidType(
             f"a module is trained by parameter servers, and a {type(strategy).__name__} has none; take a "
             "ps.ParameterServerStrategy, which starts a server of its own where there is no cluster"
         )
     if len(strategy.extended.worker_devices) > 1:
-        raise TypeError(
+        raise InvalidType(
             f"a module is on one device, and the strategy has {len(strategy.extended.worker_devices)} replicas in this "
             "process; give it one of devices=[...], and start a worker for each device"
         )
@@ -455,7 +456,7 @@ def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
         gc.collect()  # one that nobody uses may be in a circle
         owner = _owner(tensor)
     if owner not in (None, optimizer):
-        raise ValueError(
+        raise InvalidArgument(
             f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
             "out here with params=[...], or add it there as a group"
         )
@@ -468,7 +469,7 @@ def _children_of(module: torch.nn.Module) -> dict[str, Any]:
     for name, tensor in module.named_parameters():
         owner = _owner(tensor)
         if owner is None:
-            raise ValueError(
+            raise InvalidArgument(
                 f"a checkpoint is given a module whose parameter {name_of(name)!r} no psclient.torch.Optimizer trains, "
                 "so that no server has it; create the optimizer before, with all parameters, or save the module by "
                 "torch.save"

@@ -11,6 +11,7 @@ import torch
 
 from psclient._src.arrays.conversions import on_host
 from psclient._src.variables.variable import Variable
+from pswire.errors import InvalidArgument, InvalidCall
 from pswire.model.tensor import Array
 
 DTYPES: Mapping[torch.dtype, Any] = {
@@ -92,7 +93,7 @@ class Trained:
             ("device", tensor.device, self.device),
         ):
             if now != before:
-                raise RuntimeError(
+                raise InvalidCall(
                     f"parameter {self.name!r} has {what} {now}, and had {before} when its optimizer was created; "
                     "change a module before, or create another optimizer after it"
                 )
@@ -105,7 +106,7 @@ class Trained:
             return  # it has none there, and does not use this one
         if now is not self.tensor:
             self.check(now)
-            raise RuntimeError(
+            raise InvalidCall(
                 f"parameter {self.name!r} of the module is another one than its optimizer trains; a layer was replaced "
                 "after the optimizer was created; create another optimizer after it"
             )
@@ -130,16 +131,18 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
     """
     what = f"parameter {name!r}"
     if tensor.is_meta:
-        raise ValueError(f"{what} is on the meta device, and has no values; give it some before: module.to_empty(...)")
+        raise InvalidArgument(
+            f"{what} is on the meta device, and has no values; give it some before: module.to_empty(...)"
+        )
     if torch.nn.parameter.is_lazy(tensor):
-        raise ValueError(f"{what} has no shape yet; call the lazy module once before its optimizer is created")
+        raise InvalidArgument(f"{what} has no shape yet; call the lazy module once before its optimizer is created")
     if tensor.is_complex():
-        raise ValueError(
+        raise InvalidArgument(
             f"{what} is {tensor.dtype}, and parameters on servers are real; keep real and imaginary parts, and make "
             "them one by torch.view_as_complex in forward"
         )
     if tensor.dtype not in DTYPES:
-        raise ValueError(
+        raise InvalidArgument(
             f"{what} is {tensor.dtype}, and steps are fractions; register it as a buffer, or make it one of "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
         )

@@ -17,6 +17,7 @@ from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.step_driver import StepKey
 from psclient.torch.groups import Groups
+from pswire.errors import InvalidArgument
 from pswire.model.plan import ReduceOp, Reduction, Ref
 from pswire.model.tensor import Array, TensorSpec, spec_of
 
@@ -108,7 +109,7 @@ class StepRounds:
                 section.skip_nonfinite()
             self._groups.driver.record(self._strategy, settings, out.gradients, out.variables)
             if out.skips and section.marks:
-                raise ValueError(
+                raise InvalidArgument(
                     "a GradScaler leaves a step out as a whole where any worker's gradient is not finite, and for "
                     "variables with consistency=ps.Async() no worker waits to know that; train these by an optimizer "
                     "without a scaler"

@@ -16,6 +16,7 @@ import torch
 from psclient._src.arrays.devices import Value
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer
+from pswire.errors import InvalidArgument
 from pswire.model.tensor import Array
 
 STEP = "step"
@@ -243,7 +244,7 @@ def rule_class(theirs: Any) -> type[TorchRule]:
     found = RULES.get(theirs)
     if found is None:
         known = ", ".join(kind.__name__ for kind in RULES)
-        raise ValueError(
+        raise InvalidArgument(
             f"servers do not run {getattr(theirs, '__module__', '')}.{getattr(theirs, '__name__', theirs)}; of torch's "
             f"optimizers they run {known}; else give one of ps.optimizers, or a subclass with a few lines of your own"
         )

@@ -15,6 +15,7 @@ from psclient._src.variables.variable import Variable
 from psclient.torch.groups import Groups
 from psclient.torch.parameters import Trained
 from psclient.torch.rules import SGD, STEP, TorchRule
+from pswire.errors import InvalidArgument
 
 MOMENTUM = "momentum_buffer"
 
@@ -83,7 +84,7 @@ class SlotState:
         given = {name: value for name, value in saved.items() if value is not None}
         unknown = given.keys() - slots.keys() - {STEP}
         if unknown:
-            raise ValueError(
+            raise InvalidArgument(
                 f"the state of parameter {each.name!r} has {', '.join(sorted(unknown))}, and servers keep "
                 f"{', '.join(slots) or 'nothing'} for a {type(self._groups.of(each.variable)).__name__}; load it into "
                 "an optimizer of the kind that has saved it"
@@ -96,7 +97,7 @@ class SlotState:
                 continue  # a count that is not kept of each parameter
             array = on_host(value).astype(slot.dtype)
             if array.shape != slot.shape:
-                raise ValueError(
+                raise InvalidArgument(
                     f"the state of parameter {each.name!r} has {name} of shape {array.shape}, and servers {slot.shape}"
                 )
             slot.assign(array)

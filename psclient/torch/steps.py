@@ -29,7 +29,7 @@ from psclient.torch.gradients import Gradients
 from psclient.torch.groups import Groups
 from psclient.torch.parameters import Trained, names_of
 from psclient.torch.rounds import Extra, Outgoing, StepRounds, values_of
-from pswire.errors import PSError
+from pswire.errors import InvalidCall, PSError
 from pswire.limits import PART_BYTES
 
 
@@ -331,7 +331,7 @@ class Steps:
             INTERRUPTS.release()
             session = self._backend.group.session
             session.end(PSError(why, str(session.task)))
-        raise RuntimeError(why)
+        raise InvalidCall(why)
 
 
 def _is_large(trained: Sequence[Trained]) -> bool:

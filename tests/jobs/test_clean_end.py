@@ -270,7 +270,7 @@ def test_strategies_leave_nothing_in_their_process(tmp_path):
 # ---- A script that fails ----
 
 
-def fail_alone(leaves):
+def fail_alone(leaves, bug="KeyError"):
     if leaves:
         os.environ["PS_SCRIPT_ERROR"] = "leave"
     strategy = ps.ParameterServerStrategy()
@@ -280,21 +280,26 @@ def fail_alone(leaves):
     for step in range(12 if leaves else 10**6):
         if step == 5 and ME == 1:
             say("fails", float(v.numpy()[0]))
-            raise KeyError("my bug")
+            raise getattr(ps.errors, bug, KeyError)("my bug")
         strategy.run(lambda: optimizer.apply_gradients([(-np.ones(1), v)]))
     say("is", float(v.numpy()[0]))
 
 
-@pytest.mark.parametrize("ps_tasks", [1, 2])
-def test_a_script_that_fails_ends_its_job(tmp_path, ps_tasks):
-    """No round is made without its part; all processes end at once, and name the worker and its error."""
-    with ProcessCluster(fail_alone, tmp_path, (False,), ps=ps_tasks, workers=3, chief="driver") as job:
+@pytest.mark.parametrize(
+    ("ps_tasks", "kind", "text"), [(1, "KeyError", "KeyError: 'my bug'"), (2, "InvalidType", "InvalidType: my bug")]
+)
+def test_a_script_that_fails_ends_its_job(tmp_path, ps_tasks, kind, text):
+    """No round is made without its part; all processes end at once, and name the worker and its error.
+
+    A call that is wrong is the script's fault, though its error is ours.
+    """
+    with ProcessCluster(fail_alone, tmp_path, (False, kind), ps=ps_tasks, workers=3, chief="driver") as job:
         assert job.hear(W1, "fails") == 15.0
         for task in (W0, W2):
             assert job.exited(task, 10) == 1
-            assert f"the script of {W1} ended with KeyError: 'my bug'" in job.errors(task)
+            assert f"the script of {W1} ended with {text}" in job.errors(task)
         assert job.exited(W1) == 1
-        assert "KeyError: 'my bug'" in job.errors(W1)
+        assert "my bug" in job.errors(W1)
         assert "PS_REPLICATION_FACTOR" not in "".join(map(job.errors, (W0, W1, W2, CHIEF, PS0)))
 
 

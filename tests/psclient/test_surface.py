@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from pswire.flags import explained
 from pswire.limits import Timeouts, check_variables
 from pswire.variables import RETIRED, VARIABLES
 from tools.surface import LISTED, surface
+
+PACKAGE = LISTED.parents[2] / "psclient"
 
 
 def test_the_public_surface_is_listed():
@@ -50,6 +53,18 @@ def test_a_retired_flag_or_command_names_the_new_one(words, said):
     with pytest.raises(click.ClickException) as caught:
         psctl.main(words, standalone_mode=False, obj=None)
     assert said in explained(caught.value)
+
+
+@pytest.mark.parametrize("path", [*PACKAGE.glob("torch/*.py"), *PACKAGE.glob("jax/*.py")], ids=lambda path: path.name)
+def test_errors_of_front_ends_are_ours(path):
+    """`except ps.PSError` catches them all; they are builtin ones as well."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    raised = {
+        node.exc.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+    }
+    assert {name for name in raised if hasattr(builtins, name)} <= {"AttributeError"}  # which Python asks of a module
 
 
 def test_a_timeout_is_called_in_the_environment_as_in_python():

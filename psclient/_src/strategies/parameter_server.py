@@ -64,7 +64,7 @@ from psclient._src.telemetry.exporter import Exporter
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken
+from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken, UsageError
 from pswire.limits import Timeouts
 from pswire.network.traffic import TransportName
 from pswire.security.identity import Security
@@ -494,7 +494,7 @@ def _failure_of(strategy: ParameterServerStrategy) -> str:
     if not strategy._has_failed:
         return ""
     error = strategy._raised or _last_error()
-    ours = isinstance(error, PSError | KeyboardInterrupt | GeneratorExit | None)
+    ours = isinstance(error, PSError | KeyboardInterrupt | GeneratorExit | None) and not isinstance(error, UsageError)
     told = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > OF_SIGNALS
     ends = strategy.task.job == "worker" and ends_with_script() and not (ours or told or strategy._alone)
     if not ends:
