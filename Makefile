@@ -16,7 +16,7 @@ RAY ?= ray==2.60.0
 NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensorflow)\b' --include=*.py psclient examples benchmarks)
 
 # What is built has the time of its commit, so that it is the same whenever it is built.
-export SOURCE_DATE_GENERATION ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
 .PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray \

@@ -87,8 +87,8 @@ def test_images_are_for_nobody_in_particular(kind: str) -> None:
     assert "-r locks/build.lock" in build
     assert build.count("--no-compile") == 2
     assert "compileall -q -f --invalidation-mode unchecked-hash" in build
-    assert build.index("compileall") < build.index('touch --no-dereference --date="@${SOURCE_DATE_GENERATION}"')
-    assert final.index("ARG SOURCE_DATE_GENERATION") < final.index("useradd")
+    assert build.index("compileall") < build.index('touch --no-dereference --date="@${SOURCE_DATE_EPOCH}"')
+    assert final.index("ARG SOURCE_DATE_EPOCH") < final.index("useradd")
 
 
 def test_what_is_copied_is_let_through() -> None:

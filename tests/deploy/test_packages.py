@@ -99,6 +99,7 @@ def test_a_wheel_has_the_packages_and_nothing_else() -> None:
     (path,) = DIST.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
+        assert {each.mtime for each in sdist} == {int(os.environ["SOURCE_DATE_EPOCH"])}  # the commit's, and not of now
     assert names == {name for name in tracked() if not name.startswith(".ci/")} | {"PKG-INFO"}
     assert TOOLS.is_file(), "run it by make dist-check"
     found = run(TOOLS, "-c", "import importlib.util as u; print(u.find_spec('psclient'))", cwd=Path(sys.prefix))
@@ -113,8 +114,8 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)  # with the time of now
         target.chmod(target.stat().st_mode & 0o700)
-    generation = os.environ.get("SOURCE_DATE_GENERATION") or pytest.fail("run it by make dist-check")
-    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", tmp_path, copy, cwd=copy, SOURCE_DATE_GENERATION=generation)
+    moment = os.environ.get("SOURCE_DATE_EPOCH") or pytest.fail("run it by make dist-check")
+    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", tmp_path, copy, cwd=copy, SOURCE_DATE_EPOCH=moment)
     for first in (wheel(), *DIST.glob("*.tar.gz")):
         assert (tmp_path / first.name).read_bytes() == first.read_bytes(), first.name
 
@@ -144,7 +145,7 @@ def test_bills_of_materials_are_valid(tmp_path: Path) -> None:
         ROOT / "tools" / "make_sbom.py",
         tmp_path,
         cwd=ROOT,
-        SOURCE_DATE_GENERATION=os.environ["SOURCE_DATE_GENERATION"],
+        SOURCE_DATE_EPOCH=os.environ["SOURCE_DATE_EPOCH"],
     )
     bills = sorted(DIST.glob("*.cdx.json"))
     assert {path.name for path in bills} >= {"paramserver-runtime.cdx.json", "paramserver-gpu.cdx.json"}
