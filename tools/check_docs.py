@@ -3,6 +3,7 @@ links lead somewhere, and tests that are named are there.
 
     python tools/check_docs.py                all of it; blocks whose framework is not installed are named, and not run
     python tools/check_docs.py --frameworks   only the blocks that import a framework, which has to be installed
+    python tools/check_docs.py docs/jax.md    some pages
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Snippet:
 
 
 def documents() -> list[Path]:
-    """All documents."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    """All documents, or those that are asked for."""
+    some = [Path(name).resolve() for name in sys.argv[1:] if name.endswith(".md")]
+    return some or [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def snippets() -> Iterator[Snippet]:
