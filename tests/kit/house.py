@@ -30,7 +30,7 @@ pswire.telemetry            2  pswire wire.security
 pswire.traces               1  pswire
 pswire.telemetry.views      3  pswire wire.model wire.security
 pswire.telemetry.page       4  pswire wire.model wire.security wire.telemetry wire.views
-pswire.network            2  pswire wire.model wire.security
+pswire.network              2  pswire wire.model wire.security
 pswire.servers              2  pswire wire.model
 pswire.api                  3  pswire wire.model wire.network wire.servers
 pswire.checkpoint           4  pswire wire.model wire.api wire.security
@@ -42,7 +42,7 @@ psserver.tables             6  pswire wire.model psserver.programs psserver.tier
 psserver.plans              6  pswire wire.model wire.servers wire.network psserver.programs wire.api
 psserver.state              7  pswire wire.servers wire.model wire.security wire.telemetry psserver wire.network
                                 psserver.programs wire.api psserver.plans psserver.tables
-psserver.network          7  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
+psserver.network            7  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
                                 wire.network wire.api wire.encoding
 psserver.checkpoints        8  pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint
                                 psserver.state
@@ -108,7 +108,7 @@ psclient                   15  pswire psclient.ops psclient._src src.data src.tr
                                 psclient.cluster_resolver psclient.metrics psclient.compat psclient.dynamic_embedding
                                 psclient.initializers psclient.compression psclient.experimental psclient.optimizers
                                 psclient.train src.strategies
-psclient.jax               16  wire.model psclient._src src.arrays src.interpreter src.data src.variables
+psclient.jax               16  pswire wire.model psclient._src src.arrays src.interpreter src.data src.variables
                                 src.distribute psclient.optimizers
 psclient.__main__          15  src.launch
 psclient.launch            12  pswire psclient._src src.processes src.launch
