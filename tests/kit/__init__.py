@@ -5,15 +5,13 @@ Worlds
     strategies       strategies of every kind, by name; `kinds` says on which a test runs
     fixtures         the fixtures of all folders: `strategy`, `shared`, and what a test changes for its own time
     rig              servers without a network or behind one, and a job on them that a test drives by hand
-    workers          workers in threads of this process, and the training script `learn` of real processes
-    coordinated      a coordinator and its workers in threads of this process
+    workers          workers in threads of this process, a coordinator's too; the script `learn` of real processes
     simulated        whole jobs in simulated time, which a test makes fail
-    transports            one server behind a transport, and networks that break
+    transports       one server behind a transport, and networks that break
     faulty_servers   processes that die at a point of a save, flip a bit, or hold a read back
     shell            commands as a user types them; other hosts; what may be left behind
     storage          disks, an object store, checkpoints that were written by other means
     certificates     certificates of a cluster, and others
-    slow_gpu         stands in for CuPy where there is no GPU
 
 Cases and references
     cases            pairwise choices, and how long searches are

@@ -9,8 +9,7 @@ import pytest
 
 import psclient as ps
 import psclient.jax as psj
-from tests.kit.entries import WITH_A_PATH, entries
-from tests.kit.strategies import refused
+from tests.kit.strategies import WITH_A_PATH, entries, refused
 
 
 def deleted():

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kit.entries import WITH_A_PATH, entries
-from tests.kit.strategies import refused
+from tests.kit.strategies import WITH_A_PATH, entries, refused
 
 TAKEN = {
     "float16": torch.ones(3, dtype=torch.float16),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.coordinated import coordinated, here
 from tests.kit.strategies import refused
+from tests.kit.workers import coordinated, here
 
 
 def model():

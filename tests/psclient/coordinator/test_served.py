@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import until
-from tests.kit.coordinated import SECONDS, coordinated, here
+from tests.kit.workers import SECONDS, coordinated, here
 
 
 def counter():

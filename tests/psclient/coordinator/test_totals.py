@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from psclient.coordinator.worker import Worker
-from tests.kit.coordinated import coordinated, here, hold
+from tests.kit.workers import coordinated, here, hold
 
 AGGREGATION = ps.VariableAggregation
 LABELS, SCORES = np.array([0, 0, 1, 1]), np.array([0.0, 0.5, 0.3, 0.9], "float32")
