@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,7 +47,9 @@ def opened(kind: str) -> Iterator[Any]:
     cut variables of `ROWS` rows and more into `SHARDS`; and `async-2x2`, whose workers are asynchronous.
     """
     if kind == "default":
-        yield ps.get_strategy()
+        backend = ps.get_strategy().extended._backend  # that of the process: what a test restores ends with the test
+        with mock.patch.object(backend, "first_value", backend.first_value):
+            yield ps.get_strategy()
         return
     name, _, count = kind.partition("-")
     if name not in _MADE:
