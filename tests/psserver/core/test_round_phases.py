@@ -1,0 +1,334 @@
+"""What each event does to a round in each phase, on a server that decides alone or votes with another one.
+
+The table in `PHASES.txt` beside this file is written by `python -m tests.psserver.core.test_round_phases`; a change of
+it is a change of what members see, and is read line by line.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from psserver.core.core import Core
+from psserver.execution.array_queue import ArrayQueue
+from pswire.errors import PSError
+from pswire.limits import PART_BYTES
+from pswire.model.log import Approved
+from pswire.model.plan import Plan
+from tests.kit.contributions import Sending, Voters
+from tests.kit.rig import WORKERS, at_once, reduce_only, sum_into
+
+TABLE = Path(__file__).with_name("PHASES.txt")
+
+
+class World(Voters):
+    """A round of two members on server 0, whose array work waits until the test runs it.
+
+    Args:
+        root: the checkpoint root.
+        kind: see `KINDS`.
+    """
+
+    def __init__(self, root: Any, kind: str) -> None:
+        self.work: list[Callable[[], object]] = []
+        self.held = False
+        super().__init__(root, submit=self._submit)
+        self.cores[1]._arrays = ArrayQueue(at_once)
+        modes: dict[str, Any] = {"backup": {"backup_workers": 1}, "async": {"mode": "async"}}
+        self.a, self.b = self.job.join(*WORKERS[:2], **modes.get(kind, {}))
+        self.strand = WORKERS[0] if kind == "async" else None
+        servers = (0,) if kind in ("alone", "backup", "async") else (0, 1)
+        self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in servers]
+        self.plan = sum_into(*self.variables, returned=False)
+        self.other = Plan((*self.plan.reductions, *reduce_only(self.variables[0].spec.tensor).reductions))
+        self.job.verbs[0].propose(self.a.session, self.plan, "", None)
+        self.calls: dict[str, Future[Any]] = {}
+        self.held = True
+        if kind == "behind":
+            self.core.machine.rounds.backlog.begin(AWAITED)
+
+    def _submit(self, work: Callable[[], object]) -> None:
+        if self.held:
+            self.work.append(work)
+        else:
+            work()
+
+    @property
+    def core(self) -> Core:
+        return self.cores[0]
+
+    def approve(self) -> None:
+        self.job.append(Approved(self.plan))
+
+    def push(self, name: str, server: int = 0, plan: Plan | None = None, later: int = 0) -> None:
+        """A member pushes; `again` in the name marks a resend."""
+        worker, plan = {"a": self.a, "b": self.b}[name[0]], plan or self.plan
+        worker.round += later
+        try:
+            self.calls[f"{name}{server}"] = worker.push(plan, [ONES] * len(plan.reductions), server=server)
+        except PSError as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            self.calls[f"{name}{server}"] = failed
+        worker.round -= later
+
+    def begin(self, name: str) -> None:
+        """A member's push begins to arrive."""
+        sending = Sending({"a": self.a, "b": self.b}[name[0]], self.plan, [ONES] * len(self.plan.reductions))
+        self.calls[f"{name}0"] = sending.reply
+
+    def run(self, *_: Any) -> None:
+        """Runs the array work that is there, and what follows from it."""
+        while self.work:
+            self.work.pop(0)()
+
+    @property
+    def phase(self) -> str:
+        """The phase of round 0 on server 0."""
+        machine = self.core.machine
+        runner, strand = machine.runner, machine.rounds.strands.get(self.strand)
+        if strand is None:
+            return "unknown"
+        if (record := strand.records.get(0)) is not None:
+            if record.error is not None:
+                return f"failed: {type(record.error).__name__}"
+            behind = ", not made" if len(machine.rounds.backlog) else ""
+            return "over" + behind + "".join(f", without {task}" for task in record.excluded)
+        if 0 not in strand.open:
+            return "unknown"
+        if runner._late.keeps is not None:
+            return "kept"
+        if runner._execution is not None:
+            return "tried" if runner._ballot is not None else "running"
+        if runner._ballot is not None:
+            return "deciding"
+        return "failing" if strand.open[0].error is not None else "gathering"
+
+    def answers(self) -> dict[str, str]:
+        """What the calls were answered so far."""
+        said: dict[str, str] = {}
+        for name, call in self.calls.items():
+            if call.done():
+                error = call.exception()
+                said[name] = "answered" if error is None else type(error).__name__
+        return said
+
+
+def unknown(world: World) -> None:
+    """No push has come."""
+    world.approve()
+
+
+def gathering(world: World) -> None:
+    """One of two members has pushed."""
+    world.approve()
+    world.push("a")
+
+
+def incomplete(world: World) -> None:
+    """Both have; the second push has not arrived whole."""
+    world.approve()
+    world.push("a")
+    world.begin("b")
+
+
+def unapproved(world: World) -> None:
+    """Both have pushed; the chief has not approved the plan."""
+    world.push("a")
+    world.push("b")
+
+
+def complete(world: World) -> None:
+    """Both have pushed; array work, or the other server's vote, is missing."""
+    world.approve()
+    world.push("a")
+    world.push("b")
+
+
+def decided(world: World) -> None:
+    """This server has run a trial, and voted; the other one has not."""
+    complete(world)
+    world.run()
+
+
+def agreed(world: World) -> None:
+    """All servers have voted; array work is missing."""
+    complete(world)
+    world.push("a", 1)
+    world.push("b", 1)
+    world.hear()
+
+
+def over(world: World) -> None:
+    """The round is over."""
+    if len(world.variables) > 1:
+        agreed(world)
+    else:
+        complete(world)
+    for _ in range(3):
+        world.run()
+        world.hear()
+
+
+def without_a(world: World) -> None:
+    """A generation without the first member."""
+    world.job.close([world.b.member])
+
+
+def without_b(world: World) -> None:
+    """A generation without the second member."""
+    world.job.close([world.a.member])
+
+
+def without_both(world: World) -> None:
+    """A generation without members."""
+    world.job.close([])
+
+
+def vote(*names: str) -> Callable[[World], None]:
+    """The other server has the pushes of these members, and votes where it may."""
+
+    def event(world: World) -> None:
+        for name in names:
+            world.push(name, 1)
+        world.hear()
+
+    return event
+
+
+def break_work(world: World) -> None:
+    """A bug in array work."""
+    runner = world.core.machine.runner
+    if (execution := runner._execution) is not None:
+        execution.step = _bug  # type: ignore[method-assign]
+    world.run()
+
+
+def _bug(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a bug")
+
+
+def leave(name: str) -> Callable[[World], None]:
+    """A member's process ends cleanly."""
+
+    def event(world: World) -> None:
+        world.core.leave({"a": world.a, "b": world.b}[name].session, "")
+
+    return event
+
+
+KINDS = {
+    "alone": "one server, which decides alone",
+    "votes": "two servers, which vote before the round runs",
+    "tries": "two servers, on which the round runs first, since it streams, and which vote then",
+    "behind": "two servers; this one is back, and has not read its variables",
+    "backup": "one server, whose rounds do not wait for the last member",
+    "async": "one server, on which each member makes rounds of its own; the round is the first member's",
+}
+AWAITED = 99
+"""The generation by which the variables of a server that is behind are handed over."""
+
+ONES = np.ones(2, "float32")
+
+PHASES: dict[str, Callable[[World], None]] = {
+    "unknown": unknown,
+    "gathering": gathering,
+    "incomplete": incomplete,
+    "unapproved": unapproved,
+    "complete": complete,
+    "decided": decided,
+    "agreed": agreed,
+    "over": over,
+}
+EVENTS: dict[str, Callable[[World], None]] = {
+    "first member pushes": lambda world: world.push("a again"),
+    "second member pushes": lambda world: world.push("b again"),
+    "another plan": lambda world: world.push("b other", plan=world.other),
+    "next round": lambda world: world.push("a next", later=1),
+    "plan approved": World.approve,
+    "plan refused": lambda world: world.core._enter(_refuse(world)),
+    "array work": World.run,
+    "a bug in array work": break_work,
+    "first member fenced": without_a,
+    "second member fenced": without_b,
+    "all fenced": without_both,
+    "first member leaves": leave("a"),
+    "other server has both": vote("a", "b"),
+    "other server has the second": vote("b"),
+    "variables are read": lambda world: world.core._enter(_has_read(world)),
+    "new job": lambda world: world.job.begin(),
+}
+
+
+def _refuse(world: World) -> Callable[..., Any]:
+    def refuse(now: float) -> Any:
+        machine = world.core.machine
+        prepared = world.core._prepared(world.plan)
+        return None, machine.rounds.refuse(prepared, PSError("it cannot run here"))
+
+    return refuse
+
+
+NEVER = {
+    "alone": ("decided", "agreed"),
+    "backup": ("decided", "agreed"),
+    "async": ("gathering", "incomplete", "decided", "agreed"),
+}
+"""Phases that a kind has not."""
+
+
+def _has_read(world: World) -> Callable[..., Any]:
+    def has_read(now: float) -> Any:
+        return None, list(world.core.machine.rounds.backlog.has_read(AWAITED) or ())
+
+    return has_read
+
+
+def outcome(kind: str, phase: str, event: str) -> str:
+    """What an event does: the phase after it, and which calls it answers; "-" where nothing happens."""
+    streams = mock.patch("pswire.model.plan.PART_BYTES", 0 if kind == "tries" else PART_BYTES)
+    with tempfile.TemporaryDirectory() as root, streams:
+        world = World(root, kind)
+        PHASES[phase](world)
+        before, answered = world.phase, world.answers()
+        try:
+            EVENTS[event](world)
+            refused = ""
+        except PSError as error:
+            refused = f" refused: {type(error).__name__}"
+        after, new = world.phase, {k: v for k, v in world.answers().items() if k not in answered}
+        waits = " work" if world.work else ""
+        for one in world.cores:
+            one.close()
+        told = "".join(f" {name}={said}" for name, said in new.items())
+        return (f"{before} -> {after}" if before != after else before) + told + refused + waits
+
+
+def table(kind: str, phase: str) -> Iterator[str]:
+    """The lines of the table for a phase of a kind of round."""
+    for event in EVENTS if phase not in NEVER.get(kind, ()) else ():
+        if not (kind in NEVER and event.startswith("other server")):
+            yield f"{kind:7}{phase:12}{event:29}{outcome(kind, phase, event)}"
+
+
+if __name__ == "__main__":
+    lines = [line for kind in KINDS for phase in PHASES for line in table(kind, phase)]
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sys.exit()
+
+
+LINES = TABLE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(("kind", "phase"), [(kind, phase) for kind in KINDS for phase in PHASES])
+def test_each_event_in_each_phase(kind: str, phase: str) -> None:
+    """The phase after it, and which calls are answered with what; the table has all pairs."""
+    assert [*table(kind, phase)] == [line for line in LINES if line.startswith(f"{kind:7}{phase:12}")]
