@@ -139,8 +139,7 @@ class Registry:
             raise Forbidden(f"session {number} is {owner}'s, and {found.task} has opened it", self._server)
 
     def _compare(self, generation: Generation | None) -> None:
-        """Finds the sessions that another task has opened than the generation says; once per generation, as checks are
-        many."""
+        """Finds the sessions opened by another task than the generation says; once per generation, not per check."""
         self._generation = generation
         members = generation.everybody if generation else ()
         found = [(member, self._sessions.get(member.session)) for member in members]

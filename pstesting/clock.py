@@ -14,4 +14,5 @@ class Clock:
         self.now = 1000.0
 
     def __call__(self) -> float:
+        """Returns the seconds of the clock."""
         return self.now

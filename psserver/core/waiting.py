@@ -202,8 +202,10 @@ class Waiters:
         return self._may_go(row.said)
 
     def _may_go(self, said: Contribution) -> bool:
-        """Returns whether the answer of a round need not wait for the clocks of others; what a worker makes beside
-        the rounds that it counts never does."""
+        """Returns whether the answer of a round need not wait for the clocks of others.
+
+        A round that a worker makes beside those that it counts never waits.
+        """
         return said.alone or self._rounds.clocks.answers(said.session, said.round)
 
     def _can_go(self, row: Owed) -> bool:

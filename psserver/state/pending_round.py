@@ -333,8 +333,7 @@ class PendingRound:
         return [Fail(future, error) for _, future in waiters]
 
     def begin_anew(self, plan_id: bytes, generation: int) -> list[tuple[Member, Future[RoundReply]]]:
-        """Takes another plan and generation; returns whose contributions it had, with the answers that they wait
-        for."""
+        """Takes another plan and generation; returns the members that contributed, each with its pending answer."""
         dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
         self.parts.clear()
         self.waiters.clear()

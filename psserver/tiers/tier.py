@@ -145,8 +145,10 @@ class Tier:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Numbers of pages so far: those that hints brought into memory, of them those that were looked up there, and
-        those that were missing when a round needed them, new ones included.
+        """Returns numbers of pages so far.
+
+        hinted: brought into memory by hints; hit: looked up of those; waited: missing when a round needed them, new
+        ones included.
         """
         return {"hinted": self._hinted, "hit": self._hit, "waited": self._waited}
 

@@ -69,6 +69,5 @@ def words_of(mode: Mode, backup_workers: int = 0, staleness: int = 0, nonfinite:
 
 
 def change_of(generation: Generation) -> Change | None:
-    """Returns the change that a generation begins with; None for a generation of the same consistency as the one
-    before."""
+    """Returns the change that a generation begins with; None if it keeps the consistency of the one before."""
     return Change.parse(generation.join_point)

@@ -406,8 +406,10 @@ class Plan:
 
     @cached_property
     def streams(self) -> frozenset[int]:
-        """The servers that may apply this plan bit by bit, as contributions come: where that is worth it, and if no
-        value, and no contribution, can be refused halfway."""
+        """Returns the servers that may apply this plan piece by piece, as contributions arrive.
+
+        It is empty where that is not worth it, or where a value or contribution may be refused halfway.
+        """
         if self.nonfinite != "apply" or self.keys or any(program.may_refuse for program in self.programs):
             return frozenset()
         sent = Counter[int]()

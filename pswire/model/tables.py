@@ -182,8 +182,9 @@ class CounterFilter:
 
 @dataclass(frozen=True)
 class CBFFilter:
-    """Admits a key when it has come a number of times, counted by a counting Bloom filter: never too late, at times
-    too early.
+    """Admits a key after a number of occurrences, counted by a counting Bloom filter.
+
+    A key is never admitted too late; it may be admitted too early.
 
     Attributes:
         k: occurrences after which a key has a row.

@@ -1,5 +1,4 @@
-"""The lives of sessions as bars, and generations as marks on them: small drawings, and beside each the same in
-words."""
+"""Draws the lifetimes of sessions as bars with generations as marks, and writes the same in words beside each."""
 
 from __future__ import annotations
 
