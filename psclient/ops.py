@@ -138,7 +138,8 @@ def clip_by_value(t: Value, clip_value_min: Value, clip_value_max: Value) -> Val
 
     Args:
         t: an array or number; of `IndexedSlices` the values are clipped.
-        clip_value_min, clip_value_max: numbers, or arrays that can be broadcast to the shape of `t`.
+        clip_value_min: numbers, or arrays that can be broadcast to the shape of `t`.
+        clip_value_max: see `clip_value_min`.
 
     Raises:
         ValueError: a bound cannot be broadcast to the shape of `t`.

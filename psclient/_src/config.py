@@ -1,7 +1,7 @@
-"""Configuration of a client: `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, and Slurm's
-variables.
+"""Configuration of a client from the environment.
 
-The only module of this package that reads the environment for configuration.
+Reads `TF_CONFIG`, the timeouts such as `PS_SESSION_TIMEOUT`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables. No other
+module of this package reads the environment for configuration.
 """
 
 from __future__ import annotations
@@ -216,8 +216,7 @@ def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
 
 
 def transport_from(environ: Mapping[str, str] = os.environ) -> TransportName:
-    """The fastest transport that may be used, which `PS_TRANSPORT` says, else any; raises `ConfigError` for an unknown
-    one."""
+    """Returns the fastest transport that `PS_TRANSPORT` allows; raises `ConfigError` for an unknown one."""
     return check_transport(environ.get(TRANSPORT, TRANSPORTS[0]))
 
 
@@ -245,8 +244,10 @@ def job_from(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
-    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry" where a proxy refuses for servers that may be
-    alive."""
+    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry".
+
+    "retry" is for a proxy that refuses connections to servers that may be alive.
+    """
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]

@@ -269,7 +269,8 @@ def arguments(
 
     Args:
         what: the method that was given them, for the message.
-        args, kwargs: as it was given them.
+        args: as it was given them.
+        kwargs: as it was given them.
     """
     if not isinstance(args, tuple | list):
         raise TypeError(f"{what} takes a tuple of arguments, and args is a {type(args).__name__}; write args=(x,)")

@@ -189,8 +189,9 @@ class DistributionStrategy:
 
         Args:
             fn: may call `get_tower_context`.
-            args, kwargs: nests; of each per-device value a tower gets its own. `run_concurrently` is no argument
+            args: nests; of each per-device value a tower gets its own. `run_concurrently` is no argument
                 of `fn`, and has no effect.
+            kwargs: see `args`.
 
         Returns:
             The merged results, as `Strategy.run` returns them; of towers that differ a `PerDevice`.

@@ -166,8 +166,9 @@ class ClusterCoordinator:
 
         Args:
             fn: a function that is registered by `ps.coordinator.function`.
-            args, kwargs: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied. The function
+            args: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied. The function
                 gets the value of a `RemoteValue`, and this worker's of a `PerWorkerValues`.
+            kwargs: see `args`.
 
         Returns:
             A `RemoteValue`: what the function returns, a nest of numbers, strings and arrays.
@@ -276,8 +277,7 @@ class ClusterCoordinator:
         return self._session.task
 
     def _look(self) -> None:
-        """Raises if no worker has been there for too long; called while this process waits, every
-        `Timeouts.report_interval`."""
+        """Raises if no worker has been there for too long; called every `Timeouts.report_interval` of a wait."""
         session = self._session
         future = session.log_server.schedule(session.number, ClosureOrder(told=self._told))
         state = wait(session, future, lambda: None)

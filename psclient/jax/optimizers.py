@@ -76,6 +76,7 @@ class Sgd(Rule):
         self.slots = ("trace",) if self.momentum else ()
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `optax.sgd`."""
         step = gradient
         for trace in slots:
             trace.assign(gradient + self.momentum * trace)
@@ -112,6 +113,7 @@ class Adam(Rule):
         self.b1, self.b2, self.eps, self.eps_root, self.nesterov = b1, b2, eps, eps_root, bool(nesterov)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `optax.adam` or `optax.adamw`."""
         mu, nu = slots
         t = iterations.astype(gradient.dtype)  # as in optax: in single precision 1 - 0.999 has an error of 1e-5
         mu.assign(self.b1 * mu + (1 - self.b1) * gradient)
@@ -141,6 +143,7 @@ class Adagrad(Rule):
         return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `optax.adagrad`."""
         (total,) = slots
         total.assign_add(gradient * gradient)
         size = np.where(total > 0, total + self.eps, 1.0)
@@ -191,7 +194,8 @@ def adam(
 
     Args:
         learning_rate: as of `sgd`.
-        b1, b2: decay of the first and second moment.
+        b1: decay of the first and second moment.
+        b2: see `b1`.
         eps: added to the root.
         eps_root: added under the root.
         mu_dtype: None, as `accumulator_dtype` of `sgd`.
@@ -223,7 +227,13 @@ def adamw(
     Source: `optax.adamw`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 
     Args:
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov: as of `adam`.
+        learning_rate: as of `adam`.
+        b1: as of `adam`.
+        b2: as of `adam`.
+        eps: as of `adam`.
+        eps_root: as of `adam`.
+        mu_dtype: as of `adam`.
+        nesterov: as of `adam`.
         weight_decay: fraction of them, times the learning rate, by which parameters are made smaller.
         mask: a pytree like the parameters with True where they decay, or a function that returns one, given the
             parameters; None for all. `TrainState` goes by it.

@@ -80,8 +80,11 @@ class Metric:
         return self.result()
 
     def reset_state(self) -> None:
-        """Begins anew. In replica context for this replica; in cross-replica context for all, where workers are
-        asynchronous also if one process alone calls it."""
+        """Sets all variables of the metric to zero.
+
+        In replica context it resets this replica's values, in cross-replica context those of all replicas. With
+        asynchronous workers the call of one process resets the values of all processes.
+        """
         for v in self.variables:
             v.assign(np.zeros(v.shape))
 

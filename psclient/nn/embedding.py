@@ -66,7 +66,8 @@ def embedding_lookup_sparse(
             what None means; "sqrtn", which divides by the root of the sum of their squares. Where that is 0, the
             result is 0.
         max_norm: rows are clipped to this L2 norm before; None leaves them as they are.
-        name, allow_fast_lookup: ignored.
+        name: ignored.
+        allow_fast_lookup: ignored.
         partition_strategy: "div", as variables are cut.
 
     Returns:
@@ -102,8 +103,13 @@ def safe_embedding_lookup_sparse(
 
     Args:
         embedding_weights: as `params` of `embedding_lookup_sparse`.
-        sparse_ids, sparse_weights: as `sp_ids` and `sp_weights`.
-        combiner, max_norm, name, allow_fast_lookup, partition_strategy: as there.
+        sparse_ids: as `sp_ids` and `sp_weights`.
+        sparse_weights: as `sp_ids` and `sp_weights`.
+        combiner: as there.
+        max_norm: as there.
+        name: as there.
+        allow_fast_lookup: as there.
+        partition_strategy: as there.
         default_id: whose row an empty bag is; None for zeros.
 
     Returns:

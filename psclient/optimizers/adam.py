@@ -81,6 +81,7 @@ class Adam(Moments):
         self.amsgrad = bool(amsgrad)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adam or AdamW."""
         m, s, *largest = slots
         first, second = self._corrections(iterations)
         rate = (self.learning_rate * np.sqrt(second) / first).astype(gradient.dtype)
@@ -148,6 +149,7 @@ class Adamax(Moments):
     slots = ("m", "u")
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adamax."""
         m, u = slots
         rate = (self.learning_rate / self._corrections(iterations)[0]).astype(gradient.dtype)
         m.assign_add((1 - self.beta_1) * (gradient - m))
@@ -176,6 +178,7 @@ class Nadam(Moments):
         return number * self._momentum(iterations.astype(np.float64))
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Nadam."""
         m, s, product = slots
         t = iterations.astype(np.float64)
         now, next = self._momentum(t), self._momentum(t + 1)
@@ -195,6 +198,7 @@ class Lamb(Moments):
     _by_row = False  # the lengths are those of whole variables
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of LAMB."""
         m, s = slots
         first, second = (correction.astype(gradient.dtype) for correction in self._corrections(iterations))
         self._move(gradient, m, s)

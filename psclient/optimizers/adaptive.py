@@ -47,6 +47,7 @@ class Adagrad(Optimizer):
         return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adagrad."""
         (total,) = slots
         total.assign_add(gradient * gradient)
         v.assign_sub(self.learning_rate * gradient / np.sqrt(total + self.epsilon))
@@ -76,6 +77,7 @@ class RowwiseAdagrad(Adagrad):
         return whole[tuple(slice(None) if axis == 0 else slice(0, 1) for axis in range(whole.ndim))].copy()
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adagrad with one accumulator per row."""
         (total,) = slots
         axes = tuple(range(1, len(gradient.shape)))
         squares = np.square(gradient)
@@ -108,6 +110,7 @@ class Adadelta(Optimizer):
         self.rho, self.epsilon = rho, epsilon
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adadelta."""
         gradients, steps = slots
         gradients.assign(self.rho * gradients + (1 - self.rho) * gradient * gradient)
         step = np.sqrt(steps + self.epsilon) / np.sqrt(gradients + self.epsilon) * gradient
@@ -151,6 +154,7 @@ class RMSprop(Optimizer):
         self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of RMSprop."""
         kept = dict(zip(self.slots, slots, strict=True))
         squares = kept["squares"]
         squares.assign(self.rho * squares + (1 - self.rho) * gradient * gradient)
@@ -219,6 +223,7 @@ class Ftrl(Optimizer):
         return np.full_like(zeros, self.initial_accumulator_value) if slot == "accumulator" else zeros
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of FTRL."""
         total, linear = slots
         l1, l2 = self.l1_regularization_strength, self.l2_regularization_strength
         rate, weights = self.learning_rate, v.astype(gradient.dtype)

@@ -54,6 +54,7 @@ class Constant(LearningRateSchedule):
         self.learning_rate = check_number("learning_rate", learning_rate)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         return np.full_like(_float(step), self.learning_rate)
 
 
@@ -86,6 +87,7 @@ class ExponentialDecay(_Decay):
     """
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         return self.initial_learning_rate * self.decay_rate ** self._decays(step)
 
 
@@ -99,6 +101,7 @@ class InverseTimeDecay(_Decay):
     """
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         return self.initial_learning_rate / (1 + self.decay_rate * self._decays(step))
 
 
@@ -124,6 +127,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         self.values = tuple(check_number("a value", value) for value in values)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step = _float(step)
         rate = np.full_like(step, self.values[0])
         for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
@@ -158,6 +162,7 @@ class PolynomialDecay(LearningRateSchedule):
         self.power, self.cycle = check_number("power", power, AT_LEAST_0), bool(cycle)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step, whole = _float(step), self.decay_steps
         if self.cycle:
             whole = np.maximum(np.ceil(step / self.decay_steps), 1.0) * self.decay_steps
@@ -194,6 +199,7 @@ class CosineDecay(LearningRateSchedule):
         self.warms = warmup_target is not None and warmup_steps > 0
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step = _float(step)
         if self.warmup_target is None:
             return self._decayed(step, self.initial_learning_rate)
@@ -236,6 +242,7 @@ class CosineDecayRestarts(LearningRateSchedule):
         self.grows = self.t_mul != 1
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         done = _float(step) / self.first_decay_steps
         if self.grows:
             restarts = np.floor(np.log(1 - done * (1 - self.t_mul)) / np.log(np.full_like(done, self.t_mul)))
@@ -265,6 +272,7 @@ class LinearWarmup(LearningRateSchedule):
         self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step = _float(step)
         after = self.schedule(np.maximum(step - self.warmup_steps, 0.0))
         rise = (self.schedule(np.zeros_like(step)) - self.initial_learning_rate) * (step / self.warmup_steps)

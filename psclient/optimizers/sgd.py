@@ -43,6 +43,7 @@ class SGD(Optimizer):
         self.slots = ("momentum",) if self.momentum else ()
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of gradient descent, with momentum if there is any."""
         step = self.learning_rate * gradient
         for m in slots:
             m.assign(self.momentum * m - step)
@@ -79,6 +80,7 @@ class Lion(Optimizer):
         self.beta_1, self.beta_2 = beta_1, beta_2
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Lion."""
         (m,) = slots
         v.assign_sub(self.learning_rate * np.sign(self.beta_1 * m + (1 - self.beta_1) * gradient))
         m.assign(self.beta_2 * m + (1 - self.beta_2) * gradient)

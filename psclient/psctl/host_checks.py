@@ -88,8 +88,7 @@ def _limit(path: Path) -> int:
 
 
 def shared_memory(patient: Patient) -> Iterator[Finding]:
-    """Returns whether the shm transport can be used: its sockets are in a directory, its data in memory without a
-    name."""
+    """Returns whether the shm transport can be used: sockets in a directory, data in anonymous shared memory."""
     host = patient.host
     if host.segments:
         yield fail(f"there is no memory to share ({host.segments})", "allow memfd_create, or use --transport tcp")

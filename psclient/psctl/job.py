@@ -1,5 +1,4 @@
-"""What is done about a running job: it is ended (`psctl job delete`), or its servers move (`move`, `drain`,
-`rebalance`).
+"""Changes a running job: ends it (`psctl job delete`) or moves its servers (`move`, `drain`, `rebalance`).
 
 Servers go to processes that wait for a place, as `psserver --join` does. The chief moves them, one after the other,
 each where a step begins; these commands ask for it, and wait until it is done.

@@ -34,6 +34,7 @@ class Gate(torch.nn.Parameter):
     """
 
     def __new__(cls) -> Gate:
+        """Creates an empty tensor."""
         return super().__new__(cls, torch.empty(0))  # type: ignore[no-any-return, unused-ignore]
 
 

@@ -146,7 +146,8 @@ class Checkpoint:
         """Does what `save` does, with a given number.
 
         Args:
-            file_prefix, options: as `save` takes them.
+            file_prefix: as `save` takes them.
+            options: as `save` takes them.
             number: last part of the checkpoint's name.
             delete: names of checkpoints beside it that are to be deleted when this one is complete.
             note: more JSON beside the states of objects; its keys begin with a dot.
@@ -267,7 +268,8 @@ class Checkpoint:
         Source: `tf.train.Checkpoint.read`.
 
         Args:
-            save_path, options: as `restore` takes them.
+            save_path: as `restore` takes them.
+            options: as `restore` takes them.
         """
         return self.restore(save_path, options)
 

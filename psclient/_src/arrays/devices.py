@@ -265,7 +265,8 @@ def begin_download(array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[in
     Args:
         array: NumPy's or CuPy's; on a GPU it must not change before the copy has ended. What makes it must be in the
             calling thread's current stream, or in one that this stream waits for, as the null stream does.
-        dtype, shape: of the result; the shape has as many elements as the array's.
+        dtype: the dtype of the result.
+        shape: the shape of the result, with as many elements as the array has.
     """
     if _is_cupy(array):
         return _copies(device_of(array)).download(array, dtype, shape)

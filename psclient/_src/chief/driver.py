@@ -173,11 +173,10 @@ class Chief:
         self._thread.start()
 
     def stop(self, abandon: bool, steps_down: bool = False) -> None:
-        """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.report_interval` for
-        whom.
+        """Waits for the job to end, in a process whose own script has ended.
 
-        It is given up where nobody is there any more, as `AbandonmentTimer` says; who is there may take as long as it
-        likes.
+        Logs every `Timeouts.report_interval` which tasks it waits for. Gives up when no task is left, see
+        `AbandonmentTimer`; a task that is there may take as long as it needs.
 
         Args:
             abandon: end at once, because this process failed.
@@ -225,7 +224,8 @@ class Chief:
         """Drives in the calling thread until the job is done; raises `PSError` if that is impossible.
 
         Args:
-            takes_over, waits: as `start`.
+            takes_over: as `start`.
+            waits: as `start`.
             begun: called once it is chief: from then on it may be told to step down.
         """
         self._open(takes_over, waits)

@@ -1,5 +1,7 @@
-"""Which generation comes next: who has come, who is gone, and where new members begin. Plain functions, no I/O, no
-clock."""
+"""Computes the next generation: members that joined, members that are gone, and where new members begin.
+
+Plain functions, no I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -233,8 +235,7 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionState]) -> list[str]:
-    """Returns lines for the log: which members are lost by a generation that is about to be closed, and which are
-    back."""
+    """Returns log lines for the members that are lost and those that are back in a generation about to be closed."""
     if state.generation is None:
         return []
     before, now = ({m.session: m.task for m in each.everybody} for each in (state.generation, generation))

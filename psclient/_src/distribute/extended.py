@@ -449,8 +449,9 @@ class StrategyExtended:
         Args:
             var: the variable to update.
             fn: called with the variable, or in a trace with what stands for it, and the arguments.
-            args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
+            args: variables and values with the locality of `var`, mirrored values, which it gets
                 unwrapped, arrays and numbers that every process has alike; no per-replica values.
+            kwargs: see `args`.
             group: False gives a nest with a list of each copy's result at each leaf; a variable on several servers
                 has a copy on each.
 
@@ -491,7 +492,9 @@ class StrategyExtended:
         Args:
             colocate_with: the result of `non_slot_devices`.
             fn: as in `update`; it may use variables of these devices by closure.
-            args, kwargs, group: as in `update`.
+            args: as in `update`.
+            kwargs: as in `update`.
+            group: as in `update`.
 
         Returns:
             What `fn` returns, merged over the devices; on servers lazily.

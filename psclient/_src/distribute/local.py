@@ -237,7 +237,9 @@ def apply_to_copies(
     Args:
         strategy: the strategy that owns the variables.
         copies: local replicas, with their devices.
-        fn, args, kwargs: the function and its arguments; it gets of each distributed value the copy that is there.
+        fn: the function.
+        args: its positional arguments; for each distributed value it gets the copy on its device.
+        kwargs: its keyword arguments, likewise.
 
     Raises:
         ValueError: there is a per-replica value among the arguments.

@@ -289,7 +289,8 @@ def combine_keys(op: ReduceOp, values: Sequence[object], empty: frozenset[int], 
     """Combines the local replicas' rows by keys into what this process contributes, each key once.
 
     Args:
-        op, empty: as of `combine_rows`.
+        op: as of `combine_rows`.
+        empty: as of `combine_rows`.
         values: of each local replica, in order.
         over_axis: True if an axis is to be reduced within each, which has no meaning.
 

@@ -77,7 +77,8 @@ def update_rows(
 
     Args:
         fn: the function.
-        args, kwargs: its arguments, as one copy of the variables has them.
+        args: its positional arguments, with one copy of each variable.
+        kwargs: its keyword arguments, likewise.
         device: the copy's.
 
     Raises:

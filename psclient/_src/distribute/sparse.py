@@ -22,7 +22,8 @@ def how_sparse(
     """Returns what an update is to rows that are not given; warns where it makes a whole array of rows.
 
     Args:
-        program, refs: the update, and its arguments.
+        program: the update.
+        refs: its arguments.
         given: numbers of the arguments that are rows.
         wish: says what it shall be; None if nobody has.
         used: the variables among its arguments.

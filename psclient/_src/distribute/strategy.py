@@ -170,7 +170,8 @@ class Strategy(Unpicklable):
 
         Args:
             fn: gets, for each per-replica value among the arguments, its own component.
-            args, kwargs: nests of arrays and distributed values.
+            args: nests of arrays and distributed values.
+            kwargs: see `args`.
             options: see `RunOptions`; has no effect here.
 
         Returns:

@@ -39,7 +39,9 @@ def drive(
 
     Args:
         config: the cluster and this task.
-        timeouts, security, refused: of all connections.
+        timeouts: the timeouts of all connections.
+        security: the certificates and token of all connections.
+        refused: the meaning of a refused connection.
         job: the identity of the job.
         standby: True to wait until nobody drives the job any more.
         copied: True if variables have copies.

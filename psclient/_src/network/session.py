@@ -447,8 +447,9 @@ waits(Session._unless_broken)
 
 
 def until_heartbeat(pause: float, number: int, now: float) -> float:
-    """Returns the seconds until a session heartbeats: at one of a few times, which are the same for all that share a
-    clock.
+    """Returns the seconds until a session's next heartbeat.
+
+    Heartbeats are sent at one of a few times, which are the same for all sessions that share a clock.
 
     Args:
         pause: seconds between two heartbeats.

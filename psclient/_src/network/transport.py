@@ -330,8 +330,7 @@ class Transport:
         return mirror.keep() if mirror is not None else []
 
     def forget(self) -> None:
-        """Drops the transport in a fork of the process: it belongs to the process that opened it, and ends with
-        that."""
+        """Drops the transport in a fork of the process: it belongs to the process that opened it."""
         self._why = "a fork has no part in the job"
         self._drop()
 
@@ -352,8 +351,9 @@ class Transport:
         return self._sock.fileno()
 
     def take_over(self, wake: Callable[[], object]) -> None:
-        """Makes the calling thread the one that receives, until `give_back`; the transport's own heeds the socket no
-        more.
+        """Makes the calling thread the one that receives, until `give_back`.
+
+        The transport's own thread ignores the socket until then.
 
         Args:
             wake: called by any thread once the transport is lost; then it must be given back soon.
@@ -379,8 +379,7 @@ class Transport:
         self._heed()
 
     def read(self) -> None:
-        """Handles what has come, in the thread that has taken the transport over; closes the transport if it is
-        broken."""
+        """Handles received data in the thread that has taken the transport over; closes a broken transport."""
         try:
             self._receive()
         except (OSError, PSError) as error:

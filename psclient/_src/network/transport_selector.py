@@ -134,15 +134,16 @@ class TransportSelector:
         return self._transport
 
     def heartbeat(self, round: int, pace: Pace, clock: int) -> bool | None:
-        """Heartbeats on the transport, if no call is under way there, and the heartbeat says what the last one over
-        gRPC has said.
+        """Sends a heartbeat on the transport, if it is idle and the content is that of the last one over gRPC.
 
         On the transport it says nothing, so that it may come late. A call that waits there needs heartbeats on another
         connection, which show that the transport is broken, and not the server; a heartbeat that is not answered is
         such a call.
 
         Args:
-            round, pace, clock: what the heartbeat says. Who waits in a round, or has a clock, says so each time.
+            round: the round that this process waits in, if any; sent each time.
+            pace: the pace that the heartbeat reports.
+            clock: the clock of this process, if it has one; sent each time.
 
         Returns:
             The answer; None if there is none, so that the heartbeat has to travel over gRPC.
@@ -159,11 +160,12 @@ class TransportSelector:
         return bool(reply.drive)
 
     def heartbeat_answered(self, round: int, pace: Pace, clock: int) -> None:
-        """Takes the answer of a heartbeat over gRPC: closes the transport if the server has been silent on it for too
-        long.
+        """Closes the transport if a heartbeat over gRPC is answered while the transport has been silent for too long.
 
         Args:
-            round, pace, clock: what the heartbeat has said.
+            round: the round that the heartbeat reported.
+            pace: the pace that the heartbeat reported.
+            clock: the clock that the heartbeat reported.
         """
         self._said = None if round >= 0 or clock else pace
         transport = self._transport

@@ -153,7 +153,8 @@ def waiting_server_arguments(servers: Sequence[str], host: str, port: int, optio
 
     Args:
         servers: the addresses of the job's servers, in their order.
-        host, port: where it listens.
+        host: the address that it listens on.
+        port: the port that it listens on.
         options: its other options.
     """
     return ["--join", ",".join(servers), *_arguments(host, port, options)]

@@ -175,8 +175,7 @@ class Group(Follower):
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
-        """Enters the join point before a batch: a newer generation may hold from here on; who was told to end
-        leaves."""
+        """Enters the join point before a batch: a newer generation may begin here; a process asked to end leaves."""
         self.settle()
         self._begin_step()
         self.enter(f"dataset:{dataset}")
@@ -344,8 +343,7 @@ class Group(Follower):
             self._begin_step()
 
     def _begin_step(self) -> None:
-        """A step begins: the generation that some leave here is taken in; see `Departure`, which may end this
-        process."""
+        """Begins a step: adopts the generation in which members leave; `Departure` may end this process."""
         if self.apart:
             return  # a closure is finished first
         if (generation := self.due(STEP)) is not None:
@@ -387,8 +385,7 @@ class Group(Follower):
             self._take_in(self._announced)
 
     def due(self, join_point: str) -> Generation | None:
-        """Returns the generation whose new members begin when this process comes to a join point; None if there is
-        none."""
+        """Returns the generation whose new members begin at this join point, or None."""
         announced = self._announced
         if announced is None or announced.join_point != join_point:
             return None

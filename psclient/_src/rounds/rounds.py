@@ -226,8 +226,7 @@ class Exchange:
         self.group.begin_run()
 
     def _pace(self) -> Pace:
-        """Returns what heartbeats tell: the counts, and whether this process was told to end, which the chief hears
-        of."""
+        """Returns the content of heartbeats: the counts, and for the chief whether this process was asked to end."""
         notice, alone = self.group.departure.notice, self.group.alone
         asks = notice.leaving and not alone
         saves = asks and notice.saves

@@ -251,8 +251,10 @@ class Section:
 
         Args:
             servers: the servers where it runs.
-            fn, args, kwargs: the function and what it takes: variables, located and mirrored values,
-                arrays that every process has alike, Python scalars, anything else that it looks at.
+            fn: the function.
+            args: its positional arguments: variables, located and mirrored values, arrays that every process has
+                alike, Python scalars, anything else that it looks at.
+            kwargs: its keyword arguments, likewise.
 
         Returns:
             What the function returns, with located values and variables as leaves.

@@ -357,7 +357,8 @@ def _last_round(
     """Returns what answers say of a round's members.
 
     Args:
-        number, generation: of the round.
+        number: the round's number.
+        generation: the round's generation.
         members: those of the generation; none where this process made the round alone.
         me: its task.
         out: members that it was completed without.

@@ -195,7 +195,8 @@ def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> Non
     """Raises `ProgramError` if a function that is to be traced once brings something else along in another call.
 
     Args:
-        brought, again: in two calls that should do the same.
+        brought: the values of the first of two calls that should do the same.
+        again: the values of the second call.
     """
     for one, other in zip(brought, again, strict=False):
         if not one.same(other):

@@ -320,8 +320,9 @@ def trace(
     Args:
         recording: has made the tracers that are in `args`; it ends here.
         fn: the update function.
-        args, kwargs: tracers, and anything else that `fn` takes; Python scalars stay what they are
+        args: tracers, and anything else that `fn` takes; Python scalars stay what they are
             and become operands where they meet a tracer.
+        kwargs: its keyword arguments, likewise.
         around: the names that it reads, where they are known.
 
     Raises:

@@ -196,7 +196,8 @@ class UpdateFunction:
 
         Args:
             strategy: the strategy whose variables are updated.
-            args, kwargs: the arguments of the call.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
             give: called with a leaf; returns the input of the program that it becomes, or None where it becomes none.
 
         Raises:

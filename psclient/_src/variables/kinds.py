@@ -223,8 +223,7 @@ class Cell:
             self.array = whole
 
     def _changed(self, how: str, delta: object) -> AnyArray:
-        """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
-        update programs."""
+        """Returns the array plus or minus a value, in NumPy's dtype: the result is rounded once, as on servers."""
         check_fits(self._name, self._spec, how, delta)
         weak = isinstance(delta, bool | int | float | complex) and not isinstance(delta, np.generic)
         delta = delta if weak else to_device(as_array(delta), self.device)

@@ -105,7 +105,8 @@ class RowWritable(RowReadable):
 
         Args:
             sparse_delta: the rows, and the place of each.
-            use_locking, name: ignored: each assignment is whole.
+            use_locking: ignored: each assignment is whole.
+            name: ignored: each assignment is whole.
 
         Returns:
             The variable.
