@@ -89,10 +89,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- Its value ----
 
     def read_value(self) -> Value:
-        """Its value: an array on the replica's device; in an update function what stands for it there.
-
-        Nobody may change the array: it is shared by all who read.
-        """
+        """Returns its value: a read-only array on the replica's device; in an update function a stand-in for it."""
         device = context.replica_device()
         return self._on_host() if device is None else self._copy_on(device)
 
@@ -101,7 +98,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         return np.asarray(self._on_host())
 
     def astype(self, dtype: npt.DTypeLike) -> Value:
-        """Its value in another dtype."""
+        """Returns its value in another dtype."""
         return self.read_value().astype(dtype)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:

@@ -119,18 +119,18 @@ class StrategyFace(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
-    """The replica whose function the thread runs.
+    """The replica whose function the calling thread runs.
 
     `strategy.run` makes one for each local replica. Library code may make one by its number among all replicas,
-    `ReplicaContext(strategy, 0)`, and enter it with `with`: that replica meets nobody, and its `merge_call` runs the
-    function at once.
+    `ReplicaContext(strategy, 0)`, and enter it with `with`: that replica does not wait for others, and its `merge_call`
+    runs the function at once.
 
     Source: `tf.distribute.ReplicaContext`.
 
     Attributes:
-        strategy: the strategy that runs it; in the default context the default one.
-        local_replica_id: its number among the replicas of this process, from 0.
-        device: where it computes.
+        strategy: the strategy that runs the replica; in the default context the default strategy.
+        local_replica_id: the number of the replica in this process, from 0.
+        device: the device on which it computes.
 
     Raises:
         ValueError: this process has no such replica.
@@ -177,7 +177,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R: the replicas of all workers. Changes only where a section of this replica flushes."""
+        """The number of replicas of all workers. It changes only between rounds of this replica."""
         return self._slice()[1]
 
     @property
@@ -193,27 +193,26 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None
     ) -> Nest:
-        """Meets the other local replicas and runs a function once, in cross-replica context.
+        """Waits for the other local replicas and calls a function once, in cross-replica context.
 
         Args:
-            merge_fn: called as `merge_fn(strategy, *args, **kwargs)`. What is the same object in all
-                replicas arrives as it is, all else as `PerReplica`.
-            args: of this replica.
-            kwargs: of this replica.
+            merge_fn: called as `merge_fn(strategy, *args, **kwargs)`. An object that is the same in all replicas is
+                passed as it is, everything else as `PerReplica`.
+            args: the positional arguments of this replica.
+            kwargs: the keyword arguments of this replica.
 
         Returns:
-            What `merge_fn` returned, as this replica sees it: of each distributed value its component.
+            What `merge_fn` returned; of each distributed value the component of this replica.
 
         Raises:
-            RuntimeError: this is not the context of the calling thread, or the replicas do not all
-                make the same calls.
-            TypeError: `args` is no tuple or list.
+            RuntimeError: this is not the context of the calling thread, or the replicas do not all make the same calls.
+            TypeError: `args` is not a tuple or list.
         """
         self._check_current("merge_call")
         return self._merge(merge_fn, *arguments("merge_call", args, kwargs))
 
     def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Nest) -> Nest:
-        """Reduces values over all replicas of all workers, and gives every replica the result.
+        """Reduces values over all replicas of all workers, and returns the result to every replica.
 
         Args:
             reduce_op: "sum" or "mean", in any case.
@@ -223,7 +222,7 @@ class ReplicaContext:
             A nest like `value`. In the default context, where there is one replica, `value` itself.
 
         Raises:
-            ValueError: there is no such reduction.
+            ValueError: the reduction is not known.
             RuntimeError: as `merge_call`.
         """
         self._check_current("all_reduce")
@@ -236,18 +235,20 @@ class ReplicaContext:
         return nest.pack_sequence_as(value, own)
 
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Nest:
-        """Concatenates values over all replicas of all workers, and gives every replica the result.
+        """Concatenates values over all replicas of all workers, and returns the result to every replica.
 
         Args:
-            value: a nest of arrays, of the same structure in all replicas, and of one shape but for the size of `axis`.
-            axis: the dimension along which they are joined, from 0.
+            value: a nest of arrays, of the same structure in all replicas, and of one shape except for the size of
+                `axis`.
+            axis: the dimension to concatenate along, from 0.
 
         Returns:
             A nest like `value`, see `Strategy.gather`, of arrays on the replica's device. In the default context, where
             there is one replica, `value` itself.
 
         Raises:
-            ValueError, TypeError: as `Strategy.gather`; or replicas name different axes.
+            ValueError: as `Strategy.gather`; or replicas give different axes.
+            TypeError: as `Strategy.gather`.
             RuntimeError: as `merge_call`.
         """
         self._check_current("all_gather")
@@ -265,12 +266,12 @@ class ReplicaContext:
 def arguments(
     what: str, args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
 ) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
-    """Returns what a function is to be called with; `TypeError` unless `args` is a tuple or a list.
+    """Returns the arguments for a function call; raises `TypeError` unless `args` is a tuple or a list.
 
     Args:
-        what: the method that was given them, for the message.
-        args: as it was given them.
-        kwargs: as it was given them.
+        what: the method that was given the arguments, for the message.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
     """
     if not isinstance(args, tuple | list):
         raise TypeError(f"{what} takes a tuple of arguments, and args is a {type(args).__name__}; write args=(x,)")
@@ -435,17 +436,17 @@ def depth() -> int:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica in whose function the calling thread is.
+    """Returns the context of the replica whose function the calling thread runs.
 
     Returns:
-        None in cross-replica and update context. Outside of every scope a default context with one
+        The context; None in cross-replica and update context. Outside of every scope a default context with one
         replica, whose `merge_call` runs the function at once, with the default strategy.
     """
     return _current().replica
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether the calling thread is in cross-replica context, in which update functions are as well.
+    """Returns whether the calling thread is in cross-replica context. Update functions are as well.
 
     Source: `tf.distribute.in_cross_replica_context`.
     """

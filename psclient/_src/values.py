@@ -23,7 +23,7 @@ class DistributedValues:
     """One value for each local replica, in the order of the replicas.
 
     Args:
-        values: of each local replica; a variable with copies may override the property instead.
+        values: the value of each local replica; a variable with copies may override the property instead.
     """
 
     def __init__(self, values: Sequence[object]) -> None:
@@ -47,7 +47,7 @@ class DistributedValues:
 
 
 class PerReplica(DistributedValues):
-    """A value that differs by replica."""
+    """A value that may differ between replicas."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         raise TypeError(

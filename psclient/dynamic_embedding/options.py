@@ -16,16 +16,16 @@ _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
 
 @dataclass(frozen=True)
 class HashPartitioner:
-    """Cuts a table into parts by the hashes of keys: each has a range of the 1024 buckets.
+    """Cuts a table into parts by the hashes of keys: each part has a range of the 1024 buckets.
 
-    Source: the name is TFRA's; there is no other partitioner.
+    Source: the name is that of TensorFlow Recommenders Addons; it is the only partitioner.
 
     Args:
-        shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
+        shards: number of parts, each on its own server; for None or more than the number of servers, all servers.
         buckets: 1024.
 
     Raises:
-        ValueError: it is no number of parts, or another number of buckets.
+        ValueError: `shards` is not a number of parts, or `buckets` is another number.
     """
 
     shards: int | None = None
@@ -48,14 +48,15 @@ def check_shards(shards: int | None) -> int | None:
 class StorageOption:
     """The place of a table's rows.
 
-    Source: the name is DeepRec's.
+    Source: the name is that of DeepRec.
 
     Args:
         kind: "dram", the memory of the servers.
-        path, dram: of rows on disks, "dram_ssd", which do not exist yet: their directory, and bytes of memory.
+        path: the directory for rows on disks ("dram_ssd"), which is not supported; must be the default.
+        dram: bytes of memory for "dram_ssd", which is not supported; must be the default.
 
     Raises:
-        ValueError: it is another kind, or a path or bytes are given.
+        ValueError: another kind, or a path or bytes are given.
     """
 
     kind: str = "dram"
@@ -72,15 +73,18 @@ class StorageOption:
 
 
 def TTL(time: float | str) -> TimeToLive:
-    """Returns the policy that evicts rows which were not updated for a time.
+    """Returns the policy that evicts rows that were not updated for a time.
 
-    Time is that of the workers, and goes on with the table's rounds alone: where nobody updates it, nothing is evicted.
+    The time is measured on the workers and checked when the table is updated: without updates nothing is evicted.
 
     Args:
         time: seconds, or a number with a unit: "90s", "30m", "12h", "7d", "2w".
 
+    Returns:
+        The policy, for `get_variable(eviction=...)`.
+
     Raises:
-        ValueError: it is no time, or is negative.
+        ValueError: `time` is not a time, or is negative.
     """
     if isinstance(time, str):
         match = _TIME.fullmatch(time)

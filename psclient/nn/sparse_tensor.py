@@ -14,7 +14,7 @@ from pswire.model.tensor import Array
 
 @dataclass(frozen=True, eq=False)
 class SparseTensor:
-    """Some elements of a matrix: ids or weights by example, of which each has as many as it likes.
+    """A sparse matrix: ids or weights by example, any number for each.
 
     Source: `tf.SparseTensor`, of two dimensions.
 
@@ -29,7 +29,7 @@ class SparseTensor:
         dense_shape: int64[2], on the host.
 
     Raises:
-        TypeError: indices or shape are no integers.
+        TypeError: indices or shape are not integers.
         ValueError: the shapes do not fit, or an index is outside.
     """
 

@@ -164,10 +164,10 @@ Initializer = Zeros | Constant | Uniform | Normal | TruncatedNormal
 
 @dataclass(frozen=True)
 class CounterFilter:
-    """Admits a key when it has come a number of times; counts exactly, with 16 bytes and a place in the index a key.
+    """Admits a key after a number of occurrences; counts exactly, with 16 bytes and an index entry for each key.
 
-    A key that comes several times in one round counts each time. If it is admitted, all its gradients of the round
-    count. Above a limit of rows the keys that are counted, and have no row, are limited to the same number.
+    A key that occurs several times in one round counts each time. If it is admitted, all its gradients of the round
+    count. With a limit of rows, the number of counted keys without a row has the same limit.
 
     Attributes:
         k: occurrences after which a key has a row; 1 admits each key at once.
@@ -176,7 +176,7 @@ class CounterFilter:
     k: int
 
     def check(self) -> None:
-        """Raises `InvalidRequest` if `k` is no positive integer."""
+        """Raises `InvalidRequest` if `k` is not a positive integer."""
         _count(self.k, "k of a CounterFilter", 1, MAX_COUNT)
 
 
@@ -188,7 +188,7 @@ class CBFFilter:
 
     Attributes:
         k: occurrences after which a key has a row.
-        max_element_size: keys that are counted at once with this probability of error.
+        max_element_size: number of keys that can be counted at once with the given probability of error.
         false_positive_probability: probability that a key is counted too high.
         decay: rounds after which the counts are halved; 0 for never.
     """
@@ -199,7 +199,7 @@ class CBFFilter:
     decay: int = 0
 
     def check(self) -> None:
-        """Raises `InvalidRequest` for a number that is out of range."""
+        """Raises `InvalidRequest` if a number is out of range."""
         _count(self.k, "k of a CBFFilter", 1, 255)
         _count(self.max_element_size, "max_element_size of a CBFFilter", 1, 1 << 36)
         _number(self.false_positive_probability, "false_positive_probability of a CBFFilter", 1e-9, 0.5)
@@ -212,14 +212,14 @@ class CBFFilter:
 
     @property
     def width(self) -> int:
-        """Number of counters, a byte each, of one bucket."""
+        """Number of counters, one byte each, of one bucket."""
         counters = -math.log(self.false_positive_probability) / math.log(2) ** 2 * self.max_element_size
         return max(self.hashes, math.ceil(counters / BUCKETS))
 
 
 @dataclass(frozen=True)
 class ProbabilityFilter:
-    """Admits a key with a probability in each round in which it comes: a hash of key and round, no random number.
+    """Admits a key with a probability in each round in which it occurs, by a hash of key and round.
 
     Attributes:
         p: the probability.
@@ -228,7 +228,7 @@ class ProbabilityFilter:
     p: float
 
     def check(self) -> None:
-        """Raises `InvalidRequest` if `p` is no probability."""
+        """Raises `InvalidRequest` if `p` is not a probability."""
         _number(self.p, "p of a ProbabilityFilter", 0, 1)
 
 
@@ -238,20 +238,20 @@ Admission = CounterFilter | CBFFilter | ProbabilityFilter
 
 @dataclass(frozen=True)
 class LRU:
-    """Above the limit, evicts rows that were not updated for longest."""
+    """Above the limit, evicts the rows that were not updated for the longest time."""
 
     _needs_limit = True
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """Does nothing: there are no arguments."""
 
 
 @dataclass(frozen=True)
 class LFU:
-    """Above the limit, evicts rows that were updated least often.
+    """Above the limit, evicts the rows that were updated least often.
 
     Attributes:
-        decay: factor by which a row's count shrinks in a round; 1 for never.
+        decay: factor by which a row's count shrinks in a round; 1 for none.
     """
 
     decay: float = 0.98
@@ -264,26 +264,26 @@ class LFU:
 
 @dataclass(frozen=True)
 class GlobalStepEvict:
-    """Evicts rows that were not updated for a number of rounds; above a limit also those not updated for longest.
+    """Evicts rows that were not updated for a number of rounds; above a limit also the least recently updated.
 
     Attributes:
-        steps_to_live: the rounds.
+        steps_to_live: the number of rounds.
     """
 
     steps_to_live: int
     _needs_limit = False
 
     def check(self) -> None:
-        """Raises `InvalidRequest` if `steps_to_live` is no positive number of rounds."""
+        """Raises `InvalidRequest` if `steps_to_live` is not a positive integer."""
         _count(self.steps_to_live, "steps_to_live of GlobalStepEvict", 1, (1 << 32) - 1)
 
 
 @dataclass(frozen=True)
 class L2WeightEvict:
-    """Evicts rows whose L2 norm is below a threshold; above a limit also those not updated for longest.
+    """Evicts rows whose L2 norm is below a threshold; above a limit also the least recently updated.
 
     Attributes:
-        threshold: the least norm that stays.
+        threshold: the smallest norm that stays.
     """
 
     threshold: float

@@ -292,15 +292,30 @@ def _known_call(known: Sequence[Trace], given: Sequence[Given], numbers: list[Nu
 
 
 def update_function(fn: Callable[..., object]) -> UpdateFunction:
-    """Promises that an update function depends on its arguments alone: then it is traced once, and not for each call.
+    """Declares that an update function depends only on its arguments: it is traced once instead of at each call.
 
-    A call whose arguments have the same structure, dtypes and shapes, and the same words and functions, does what the
-    first one did. Numbers (int, float, complex) may differ: they are operands of one program. What the function
-    reads by closure or as a global is looked at again for each call: another object, or another number, makes
-    another trace, as the module says; what is inside of such an object has to stay what it is. In any context.
+    A call whose arguments have the same structure, dtypes and shapes, and the same strings and functions, runs the
+    first trace. Numbers (int, float, complex) may differ: they are operands of the program. Values that the function
+    reads by closure or as a global are compared at each call: another object, or another number, makes another trace.
+    Such an object must not change inside. In any context.
 
     Args:
-        fn: for `strategy.extended.update` and `update_non_slot`. Not a method.
+        fn: a function for `strategy.extended.update` and `update_non_slot`. Not a method.
+
+    Returns:
+        The function, to be called as before.
+
+    Examples:
+        >>> import psclient as ps
+        >>> strategy = ps.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     w = ps.Variable([1.0, 2.0])
+        >>> @ps.update_function
+        ... def decay(v, rate):
+        ...     v.assign_sub(rate * v)
+        >>> strategy.extended.update(w, decay, args=(0.5,))
+        >>> w.numpy()
+        array([0.5, 1. ], dtype=float32)
     """
     return UpdateFunction(fn)
 

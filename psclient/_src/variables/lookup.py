@@ -152,16 +152,16 @@ class RowReadable(Readable):
         """Reads the rows of some ids, each once. In replica and cross-replica context.
 
         Args:
-            ids: integers of any shape, of NumPy, CuPy or Python; may repeat. Of a dynamic table keys.
+            ids: integers of any shape, of NumPy, CuPy or Python; may repeat. For a dynamic table, keys.
 
         Returns:
-            The rows, of which the gradient can be made. They are copies, as of now. Of a key without a row in a table
-            what it would begin with.
+            The rows, as copies of their current values, with a method `gradient` for the variable's gradient. A key
+            without a row in a table has its initial value.
 
         Raises:
-            TypeError: the ids are no integers, such as floats, bools, or lists of different lengths.
-            ValueError: an id is no row of the variable, or no key of the table's dtype; the first is named. Or the
-                variable has no rows.
+            TypeError: the ids are not integers, for example floats, bools, or lists of different lengths.
+            ValueError: an id is not a row of the variable, or not a key of the table's dtype (the message names the
+                first); or the variable has no rows.
             RuntimeError: called in an update function.
         """
         asked = self._checked_ids(ids)
@@ -169,7 +169,7 @@ class RowReadable(Readable):
         return LookedUpRows(self, self._shown(found), self._take_rows(found), places)
 
     def sparse_read(self, indices: Nest, name: str | None = None) -> AnyArray:
-        """Returns the row of each index: an array of their shape, then that of a row, on the replica's device.
+        """Returns the row of each index, as an array of shape (*indices, *row) on the replica's device.
 
         In replica and cross-replica context. Each row is read once; the array is a copy.
 
@@ -180,7 +180,9 @@ class RowReadable(Readable):
             name: ignored.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `lookup`.
+            TypeError: as `lookup`.
+            ValueError: as `lookup`.
+            RuntimeError: as `lookup`.
         """
         rows = self.lookup(indices)
         with device_scope(device_of(rows.values)):
@@ -199,32 +201,36 @@ class RowReadable(Readable):
         return False
 
     def prefetch(self, *ids: Nest) -> None:
-        """Says which rows will be looked up next, so that they come with the next round that assigns the variable.
+        """Requests the rows of the next lookup, to be fetched with the next round that assigns the variable.
 
-        The lookup then waits for no call of its own; it sees the variable as of that round. What was not named is
-        fetched when it is looked up. In replica and cross-replica context; a variable in this process has nothing to
-        fetch. `InputOptions(prefetch=...)` calls it for each batch.
+        The lookup then makes no call of its own; it reads the variable as of that round. All other rows are fetched
+        when they are looked up. In replica and cross-replica context; without effect for a variable in this process.
+        `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
-            ids: as of `lookup`, each.
+            ids: as in `lookup`; several arrays may be given.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `lookup`.
+            TypeError: as `lookup`.
+            ValueError: as `lookup`.
+            RuntimeError: as `lookup`.
         """
         self._prefetch(self._name(ids))
 
     def prefetch_hint(self, *ids: Nest) -> None:
-        """Says which rows the batch behind the next one looks up, so that a server reads them from its disk meanwhile.
+        """Announces the rows of the lookup after the next one, so that a server reads them from its disk meanwhile.
 
-        Servers are told with the next round that assigns the table, and `prefetch` names the rows one batch later.
-        Nothing that is computed depends on it. In replica and cross-replica context; of no use, and without effect,
-        unless `_takes_hints` is True. `InputOptions(prefetch=...)` calls it for each batch.
+        The hint is sent with the next round that assigns the table, and `prefetch` requests the rows one batch later.
+        It does not change any result. In replica and cross-replica context; only tables with rows on disk use it.
+        `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
-            ids: as of `lookup`, each.
+            ids: as in `lookup`; several arrays may be given.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `lookup`.
+            TypeError: as `lookup`.
+            ValueError: as `lookup`.
+            RuntimeError: as `lookup`.
         """
         if self._takes_hints:
             self._prefetch_hint(self._name(ids))

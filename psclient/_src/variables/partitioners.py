@@ -25,7 +25,7 @@ class PartitionFn(Protocol):
 
 
 class Partitioner:
-    """Base of partitioners: a subclass says in `__call__` into how many parts each axis is cut.
+    """Base of partitioners: a subclass returns from `__call__` the number of parts for each axis.
 
     Source: `tf.distribute.experimental.partitioners.Partitioner`.
     """
@@ -42,12 +42,12 @@ class Partitioner:
 
 
 class FixedShardsPartitioner(Partitioner):
-    """Cuts each variable into so many shards; one of fewer rows into as many as it has.
+    """Cuts each variable into a fixed number of shards; a variable with fewer rows has one shard for each row.
 
     Source: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
 
     Args:
-        num_shards: number of shards.
+        num_shards: the number of shards.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -62,16 +62,16 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Cuts variables into as many shards as have this size on average, up to a greatest number of them.
+    """Cuts variables into as many shards as possible of at least a size on average.
 
-    The number is rounded up, as TensorFlow rounds it, so that shards may be a little smaller.
+    The number is rounded up, as in TensorFlow, so that shards may be slightly smaller.
 
     Source: `tf.distribute.experimental.partitioners.MinSizePartitioner`.
 
     Args:
-        min_shard_bytes: size of a shard.
-        max_shards: greatest number of shards.
-        bytes_per_string: has no effect: no variable is of strings.
+        min_shard_bytes: size of a shard in bytes.
+        max_shards: largest number of shards.
+        bytes_per_string: ignored; variables of strings do not exist.
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
@@ -89,14 +89,14 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Cuts variables into as few shards as are no larger than this size; a row is never cut.
+    """Cuts variables into as few shards as possible of at most a size; rows are never cut.
 
     Source: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.
 
     Args:
-        max_shard_bytes: greatest size of a shard.
-        max_shards: greatest number of shards, which then may be larger; None for no limit.
-        bytes_per_string: has no effect: no variable is of strings.
+        max_shard_bytes: largest size of a shard in bytes.
+        max_shards: largest number of shards, which then may be larger; None for no limit.
+        bytes_per_string: ignored; variables of strings do not exist.
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:

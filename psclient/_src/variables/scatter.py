@@ -99,63 +99,63 @@ class RowWritable(RowReadable):
     """
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Adds to some rows, for each time that an index comes.
+        """Adds to some rows; an index that is repeated adds each time.
 
         Source: `tf.Variable.scatter_add`.
 
         Args:
-            sparse_delta: the rows, and the place of each.
-            use_locking: ignored: each assignment is whole.
-            name: ignored: each assignment is whole.
+            sparse_delta: the rows, and the index of each.
+            use_locking: ignored; each assignment is atomic.
+            name: ignored.
 
         Returns:
             The variable.
 
         Raises:
-            TypeError: it is no `IndexedSlices`, or its dtype does not fit.
-            ValueError: an index is no row of the variable; rows of another shape; in replica context several replicas,
-                and no aggregation.
+            TypeError: `sparse_delta` is not an `IndexedSlices`, or its dtype does not fit.
+            ValueError: an index is not a row of the variable; rows of another shape; in replica context several
+                replicas without an aggregation.
             RuntimeError: called in an update function that runs on a server.
         """
         return _scattered(self, "scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Subtracts from some rows, as `scatter_add`.
+        """Subtracts from some rows; arguments, result and errors are those of `scatter_add`.
 
         Source: `tf.Variable.scatter_sub`.
         """
         return _scattered(self, "scatter_sub", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Gives some rows a value; where an index comes several times, the last. As `scatter_add`, for one replica.
+        """Assigns some rows; of repeated indices the last counts. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_update`.
         """
         return _scattered(self, "scatter_update", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Gives some rows the minimum of what they have and what is given. As `scatter_add`, for one replica.
+        """Sets some rows to the minimum of their values and the given ones. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_min`.
         """
         return _scattered(self, "scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Gives some rows the maximum of what they have and what is given. As `scatter_add`, for one replica.
+        """Sets some rows to the maximum of their values and the given ones. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_max`.
         """
         return _scattered(self, "scatter_max", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Multiplies some rows, for each time that an index comes. As `scatter_add`, for one replica.
+        """Multiplies some rows, once for each time an index is given. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_mul`.
         """
         return _scattered(self, "scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Divides some rows of floats, for each time that an index comes. As `scatter_add`, for one replica.
+        """Divides some rows of floats, once for each time an index is given. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_div`.
         """

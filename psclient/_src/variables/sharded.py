@@ -293,16 +293,16 @@ class CutVariable(VariableOfShards):
 
 
 class ShardedVariable(CutVariable):
-    """A variable that is cut along its first axis, its shards on several servers; used as a plain variable is.
+    """A variable that is cut along its first axis into shards on several servers; used like any other variable.
 
-    Made by `Variable` in the scope of a strategy that has a `variable_partitioner`. `variables` are the shards, named
-    "NAME/part_0", ...: shard i has the rows from `sharding.starts[i]` on. Reads, assignments, lookups and updates are
-    of the whole, and each server is asked for its own rows alone. A checkpoint has the whole by the variable's name.
+    `Variable` makes one in the scope of a strategy with a `variable_partitioner`. `variables` are the shards, named
+    "NAME/part_0", ...: shard i has the rows from `sharding.starts[i]` on. Reads, assignments, lookups and updates use
+    the whole variable; each server is asked only for its own rows. A checkpoint stores the whole variable by its name.
 
-    Source: `tf.distribute`'s ShardedVariable; iteration is over rows, as with a plain variable.
+    Source: `tf.distribute`'s ShardedVariable; iteration is over rows, as for any other variable.
 
     Attributes:
-        sharding: where each shard begins, and its servers.
+        sharding: the first row of each shard, and its servers.
     """
 
     _kept: tuple[tuple[Array, ...], Array] | None = None

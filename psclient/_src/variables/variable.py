@@ -55,7 +55,7 @@ class VariableSynchronization(_Named):
 
 
 class VariableAggregation(_Named):
-    """The operation that combines replicas' values: assigned ones of a variable, or the copies of one that is read."""
+    """How to combine replicas' values when they are assigned to a variable, or its copies when they are read."""
 
     NONE = 0
     """No combination: assigning in replica context is an error, unless there is one replica."""
@@ -227,56 +227,66 @@ def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Ar
 
 
 class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
-    """A variable of the current strategy. Create it inside `strategy.scope()`, on every process alike.
+    """A variable of the current strategy. Create it inside `strategy.scope()`, in the same way on every process.
 
-    Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
-    of the last round, on the replica's device; in an update function the value at that point. In replica
-    context the local replicas create one together. Outside of every scope it is an ordinary local variable
-    of the default strategy.
+    Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as of the last
+    round, on the replica's device; in an update function the value at that point. In replica context the local replicas
+    create one variable together. Outside of every scope it is an ordinary local variable of the default strategy.
 
     Args:
-        initial_value: array, number, nest of numbers, or a function without arguments that returns one,
-            called once. The value of the lowest live task that creates it here, and in replica context of its first
+        initial_value: array, number, nest of numbers, or a function without arguments that returns one, called once.
+            The value of the lowest live task that creates the variable is used; in replica context that of its first
             replica.
-        trainable: True if optimizers should train it; by default True, but for ON_READ.
+        trainable: True if optimizers should train it; by default True, except for ON_READ.
         name: unique in the strategy; a repeated name gets a number.
-        dtype: a key of `pswire.model.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,
-            where Python floats are float32.
+        dtype: a NumPy dtype or the name of one, also "bfloat16"; by default that of the value, where Python floats are
+            float32.
         synchronization: ON_READ for a copy per replica, combined when it is read in cross-replica context.
-        aggregation: combines the replicas' values in `assign*` in replica context, or when ON_READ copies are read.
-        compression: how contributions to it travel to servers, one of `ps.compression`, the same in all processes;
-            False for as they are, None for what the strategy says. See `docs/compression.md`.
+        aggregation: how to combine the replicas' values in `assign*` in replica context, or when ON_READ copies are
+            read.
+        compression: compresses this process's contributions to the variable: one of `ps.compression`, the same in all
+            processes; False for no compression, None for that of the strategy. See `docs/compression.md`.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
-            strategy with `ps.Sync()` for a variable that each worker updates alone; None for what the strategy says,
-            or, in `colocate_vars_with`, for what that variable has. See `docs/concepts.md`.
-        partitioner: cuts it into shards on several servers, the same in all processes: a function of its shape and
-            dtype, such as one of `ps.experimental.partitioners`; False for not at all, None for what the strategy says.
-            Where there are no servers nothing is cut. See `docs/embeddings.md`.
+            strategy with `ps.Sync()` for a variable that each worker updates independently; None for that of the
+            strategy or, in `colocate_vars_with`, of that variable. See `docs/concepts.md`.
+        partitioner: cuts the variable into shards on several servers, the same in all processes: a function of its
+            shape and dtype, such as one of `ps.experimental.partitioners`; False for no shards, None for that of the
+            strategy. Without servers it has no effect. See `docs/embeddings.md`.
 
     Attributes:
         strategy: the strategy that owns it.
         spec: dtype and shape.
-        name: unique in the strategy.
+        name: its name, unique in the strategy.
         trainable: True if optimizers train it.
         synchronization: ON_WRITE or ON_READ.
         aggregation: the constructor's aggregation.
         compression: the constructor's compression.
         consistency: the constructor's consistency, or that of the variable beside which it was created.
-        alone: True if each worker updates it alone, also where all other variables are updated by all together.
-        feedback: what compression has left over of this process's contributions; None where they are not compressed.
-        residual: where they are, the variable that has the sum of all processes' residuals as of the last checkpoint.
+        alone: True if each worker updates it independently in a job whose other updates are synchronous.
+        feedback: what compression has left over of this process's contributions; None without compression.
+        residual: with compression, the variable with the sum of all processes' residuals as of the last checkpoint.
 
     Raises:
-        RuntimeError: it is created in an update function.
-        TypeError: the name is no text; compression, consistency or partitioner is none.
+        RuntimeError: created in an update function.
+        TypeError: the name is not a string; or compression, consistency or partitioner has another type.
         ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool; compression
             of an integer dtype, or with ON_READ; consistency or partitioner with ON_READ; a partitioner in
-            `colocate_vars_with`, or one that returns no numbers of parts.
-        ConfigError: contributions are to be compressed, or it has a consistency of its own, and a server is of a
-            version that does not know that; it has one that does not go together with that of the job.
-        InvalidRequest: its dtype cannot travel.
-        VariableMismatch: another process created something else in its place.
-        MemoryLimit: its server has no room for it.
+            `colocate_vars_with`, or one that does not return numbers of parts.
+        ConfigError: a server's version does not support compression, or a consistency of a variable; or its consistency
+            does not work with that of the job.
+        InvalidRequest: its dtype is not supported.
+        VariableMismatch: another process created a different variable in its place.
+        MemoryLimit: its server does not have enough memory for it.
+
+    Examples:
+        >>> import psclient as ps
+        >>> strategy = ps.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     w = ps.Variable([1.0, 2.0], name="w")
+        >>> w.assign_add([0.5, 0.5]).numpy()
+        array([1.5, 2.5], dtype=float32)
+        >>> w * 2
+        array([3., 5.], dtype=float32)
     """
 
     synchronization = VariableSynchronization.ON_WRITE
@@ -326,7 +336,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     @property
     def device(self) -> str:
-        """The device that holds it; of several copies the replica's own, and in cross-replica context the first."""
+        """The device that holds it; with several copies the replica's own, in cross-replica context the first."""
         own = context.local_replica(self.strategy) or 0
         return self.devices[own if own < len(self.devices) else 0]
 
@@ -364,12 +374,12 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
     # ---- Writing ----
 
     def assign(self, value: Value) -> Value:
-        """Gives it a value.
+        """Assigns a value.
 
-        In an update function this is part of the update. In cross-replica context, which is entered where
-        there is no scope, it is an update of its own, with a value that every process has alike. In replica
-        context the replicas' values are combined as `aggregation` says, and assigned once, the value of an only
-        replica as it is; an ON_READ variable's replica assigns its own copy.
+        In an update function this is part of the update. In cross-replica context, which is entered if there is no
+        scope, it is an update of its own, with a value that is the same in every process. In replica context the
+        replicas' values are combined by `aggregation` and assigned once; a single replica's value is assigned as it is;
+        for an ON_READ variable each replica assigns its own copy.
 
         Args:
             value: an array or number of its shape, or one that NumPy would broadcast to it; cast within its kind.
@@ -379,23 +389,24 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
         Raises:
             TypeError: its dtype is of another kind.
-            ValueError: its shape does not fit; in replica context a shared value to be summed, or no aggregation
-                where several replicas are in sync; in cross-replica context a per-replica value, or an ON_READ
-                variable without aggregation.
+            ValueError: its shape does not fit; in replica context a shared value to be summed, or no aggregation while
+                several replicas are in sync; in cross-replica context a per-replica value, or an ON_READ variable
+                without aggregation.
         """
         return _assigned(self, "assign", value)
 
     def assign_add(self, delta: Value) -> Value:
-        """Adds to it; as `assign`.
+        """Adds a value to it; arguments, result and errors are those of `assign`.
 
-        In cross-replica context that is done to each copy of an ON_READ variable; SUM and NONE refuse it.
+        In cross-replica context it adds to each copy of an ON_READ variable; with SUM and NONE it raises an error.
         """
         return _assigned(self, "assign_add", delta)
 
     def assign_sub(self, delta: Value) -> Value:
-        """Subtracts from it; as `assign`.
+        """Subtracts a value from it; arguments, result and errors are those of `assign`.
 
-        In cross-replica context that is done to each copy of an ON_READ variable; SUM and NONE refuse it.
+        In cross-replica context it subtracts from each copy of an ON_READ variable; with SUM and NONE it raises an
+        error.
         """
         return _assigned(self, "assign_sub", delta)
 
