@@ -15,18 +15,18 @@ from pswire.model.tensor import Array
 
 
 class Adagrad(Optimizer):
-    """Divides by the root of the sum of all squared gradients.
+    """Divides gradients by the root of the sum of all squared gradients.
 
     Source: `keras.optimizers.Adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
 
     Args:
         learning_rate: step size.
         initial_accumulator_value: initial value of the sum.
-        epsilon: keeps the division away from zero.
+        epsilon: small number against division by zero.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: the sum begins with less than 0, or epsilon is less.
+        ValueError: `initial_accumulator_value` or epsilon is negative.
     """
 
     slots = ("accumulator",)
@@ -43,7 +43,7 @@ class Adagrad(Optimizer):
         self.initial_accumulator_value, self.epsilon = initial_accumulator_value, epsilon
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value`, of the variable's shape."""
+        """Returns `initial_accumulator_value`, of the variable's shape."""
         return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
@@ -54,12 +54,15 @@ class Adagrad(Optimizer):
 
 
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum for each row, of the means of its squared gradients: for tables, whose state is 1/width.
+    """Adagrad with one sum for each row, of the means of its squared gradients: its state is 1/width of the table.
 
     Source: `torchrec`'s and FBGEMM's `EXACT_ROWWISE_ADAGRAD`; `fbgemm_gpu.split_embedding_configs`.
 
     Args:
-        learning_rate, initial_accumulator_value, epsilon, options: as in `Adagrad`.
+        learning_rate: as in `Adagrad`.
+        initial_accumulator_value: as in `Adagrad`.
+        epsilon: as in `Adagrad`.
+        options: as in `Optimizer`.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class RowwiseAdagrad(Adagrad):
         super().__init__(learning_rate, initial_accumulator_value, epsilon, **options)
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value`, one for each row, with the variable's rank."""
+        """Returns `initial_accumulator_value`, one for each row, with the variable's rank."""
         whole = super().initial_slot(slot, v)
         return whole[tuple(slice(None) if axis == 0 else slice(0, 1) for axis in range(whole.ndim))].copy()
 
@@ -86,18 +89,18 @@ class RowwiseAdagrad(Adagrad):
 
 
 class Adadelta(Optimizer):
-    """Divides by the size of recent gradients, and multiplies by that of recent steps.
+    """Divides gradients by the size of recent gradients, and multiplies them by that of recent steps.
 
     Source: `keras.optimizers.Adadelta`; Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
 
     Args:
         learning_rate: step size; 1.0 is the paper's.
         rho: decay of both sizes.
-        epsilon: keeps the division away from zero.
+        epsilon: small number against division by zero.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: the decay is not between 0 and 1, or epsilon is less than 0.
+        ValueError: the decay is not between 0 and 1, or epsilon is negative.
     """
 
     slots = ("gradients", "steps")
@@ -119,7 +122,7 @@ class Adadelta(Optimizer):
 
 
 class RMSprop(Optimizer):
-    """Divides by the root of the mean of recent squared gradients.
+    """Divides gradients by the root of the mean of recent squared gradients.
 
     Source: `keras.optimizers.RMSprop`; Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012.
 
@@ -127,12 +130,12 @@ class RMSprop(Optimizer):
         learning_rate: step size.
         rho: decay of the mean.
         momentum: decay of the momentum; 0 for none.
-        epsilon: keeps the division away from zero.
-        centered: True to divide by the root of the variance in place of that of the mean of squares.
+        epsilon: small number against division by zero.
+        centered: True to divide by the root of the variance instead of that of the mean of squares.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: momentum or the decay is not between 0 and 1, or epsilon is less than 0.
+        ValueError: momentum or the decay is not between 0 and 1, or epsilon is negative.
     """
 
     slots: tuple[str, ...] = ("squares", "mean", "momentum")
@@ -177,15 +180,16 @@ class Ftrl(Optimizer):
 
     Args:
         learning_rate: step size.
-        learning_rate_power: exponent by which it falls with the sum of squared gradients; at most 0.
+        learning_rate_power: exponent by which it decreases with the sum of squared gradients; at most 0.
         initial_accumulator_value: initial value of that sum.
-        l1_regularization_strength, l2_regularization_strength: penalties on the weights.
-        l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
-        beta: makes the learning rate begin smaller.
+        l1_regularization_strength: L1 penalty on the weights.
+        l2_regularization_strength: L2 penalty on the weights.
+        l2_shrinkage_regularization_strength: L2 penalty on the current weights in each step.
+        beta: reduces the first learning rates.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: one of these is less than 0, or the power is more.
+        ValueError: a number is negative, or the power is positive.
     """
 
     slots = ("accumulator", "linear")
@@ -218,7 +222,7 @@ class Ftrl(Optimizer):
         self.beta = beta
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value` for the sum of squares, zeros for the other."""
+        """Returns `initial_accumulator_value` for the sum of squares, zeros for the other slot."""
         zeros = super().initial_slot(slot, v)
         return np.full_like(zeros, self.initial_accumulator_value) if slot == "accumulator" else zeros
 

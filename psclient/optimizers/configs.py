@@ -18,27 +18,28 @@ class Described(Configured):
     """Base of objects that are made of the arguments of their constructor, which they keep as attributes."""
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments with which the constructor makes another one like it. In any context.
+        """Returns the arguments with which the constructor makes an equal object. In any context.
 
         Returns:
-            Numbers, words, None, lists of these; of another such object a dict with its `class_name` and `config`.
+            Numbers, strings, None, and lists of these; for another such object a dict with its `class_name` and
+            `config`.
 
         Raises:
-            ValueError: an argument is no such value, such as a function.
-            NotImplementedError: the class keeps an argument under another name, and has no `get_config` of its own.
+            ValueError: an argument is another kind of value, such as a function.
+            NotImplementedError: the class stores an argument under another name, and has no `get_config` of its own.
         """
         return {name: _plain(name, self._argument(name)) for name in self._arguments()}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: CustomObjects | None = None) -> Self:
-        """Makes one from what `get_config` gave, or Keras's own. In the contexts of the constructor.
+        """Makes an object from the result of `get_config`, or from a Keras config. In the contexts of the constructor.
 
         Args:
-            config: the arguments of the constructor, by name; what is left out has its default.
+            config: the arguments of the constructor, by name; missing ones have their defaults.
             custom_objects: classes that are not of this package, by name.
 
         Raises:
-            ValueError: a class is not known by its name.
+            ValueError: the name of a class is not known.
             TypeError: the constructor has no such argument.
         """
         return cls(**{name: _made(value, custom_objects or {}) for name, value in config.items()})
