@@ -19,18 +19,18 @@ MARGIN = 1e-7
 class AUC(Metric):
     """The area under the ROC or the precision-recall curve, approximated by a Riemann sum over thresholds.
 
-    Source: `tf.keras.metrics.AUC`; the interpolation of precision-recall: Davis and Goadrich, "The relationship
-    between precision-recall and ROC curves", 2006.
+    Source: `tf.keras.metrics.AUC`; the interpolation of precision-recall: Davis and Goadrich, "The relationship between
+    precision-recall and ROC curves", 2006.
 
     Args:
         num_thresholds: number of thresholds, evenly from 0 to 1.
         curve: "ROC" or "PR".
         summation_method: "interpolation", "minoring" or "majoring".
         name: prefix of its variables' names.
-        thresholds: between 0 and 1, in place of `num_thresholds`; 0 and 1 are added.
+        thresholds: between 0 and 1, instead of `num_thresholds`; 0 and 1 are added.
 
     Raises:
-        ValueError: an argument has none of these values.
+        ValueError: an argument has another value.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Precision(Share):
     Source: `tf.keras.metrics.Precision`, without `top_k` and `class_id`.
 
     Args:
-        thresholds: one or several numbers between 0 and 1; predictions above one are positive. None is 0.5.
+        thresholds: one or several numbers between 0 and 1; predictions above a threshold are positive. None is 0.5.
         name: prefix of its variables' names.
 
     Raises:
@@ -185,7 +185,7 @@ class Recall(Share):
     Source: `tf.keras.metrics.Recall`, without `top_k` and `class_id`.
 
     Args:
-        thresholds: one or several numbers between 0 and 1; predictions above one are positive. None is 0.5.
+        thresholds: one or several numbers between 0 and 1; predictions above a threshold are positive. None is 0.5.
         name: prefix of its variables' names.
 
     Raises:

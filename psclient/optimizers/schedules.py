@@ -18,7 +18,7 @@ from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, chec
 
 
 class LearningRateSchedule(Described):
-    """Base of all schedules: a subclass keeps numbers as attributes and computes the rate in `__call__`.
+    """Base of all schedules: a subclass stores numbers as attributes and computes the rate in `__call__`.
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
@@ -27,14 +27,14 @@ class LearningRateSchedule(Described):
         """Returns the learning rate of a step.
 
         Args:
-            step: number of steps applied before, or what stands for it in an update function: take NumPy
-                functions, and `np.where` in place of `if`.
+            step: number of steps before this one, or a stand-in for it in an update function: use NumPy functions, and
+                `np.where` instead of `if`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: CustomObjects | None = None) -> Self:
-        """As of optimizers; the `name` that Keras's schedules have is left out where the constructor takes none."""
+        """Makes a schedule as optimizers are made; ignores Keras's `name` if the constructor does not take one."""
         known = cls._arguments()
         kept = {name: value for name, value in config.items() if name != "name" or name in known}
         return super().from_config(kept, custom_objects)
@@ -47,7 +47,8 @@ class Constant(LearningRateSchedule):
         learning_rate: the rate.
 
     Raises:
-        ValueError, TypeError: the rate is not finite, or no number; so do all schedules with all their numbers.
+        ValueError: the rate is not finite; all schedules check all their numbers.
+        TypeError: the rate is not a number; all schedules check all their numbers.
     """
 
     def __init__(self, learning_rate: float) -> None:
@@ -97,7 +98,10 @@ class InverseTimeDecay(_Decay):
     Source: `keras.optimizers.schedules.InverseTimeDecay`.
 
     Args:
-        initial_learning_rate, decay_steps, decay_rate, staircase: as in `ExponentialDecay`.
+        initial_learning_rate: as in `ExponentialDecay`.
+        decay_steps: as in `ExponentialDecay`.
+        decay_rate: as in `ExponentialDecay`.
+        staircase: as in `ExponentialDecay`.
     """
 
     def __call__(self, step: Value) -> Value:
@@ -215,15 +219,15 @@ class CosineDecay(LearningRateSchedule):
 
 
 class CosineDecayRestarts(LearningRateSchedule):
-    """`CosineDecay` that begins anew each time it ends, longer and lower.
+    """`CosineDecay` that restarts each time it ends, longer and lower.
 
     Source: `keras.optimizers.schedules.CosineDecayRestarts`; Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
         initial_learning_rate: the rate at step 0.
         first_decay_steps: number of steps of the first cosine.
-        t_mul: factor of each cosine's length over that of the one before.
-        m_mul: factor of each cosine's first rate over that of the one before.
+        t_mul: length of each cosine, as a multiple of the one before.
+        m_mul: first rate of each cosine, as a multiple of the one before.
         alpha: the rate at the end of each, as a fraction of the initial rate.
     """
 
@@ -256,11 +260,11 @@ class CosineDecayRestarts(LearningRateSchedule):
 
 
 class LinearWarmup(LearningRateSchedule):
-    """A straight line to another schedule's first rate, and then that schedule from its beginning.
+    """Increases the rate linearly to another schedule's first rate, and then follows that schedule from its beginning.
 
     Args:
         schedule: the schedule after the warm-up; a number for a constant rate.
-        warmup_steps: number of steps of the line.
+        warmup_steps: number of steps of the warm-up.
         initial_learning_rate: the rate at step 0.
     """
 

@@ -17,20 +17,20 @@ DEFAULT_BUCKETS = 30
 
 
 def scalar(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
-    """Writes one number to the writer whose `as_default` this is in. In any context.
+    """Writes one number to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.scalar`.
 
     Args:
         name: name of the curve.
         data: a number, a variable, or an array without dimensions.
-        step: the point's place on the curve; by default that of `as_default`.
-        description: a text in Markdown that TensorBoard shows.
+        step: the position on the curve; by default that of `as_default`.
+        description: Markdown text that TensorBoard shows.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
         ValueError: there is no step, or the data have dimensions.
@@ -48,9 +48,9 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 def histogram(
     name: str, data: Any, step: int | None = None, buckets: int | None = None, description: str | None = None
 ) -> bool:
-    """Writes the distribution of numbers to the writer whose `as_default` this is in. In any context.
+    """Writes the distribution of numbers to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.histogram`.
 
@@ -58,14 +58,14 @@ def histogram(
         name: name of the histogram.
         data: numbers, an array of any shape, or a variable; those that are not finite are left out.
         step: as in `scalar`.
-        buckets: number of buckets, all of one width, between the least and the greatest number; None for 30.
+        buckets: number of buckets of equal width between the smallest and the largest number; None for 30.
         description: as in `scalar`.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
-        ValueError: there is no step, the number of buckets is no whole number of at least 0, or the data are no real
+        ValueError: there is no step, the number of buckets is not an integer of at least 0, or the data are not real
             numbers.
     """
 
@@ -81,25 +81,25 @@ def histogram(
 
 
 def image(name: str, data: Any, step: int | None = None, max_outputs: int = 3, description: str | None = None) -> bool:
-    """Writes images to the writer whose `as_default` this is in. In any context.
+    """Writes images to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.image`.
 
     Args:
         name: name of the images.
         data: an array of shape (images, height, width, channels), with 1 (gray), 2 (gray and alpha), 3 (red, green,
-            blue) or 4 (and alpha) channels: uint8, or floating numbers from 0 to 1, beyond which they are cut.
+            blue) or 4 (and alpha) channels: uint8, or floats, which are clipped to 0 to 1.
         step: as in `scalar`.
-        max_outputs: number of images that are written at most, the first ones.
+        max_outputs: the largest number of images that are written, the first ones.
         description: as in `scalar`.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
-        ValueError: there is no step, the data have another shape or dtype, or `max_outputs` is no whole number of at
+        ValueError: there is no step, the data have another shape or dtype, or `max_outputs` is not an integer of at
             least 0.
     """
 
@@ -120,24 +120,24 @@ def image(name: str, data: Any, step: int | None = None, max_outputs: int = 3, d
 
 
 def text(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
-    """Writes text to the writer whose `as_default` this is in. In any context.
+    """Writes text to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.text`.
 
     Args:
         name: name of the text.
-        data: a str, in Markdown, or UTF-8 bytes; or a nested list or array of them, shown as a table.
+        data: a str in Markdown, or UTF-8 bytes; or a nested list or array of them, shown as a table.
         step: as in `scalar`.
         description: as in `scalar`.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
         ValueError: there is no step.
-        TypeError: the data are no text, or rows of different lengths.
+        TypeError: the data are not text, or have rows of different lengths.
     """
 
     def make() -> Any:

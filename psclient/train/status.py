@@ -21,21 +21,22 @@ SHOWN = 10
 
 
 class LoadStatus:
-    """The result of `Checkpoint.restore`: tells, as of each call, which values of a checkpoint have found their place.
+    """The result of `Checkpoint.restore`: checks, as of each call, which values of a checkpoint were matched.
 
     Source: the load status of `tf.train.Checkpoint.restore`.
 
     Args:
         path: path of the checkpoint.
-        manifest: the checkpoint's table of contents; None where nothing was restored, and nothing had to be.
-        explore: returns what is tracked now.
-        given: the variables that got a value when it was restored, with the names of their tensors.
-        backend: tells which variables that were created since began with a restored value.
-        damaged: names of checkpoints beside it that were passed over, with what is wrong.
+        manifest: the checkpoint's table of contents; None if nothing was or had to be restored.
+        explore: returns the objects that are tracked now.
+        given: the variables that were restored, with the names of their tensors.
+        backend: knows which variables created since then began with a restored value.
+        damaged: names of skipped checkpoints in its directory, with the damage.
 
     Attributes:
-        path, damaged: the constructor's arguments.
-        restored: False where nothing has changed, since this process has come back to a running job.
+        path: the constructor's argument.
+        damaged: the constructor's argument.
+        restored: False if nothing has changed because this process has come back to a running job.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class LoadStatus:
         self._told: tuple[list[str], list[str]] = [], []
 
     def assert_consumed(self) -> Self:
-        """Checks that each value of the checkpoint is some object's, and each object has got its value.
+        """Checks that each value of the checkpoint was matched by an object, and each tracked object by a value.
 
         Returns:
             The status itself.
 
         Raises:
-            AssertionError: a value or an object is left over; both lists are in it.
+            AssertionError: a value or an object is unmatched; the message has both lists.
         """
         unused, without = self._unused(), self._without()
         if unused or without:
@@ -76,13 +77,13 @@ class LoadStatus:
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Checks that all that is tracked now has got its value; the checkpoint may have more.
+        """Checks that each tracked object was matched by a value; the checkpoint may have more.
 
         Returns:
-            Itself.
+            The status itself.
 
         Raises:
-            AssertionError: something has got none; also what the checkpoint has and nobody takes is in it.
+            AssertionError: an object is unmatched; the message also has the unmatched values.
         """
         without = self._without()
         if without:
@@ -93,13 +94,13 @@ class LoadStatus:
         return self
 
     def assert_nontrivial_match(self) -> Self:
-        """Checks that anything at all but the count of saves has got its value.
+        """Checks that at least one value was matched, the count of saves aside.
 
         Returns:
             The status itself.
 
         Raises:
-            AssertionError: no value has found its place.
+            AssertionError: no value was matched.
         """
         tracked = self._explore()
         found = [path for path, v in tracked.variables.items() if path != COUNTER and self._has_value(v)]
@@ -111,10 +112,10 @@ class LoadStatus:
         return self
 
     def expect_partial(self) -> Self:
-        """Says that some of it may find no place: there is no warning of that at the end of the first step.
+        """Silences the warning about unmatched values at the end of the first step.
 
         Returns:
-            Itself.
+            The status itself.
         """
         self._partial = True
         return self
@@ -142,7 +143,7 @@ class LoadStatus:
                 log.warning("%s. Is it the checkpoint of another program?", self._mismatch(*self._told))
 
     def warn(self) -> None:
-        """Warns of what has found no place by now, if there is anything that nobody was told of, or expects."""
+        """Warns of unmatched values, if they were neither reported before nor expected."""
         try:
             lists = self._unused(but_later=True), self._without()
         except ValueError:  # what was tracked is there no more, such as the optimizer of a module

@@ -56,35 +56,38 @@ class LookedUpRows:
 
     @cached_property
     def inverse(self) -> AnyArray:
-        """Integers of the shape of the ids that were asked for: the place of each in `values`; on their device."""
+        """Integers of the shape of the ids: the index of each id's row in `values`; on the device of the values."""
         return to_device(self.places, device_of(self.values))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what was asked for: that of the ids, then that of a row."""
+        """Shape of the result: that of the ids, then that of a row."""
         return (*self.places.shape, *self.variable.shape[1:])
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Dtype of the rows, as NumPy has it."""
+        """NumPy dtype of the rows."""
         return self.variable.dtype
 
     def numpy(self) -> Array:
-        """The row of each id that was asked for, on the host."""
+        """Returns the row of each id, on the host."""
         return np.asarray(to_numpy(self.values)[self.places])
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.asarray(self.numpy(), dtype=dtype)
 
     def gradient(self, d: Value) -> IndexedSlices:
-        """Returns the gradient of the variable, with each place once; nothing is copied. In any context.
+        """Returns the gradient of the variable, with each index once; nothing is copied. In any context.
 
         Args:
-            d: the gradient by `values`, an array of their shape.
+            d: the gradient with respect to `values`, an array of their shape.
+
+        Returns:
+            `IndexedSlices` for `apply_gradients`.
 
         Raises:
-            ValueError: it has another shape.
-            TypeError: it is no array of numbers.
+            ValueError: `d` has another shape.
+            TypeError: `d` is not an array of numbers.
         """
         array = as_array(read(d))
         if tuple(array.shape) != tuple(self.values.shape):
