@@ -31,12 +31,12 @@ HOW = "run the script with psworker --standalone --chief-runs-script SCRIPT, or 
 
 
 def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
-    """Returns True in the process that coordinates: the chief. In a worker, which runs what is scheduled, False.
+    """Returns True in the process that coordinates (the chief), False in a worker.
 
-    Without a cluster it is True, and `ClusterCoordinator` says how to start one.
+    Without a cluster it is True; `ClusterCoordinator` then explains in its error how to start one.
 
     Args:
-        cluster_resolver: tells the cluster and this process's task; by default `TF_CONFIG` does.
+        cluster_resolver: finds the cluster and this process's task; by default from `TF_CONFIG`.
     """
     if cluster_resolver is not None:
         return cluster_resolver.task_type == "chief"
@@ -45,10 +45,10 @@ def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
 
 
 class RemoteValue:
-    """The result of a function that was scheduled, which may not be there yet.
+    """The future result of a scheduled function.
 
-    It may be an argument of another function that is scheduled: the result then goes from server 0 to the worker.
-    Server 0 holds the result as long as this object is referred to.
+    It may be an argument of another scheduled function: the result then goes from server 0 to the worker. Server 0
+    keeps the result as long as this object exists.
 
     Source: `tf.distribute.coordinator.RemoteValue`.
     """
@@ -65,11 +65,11 @@ class RemoteValue:
         self._ending.atexit = False
 
     def fetch(self) -> Any:
-        """Waits for the result, and returns it: a nest of arrays on the host, numbers and strings. In any context.
+        """Waits for the result and returns it: a nest of arrays on the host, numbers and strings. In any context.
 
         Raises:
             ClosureError: the function has raised an error.
-            ClosureCancelled: it was not run, since another one had failed.
+            ClosureCancelled: the function was not run, because another one had failed.
             ServerLost: a server was lost.
         """
         with self._lock:
@@ -78,7 +78,7 @@ class RemoteValue:
             return decode(self._content)
 
     def get(self) -> Any:
-        """The same as `fetch`: there is one kind of arrays here."""
+        """Returns the result, as `fetch`."""
         return self.fetch()
 
     def __repr__(self) -> str:
@@ -86,25 +86,36 @@ class RemoteValue:
 
 
 class ClusterCoordinator:
-    """Schedules functions, which the workers of a job run, each on whichever worker is free. In the chief alone.
+    """Schedules functions on the workers of a job, each on any worker that is free. Only in the chief.
 
-    A function that is scheduled runs once, and its updates count once, whatever becomes of workers: where one is lost,
-    another runs the function again, from its beginning, and of each update the first that came to a server counts. What
-    the second reads may be newer by then. A result comes from the worker that has run it to its end.
+    A scheduled function runs once, and its updates count once, also if workers are lost: another worker then runs the
+    function again from its beginning, and for each update the first result that reaches a server counts. The second run
+    may read newer values. A result comes from the worker that has finished the function.
 
-    At most 1024 functions wait for a worker; `schedule` waits for room. A function that raises an error cancels what
-    waits, and the next `schedule`, `join` or `done` raises it as `ClosureError`; then one may schedule again.
+    At most 1024 functions wait for a worker; then `schedule` blocks. A function that raises an error cancels the
+    waiting ones, and the next `schedule`, `join` or `done` raises it as `ClosureError`; after that functions can be
+    scheduled again.
 
-    Methods may be called from any thread.
+        @ps.coordinator.function                                    # in every process
+        def train_step(iterator):
+            return strategy.run(step, args=(next(iterator),))
+
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)   # in the chief: ps.coordinator.is_coordinator()
+        iterator = iter(coordinator.create_per_worker_dataset(make_dataset))
+        results = [coordinator.schedule(train_step, args=(iterator,)) for _ in range(100)]
+        coordinator.join()
+        losses = coordinator.fetch(results)
+
+    Any thread may call the methods.
 
     Source: `tf.distribute.coordinator.ClusterCoordinator`.
 
     Args:
-        strategy: with `consistency=ps.Async()`, in the chief of a cluster with workers.
+        strategy: a strategy with `consistency=ps.Async()`, in the chief of a cluster with workers.
 
     Raises:
-        TypeError: it is no `ParameterServerStrategy`.
-        ConfigError: this process is no chief, the job is not asynchronous, there are no workers, or they have
+        TypeError: `strategy` is not a `ParameterServerStrategy`.
+        ConfigError: this process is not a chief, the job is not asynchronous, there are no workers, or they have
             registered other functions.
     """
 
@@ -150,7 +161,7 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy."""
+        """The constructor's strategy."""
         return self._strategy
 
     # ---- Functions ----
@@ -158,26 +169,25 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Schedules a function, and returns at once; waits only while the queue is full. In any context.
+        """Schedules a function, and returns at once unless the queue is full. In any context.
 
-        On a worker it runs in cross-replica context, as within `strategy.scope()`: it may call `strategy.run`, and
-        optimizers. Variables are those that every process has created; what functions create, such as the state of an
-        optimizer in its first step, all processes find by its name.
+        On a worker it runs in cross-replica context, as within `strategy.scope()`: it may call `strategy.run` and
+        optimizers. It uses variables that every process has created. Variables that functions create, such as the state
+        of an optimizer in its first step, are found by name in all processes.
 
         Args:
-            fn: a function that is registered by `ps.coordinator.function`.
-            args: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied. The function
-                gets the value of a `RemoteValue`, and this worker's of a `PerWorkerValues`.
-            kwargs: see `args`.
+            fn: a function registered by `ps.coordinator.function`.
+            args: positional arguments: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied.
+                The function gets the value of a `RemoteValue`, and its worker's value of a `PerWorkerValues`.
+            kwargs: keyword arguments, likewise.
 
         Returns:
-            A `RemoteValue`: what the function returns, a nest of numbers, strings and arrays.
+            A `RemoteValue` for the function's result, a nest of numbers, strings and arrays.
 
         Raises:
-            ClosureError: a function that was scheduled before has failed; what waited is cancelled, and this is not
-                scheduled.
-            TypeError: the function is not registered, or an argument is code, or anything else that does not travel.
-            MemoryLimit: server 0 has no room for the arguments.
+            ClosureError: an earlier function has failed; the waiting ones are cancelled, and this one is not scheduled.
+            TypeError: the function is not registered, or an argument is code or another value that cannot be sent.
+            MemoryLimit: server 0 does not have enough memory for the arguments.
             ConfigError: a worker has registered other functions.
             ServerLost: a server was lost.
         """
@@ -205,11 +215,11 @@ class ClusterCoordinator:
             self._unsure = False
 
     def join(self) -> None:
-        """Waits until all functions that were scheduled are over. In any context.
+        """Waits until all scheduled functions have finished. In any context.
 
         Raises:
-            ClosureError: one of them has failed; then no function runs any more.
-            RoundTimeout: no worker was there for `PS_ROUND_TIMEOUT`.
+            ClosureError: a function has failed; no function is running any more.
+            RoundTimeout: there was no worker for `PS_ROUND_TIMEOUT`.
             ServerLost: a server was lost.
         """
         with self._lock:
@@ -219,10 +229,10 @@ class ClusterCoordinator:
             self._raise(state)
 
     def done(self) -> bool:
-        """Returns whether all functions that were scheduled are over; does not wait for them. In any context.
+        """Returns whether all scheduled functions have finished, without waiting. In any context.
 
         Raises:
-            ClosureError: as of `join`; it then waits for those that run.
+            ClosureError: as in `join`, after the running functions have finished.
         """
         state = self._ask(ClosureOrder())
         if state.failure is not None:
@@ -230,25 +240,27 @@ class ClusterCoordinator:
         return not (state.queued or state.running)
 
     def fetch(self, val: Nest) -> Nest:
-        """Returns a nest with the results of the `RemoteValue`s in it; waits for them. In any context.
+        """Waits for the `RemoteValue`s in a nest, and returns the nest with their results. In any context.
 
         Raises:
-            ClosureError, ClosureCancelled, ServerLost: as of `RemoteValue.fetch`.
+            ClosureError: as in `RemoteValue.fetch`.
+            ClosureCancelled: as in `RemoteValue.fetch`.
+            ServerLost: as in `RemoteValue.fetch`.
         """
         return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerValues:
-        """Makes a dataset on each worker, by a function, when the worker needs it. In any context.
+        """Makes a dataset on each worker, by a function that the worker calls when it needs it. In any context.
 
         Args:
-            dataset_fn: a function that is registered by `ps.coordinator.function`. It takes nothing, or an
-                `InputContext` with the worker's number among all, and returns an iterable, such as a `ps.ArrayDataset`.
+            dataset_fn: a function registered by `ps.coordinator.function`. It takes no arguments, or an `InputContext`
+                with the worker's number, and returns an iterable, such as a `ps.ArrayDataset`.
 
         Returns:
-            The dataset of each worker; `iter` of it is an iterator of each worker, an argument for `schedule`.
+            The dataset of each worker; `iter` of it is an iterator for each worker, an argument for `schedule`.
 
         Raises:
-            TypeError: the function is not registered; or it is a dataset, which is never sent.
+            TypeError: the function is not registered, or a dataset is given instead; datasets are never sent.
         """
         context = InputContext(self._workers, 0, self._strategy.num_replicas_in_sync)
         return PerWorkerValues("dataset", functions.name_of(dataset_fn, "create_per_worker_dataset"), context=context)

@@ -19,21 +19,21 @@ def function(fn: F) -> F: ...
 @overload
 def function(*, name: str) -> Callable[[F], F]: ...
 def function(fn: Any = None, *, name: str = "") -> Any:
-    """Registers a function that a coordinator may schedule, or that makes a dataset of each worker. A decorator.
+    """Registers a function that a coordinator may schedule, or that makes a dataset on each worker. A decorator.
 
-    The coordinator sends its name and its arguments, and a worker calls the function of that name that it has imported.
-    So every process has to register the same functions; other ones are refused when a job begins.
+    The coordinator sends the function's name and its arguments; the worker calls the function with that name that it
+    has imported itself. So every process must register the same functions; a job with different ones does not start.
 
     Args:
-        fn: the function, which stays as it is.
+        fn: the function, which is not changed.
         name: the name; by default the function's own.
 
     Returns:
         The function.
 
     Raises:
-        TypeError: it is no function, or has no name of its own.
-        ValueError: another function has the name, which is not in the same place of the program; or there are too many.
+        TypeError: `fn` is not a function, or has no name of its own.
+        ValueError: another function, at another place of the program, has the name; or there are too many functions.
     """
     if fn is None:
         return lambda fn: _register(fn, name)

@@ -157,21 +157,24 @@ def sgd(
     accumulator_dtype: None = None,
     **options: Unpack[Options],
 ) -> Sgd:
-    """Gradient descent.
+    """Gradient descent, with optional momentum.
 
     Source: `optax.sgd`.
 
     Args:
-        learning_rate: step size: a number, a schedule of `ps.optimizers`, computed on the servers, or a function of
-            the number of steps before, such as optax's schedules, which every worker computes for itself.
-        momentum: decay of the momentum, which holds gradients; None for none.
-        nesterov: True if the step looks ahead.
-        accumulator_dtype: None: slots are of the parameter's dtype, of half precision float32.
-        options: as in `ps.optimizers.Optimizer`, such as `global_clipnorm` for `optax.clip_by_global_norm`.
+        learning_rate: step size: a number; a schedule of `ps.optimizers`, computed on the servers; or a function of the
+            number of previous steps, such as optax's schedules, which every worker computes itself.
+        momentum: decay of the momentum; None for none.
+        nesterov: True for Nesterov momentum.
+        accumulator_dtype: None: slots have the parameter's dtype, float32 for half precision.
+        options: as in `ps.optimizers.Optimizer`, for example `global_clipnorm` for `optax.clip_by_global_norm`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: a number is out of its range, or another dtype of slots is asked for.
+        TypeError: an argument is not a number.
+        ValueError: a number is out of its range, or another dtype of slots is requested.
     """
     _refuse_dtype("accumulator_dtype", accumulator_dtype)
     return Sgd(learning_rate, 0.0 if momentum is None else momentum, nesterov, **options)
@@ -188,22 +191,26 @@ def adam(
     nesterov: bool = False,
     **options: Unpack[Options],
 ) -> Adam:
-    """Adaptive moments.
+    """Gradient descent by decayed means of gradients and of their squares.
 
     Source: `optax.adam`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
 
     Args:
-        learning_rate: as of `sgd`.
-        b1: decay of the first and second moment.
-        b2: see `b1`.
+        learning_rate: as in `sgd`.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
         eps: added to the root.
         eps_root: added under the root.
         mu_dtype: None, as `accumulator_dtype` of `sgd`.
         nesterov: True for Nesterov momentum.
-        options: as of `sgd`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError, ValueError: as `sgd`.
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
     """
     _refuse_dtype("mu_dtype", mu_dtype)
     return Adam(learning_rate, b1, b2, eps, eps_root, nesterov, **options)
@@ -227,20 +234,24 @@ def adamw(
     Source: `optax.adamw`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 
     Args:
-        learning_rate: as of `adam`.
-        b1: as of `adam`.
-        b2: as of `adam`.
-        eps: as of `adam`.
-        eps_root: as of `adam`.
-        mu_dtype: as of `adam`.
-        nesterov: as of `adam`.
-        weight_decay: fraction of them, times the learning rate, by which parameters are made smaller.
-        mask: a pytree like the parameters with True where they decay, or a function that returns one, given the
-            parameters; None for all. `TrainState` goes by it.
-        options: as of `sgd`.
+        learning_rate: as in `adam`.
+        b1: as in `adam`.
+        b2: as in `adam`.
+        eps: as in `adam`.
+        eps_root: as in `adam`.
+        mu_dtype: as in `adam`.
+        weight_decay: fraction of the parameters, times the learning rate, that is subtracted from them.
+        mask: a pytree like the parameters with True where they decay, or a function that takes the parameters and
+            returns one; None for all. `TrainState` applies it.
+        nesterov: as in `adam`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError, ValueError: as `sgd`.
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
     """
     _refuse_dtype("mu_dtype", mu_dtype)
     named = {"name": "adamw", **options}
@@ -250,18 +261,22 @@ def adamw(
 def adagrad(
     learning_rate: Rate, initial_accumulator_value: float = 0.1, eps: float = 1e-7, **options: Unpack[Options]
 ) -> Adagrad:
-    """Divides by the root of the sum of all squared gradients.
+    """Divides gradients by the root of the sum of all squared gradients.
 
     Source: `optax.adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
 
     Args:
-        learning_rate: as of `sgd`.
+        learning_rate: as in `sgd`.
         initial_accumulator_value: initial value of the sum.
-        eps: keeps the division away from zero.
-        options: as of `sgd`.
+        eps: small number against division by zero.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError, ValueError: as `sgd`.
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
     """
     return Adagrad(learning_rate, initial_accumulator_value, eps, **options)
 

@@ -26,14 +26,14 @@ GROWTH = 5, 4
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a table, each once, and the place of each among the ids that were asked for.
+    """Rows of a table, each once, with the index of each looked-up id.
 
-    `rows.values[rows.inverse]` is the row of each id. Differentiate by `rows.values`, and give the gradient to
-    `state.apply_gradients(rows={rows: d})`.
+    `rows.values[rows.inverse]` is the row of each id. Differentiate with respect to `rows.values`, and give the
+    gradient to `state.apply_gradients(rows={rows: d})`.
 
     Attributes:
-        values: (P, *row shape), the rows, each once; from row `count` on zeros, which no place leads to.
-        inverse: int32 of the shape of the ids, the place of each in `values`.
+        values: (P, *row shape), the rows, each once; from row `count` on zeros, which no index refers to.
+        inverse: int32 of the shape of the ids: the index of each id's row in `values`.
         found: the rows as they were looked up, on the host.
     """
 
@@ -55,19 +55,19 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """The number of rows, without those that are zeros."""
+        """The number of rows, without padding."""
         return len(self.found.ids)
 
     def gradient(self, d: Any, share: float = 1.0) -> IndexedSlices:
         """Returns the table's gradient, on the host.
 
         Args:
-            d: the gradient by `values`, of their shape.
+            d: the gradient with respect to `values`, of their shape.
             share: a number by which it is multiplied.
 
         Raises:
-            TypeError: it is traced.
-            ValueError: it has another shape.
+            TypeError: `d` is traced.
+            ValueError: `d` has another shape.
         """
         if is_traced(d):
             raise InvalidType(f"the gradient of rows of {self.table.name!r} is traced; call this outside of jax.jit")
@@ -82,20 +82,20 @@ class Rows:
 
 
 def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
-    """Looks up rows of a table by their ids, as arrays of JAX. In replica and cross-replica context.
+    """Looks up rows of a table by their ids, as JAX arrays. In replica and cross-replica context.
 
     Args:
-        table: a variable, a partitioned variable, a dynamic table or one of a group.
+        table: a variable, a sharded variable, a dynamic table or one of a group.
         ids: integers of any shape, of NumPy or JAX; may repeat.
-        pad: True to fill the rows up with zeros, so that there are few shapes: 16 rows, and then 1.25 times as many
-            each. False for as many rows as there are different ids.
+        pad: True to pad the rows with zeros to one of a few sizes, 16 and then each 1.25 times the one before, so that
+            compiled functions see few shapes. False for exactly the number of different ids.
 
     Returns:
         The rows.
 
     Raises:
-        TypeError: `table` is none; the ids are no integers, or traced.
-        ValueError: an id is no row of the table.
+        TypeError: `table` is not a table; or the ids are not integers, or traced.
+        ValueError: an id is not a row of the table.
         RuntimeError: called in an update function.
     """
     if not isinstance(table, RowReadable):

@@ -132,11 +132,11 @@ class LookupModule(torch.nn.Module):
 
     @property
     def rows(self) -> list[TableRows]:
-        """Those of each of its tables."""
+        """The looked-up rows of each of its tables."""
         raise NotImplementedError
 
     def prefetch(self, *features: Any) -> None:
-        """Says what `forward` will be given next, so that its rows come with the next round; see `Loader`."""
+        """Requests the rows of the next call of `forward`, together with the next round; see `Loader`."""
         raise NotImplementedError
 
     @property
@@ -145,7 +145,7 @@ class LookupModule(torch.nn.Module):
         return any(rows.table._takes_hints for rows in self.rows)
 
     def prefetch_hint(self, *features: Any) -> None:
-        """Says what `forward` will be given after that, so that servers read its rows meanwhile; see `Loader`."""
+        """Announces the call of `forward` after the next one, so that servers read its rows from disk."""
         raise NotImplementedError
 
 
@@ -153,14 +153,15 @@ class OfOneTable(LookupModule):
     """Base of modules of one table.
 
     Args:
-        table: a variable of rows on servers, such as of `ps.dynamic_embedding.get_variable`, or a partitioned one.
+        table: a variable on servers with a row for each id, such as one of `ps.dynamic_embedding.get_variable`, or a
+            sharded one.
         padding_idx: an id whose row has no gradient; None for none.
 
     Attributes:
         table: the table.
 
     Raises:
-        TypeError: it is no such table.
+        TypeError: `table` is not such a table.
     """
 
     def __init__(self, table: Any = None, *sizes: Any, padding_idx: int | None = None, **others: Any) -> None:
@@ -182,7 +183,7 @@ class OfOneTable(LookupModule):
 
     @property
     def rows(self) -> list[TableRows]:
-        """Those of its table."""
+        """The looked-up rows of its table."""
         return [self._rows]
 
     @property
@@ -191,11 +192,11 @@ class OfOneTable(LookupModule):
         return int(np.prod(self.table.shape[1:]))
 
     def prefetch(self, *features: Any) -> None:
-        """Says which ids will be looked up next, so that their rows come with the next round; see `Loader`."""
+        """Requests the rows of the ids that are looked up next, together with the next round; see `Loader`."""
         self.table.prefetch(*[to_numpy(each) for each in features])
 
     def prefetch_hint(self, *features: Any) -> None:
-        """Says which ids will be looked up after that, so that servers read their rows meanwhile; see `Loader`."""
+        """Announces the ids that are looked up after the next ones, so that servers read their rows from disk."""
         self.table.prefetch_hint(*[to_numpy(each) for each in features])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -223,16 +224,29 @@ class OfOneTable(LookupModule):
 
 
 class Embedding(OfOneTable):
-    """Rows of a table by their ids, with the face of `torch.nn.Embedding`.
+    """Looks up rows of a table by their ids, with the API of `torch.nn.Embedding`.
 
-        users = pst.Embedding(ps.dynamic_embedding.get_variable("users", dim=64))
-        users(torch.tensor([[3, 5], [5, 9]]))  # (2, 2, 64)
-
-    The optimizer of the module that has it trains the rows. Ids that a `Loader` has named are here before they are
-    asked for; all others are looked up by a call to the servers. Any 64-bit number is an id of a dynamic table.
+    The optimizer of the module that contains it trains the rows. Rows that a `Loader` has prefetched are present; all
+    others are fetched from the servers. Any 64-bit number is an id of a dynamic table.
 
     Args:
-        table, padding_idx: as of `OfOneTable`.
+        table: a variable on servers with a row for each id, such as one of `ps.dynamic_embedding.get_variable`, or a
+            sharded one.
+        padding_idx: an id whose row has no gradient; None for none.
+
+    Raises:
+        TypeError: `table` is not such a table.
+
+    Examples:
+        >>> import torch
+        >>> import psclient as ps
+        >>> import psclient.torch as pst
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> with strategy.scope():
+        ...     users = pst.Embedding(ps.dynamic_embedding.get_variable("users", dim=64))
+        >>> users(torch.tensor([[3, 5], [5, 9]])).shape
+        torch.Size([2, 2, 64])
+        >>> strategy.close()
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -248,15 +262,17 @@ class Embedding(OfOneTable):
 
 
 class EmbeddingBag(OfOneTable):
-    """Sums, means or greatest numbers of bags of rows, with the face of `torch.nn.EmbeddingBag`.
+    """Computes sums, means or maxima of bags of rows, with the API of `torch.nn.EmbeddingBag`.
 
     Args:
-        table, padding_idx: as of `OfOneTable`.
+        table: as in `Embedding`.
+        padding_idx: as in `Embedding`.
         mode: "sum", "mean" or "max".
-        include_last_offset: True if the end of the last bag is an offset as well.
+        include_last_offset: True if the offsets include the end of the last bag.
 
     Raises:
-        ValueError: rows are no vectors, or there is no such mode.
+        ValueError: rows are not vectors, or another mode.
+        TypeError: as `Embedding`.
     """
 
     def __init__(
@@ -285,8 +301,8 @@ class EmbeddingBag(OfOneTable):
 
         Args:
             input: integers, (B, n) for bags of n, or (N,) with offsets.
-            offsets: where each bag begins in `input`.
-            per_sample_weights: the weight of each id, for "sum" alone.
+            offsets: the index in `input` at which each bag begins.
+            per_sample_weights: the weight of each id; only for "sum".
         """
         rows, places, padding = self._look_up(input)
         return functional.embedding_bag(

@@ -43,46 +43,57 @@ _OWNERS: Any = WeakTensorKeyDictionary()
 
 
 class Optimizer(Unpicklable, torch.optim.Optimizer):
-    """An optimizer of torch whose `step` is a round: gradients go to the servers, parameters come back into place.
+    """A torch optimizer with the parameters on servers: `step` sends gradients and updates the parameters in place.
 
-        optimizer = pst.Optimizer(net, ps.optimizers.Adam(1e-3), strategy=strategy)
-        optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=1e-3, weight_decay=0.01)  # in strategy.scope()
+    The parameters of the module are variables on servers, by their names; all workers begin with those of the first. A
+    step waits once, for its round. Everything else is as with torch's optimizers: `zero_grad`, closures, `param_groups`
+    (all hyperparameters may be changed between steps), and torch's learning rate schedulers.
 
-    The parameters of the module are variables on servers, by their names; all workers begin with those of the first.
-    A step waits once, for its round. Everything else is as with torch's optimizers: `zero_grad`, closures,
-    `param_groups`, of which all hyperparameters may be changed between steps, and torch's schedulers of learning rates.
-
-    Gradients are averaged over workers, each by its part of the examples if batches come from a `Loader`. A parameter
-    to which no worker has a gradient stays as it is.
+    Gradients are averaged over workers, weighted by their numbers of examples if batches come from a `Loader`. A
+    parameter without a gradient in any worker keeps its value.
 
     Every worker makes the same calls. In cross-replica context, or outside of every scope.
 
     Args:
         module: has the parameters, and modules of this package whose rows are trained.
-        optimizer: one of `ps.optimizers`, or a class of `torch.optim`, whose formula servers run then.
-        params: what is trained of the module, as torch's optimizers take it: parameters, or groups of parameters with
-            hyperparameters of their own; modules such as `Embedding` may stand among parameters. None for all.
+        optimizer: one of `ps.optimizers`, or a class of `torch.optim`, whose formula the servers then run.
+        params: the trained part of the module, as torch's optimizers take it: parameters, or groups of parameters with
+            their own hyperparameters; modules such as `Embedding` may be among the parameters. None for all.
         strategy: the strategy that owns the variables; None for that of the scope.
-        buffers: of all persistent buffers, such as BatchNorm's means. "first": each step gives all workers those of the
-            first, as DDP does before each forward. "mean": floating ones are averaged over workers in each step. "own":
-            they stay each worker's own, as they always do where workers are asynchronous. They are in checkpoints in
-            any case, as of the first worker.
+        buffers: how to treat all persistent buffers, such as BatchNorm's means. "first": each step gives all workers
+            those of the first, as DDP does before each forward. "mean": floating-point buffers are averaged over
+            workers in each step. "own": each worker keeps its own, as always with asynchronous workers. Checkpoints
+            have those of the first worker in any case.
         reduction: "mean" of the workers' gradients, or their "sum".
-        overlap: True to send gradients while backward goes on, where there is more than 4 MiB of them. What was sent
-            counts: a step has to follow each backward.
-        prefix: of the names of variables.
+        overlap: True to send gradients during backward if there are more than 4 MiB of them. A step has to follow each
+            backward, because sent gradients count.
+        prefix: prefix of the names of variables.
         options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `catch_up`,
-            as of `ps.optimizers`, which no class of torch has.
+            as in `ps.optimizers`, which classes of torch do not have.
 
     Attributes:
         strategy: the strategy that owns the variables.
-        rule: what servers run: the first group's optimizer, which has the state of all.
+        rule: the optimizer that servers run: that of the first group, with the state of all groups.
 
     Raises:
         ValueError: there is no strategy; another optimizer trains one of the parameters; a parameter is of integers,
-            complex, or not of the module; servers do not run that class.
-        TypeError: an argument is of another kind; or the strategy has no servers, or several replicas in this process.
+            complex, or not of the module; servers cannot run the class.
+        TypeError: an argument has another type; or the strategy has no servers, or several replicas in this process.
         VariableMismatch: workers have different modules.
+
+    Examples:
+        >>> import torch
+        >>> import psclient as ps
+        >>> import psclient.torch as pst
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> net = torch.nn.Linear(2, 1)
+        >>> optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=1e-3, weight_decay=0.01, strategy=strategy)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss = net(torch.ones(4, 2)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> strategy.close()
     """
 
     _pickle_remedy = "save its state_dict(), or make another one there, with a strategy of that process"
@@ -145,12 +156,12 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         self._sparse, self._limited = sparse_of(module), limited_of(module)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters, which all workers add alike; see `torch.optim.Optimizer.add_param_group`.
+        """Adds a group of parameters, in the same way in all workers; see `torch.optim.Optimizer.add_param_group`.
 
-        Layers that were added to the module are trained from here on; their buffers are in checkpoints then.
+        Layers that were added to the module are trained from here on, and their buffers are in checkpoints.
 
         Args:
-            param_group: "params": parameters of the module, and modules such as `Embedding`; and hyperparameters.
+            param_group: "params" with parameters of the module and modules such as `Embedding`; and hyperparameters.
         """
         number = len(self.param_groups)
         given = param_group["params"]
@@ -265,7 +276,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     # ---- Steps ----
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step, which is a round that every worker makes, and waits for it.
+        """Makes a step: a round that every worker makes. Waits for it.
 
         Args:
             closure: computes the loss and its gradients, and returns the loss; called once.
@@ -276,7 +287,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         Raises:
             RuntimeError: gradients were changed after backward; a parameter has another shape, dtype or device than
                 before; the scaler is torch's own.
-            PSError: the round failed, or the session is over.
+            PSError: the round failed, or the session has ended.
         """
         loss = None
         if closure is not None:
@@ -288,10 +299,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes within are added up here, and nothing is sent: as `no_sync` of DDP.
+        """Adds up the gradients of backward passes within, and sends nothing: as `no_sync` of DDP.
 
-        The last backward of a step is outside; or `step` follows, and sends what was added up. A block that is used
-        twice, under `torch.utils.checkpoint`, has two such passes with `use_reentrant=True`: take False.
+        The last backward of a step is outside; or `step` follows, and sends the sum. For a block that is used twice,
+        under `torch.utils.checkpoint`, `use_reentrant=True` has two such passes: use `use_reentrant=False`.
         """
         before, self._steps.gradients.accumulating = self._steps.gradients.accumulating, True
         try:
@@ -300,10 +311,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             self._steps.gradients.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`.
+        """Clears the gradients; see `torch.optim.Optimizer.zero_grad`.
 
         Raises:
-            RuntimeError: they have left for the servers while backward went on, and no step has followed.
+            RuntimeError: the gradients were sent during backward, and no step has followed.
         """
         super().zero_grad(set_to_none)
         self._steps.forget()
@@ -354,7 +365,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; the host if there are none."""
+        """The device of the parameters; the host if there are none."""
         return next((each.device for each in self._trained.values()), torch.device("cpu"))
 
     def _begin_batch(self, examples: int, total: int) -> None:
@@ -373,7 +384,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     # ---- State ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, fetched from the servers, in torch's form; of torch's rules it fits torch's optimizers."""
+        """Fetches the state from the servers and returns it in torch's form.
+
+        If the optimizer is a class of torch, torch's own optimizer can load it.
+        """
         self.state.update(self._slots.fetch(self._steps.trained))
         try:
             found: dict[str, Any] = super().state_dict()
@@ -382,10 +396,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         return {**found, ITERATIONS: self._slots.iterations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Assigns the state on the servers, which all workers do alike; also what a torch optimizer has saved.
+        """Sets the state on the servers, in the same way in all workers; also a state that a torch optimizer has saved.
 
         Raises:
-            ValueError: it is of other parameters or groups, or of another optimizer.
+            ValueError: the state is that of other parameters or groups, or of another optimizer.
         """
         groups, before = state_dict["param_groups"], self.param_groups
         numbers = {name for name, value in self.defaults.items() if not isinstance(value, bool)}

@@ -34,31 +34,31 @@ class _Place:
 
 
 class KubernetesClusterResolver(StartedClusterResolver):
-    """Tells the cluster that the pods of Indexed Jobs, of a JobSet or of StatefulSets form; asks no API server.
+    """Finds the cluster that the pods of Indexed Jobs, a JobSet or StatefulSets form, without asking the API server.
 
-    Such pods have hostnames that end with the controller's name and the pod's index: `ps-1` and `digits-ps-1` are task
-    1 of `ps`; `digits-ps-0-1` is pod 1 of the first Job `ps` of the JobSet `digits`. A Service without a cluster IP
-    gives each server the address `HOSTNAME.SERVICE:PORT`. All pods of a cluster are named alike, so that one hostname
-    tells all others.
+    The hostnames of such pods end with the controller's name and the pod's index: `ps-1` and `digits-ps-1` are task 1
+    of `ps`; `digits-ps-0-1` is pod 1 of the first Job `ps` of the JobSet `digits`. A Service without a cluster IP gives
+    each server the address `HOSTNAME.SERVICE:PORT`. All pods of a cluster have names of the same form, so that one
+    hostname determines all others.
 
-    Reads once `HOSTNAME` and, where they are set, `JOB_COMPLETION_INDEX`, which Kubernetes sets in each pod of an
-    Indexed Job, `JOB_COMPLETIONS`, and `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOB_INDEX`, which the downward API can
-    set from the labels of a JobSet's pods. The name is that of TensorFlow's resolver, which asks the API server for
-    pods by their labels, and has other arguments.
+    The constructor reads `HOSTNAME` and, if they are set, `JOB_COMPLETION_INDEX` (set by Kubernetes in each pod of an
+    Indexed Job), `JOB_COMPLETIONS`, and `JOBSET_NAME`, `REPLICATED_JOB_NAME` and `JOB_INDEX`, which the downward API
+    can set from the labels of a JobSet's pods. TensorFlow's resolver of this name asks the API server for pods by their
+    labels, and has other arguments.
 
     Args:
-        jobs: job name to number of tasks, such as `{"ps": 2, "worker": 4}`; the same in every pod.
+        jobs: maps job names to numbers of tasks, such as `{"ps": 2, "worker": 4}`; the same in every pod.
         port: the port on which each server listens.
         service: name of the servers' Service, in the namespace of the pods or with it (`ps.training`); None for the
-            name of the JobSet, which makes one of that name, else the name of the servers' controller.
-        names: job name to the name of its Job, StatefulSet or replicated job, where these are not the same.
-        completions: job name to the pods of each of its Jobs, for jobs of which a JobSet has several replicas; None
-            for one Job with all of the tasks. For the job of this pod `JOB_COMPLETIONS` may say it as well.
+            name of the JobSet, which makes a Service with that name, else the name of the servers' controller.
+        names: maps job names to the names of their Jobs, StatefulSets or replicated jobs, if these differ.
+        completions: maps job names to the number of pods of each of their Jobs, for jobs with several replicas in a
+            JobSet; None for one Job with all tasks. For the job of this pod `JOB_COMPLETIONS` may have it as well.
         rpc_layer: the protocol of addresses.
 
     Raises:
         ValueError: there is no job of servers, or a number of tasks is less than 1.
-        ConfigError: the hostname, or a variable, is not that of a pod of these jobs. It names the variable.
+        ConfigError: the hostname, or a variable, is not that of a pod of these jobs; the message names the variable.
     """
 
     def __init__(

@@ -19,26 +19,29 @@ _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 class SlurmClusterResolver(StartedClusterResolver):
-    """Tells the cluster that the tasks of a Slurm step form, from the variables that Slurm sets for each of them.
+    """Finds the cluster that the tasks of a Slurm step form, from the variables that Slurm sets for each task.
 
-    Tasks are numbered through the nodes in order, as Slurm numbers them; jobs take their tasks in the order of the
-    jobs' names. Task k of a node, from 0, has port `port_base + k` and the GPUs from `k * gpus_per_task`. Reads once
-    `SLURM_PROCID` and, for what is not given, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
-    `SLURM_STEP_TASKS_PER_NODE`. As `tf.distribute.cluster_resolver.SlurmClusterResolver`, but that nodes keep the order
-    of the list: sorted by name, node10 would come before node9, and processes would be told the addresses of others.
+    Tasks are numbered over the nodes in order, as Slurm numbers them, and assigned to jobs in the order of the jobs'
+    names. Task k of a node, from 0, has port `port_base + k` and the GPUs from `k * gpus_per_task`. The constructor
+    reads `SLURM_PROCID` and, for arguments that are not given, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
+    `SLURM_STEP_TASKS_PER_NODE`.
+
+    Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. Unlike there, nodes keep the order of the list:
+    sorted by name, node10 would come before node9, and processes would get wrong addresses.
 
     Args:
-        jobs: job name to number of tasks; None makes all tasks workers.
+        jobs: maps job names to numbers of tasks; None makes all tasks workers.
         port_base: the first port on each node.
         gpus_per_node: GPUs of each node; None counts those of this node.
         gpus_per_task: GPUs of each task; None divides those of a node evenly.
-        tasks_per_node: tasks on each node, or host name to tasks, in Slurm's order of the hosts; None asks Slurm.
-        auto_set_gpu: True to set `CUDA_VISIBLE_DEVICES` to this task's GPUs, at once: in TensorFlow `cluster_spec`
-            does it, but a process that has used CUDA before is not affected any more.
+        tasks_per_node: tasks on each node, or a mapping from host names to tasks, in Slurm's order of the hosts; None
+            asks Slurm.
+        auto_set_gpu: True to set `CUDA_VISIBLE_DEVICES` to this task's GPUs in the constructor. It has no effect in a
+            process that has used CUDA before.
         rpc_layer: the protocol of addresses.
 
     Raises:
-        RuntimeError: a variable is missing, jobs and nodes have not the same number of tasks, or GPUs do not suffice.
+        RuntimeError: a variable is missing, jobs and nodes have different numbers of tasks, or there are too few GPUs.
         ConfigError: the value of a variable is malformed.
     """
 
@@ -68,7 +71,7 @@ class SlurmClusterResolver(StartedClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """The GPUs of each task, whichever is asked for."""
+        """Returns the number of GPUs of each task, the same for all tasks."""
         return {"GPU": self._share}
 
 

@@ -23,22 +23,22 @@ MOST_PORTS = 65535
 
 
 class TorchrunClusterResolver(StartedClusterResolver):
-    """Tells the cluster that the processes of a torchrun job form, from the variables that torchrun sets for each.
+    """Finds the cluster that the processes of a torchrun job form, from the variables that torchrun sets for each.
 
-    Ranks are dealt to jobs as `SlurmClusterResolver` does: in the order of the jobs' names, so that a chief, if there
-    is one, and the servers have the first ranks. These are on the first node, whose address is the only one that
-    torchrun tells (`MASTER_ADDR`); the server of rank r listens there on port `port_base + r`. Workers listen nowhere,
-    and may be on any node. Without a chief worker 0 is the chief as well. Reads once `RANK`, `WORLD_SIZE`,
+    Ranks are assigned to jobs as in `SlurmClusterResolver`, in the order of the jobs' names: a chief, if there is one,
+    and the servers have the first ranks. Servers must be on the first node, the only one whose address torchrun
+    provides (`MASTER_ADDR`); the server of rank r listens there on port `port_base + r`. Workers do not listen, and may
+    be on any node. Without a chief, worker 0 is also the chief. The constructor reads `RANK`, `WORLD_SIZE`,
     `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT`. TensorFlow has no such resolver.
 
     Args:
-        jobs: job name to number of tasks, which make `WORLD_SIZE` together; None for one server, and workers.
-        port_base: the port of the server with rank 0, if that is one.
+        jobs: maps job names to numbers of tasks, `WORLD_SIZE` in total; None for one server, and workers.
+        port_base: the port of a server with rank 0.
         rpc_layer: the protocol of addresses.
 
     Raises:
-        RuntimeError: a variable is missing; there are more or fewer tasks than ranks; a server is on another node than
-            the first.
+        RuntimeError: a variable is missing; the number of tasks is not that of ranks; or a server is not on the first
+            node.
         ConfigError: the value of a variable is malformed, or a server's port is torchrun's own.
     """
 
@@ -61,10 +61,9 @@ class TorchrunClusterResolver(StartedClusterResolver):
         self._cluster = _cluster(tasks, port_base)
 
     def serve(self, *arguments: str) -> None:
-        """Makes this process the server that its task is; returns at once where it is no server.
+        """Runs the server of this process's task; returns at once if the task is not a server.
 
-        To be called before the script makes a strategy, or anything else: the program `psserver` takes the place of
-        the script, and ends with the job.
+        Call it before the script makes a strategy: the program `psserver` replaces the script, and ends with the job.
 
         Args:
             arguments: more arguments of `psserver`, such as `"--memory-limit", "8GiB"`.

@@ -294,7 +294,7 @@ class ParameterServerStrategy(Strategy):
         """As `Strategy.scope`.
 
         Raises:
-            PSError: this process is a fork of the one that opened the strategy.
+            PSError: this process is a fork of the one that created the strategy.
         """
         self._remote.check_process()
         return super().scope()
