@@ -34,7 +34,8 @@ class InProcessCluster:
         checkpoint_root: directory or URL of checkpoints.
         timeouts: time limits of the servers.
         device: the device of the variables: "cpu" or "gpu:N".
-        tier_path, tier_memory: the directory for rows of dynamic tables, "" for none, and bytes of them in memory.
+        tier_path: directory for rows of dynamic tables; "" to keep all rows in memory.
+        tier_memory: bytes of rows that stay in memory if there is a `tier_path`.
 
     Attributes:
         addresses: `host:port` of each server.
