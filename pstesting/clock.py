@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class Clock:
-    """A clock that only a test turns. May be read by any thread.
+    """A clock that only a test advances. Any thread may read it.
 
     Attributes:
-        now: in seconds.
+        now: the time in seconds.
     """
 
     def __init__(self) -> None:

@@ -199,13 +199,13 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True)
 class Round:
-    """A round that is over.
+    """A completed round.
 
     Attributes:
-        number: its number; of an asynchronous worker its own count.
+        number: its number; for an asynchronous worker the worker's own count.
         generation: number of the generation whose members made it.
-        contributors: the tasks whose contributions it has, such as `/job:worker/task:0`, in order.
-        excluded: members that it was completed without, since they were lost, or late where there are backup workers.
+        contributors: the tasks that contributed to it, such as `/job:worker/task:0`, in order.
+        excluded: members that it was completed without, because they were lost, or late with backup workers.
     """
 
     _nest_leaf: ClassVar[bool] = True

@@ -1,9 +1,10 @@
-"""Optimizers of optax by their names, arguments and formulas, which run on the servers.
+"""Optimizers with the names, arguments and formulas of optax, which run on the servers.
 
     state = psj.TrainState.create(..., tx=psj.optimizers.adamw(1e-3, weight_decay=0.01))
 
-An optimizer of optax itself is a Python function of all parameters, which no server could run. These are written
-anew, as update functions. `ps.optimizers` has Keras's, with other formulas: where epsilon stands, what momentum holds.
+An optimizer of optax itself is a Python function of all parameters, which servers cannot run; these are update
+functions with the same formulas. `ps.optimizers` has Keras's optimizers, whose formulas differ in the place of epsilon
+and the content of the momentum.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ NAMES = ("adagrad", "adam", "adamw", "sgd")
 
 
 class Rule(Optimizer):
-    """Base of the optimizers: what they do with learning rates that are functions of the step.
+    """Base of the optimizers: handles learning rates that are functions of the step.
 
     Args:
-        learning_rate: a number, a schedule of `ps.optimizers`, or a function of the number of steps before.
+        learning_rate: a number, a schedule of `ps.optimizers`, or a function of the number of previous steps.
         options: as in `ps.optimizers.Optimizer`.
     """
 
@@ -85,7 +86,7 @@ class Sgd(Rule):
 
 
 class Adam(Rule):
-    """Adaptive moments; epsilon stands outside of the root, which the correction is under.
+    """The formula of `optax.adam` and `optax.adamw`: epsilon is added outside of the root of the corrected moment.
 
     Attributes:
         _decaying: in `update`, whether the variable takes part in weight decay.
@@ -127,7 +128,7 @@ class Adam(Rule):
 
 
 class Adagrad(Rule):
-    """`s += g * g; v -= rate * g / sqrt(s + eps)`, where s is not 0."""
+    """`s += g * g; v -= rate * g / sqrt(s + eps)`; no step where s is 0."""
 
     slots = ("sum_of_squares",)
     _ranges = {"initial_accumulator_value": AT_LEAST_0, "eps": AT_LEAST_0}
@@ -287,7 +288,7 @@ def _refuse_dtype(name: str, dtype: object) -> None:
 
 
 def check_transformation(tx: object) -> None:
-    """Raises `TypeError`, with what to write, for a transformation of optax itself."""
+    """Raises `TypeError` for a transformation of optax itself, with the optimizer to use instead."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         raise InvalidType(
             "tx is a transformation of optax, a Python function that servers cannot run; write psj.optimizers."

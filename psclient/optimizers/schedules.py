@@ -1,7 +1,7 @@
-"""Learning rates that depend on the number of steps applied: Keras's schedules, and a linear warm-up.
+"""Learning rates that depend on the number of steps: Keras's schedules, and a linear warm-up.
 
-A schedule is computed beside the count of steps, on the server, so that all processes use the same rate, also those
-that come late or restore a checkpoint. On a plain number it gives the rate of that step.
+Servers compute a schedule from their count of steps, so that all processes use the same rate, also those that join late
+or restore a checkpoint. Called with a number, a schedule returns the rate of that step.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class _Distributed(Unpicklable):
     def element_spec(self) -> Nest:
         """The shapes and dtypes of a batch: a nest of `ArraySpec`, with several local replicas of `PerReplicaSpec`.
 
-        From the first batch, which may have to be read for it; a pass that is under way is not disturbed. May be
-        asked for in any context.
+        They are those of the first batch, which may have to be read; this does not affect a pass in progress. In any
+        context.
 
         Raises:
             ValueError: the dataset has no batches.
@@ -84,17 +84,17 @@ class _Distributed(Unpicklable):
         return nest.map_structure(lambda spec: PerReplicaSpec((spec,) * count), self._source.spec())
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The data epochs that are still to be done, so that a script that resumes or joins skips the others.
+        """Iterates over the remaining data epochs, so that a script that resumes or joins skips finished ones.
 
-        After a checkpoint was restored, the dataset goes on from its position there, if it is the same one: of the same
-        kind, size, options and examples. Another one begins anew, and the log says so.
+        After a checkpoint was restored, the dataset continues from its position there, if it has the same kind, size,
+        options and examples. Otherwise it starts from the beginning, and logs that.
 
         Args:
-            count: of all data epochs, those included that are done.
+            count: the number of all data epochs, finished ones included.
 
         Returns:
             The numbers of these epochs, up to `count - 1`; in each, iterate over the dataset once. A worker that joins
-            a running job goes on from where the group stands, with the other datasets of the strategy as well.
+            a running job continues from the position of the others, also in the other datasets of the strategy.
         """
         self._asks = True
         at = self._position()
@@ -107,14 +107,14 @@ class _Distributed(Unpicklable):
             yield epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state in checkpoints: its number, by which they have its position."""
+        """Returns the state for checkpoints: the dataset's number, by which they store its position."""
         return {"dataset": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The dataset goes on from its position in the checkpoint that was restored, in whatever loop.
+        """Continues, in any loop, from the position in the checkpoint that was restored.
 
         Args:
-            state: as of `state_dict`.
+            state: the result of `state_dict`.
         """
         self._saved = int(state["dataset"])
 
@@ -299,23 +299,25 @@ class _Distributed(Unpicklable):
 class DistributedDataset(_Distributed):
     """A dataset whose global batches are shared among all replicas of all workers.
 
-    A batch of B examples is cut into slices of ceil(B / R), handed out in the order of the replicas; the last replicas
-    may get fewer examples, or empty arrays. B is the batch's own size: a short one at the end of the data is shared by
-    all as well. Iterating gives nests of `PerReplica`, with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
+    A batch of B examples is cut into slices of ceil(B / R), assigned in the order of the R replicas; the last replicas
+    may get fewer examples, or empty arrays. B is the batch's own size: a short batch at the end of the data is shared
+    by all as well. Iterating returns nests of `PerReplica`, with one local replica nests of arrays: CuPy on a GPU,
+    NumPy on a CPU.
 
-    With the policy OFF every worker goes through all of the data, in steps of L * ceil(B / R) examples of a batch.
+    With the policy OFF every worker reads all data, in steps of L * ceil(B / R) examples of a batch, for its L local
+    replicas.
 
     Args:
-        dataset: of global batches; see `source_of` for what it may be. It gives the same on every worker.
+        dataset: a dataset of global batches, as `experimental_distribute_dataset` takes it; the same on every worker.
         group: the replicas of all workers.
         number: the dataset's number, in the order in which the script distributes its datasets.
         passes: shared by all datasets of a strategy.
-        options: the device that batches are put on, and how they are shared.
+        options: the device for batches, and how they are shared.
 
     Raises:
-        TypeError: the dataset is of no known kind, or can be gone through only once.
+        TypeError: the kind of the dataset is not known, or it can be iterated only once.
         ValueError: the dataset is not batched; the policy is FILE or HINT. Batches of datasets other than
-            `ArrayDataset` are looked at when they are read.
+            `ArrayDataset` are checked when they are read.
     """
 
     def __init__(
