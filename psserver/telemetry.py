@@ -1,6 +1,6 @@
 """A server's metrics for Prometheus, computed from its counters when they are asked for, and its status page.
 
-docs/observability.md explains each metric.
+docs/metrics.md explains each metric.
 """
 
 from __future__ import annotations

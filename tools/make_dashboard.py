@@ -337,7 +337,7 @@ def dashboard() -> dict[str, Any]:
         "title": "Parameter servers",
         "uid": "paramserver",
         "tags": ["paramserver"],
-        "description": "Training jobs on parameter servers. docs/observability.md explains each metric.",
+        "description": "Training jobs on parameter servers. docs/metrics.md explains each metric.",
         "schemaVersion": 39,
         "version": 1,
         "editable": True,

@@ -1,6 +1,6 @@
 """The metrics of a worker and of a chief, for Prometheus: read from what is counted anyway, when somebody asks.
 
-docs/observability.md says what they are good for. What a script counts with `prometheus_client` is served with them.
+docs/metrics.md says what they are good for. What a script counts with `prometheus_client` is served with them.
 """
 
 from __future__ import annotations
