@@ -142,7 +142,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 
 def made(text: str) -> str:
     """Returns a page with its tables made anew."""
-    return _TABLE.sub(lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n\n" + match[3], text)
+    return _TABLE.sub(lambda match: match[1] + "\n" + "\n".join(TABLES[match[2]]()) + "\n\n" + match[3], text)
 
 
 def main() -> None:
