@@ -103,6 +103,7 @@ check-generated: .venv/dev
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python tools/check_reference.py
 	$(BIN)/python tools/draw.py
+	$(BIN)/python tools/make_tables.py
 
 docs: .venv/docs  ## the documents as a site, with the reference of the API, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

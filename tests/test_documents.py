@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import io
 import os
 import re
 import runpy
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -224,3 +225,26 @@ def test_each_variable_that_is_read_is_declared(tmp_path):
     )
     (tmp_path / "configs" / "run.sh").write_text("exec psserver --port ${PS_PORT:-$PS_GATE} # as PS_TIMEOUT_*")
     assert REFERENCE["undeclared"](tmp_path) == ["PS_GATE", "PS_SPEED", "RAY_SPEED"]
+
+
+# ---- tables of measurements ----
+
+
+def test_figures_in_pages_are_those_of_the_results(tmp_path):
+    """A page with another figure than its result file differs, and writing makes it the file's; all else stays."""
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "tools" / "make_tables.py")
+    assert spec
+    assert spec.loader
+    tables: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert tables.made(page) == page
+    shutil.copytree(tables.RESULTS, tmp_path / "results")
+    tables.RESULTS = tmp_path / "results"
+    steps = tables.RESULTS / "steps.json"
+    steps.write_text(steps.read_text().replace('"steps_per_second": 349', '"steps_per_second": 1234'))
+    assert tables.made(page) == page.replace("| 349 |", "| 1,234 |") != page
+    assert tables.made(page.replace("| 349 |", "| 9 |")) == tables.made(page)
+    steps.write_text(steps.read_text().replace('"machine"', '"device"'))
+    with pytest.raises(SystemExit, match=r"steps\.json must have exactly command, load, machine"):
+        tables.made(page)

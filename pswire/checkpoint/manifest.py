@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its files have. JSON, written last; docs/checkpoints.md has its schema."""
+"""The manifest of a checkpoint: what its files have. JSON, written last; docs/manifest.schema.json has its schema."""
 
 from __future__ import annotations
 

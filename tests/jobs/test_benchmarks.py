@@ -70,8 +70,8 @@ def figures(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_round(found: Any, said: str) -> None:
-    """Every figure has its row in docs/performance.md and the other way round; ratios are those of the medians."""
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## The figures in `--json`")[2]
+    """Every figure has its row in docs/lab/performance.md and the other way round; ratios are those of the medians."""
+    text = (ROOT / "docs" / "lab" / "performance.md").read_text("utf-8").partition("## The figures in `--json`")[2]
     assert {name for name, _ in figures(found)} == set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     assert [row["transport"] for row in found["rounds"]] == ["grpc", "tcp", "shm"]
     assert all(map(is_ordered, [*found["limits"].values(), *(row["ms"] for row in found["rounds"])]))

@@ -614,7 +614,7 @@ def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, op
 
 
 def test_tracing_once_is_cheap(strategy):
-    """A cached call of Adam costs a small part of a traced one; the figures are in docs/performance.md."""
+    """A cached call of Adam costs a small part of a traced one; the figures are in docs/lab/performance.md."""
     from psclient.optimizers.step_functions import apply, begin
 
     w, optimizer = variable(strategy, np.zeros((64, 10), "float32")), ps.optimizers.Adam()
