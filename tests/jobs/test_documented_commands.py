@@ -129,7 +129,7 @@ def test_a_job_that_grows(home):
 
 
 def test_the_quickstart_from_the_top(home):
-    """Each command of the quickstart ends well; the last job trains to its end although one of its workers is killed."""
+    """Each command of the quickstart ends well; the last job ends although a worker is killed."""
     ((_, rest),) = shells_and_the_rest("docs/quickstart.md")
     commands = [block for block in rest if block and not block[-1].endswith("psworker")]
     assert "kill -9" in " ".join(commands[-1])
