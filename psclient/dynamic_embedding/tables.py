@@ -94,7 +94,7 @@ def get_variable(
         compression: None: rows travel and are kept as they are.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
             strategy with `ps.Sync()` for a table that each worker updates alone; None for what the strategy says. See
-            `docs/concepts.md`.
+            `docs/asynchronous.md`.
 
     Returns:
         The table.

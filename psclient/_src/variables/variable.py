@@ -248,7 +248,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
             False for as they are, None for what the strategy says. See `docs/compression.md`.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
             strategy with `ps.Sync()` for a variable that each worker updates alone; None for what the strategy says,
-            or, in `colocate_vars_with`, for what that variable has. See `docs/concepts.md`.
+            or, in `colocate_vars_with`, for what that variable has. See `docs/asynchronous.md`.
         partitioner: cuts it into shards on several servers, the same in all processes: a function of its shape and
             dtype, such as one of `ps.experimental.partitioners`; False for not at all, None for what the strategy says.
             Where there are no servers nothing is cut. See `docs/embeddings.md`.
