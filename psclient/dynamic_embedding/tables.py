@@ -93,7 +93,7 @@ def get_variable(
         compression: None: rows are sent and stored uncompressed.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
             strategy with `ps.Sync()` for a table that each worker updates independently; None for that of the strategy.
-            See `docs/concepts.md`.
+            See `docs/asynchronous.md`.
 
     Returns:
         The table.

@@ -248,7 +248,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
             processes; False for no compression, None for that of the strategy. See `docs/compression.md`.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
             strategy with `ps.Sync()` for a variable that each worker updates independently; None for that of the
-            strategy or, in `colocate_vars_with`, of that variable. See `docs/concepts.md`.
+            strategy or, in `colocate_vars_with`, of that variable. See `docs/asynchronous.md`.
         partitioner: cuts the variable into shards on several servers, the same in all processes: a function of its
             shape and dtype, such as one of `ps.experimental.partitioners`; False for no shards, None for that of the
             strategy. Without servers it has no effect. See `docs/embeddings.md`.
