@@ -235,7 +235,7 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
 def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionState]) -> list[str]:
     """Returns lines for the log: which members are lost by a generation that is about to be closed, and which are
     back."""
-    if state.generation is None:
+    if state.generation is None or not generation.everybody:  # of none that is left it would not be true
         return []
     before, now = ({m.session: m.task for m in each.everybody} for each in (state.generation, generation))
     ends = {session.member.session: session.state for session in sessions}
