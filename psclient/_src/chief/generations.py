@@ -236,7 +236,7 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
 
 def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionState]) -> list[str]:
     """Returns log lines for the members that are lost and those that are back in a generation about to be closed."""
-    if state.generation is None:
+    if state.generation is None or not generation.everybody:  # with no member left, the job does not go on
         return []
     before, now = ({m.session: m.task for m in each.everybody} for each in (state.generation, generation))
     ends = {session.member.session: session.state for session in sessions}

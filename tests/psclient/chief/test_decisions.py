@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from psclient._src.chief.decisions import decide, undone
-from psclient._src.chief.generations import Beginning
+from psclient._src.chief.generations import Beginning, told_of
 from psclient._src.chief.job_state import JobState
 from psclient._src.chief.leaving import LeaveSaves, StepDown
 from pswire.api import Watched
@@ -70,6 +70,15 @@ def test_a_job_begins_once_all_have_come():
     assert decide(job(), look(at(b, "lost"), at(a)), BOTH) == []
     assert decide(job(), look(at(b, "left"), at(a)), BOTH) == [Beginning(1, (a,))]
     assert decide(job(began(a, b)), look(at(a), at(b)), BOTH) == []
+
+
+def test_a_job_that_nobody_is_left_of_does_not_say_that_it_goes_on():
+    """As a trial of a sweep that ends by an exception; of two members the one that is left goes on."""
+    failed = [at(b, "failed")]
+    (closed,) = decide(job(began(a, b)), look(at(a), *failed), BOTH)
+    assert told_of(job(began(a, b)), closed.generation, failed) == [f"goes on without {B}, which has failed"]
+    (closed,) = decide(job(began(b)), look(*failed), {B})
+    assert (closed.generation.members, told_of(job(began(b)), closed.generation, failed)) == ((), [])
 
 
 def test_a_new_member_is_taken_in_at_its_join_point():
