@@ -2,7 +2,11 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+SHELL := /bin/bash -o pipefail
+
+# pip install, with a line for each package: neither silent for a minute nor two hundred lines.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PROGRESS := sed -unE 's/^(Collecting|Processing) (.*\/)?([A-Za-z0-9_.]+(-[A-Za-z_.][A-Za-z0-9_.]*)*).*/  \3/p; s/^Installing collected.*/  unpacking these packages .../p'
 
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -34,23 +38,23 @@ help:  ## what there is
 	@touch $@
 
 .venv/demo: .venv/made pyproject.toml
-	@echo "installing into .venv ..."
-	@$(PIP) install -e '.[examples]'
+	@echo "installing paramserver and what the examples need into .venv (about a minute):"
+	@$(PIP) install -e '.[examples]' | $(PROGRESS)
 	@touch $@
 
 .venv/dev: .venv/made pyproject.toml
-	@echo "installing into .venv ..."
-	@$(PIP) install -e '.[dev,examples]'
+	@echo "installing paramserver and its tools for development into .venv (one or two minutes):"
+	@$(PIP) install -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
 .venv/frameworks: .venv/dev Makefile
-	@echo "installing PyTorch and JAX into .venv ..."
-	@$(PIP) install $(FRAMEWORKS)
+	@echo "installing PyTorch and JAX into .venv:"
+	@$(PIP) install $(FRAMEWORKS) | $(PROGRESS)
 	@touch $@
 
 .venv/docs: .venv/made pyproject.toml
-	@echo "installing what makes the site into .venv ..."
-	@$(PIP) install -e '.[docs]'
+	@echo "installing what makes the site into .venv:"
+	@$(PIP) install -e '.[docs]' | $(PROGRESS)
 	@touch $@
 
 .venv/dist: .venv/made locks/dist.lock
@@ -82,7 +86,7 @@ test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and ru
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 tests/frameworks
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
-	$(PIP) install $(RAY)
+	@$(PIP) install $(RAY) | $(PROGRESS)
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents, lists of promises: two at a time, and all of them whatever fails
@@ -93,6 +97,7 @@ check-types: .venv/dev
 
 check-docs: .venv/dev
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/words.py --limit
 
 check-style: .venv/dev
 	$(BIN)/ruff check .

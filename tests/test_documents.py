@@ -107,9 +107,35 @@ def test_each_section_has_a_claim() -> None:
     assert {title for title in SECTIONS if title not in held} == NO_CLAIM
 
 
-# ---- --help, and docs/reference.md ----
+# ---- links, words ----
 
 DOCS: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "check_docs.py"))
+
+
+def test_links_lead_to_headings(tmp_path):
+    """A link to a heading that is not on its page is found, on its own page and on another; code has no headings."""
+    other, page = tmp_path / "other.md", tmp_path / "page.md"
+    other.write_text("# How `it` works\n\n## A, b & c\n\n```console\n# comment\n```\n")
+    page.write_text("# Page\n[x](other.md#how-it-works) [y](#page) [z](other.md#a-b-c)")
+    assert DOCS["anchors"](other) == {"how-it-works", "a-b--c", "a-b-c"}
+    with mock.patch.dict(DOCS["dead_links"].__globals__, documents=lambda: [page], ROOT=tmp_path):
+        assert [*DOCS["dead_links"]()] == []
+        page.write_text("# Page\n[x](other.md#comment) [y](#pages)\n[z](none.md#a)")
+        assert [*DOCS["dead_links"]()] == [
+            *("page.md:2: other.md has no heading #comment", "page.md:2: page.md has no heading #pages"),
+            "page.md:3: there is no none.md",
+        ]
+
+
+def test_sentences_of_seven_beginnings_are_counted():
+    """At the start of a line, a list's item, a cell or a sentence; not in code, in headings, or within a sentence."""
+    found = runpy.run_path(str(ROOT / "tools" / "words.py"))["sentences"]
+    assert len(found("Who asks. Of two, one.\n- **Nor** this\n| a | What b |\n1. Nobody")) == 5
+    assert found("## What it is\n```text\nWho\n```\nIt knows who. Offers are kept. `Of x`") == []
+
+
+# ---- --help, and docs/reference.md ----
+
 REFERENCE: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "check_reference.py"))
 PROGRAMS: dict[str, click.Command] = DOCS["COMMANDS"]
 
@@ -201,7 +227,7 @@ def test_one_sentence_says_what_this_is():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert site["site_description"] == ABOUT
     for page in ("README.md", "docs/index.md"):
-        assert (ROOT / page).read_text(encoding="utf-8").split("\n\n")[1].startswith(f"{ABOUT} ")
+        assert (ROOT / page).read_text(encoding="utf-8").split("\n\n")[1].startswith(ABOUT)
     for name, program in PROGRAMS.items():
         assert " ".join(help_of(name, program)).endswith(ABOUT)
 

@@ -1,5 +1,5 @@
 """Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
-links lead somewhere, and tests that are named are there. Sessions in docstrings of psclient are run as well.
+links lead to files and headings, and tests that are named are there. Sessions in docstrings of psclient are run as well.
 
     python tools/check_docs.py                all of it; blocks whose framework is not installed are named, and not run
     python tools/check_docs.py --frameworks   only the blocks that import a framework, which has to be installed
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from pstesting import forks
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SECONDS = 120
 _FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]+)")
+_LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _TEST = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<name>\w+))?`")
 FRAMEWORKS = ("torch", "jax", "optax", "flax", "keras")
 """Packages that are no part of the environment for development."""
@@ -79,12 +81,24 @@ def docstring_sessions() -> Iterator[Snippet]:
 
 
 def dead_links() -> Iterator[str]:
-    """Links of the documents to files that are not there, one line for each."""
+    """Links of the documents to files and headings that are not there, one line for each."""
     for path in documents():
         text = path.read_text(encoding="utf-8")
         for match in _LINK.finditer(text):
-            if not (path.parent / match["path"]).exists():
+            target = path.parent / match["path"] if match["path"] else path
+            if not target.exists():
                 yield f"{_where(path, text, match.start())}: there is no {match['path']}"
+            elif match["anchor"] and target.suffix == ".md" and match["anchor"] not in anchors(target):
+                yield f"{_where(path, text, match.start())}: {target.name} has no heading #{match['anchor']}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, by the rules of GitHub and of MkDocs: they differ in rows of hyphens."""
+    headings = _HEADING.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    github = [re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in plain]
+    return {*github, *(re.sub(r"-+", "-", anchor) for anchor in github)}
 
 
 def missing_tests() -> Iterator[str]:
@@ -178,7 +192,7 @@ def check_command(line: str) -> str:
     if program == "make":
         dry = ["make", "-n", "-C", str(ROOT), *args]
         return "" if subprocess.run(dry, capture_output=True).returncode == 0 else f"no target: {line}"
-    scripts = [word for word in args[:1] if program.startswith("python") and word.endswith(".py")]
+    scripts = [word for word in args[:1] if program.startswith("python") and word.endswith(".py") and "/" in word]
     return "".join(f"no script {script}" for script in scripts if not (ROOT / script).exists())
 
 
