@@ -208,11 +208,11 @@ def test_half_precision_is_rounded_once_in_a_step(strategy, dtype):
         ),
         (torch.optim.LBFGS, {}, ValueError, "do not run torch.optim.lbfgs.LBFGS"),
         (type("Mine", (torch.optim.SGD,), {}), {}, ValueError, "do not run .*Mine"),
-        (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), {}, TypeError, "give its class and its arguments"),
-        ("adam", {}, TypeError, "is no optimizer"),
+        (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), {}, TypeError, "pass its class and arguments"),
+        ("adam", {}, TypeError, "is not an optimizer"),
         (torch.optim.SGD, {"lr": -1.0}, ValueError, "Invalid learning rate"),
-        (torch.optim.Adam, {"differentiable": True}, ValueError, "differentiable=True needs the step in this process"),
-        (ps.optimizers.SGD(0.1), {"lr": 0.1}, TypeError, "lr given beside a SGD, which has its arguments"),
+        (torch.optim.Adam, {"differentiable": True}, ValueError, "differentiable=True is not supported"),
+        (ps.optimizers.SGD(0.1), {"lr": 0.1}, TypeError, "lr cannot be passed together with a SGD instance"),
     ],
 )
 def test_other_optimizers_and_arguments_are_refused_by_name(strategy, given, options, error, word):
