@@ -79,7 +79,7 @@ def first_value(leaf: Leaf) -> Array:
 
 _WHY = {
     "c": "and servers train real numbers; make two parameters of its real and imaginary part",
-    "i": "and steps are fractions; keep integers out of the parameters, and pass them to the function beside",
+    "i": "which cannot hold fractional steps; keep integers out of the parameters, and pass them as another argument",
 }
 _WHY |= dict.fromkeys("ub", _WHY["i"])
 _ELSE = f"and parameters must be of {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; keep it in a separate tree"

@@ -86,8 +86,8 @@ class SlotState:
         if unknown:
             raise InvalidArgument(
                 f"the saved state of parameter {each.name!r} has {', '.join(sorted(unknown))}, but a "
-                f"{', '.join(slots) or 'nothing'} on servers has {', '.join(sorted(unknown))}; load it into "
-                "an optimizer of the kind that saved it"
+                f"{type(self._groups.of(each.variable)).__name__} on servers has {', '.join(slots) or 'nothing'}; "
+                "load it into an optimizer of the kind that saved it"
             )
         if STEP in slots and isinstance(self._groups.of(each.variable), SGD):
             given[STEP] = np.int64(MOMENTUM in given)  # whether the next gradient is dampened

@@ -364,7 +364,7 @@ def test_servers_are_destinations(strategy):
     for place in ("/cpu:0", there[0], list(there)):
         assert np.asarray(extended.reduce_to("sum", x, place)).tolist() == [replicas(strategy)] * 3
     for place in ("gpu:7", [there[0], here[0]], "nowhere"):
-        with pytest.raises(ValueError, match="is no device"):
+        with pytest.raises(ValueError, match="is not a device"):
             extended.reduce_to("sum", x, place)
 
 

@@ -71,7 +71,7 @@ CASES = {
     ),
     "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
     "no GPU, cluster": ("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
-    "no GPU, script": ("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$"),
+    "no GPU, script": ("psworker gpu.py", r"gpu:99 does not exist: .*; use cpu:0, or .* \(gpu.py:2\)$"),
     "no size": ("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
     "a tier without a bound": ("psserver --tier-path .", r"--tier-path needs --tier-memory: the bytes of tables"),
     "a bound without a tier": ("psserver --tier-memory 1GiB", r"--tier-memory bounds .* --tier-path; give that"),

@@ -449,7 +449,7 @@ def for_a_server_that_listens(site: Site) -> Iterator[Said]:
     program = "import sys\nsys.stdin.readline()\nprint('psserver listening on x:1')"
     process = site.spawn(program, stdout=subprocess.PIPE)
     site.start(lambda: await_listening(process, PS0, site.timeouts))
-    yield Said(f"waits for {PS0} to listen", f"{PS0}: the server did not listen within")
+    yield Said(f"waiting for {PS0} to listen", f"{PS0}: the server did not listen within")
     process.stdin.write(b"\n")
 
 

@@ -612,7 +612,9 @@ def test_an_optimizer_begins_with_its_base_and_says_what_a_step_is(strategy):
         apply(strategy, SGD(Endless()), pair)
     masked = Masked(1.0)
     masked.mask = np.zeros(3)
-    refused(AttributeError, "no attribute 'mask'; an update function can use only", lambda: apply(strategy, masked, pair))
+    refused(
+        AttributeError, "no attribute 'mask'; an update function can use only", lambda: apply(strategy, masked, pair)
+    )
     assert value(v) == [0.0] * 3
 
 

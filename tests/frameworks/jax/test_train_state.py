@@ -129,7 +129,7 @@ def test_a_round_is_not_made_in_jit(strategy):
         jax.jit(lambda grads: state.apply_gradients(grads=grads))(state.params)
     with pytest.raises(TypeError, match=r"params/w is traced.*outside of jax\.jit"):
         jax.jit(lambda w: create(strategy, {"w": w}))(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"ids of rows of 'params/dense/kernel.*' are traced"):
+    with pytest.raises(TypeError, match=r"row ids of 'params/dense/kernel.*' are traced"):
         jax.jit(lambda ids: psj.lookup(state.variables["dense"]["kernel"], ids))(jnp.arange(2))
 
 
@@ -149,7 +149,7 @@ def test_parameters_keep_their_dtype(strategy, dtype):
 @pytest.mark.parametrize(
     ("leaf", "error", "why"),
     [
-        (np.zeros(2, "int32"), ValueError, "params/x is of int32, and steps are fractions; keep integers out"),
+        (np.zeros(2, "int32"), ValueError, "params/x is of int32, which cannot hold fractional steps; keep integers out"),
         (np.zeros(2, bool), ValueError, "params/x is of bool, which cannot hold fractional steps"),
         (np.zeros(2, "complex64"), ValueError, "params/x is of complex64, and servers train real numbers"),
         (np.zeros(2), ValueError, "params/x is of float64, but JAX would compute in float32; use float32, or call"),

@@ -91,7 +91,7 @@ def test_a_second_optimizer_over_a_parameter(strategy):
     """Is refused while there is the first; afterwards it begins anew, with the values of then."""
     module = mlp()
     first = sgd(module, strategy)
-    with pytest.raises(ValueError, match=r"parameter '0\.weight' is trained by another optimizer"):
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is already trained by another psclient"):
         sgd(module, strategy)
     steps(module, first, batches(2))
     with strategy.scope():
@@ -151,7 +151,9 @@ def test_a_state_of_another_optimizer_changes_nothing(strategy):
     with pytest.raises(ValueError, match="a parameter group without dampening, momentum"):
         optimizer.load_state_dict(state)
     mixed = {**state, "param_groups": [{**optimizer.param_groups[0], **state["param_groups"][0]}]}
-    with pytest.raises(ValueError, match=r"'0\.weight' has exp_avg, exp_avg_sq, and servers keep momentum_buffer"):
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' has exp_avg, exp_avg_sq, but a SGD on servers has momentum_buffer"
+    ):
         optimizer.load_state_dict(mixed)
     assert optimizer.param_groups[0]["lr"] == 0.1
     steps(module, optimizer, batches(2)[1:])
@@ -177,11 +179,11 @@ REPLACED = {
         lambda module: module.to("meta"),
         r"'0\.weight' has device meta, but had cpu when its optimizer was",
     ),
-    "memory": (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, and had cpu"),
-    "the dtype": (lambda module: module.float(), r"'0\.weight' has dtype torch\.float32, and had torch\.float64"),
+    "memory": (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, but had cpu"),
+    "the dtype": (lambda module: module.float(), r"'0\.weight' has dtype torch\.float32, but had torch\.float64"),
     "a shape": (
         lambda module: setattr(module[2].bias, "data", torch.zeros(4).double()),
-        r"'2\.bias' has shape \(4,\), and had \(3,\)",
+        r"'2\.bias' has shape \(4,\), but had \(3,\)",
     ),
 }
 

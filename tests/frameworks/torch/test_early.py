@@ -237,7 +237,7 @@ def test_a_step_that_is_excluded_is_told(left, word):
         assert apart(module, alone) < 1e-5
         optimizer = sgd(strategy, early)
         with pytest.raises(
-            RuntimeError, match=rf"was already sent to the servers .*{word}.*create .* without overlap=True"
+            RuntimeError, match=rf"were already sent to the servers .*{word}.*create .* without overlap=True"
         ):
             leave(early, optimizer, early=True)
 

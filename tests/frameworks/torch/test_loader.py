@@ -282,7 +282,10 @@ def test_features_of_a_collection_ride_as_well(strategy):
             lambda optimizer, rows: pst.Loader(loader(), torch.optim.SGD([torch.ones(1)])),
             "a SGD is not a distributed optimizer",
         ),
-        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}), "prefetch has a Sequential"),
+        (
+            lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}),
+            "prefetch has a key of type Sequential",
+        ),
         (lambda optimizer, rows: pst.Loader(loader(), optimizer, {rows: 3}), "prefetch has 3 for a Embedding"),
     ],
 )
