@@ -149,7 +149,11 @@ def test_parameters_keep_their_dtype(strategy, dtype):
 @pytest.mark.parametrize(
     ("leaf", "error", "why"),
     [
-        (np.zeros(2, "int32"), ValueError, "params/x is of int32, which cannot hold fractional steps; keep integers out"),
+        (
+            np.zeros(2, "int32"),
+            ValueError,
+            "params/x is of int32, which cannot hold fractional steps; keep integers out",
+        ),
         (np.zeros(2, bool), ValueError, "params/x is of bool, which cannot hold fractional steps"),
         (np.zeros(2, "complex64"), ValueError, "params/x is of complex64, and servers train real numbers"),
         (np.zeros(2), ValueError, "params/x is of float64, but JAX would compute in float32; use float32, or call"),
