@@ -219,7 +219,7 @@ def _check(initializer: RandomUniform | RandomNormal | TruncatedNormal) -> None:
     initializer._of_rows().check()
     seed = initializer.seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed of {type(initializer).__name__} is {seed!r}; give an integer from 0 to 2**64 - 1")
+        raise ValueError(f"seed of {type(initializer).__name__} is {seed!r}; use an integer from 0 to 2**64 - 1")
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:
@@ -230,12 +230,12 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[np.generic]:
     name = np.dtype(dtype).name
     if name not in DTYPES:
-        raise TypeError(f"variables have no dtype {name!r}; known are {', '.join(DTYPES)}")
+        raise TypeError(f"dtype {name!r} is not supported for variables; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def _floating(dtype: npt.DTypeLike) -> np.dtype[np.generic]:
     found = _dtype(dtype)
     if found.name not in tables.RANDOM_DTYPES:
-        raise TypeError(f"random values are of {', '.join(tables.RANDOM_DTYPES)}, and not of {found}")
+        raise TypeError(f"random values can have dtype {', '.join(tables.RANDOM_DTYPES)}, not {found}")
     return found

@@ -151,7 +151,7 @@ def clip_by_value(t: Value, clip_value_min: Value, clip_value_max: Value) -> Val
     t = _array(t)
     clipped = np.maximum(np.minimum(t, clip_value_max), clip_value_min)
     if clipped.shape != t.shape:
-        raise ValueError(f"bounds that make the shape {clipped.shape} cannot clip an array of shape {t.shape}")
+        raise ValueError(f"the bounds have shape {clipped.shape}, which cannot clip an array of shape {t.shape}")
     return clipped
 
 
@@ -196,7 +196,7 @@ def global_norm(t_list: Sequence[Value | None]) -> Value:
     listed = [t for t in _listed("global_norm", t_list) if t is not None]
     given = [_single(_array(t.values if _is_slices(t) else t)) for t in listed]
     if not given:
-        raise ValueError("global_norm is given no arrays; give at least one that is not None")
+        raise ValueError("global_norm got no arrays; pass at least one that is not None")
     squares = [np.sum(np.square(t)) for t in given]
     total = squares[0]
     for square in squares[1:]:
@@ -249,7 +249,7 @@ def _with_values(t: Value, values: Value) -> Value:
 
 def _listed(what: str, arrays: Sequence[Value]) -> Sequence[Value]:
     if not isinstance(arrays, list | tuple):
-        raise TypeError(f"{what} takes a list of arrays, and not a {type(arrays).__name__}; write [x]")
+        raise TypeError(f"{what} takes a list of arrays, not a {type(arrays).__name__}; use [x]")
     return arrays
 
 

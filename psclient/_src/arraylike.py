@@ -169,7 +169,7 @@ class LazyArray(Readable):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(HostArray, name):
             raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}, and NumPy's arrays have none either"
+                f"{type(self).__name__} has no attribute {name!r}, and NumPy arrays do not have it either"
             )
         return getattr(self.numpy(), name)
 
@@ -226,8 +226,8 @@ def read(value: Any) -> Any:
 
 def _refuse_in_place(value: Readable, op: str) -> NoReturn:
     raise TypeError(
-        f"{op} cannot change {getattr(value, 'name', value)!r} in place: its strategy replaces the value; of a "
-        "variable write w.assign_add(1.0), or w.assign(w * 2.0)"
+        f"{op} cannot change {getattr(value, 'name', value)!r} in place, because the strategy replaces its "
+        "value; for a variable use w.assign_add(1.0) or w.assign(w * 2.0)"
     )
 
 

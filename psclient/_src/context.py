@@ -32,12 +32,9 @@ Kind = Literal["default", "cross-replica", "replica", "update"]
 
 _REMEDY: dict[Kind, str] = {
     "default": "call it inside `with strategy.scope():`",
-    "cross-replica": "call it inside the function given to strategy.run",
-    "replica": (
-        "call it outside of the function given to strategy.run, or inside a function given to "
-        "get_replica_context().merge_call"
-    ),
-    "update": "call it outside of the function given to update",
+    "cross-replica": "call it in the function passed to strategy.run",
+    "replica": ("call it outside of strategy.run, or in a function passed to get_replica_context().merge_call"),
+    "update": "call it outside of the function passed to update",
 }
 
 Lift = Callable[[Leaf], Value | None]
@@ -153,8 +150,8 @@ class ReplicaContext:
         local = self.local_replica_id - first
         if not 0 <= local < len(group.devices):
             raise ValueError(
-                f"replica {self.local_replica_id} of {replicas} is none of this process, which has {first} to "
-                f"{first + len(group.devices) - 1}"
+                f"this process has replicas {first} to {first + len(group.devices) - 1} and cannot give the "
+                f"result of replica {self.local_replica_id} of {replicas}"
             )
         made = {"local_replica_id": local, "device": group.devices[local], "_slice": group.slice}
         for name, value in {**made, "_merge": self._merge_alone}.items():
@@ -258,8 +255,8 @@ class ReplicaContext:
     def _check_current(self, what: str) -> None:
         if get_replica_context() is not self:
             raise RuntimeError(
-                f"{what} on a replica context that is not, or no longer, the current one; ask "
-                "get_replica_context() inside the function given to strategy.run"
+                f"{what} was called on a replica context that is not current; call get_replica_context() in "
+                "the function passed to strategy.run"
             )
 
 
@@ -274,7 +271,7 @@ def arguments(
         kwargs: the keyword arguments.
     """
     if not isinstance(args, tuple | list):
-        raise TypeError(f"{what} takes a tuple of arguments, and args is a {type(args).__name__}; write args=(x,)")
+        raise TypeError(f"{what} takes a tuple of arguments, but args is a {type(args).__name__}; use args=(x,)")
     return tuple(args), dict(kwargs or {})
 
 
@@ -295,7 +292,10 @@ def unbox(boxes: Nest) -> list[Leaf]:
     """
     rows = [box.leaves for box in values.local_results(boxes)]
     if len({len(row) for row in rows}) > 1:
-        raise ValueError(f"replicas reduce different numbers of values: {[len(row) for row in rows]}")
+        raise ValueError(
+            f"the replicas reduce different numbers of values: {[len(row) for row in rows]}; reduce the same "
+            "values in every replica"
+        )
     if len(rows) == 1:
         return list(rows[0])
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
@@ -308,7 +308,7 @@ def _reduce_boxes(strategy: StrategyFace, reduce_op: ReduceOp, boxes: Nest) -> l
 def _gather_boxes(strategy: StrategyFace, axes: Nest, boxes: Nest) -> Nest:
     named = [box.leaves[0] for box in values.local_results(axes)]
     if any(axis != named[0] for axis in named):
-        raise ValueError(f"replicas gather along different dimensions: {named}; give all the same axis")
+        raise ValueError(f"the replicas gather along different axes: {named}; use the same axis in all replicas")
     return strategy.extended.all_gather(unbox(boxes), named[0])
 
 
@@ -383,7 +383,10 @@ class _ContextEntry:
         innermost = self._stack[-1] is self
         self._stack.remove(self)
         if not innermost:
-            raise RuntimeError(f"a {self.context.kind} context is left before one that was entered in it")
+            raise RuntimeError(
+                f"a {self.context.kind} context was left before a context that was entered in it; leave "
+                "contexts in reverse order"
+            )
 
 
 class _ScopeEntry(_ContextEntry):
@@ -414,7 +417,10 @@ def leave_scope(depth: int) -> None:
     """As `leave_to`, for a scope, within which nothing is left entered; raises `RuntimeError` if something was."""
     inner, _stack.entries[depth:] = _stack.entries[depth + 1 :], []  # one line, for an interrupt to come before
     if inner:
-        raise RuntimeError(f"a scope is left before a {inner[-1].context.kind} context that was entered in it")
+        raise RuntimeError(
+            f"a scope was left before a {inner[-1].context.kind} context that was entered in it; leave them in "
+            "reverse order"
+        )
 
 
 def get_strategy() -> Any:
@@ -540,7 +546,7 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
     here: tuple[Kind, ...] = ("cross-replica", "default") if is_default(strategy) else ("cross-replica",)
     if current.kind not in here or current.strategy is not strategy:
         kind = current.kind
-        raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
+        raise RuntimeError(f"{what} needs cross-replica context but was called in {kind} context; {_REMEDY[kind]}")
 
 
 def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaContext:
@@ -555,13 +561,13 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
         _check_same(strategy, current)
     if current.replica is None or strategy not in (None, current.strategy):
         remedy = _REMEDY["cross-replica"]
-        raise RuntimeError(f"{what} needs replica context, and is called in {current.kind} context; {remedy}")
+        raise RuntimeError(f"{what} needs replica context but was called in {current.kind} context; {remedy}")
     return current.replica
 
 
 def _check_same(strategy: StrategyFace, current: _Context) -> None:
     if not is_default(current.strategy) and current.strategy is not strategy:
         raise RuntimeError(
-            f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another strategy, a "
+            f"a {type(strategy).__name__} was used in the scope of another strategy, a "
             f"{type(current.strategy).__name__}; leave that scope first"
         )

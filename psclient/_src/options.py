@@ -64,7 +64,7 @@ class InputOptions:
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
         for variable, ids in self.prefetch.items():
             if not (hasattr(variable, "prefetch") and callable(ids)):
-                raise TypeError(f"prefetch has {variable!r}: {ids!r}; give a function of a batch for each variable")
+                raise TypeError(f"prefetch maps {variable!r} to {ids!r}; pass a function of a batch for each variable")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class InputContext:
         """Returns the number of examples for each replica; raises `ValueError` if they cannot be divided evenly."""
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
-                f"a global batch of {global_batch_size} examples cannot be shared equally by "
+                f"a global batch of {global_batch_size} examples cannot be split equally among "
                 f"{self.num_replicas_in_sync} replicas"
             )
         return global_batch_size // self.num_replicas_in_sync
@@ -183,7 +183,7 @@ class ReduceOp(enum.Enum):
         """Returns the reduction of a `VariableAggregation`, SUM or MEAN; raises `ValueError` for any other."""
         name = getattr(aggregation, "name", "")
         if name not in ReduceOp.__members__:
-            raise ValueError(f"{aggregation} is no reduction; there is one for VariableAggregation.SUM and MEAN")
+            raise ValueError(f"{aggregation} is not a reduction; use VariableAggregation.SUM or MEAN")
         return ReduceOp[name]
 
     @classmethod
@@ -219,7 +219,7 @@ class Round:
 def check_nonfinite(choice: str) -> None:
     """Raises `ValueError` for an unknown choice of what becomes of updates with NaN or infinity."""
     if choice not in get_args(Nonfinite):
-        raise ValueError(f"unknown nonfinite {choice!r}; choose 'apply', 'skip' or 'raise'")
+        raise ValueError(f"unknown nonfinite {choice!r}; use 'apply', 'skip' or 'raise'")
 
 
 @dataclass(frozen=True)
@@ -258,9 +258,9 @@ class Sync:
     def __post_init__(self) -> None:
         check_nonfinite(self.nonfinite)
         if isinstance(self.backup_workers, bool) or not isinstance(self.backup_workers, int):
-            raise TypeError(f"backup_workers={self.backup_workers!r} is no number of workers; give a whole number")
+            raise TypeError(f"backup_workers={self.backup_workers!r} is not a number of workers; use an integer")
         if self.backup_workers < 0:
-            raise ValueError(f"backup_workers={self.backup_workers} is negative; 0 waits for every worker")
+            raise ValueError(f"backup_workers={self.backup_workers} is negative; use 0 to wait for every worker")
 
 
 MAX_STALENESS = 2**31 - 1
@@ -305,12 +305,12 @@ class BoundedStaleness:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool | np.bool_) or not isinstance(self.k, int | np.integer):
-            raise TypeError(f"BoundedStaleness has k={self.k!r}; give a number of rounds, an integer from 0 on")
+            raise TypeError(f"BoundedStaleness has k={self.k!r}; use an integer of at least 0")
         object.__setattr__(self, "k", int(self.k))
         if not 0 <= self.k <= MAX_STALENESS:
             raise ValueError(
-                f"BoundedStaleness has k={self.k}; give a number of rounds from 0, which is lockstep, to "
-                f"{MAX_STALENESS}, or take Async(), which has no bound"
+                f"BoundedStaleness has k={self.k}; use 0 (synchronous) to {MAX_STALENESS}, or Async(), "
+                "which has no bound"
             )
         check_nonfinite(self.nonfinite)
 

@@ -133,18 +133,23 @@ class ClusterCoordinator:
             raise TypeError(f"ClusterCoordinator takes a ParameterServerStrategy, not {type(strategy).__name__}")
         task, resolver = strategy.task, strategy.cluster_resolver
         if resolver is None:
-            raise ConfigError(f"there is no cluster, whose workers would run what is scheduled; {HOW}")
+            raise ConfigError(f"ClusterCoordinator needs a cluster whose workers run the scheduled functions; {HOW}")
         if task.job != "chief":
             raise ConfigError(
-                f"{task} is no coordinator: the chief schedules, and workers run what it schedules; make "
-                "ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and " + HOW
+                (
+                    f"{task} is not the coordinator: the chief schedules functions and the workers run them. "
+                    "Create ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and "
+                )
+                + HOW
             )
         check_asynchronous(strategy)
         self._workers = len(resolver.cluster_spec().tasks("worker"))
         if not self._workers:
-            raise ConfigError("the cluster has no workers, which would run what is scheduled", str(task))
+            raise ConfigError("the cluster has no workers to run scheduled functions; add workers", str(task))
         if not functions.registry():
-            raise ConfigError("no function is registered; write @ps.coordinator.function above those to be scheduled")
+            raise ConfigError(
+                "no function is registered; decorate functions to be scheduled with @ps.coordinator.function"
+            )
         self._strategy = strategy
         self._session: Session = strategy._session
         self._lock = threading.Lock()  # guards the three below, and keeps closures in order
@@ -193,7 +198,7 @@ class ClusterCoordinator:
         """
         name, refers = functions.name_of(fn), _References(self._session)
         if not isinstance(args, tuple | list):
-            raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}; write args=(value,)")
+            raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}; use args=(value,)")
         given = (tuple(args), dict(kwargs or {}), LIVING.told())
         content = encode(given, f"args of {name}", refers.refer)
         with self._lock:
@@ -296,8 +301,8 @@ class ClusterCoordinator:
         self._idle = 0.0 if state.workers else self._idle + session.timeouts.report_interval
         if self._idle > session.timeouts.round_timeout:
             raise RoundTimeout(
-                f"{self._task} waits for {state.queued + state.running} closures, and no worker has been there for "
-                f"{self._idle:.0f} s; start the workers again"
+                f"{self._task} waits for {state.queued + state.running} closures, but no worker was "
+                f"connected for {self._idle:.0f} s; restart the workers"
             )
         log.log(
             logging.INFO if state.workers else logging.WARNING,
@@ -322,7 +327,7 @@ class _References:
     def refer(self, value: object) -> Mapping[str, Any] | None:
         if isinstance(value, RemoteValue):
             if value._session is not self._session:
-                raise TypeError(f"{value!r} is of another job")
+                raise TypeError(f"{value!r} belongs to another job; create it in this job")
             self.needs.add(value._number)
             self.held.append(value)
             return {"remote": value._number}
@@ -336,7 +341,7 @@ def check_asynchronous(strategy: ParameterServerStrategy) -> None:
     """Raises `ConfigError` unless the workers of a strategy make rounds of their own."""
     if strategy.consistency.mode != "async":
         raise ConfigError(
-            "closures are run by workers that do not wait for each other; give every process "
-            "ps.ParameterServerStrategy(consistency=ps.Async())",
+            "closures need workers that do not wait for each other; use "
+            "ps.ParameterServerStrategy(consistency=ps.Async()) in every process",
             str(strategy.task),
         )

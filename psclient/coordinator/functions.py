@@ -42,17 +42,22 @@ def function(fn: Any = None, *, name: str = "") -> Any:
 
 def _register(fn: F, name: str) -> F:
     if not callable(fn):
-        raise TypeError(f"ps.coordinator.function registers functions, not {type(fn).__name__}")
+        raise TypeError(f"ps.coordinator.function takes a function, not {type(fn).__name__}")
     name = name or getattr(fn, "__name__", "")
     if not name or "<" in name or len(name) > MAX_NAME:
-        raise TypeError(f"{fn!r} has no name that every process knows; write ps.coordinator.function(name='...')")
+        raise TypeError(
+            f"{fn!r} has no name that is the same in every process; use ps.coordinator.function(name='...')"
+        )
     other = _registered.get(name)
     if other is not None and _place(other) != _place(fn):
         raise ValueError(
-            f"two functions are registered as {name!r}, {_place(other)} and {_place(fn)}; give one of them another name"
+            f"two functions are registered as {name!r}: {_place(other)} and {_place(fn)}; give one of them another name"
         )
     if other is None and len(_registered) >= MAX_FUNCTIONS:
-        raise ValueError(f"{MAX_FUNCTIONS} functions are registered; schedule one with other arguments instead")
+        raise ValueError(
+            f"{MAX_FUNCTIONS} functions are registered, which is the limit; schedule one function with "
+            "different arguments instead"
+        )
     _registered[name] = fn
     return fn
 
@@ -75,8 +80,8 @@ def name_of(fn: object, taker: str = "schedule") -> str:
             )
         raise TypeError(what)
     raise TypeError(
-        f"{getattr(fn, '__qualname__', fn)!r} is not registered, and code is never sent; write "
-        "@ps.coordinator.function above it, in a module that every process imports"
+        f"{getattr(fn, '__qualname__', fn)!r} is not registered; decorate it with @ps.coordinator.function, "
+        "in a module that every process imports"
     )
 
 

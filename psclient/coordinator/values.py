@@ -69,8 +69,8 @@ class PerWorkerValues:
 
     def __next__(self) -> Any:
         raise TypeError(
-            "each worker has its own values, and the coordinator none; call next(iterator) in a function that is "
-            "scheduled with the iterator as an argument"
+            "per-worker values exist only on workers; call next(iterator) in a scheduled function that "
+            "takes the iterator as an argument"
         )
 
     @property

@@ -33,14 +33,17 @@ class HashPartitioner:
 
     def __post_init__(self) -> None:
         if self.buckets != BUCKETS:
-            raise ValueError(f"buckets is {self.buckets!r}; keys of each table fall into {BUCKETS} buckets, for good")
+            raise ValueError(
+                f"buckets is {self.buckets!r}, but must be {BUCKETS}: the keys of each table are always spread "
+                "over that many buckets"
+            )
         check_shards(self.shards)
 
 
 def check_shards(shards: int | None) -> int | None:
     """Returns a number of parts; raises `ValueError` if it is none."""
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= BUCKETS):
-        raise ValueError(f"shards is {shards!r}; give a number of parts from 1 to {BUCKETS}, or None for all servers")
+        raise ValueError(f"shards is {shards!r}; use a number from 1 to {BUCKETS}, or None for all servers")
     return shards
 
 
@@ -67,8 +70,8 @@ class StorageOption:
         if self.kind != "dram" or self.path is not None or self.dram is not None:
             kind = self.kind if self.kind != "dram" else "dram_ssd"
             raise ValueError(
-                f"storage {kind!r} does not exist yet: rows lie in the memory of the servers; take "
-                "StorageOption('dram'), and a capacity or a memory_limit"
+                f"storage {kind!r} is not supported: rows are kept in the servers' memory; use "
+                "StorageOption('dram') with a capacity or a memory_limit"
             )
 
 
@@ -89,13 +92,13 @@ def TTL(time: float | str) -> TimeToLive:
     if isinstance(time, str):
         match = _TIME.fullmatch(time)
         if not match:
-            raise ValueError(f"TTL({time!r}) is no time; write a number with a unit, such as '7d', '12h' or '30m'")
+            raise ValueError(f"TTL({time!r}) is not a duration; use a number with a unit, such as '7d', '12h' or '30m'")
         time = float(match[1]) * _SECONDS[match[2]]
     policy = TimeToLive(float(time))
     try:
         policy.check()
     except InvalidRequest:
-        raise ValueError(f"TTL({time!r}) is no time; give seconds, none or more") from None
+        raise ValueError(f"TTL({time!r}) is not a duration; use a number of seconds of at least 0") from None
     return policy
 
 

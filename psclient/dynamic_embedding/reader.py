@@ -95,7 +95,7 @@ class Reader(Mapping[str, TableReader]):
 
     def __init__(self, path: str) -> None:
         if "://" in path:
-            raise ConfigError(f"{path} is a URL, and files are mapped from this machine: copy the checkpoint here")
+            raise ConfigError(f"{path} is a URL, but only local files can be read; copy the checkpoint to this machine")
         self._path = path
         self._saved = open_whole(path)[0]
         self._views = _views(self._saved)
@@ -174,5 +174,5 @@ def _words(keys: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     """Returns the 64 bits of each key."""
     found = np.asarray(keys)
     if found.dtype.kind not in "iu" and found.size:
-        raise TypeError(f"keys are integers, not {found.dtype}")
+        raise TypeError(f"keys must be integers, not {found.dtype}")
     return found.astype(np.uint64 if found.dtype.kind == "u" else np.int64).view(np.uint64)

@@ -106,21 +106,22 @@ def get_variable(
         ConfigError: its consistency does not work with that of the job.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; the name of a table is a text, such as 'users'")
+        raise TypeError(f"name is {name!r}; use a string, such as 'users'")
     if not checkpoint:
-        raise ValueError(f"table {name!r}: checkpoint=False does not exist: every table is in each checkpoint")
+        raise ValueError(
+            f"table {name!r}: checkpoint=False is not supported, because checkpoints contain all tables; remove it"
+        )
     if compression is not None:
         raise ValueError(
-            f"table {name!r}: compression of rows does not exist yet; leave compression out, or take "
-            "value_dtype='float16'"
+            f"table {name!r}: compression of rows is not supported; remove compression, or use value_dtype='float16'"
         )
     check_consistency(consistency, name)
     if isinstance(storage, str):
         storage = StorageOption(storage)
     if not isinstance(storage, StorageOption | None):
-        raise TypeError(f"table {name!r}: storage is {storage!r}; give StorageOption('dram'), or leave it out")
+        raise TypeError(f"table {name!r}: storage is {storage!r}; use StorageOption('dram'), or leave it out")
     if not isinstance(partitioner, HashPartitioner | None):
-        raise TypeError(f"table {name!r}: partitioner is {partitioner!r}; give HashPartitioner(), or leave it out")
+        raise TypeError(f"table {name!r}: partitioner is {partitioner!r}; use HashPartitioner(), or leave it out")
     first = _initializer(initializer, name)
     row = dim if isinstance(dim, Sequence) else (dim,)
     try:
@@ -174,23 +175,23 @@ def group(
         RuntimeError: as `get_variable`.
     """
     if isinstance(names, str):
-        raise TypeError(f"names is {names!r}, and must be a list of names; write [{names!r}]")
+        raise TypeError(f"names is {names!r}, but must be a list of names; use [{names!r}]")
     known = list(names)
     if not 0 < len(known) <= MAX_VIEWS or len(set(known)) < len(known):
         raise ValueError(
-            f"group {name!r} is given {len(known)} names, {len(set(known))} of them different; give 1 to {MAX_VIEWS}, "
-            "each once"
+            f"group {name!r} got {len(known)} names, {len(set(known))} of them different; use 1 to "
+            f"{MAX_VIEWS} different names"
         )
     if "key_dtype" in options:
-        raise TypeError(f"group {name!r}: the keys of a group are integers of {KEY_BITS} bits; leave key_dtype out")
+        raise TypeError(f"group {name!r}: keys of a group must be integers of {KEY_BITS} bits; leave key_dtype out")
     table = get_variable(name, dim, **options)
     if table.views is None:
         table.views = TableGroup(table, known)
     views: TableGroup = table.views
     if list(views) != known:
         raise ValueError(
-            f"group {name!r} is there already, with the names {list(views)}; take another name, or the same names in "
-            "the same order"
+            f"group {name!r} already exists with the names {list(views)}; use another name, or the same "
+            "names in the same order"
         )
     return views
 
@@ -202,7 +203,7 @@ def _initializer(given: Initializer | float | None, name: str) -> Initializer:
         return Constant(float(given))
     if not (hasattr(given, "_of_rows") and hasattr(given, "seed")) or isinstance(given, type):
         raise TypeError(
-            f"table {name!r}: initializer is {given!r:.80}; give one of ps.initializers, such as "
+            f"table {name!r}: initializer is {given!r:.80}; use one of ps.initializers, such as "
             "ps.initializers.RandomUniform(-0.05, 0.05), or a number"
         )
     return given
@@ -214,8 +215,8 @@ def _get(request: _Request) -> TableVariable:
     strategy = context.get_strategy()
     if not isinstance(strategy.extended, TableExtended):
         raise RuntimeError(
-            f"table {request.name!r} lives on parameter servers: create it in the scope of a "
-            f"ps.ParameterServerStrategy; the current strategy is a {type(strategy).__name__}"
+            f"table {request.name!r} needs parameter servers, but the current strategy is a "
+            f"{type(strategy).__name__}; create it in the scope of a ps.ParameterServerStrategy"
         )
     replica = context.get_replica_context()
     if replica is None:

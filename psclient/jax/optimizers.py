@@ -284,23 +284,25 @@ def adagrad(
 
 def _refuse_dtype(name: str, dtype: object) -> None:
     if dtype is not None:
-        raise InvalidArgument(f"{name} is {dtype!r}; slots are of the parameter's dtype, of half precision float32")
+        raise InvalidArgument(
+            f"{name} is {dtype!r}, which is not supported; slots have the parameter's dtype, or float32 for "
+            "half precision"
+        )
 
 
 def check_transformation(tx: object) -> None:
     """Raises `TypeError` for a transformation of optax itself, with the optimizer to use instead."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         raise InvalidType(
-            "tx is a transformation of optax, a Python function that servers cannot run; write psj.optimizers."
-            f"{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the same arguments, or take "
-            "one of "
-            "ps.optimizers; for optax.clip_by_global_norm(x) give it global_clipnorm=x"
+            "tx is an optax transformation, a Python function that servers cannot run; use "
+            f"psj.optimizers.{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the "
+            "same arguments, or one of ps.optimizers. Replace optax.clip_by_global_norm(x) with "
+            "global_clipnorm=x"
         )
 
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"psj.optimizers has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of "
-        "ps.optimizers by "
-        "Keras's, among them Adamax, Lamb, Lion, Nadam and RMSprop"
+        f"psj.optimizers has no {name!r}; available are {', '.join(NAMES)}, with optax's formulas. "
+        "ps.optimizers has more, with Keras's formulas, such as Adamax, Lamb, Lion, Nadam and RMSprop"
     )

@@ -70,11 +70,13 @@ class Rows:
             ValueError: `d` has another shape.
         """
         if is_traced(d):
-            raise InvalidType(f"the gradient of rows of {self.table.name!r} is traced; call this outside of jax.jit")
+            raise InvalidType(
+                f"the gradient of rows of {self.table.name!r} is traced; call this function outside of jax.jit"
+            )
         if tuple(np.shape(d)) != tuple(self.values.shape):
             raise InvalidArgument(
-                f"the gradient of rows of {self.table.name!r} has shape {tuple(np.shape(d))}, and their values "
-                f"{tuple(self.values.shape)}; differentiate by rows.values"
+                f"the gradient of rows of {self.table.name!r} has shape {tuple(np.shape(d))}, but their "
+                f"values have {tuple(self.values.shape)}; differentiate with respect to rows.values"
             )
         (whole,) = to_host([d])
         own = whole[: self.count]
@@ -99,11 +101,11 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
         RuntimeError: called in an update function.
     """
     if not isinstance(table, RowReadable):
-        raise InvalidType(f"rows are looked up in a variable or a table, and not in a {type(table).__name__}")
+        raise InvalidType(f"rows can be looked up in a variable or a table, not in a {type(table).__name__}")
     if is_traced(ids):
         raise InvalidType(
-            f"the ids of rows of {table.name!r} are traced: a lookup asks a server; look rows up before, and give "
-            "rows.values and rows.inverse to the function that is compiled"
+            f"the row ids of {table.name!r} are traced, but a lookup sends a request to a server; look rows "
+            "up before, and pass rows.values and rows.inverse to the compiled function"
         )
     found = table.lookup(ids)
     values = to_numpy(found.values)

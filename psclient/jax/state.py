@@ -127,8 +127,8 @@ class TrainState:
             self._values = self._parameters.read()
         if self._values is None:
             raise InvalidCall(
-                "this TrainState is not the newest, and its parameters are gone; go on with what apply_gradients "
-                "returned: state = state.apply_gradients(grads=grads)"
+                "this TrainState is outdated and its parameters were freed; use the state that "
+                "apply_gradients returned: state = state.apply_gradients(grads=grads)"
             )
         return self._values
 
@@ -200,8 +200,9 @@ class TrainState:
         """
         if others := changes.keys() - {"params", "apply_fn"}:
             raise InvalidType(
-                f"replace({', '.join(sorted(others))}=...): params and apply_fn can be replaced; steps and slots are "
-                "on the servers, where a checkpoint restores them, and tx stays"
+                f"replace({', '.join(sorted(others))}=...) is not supported; only params and apply_fn can "
+                "be replaced. Steps and slots are on the servers and restored by checkpoints; tx cannot "
+                "change"
             )
         self._check_newest("replace")
         if "params" in changes:
@@ -214,15 +215,14 @@ class TrainState:
     def _check_newest(self, what: str) -> None:
         if self._version is None:
             raise InvalidCall(
-                f"{what} is called on a state that a function of pytrees has made, such as jax.jit or jax.tree.map: "
-                "the servers do not have its values; call it on what create or apply_gradients returned, and assign "
-                "values by state.replace(params=...)"
+                f"{what} was called on a state made by a pytree function, such as jax.jit or jax.tree.map, "
+                "whose values are not on the servers; call it on the result of create or apply_gradients, "
+                "and assign values with state.replace(params=...)"
             )
         if self._version != self._parameters.version:
             raise InvalidCall(
-                f"{what} is called on a state of which there is a newer one, and servers have one value of each "
-                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads); or, "
-                "if an exception has come between, with state = state.newest()"
+                f"{what} was called on an outdated state, but servers keep only the newest parameters; use "
+                "state = state.apply_gradients(grads=grads), or state = state.newest() after an exception"
             )
 
     def __repr__(self) -> str:

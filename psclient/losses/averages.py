@@ -37,8 +37,8 @@ def compute_average_loss(
     losses = floating(as_array(read(per_example_loss)))
     if not losses.ndim:
         raise ValueError(
-            "per_example_loss has no dimensions; give one loss for each example, such as the losses of predictions of "
-            "shape (N, 1)"
+            "per_example_loss has no dimensions; pass one loss per example, such as the losses of "
+            "predictions of shape (N, 1)"
         )
     if global_batch_size is None:
         global_batch_size = losses.shape[0] * context.require_replica("compute_average_loss").num_replicas_in_sync

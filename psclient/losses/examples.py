@@ -124,7 +124,7 @@ def sparse_categorical_crossentropy(y_true: Value, y_pred: Value, from_logits: b
         with np.errstate(invalid="ignore"):  # A NaN is refused below.
             index = labels.astype(np.int64)
         if not bool(((index == labels) & (index >= 0) & (index < classes)).all()):
-            raise ValueError(f"a label is no whole number from 0 to {classes - 1}, as there are {classes} classes")
+            raise ValueError(f"a label is not an integer from 0 to {classes - 1}, but there are {classes} classes")
         logits = predictions if from_logits else xp.log(xp.clip(predictions, EPSILON, 1 - EPSILON))
         return -xp.take_along_axis(_log_softmax(logits), index[..., None], axis=-1)[..., 0]
 
@@ -132,7 +132,7 @@ def sparse_categorical_crossentropy(y_true: Value, y_pred: Value, from_logits: b
 def _floating_pair(y_true: Value, y_pred: Value) -> tuple[AnyArray, AnyArray]:
     labels, predictions = pair(y_true, y_pred)
     if not predictions.ndim:
-        raise ValueError("the loss of an example is over its last dimension, and a number has none; give arrays")
+        raise ValueError("a loss is computed over the last dimension of an example, but got a number; pass arrays")
     predictions = floating(predictions)
     return labels.astype(predictions.dtype), predictions
 

@@ -42,15 +42,15 @@ class AUC(Metric):
         thresholds: Sequence[float] | None = None,
     ) -> None:
         if curve not in ("ROC", "PR"):
-            raise ValueError(f"curve {curve!r} is unknown; write 'ROC' or 'PR'")
+            raise ValueError(f"curve {curve!r} is unknown; use 'ROC' or 'PR'")
         if summation_method not in ("interpolation", "minoring", "majoring"):
             raise ValueError(
-                f"summation_method {summation_method!r} is unknown; write 'interpolation', 'minoring' or 'majoring'"
+                f"summation_method {summation_method!r} is unknown; use 'interpolation', 'minoring' or 'majoring'"
             )
         if thresholds is not None and not all(0 <= threshold <= 1 for threshold in thresholds):
             raise ValueError(f"thresholds must lie between 0 and 1: {list(thresholds)}")
         if thresholds is None and num_thresholds < 2:
-            raise ValueError(f"a curve over {num_thresholds} thresholds has no area; take at least 2")
+            raise ValueError(f"a curve over {num_thresholds} thresholds has no area; use at least 2")
         super().__init__(name)
         inner = (
             sorted(thresholds) if thresholds is not None else np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
@@ -198,7 +198,7 @@ class Recall(Share):
 def check_probabilities(predictions: AnyArray) -> None:
     """Raises `ValueError` unless all predictions are between 0 and 1."""
     if predictions.size and not bool(((predictions >= 0) & (predictions <= 1)).all()):
-        raise ValueError("predictions must lie between 0 and 1; give probabilities, not logits")
+        raise ValueError("predictions must be between 0 and 1; pass probabilities, not logits")
 
 
 def _interpolated_pr(true: Value, false: Value, missed: Value) -> float:

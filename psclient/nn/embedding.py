@@ -137,29 +137,31 @@ def _table(params: Any, partition_strategy: str) -> RowReadable:
     """Returns the variable whose rows are looked up."""
     if partition_strategy != "div":
         raise ValueError(
-            f'partition_strategy is {partition_strategy!r}; the rows of a variable have the places that "div" gives '
-            "them here, whole or in shards"
+            f'partition_strategy is {partition_strategy!r}, but only "div" is supported, for whole and '
+            "sharded variables"
         )
     tables = list(params) if isinstance(params, list | tuple) else [params]
     whole = whole_of(tables[0]) if tables else None
     if isinstance(whole, CutVariable) and tables[0] is not whole and len(tables) == len(whole.variables):
         if all(table is shard for table, shard in zip(tables, whole.variables, strict=True)):
             return whole
-        raise ValueError(f"params are the shards of {whole.name!r} in another order; give the variable itself")
+        raise ValueError(f"params are the shards of {whole.name!r} in another order; pass the variable itself")
     if len(tables) != 1:
-        raise ValueError(f"params are {len(tables)} variables; give one, since rows are looked up in one at a time")
+        raise ValueError(
+            f"params are {len(tables)} variables, but rows can be looked up in one only; pass one variable"
+        )
     if isinstance(tables[0], RowReadable):
         return tables[0]
     if context.update_lift() is not None:
         raise RuntimeError(
-            "embeddings are looked up in an update function, which works on whole arrays; look them up before, in the "
-            "function given to strategy.run"
+            "embeddings were looked up in an update function, which works on whole arrays; look them up "
+            "before, in the function passed to strategy.run"
         )
-    raise TypeError(f"params is a variable, and not {type(tables[0]).__name__}; of an array take params[ids]")
+    raise TypeError(f"params must be a variable, not {type(tables[0]).__name__}; for an array use params[ids]")
 
 
 def _checked(combiner: Any) -> Combiner:
     if combiner not in get_args(Combiner):
-        raise ValueError(f"combiner is {combiner!r}; known are {', '.join(map(repr, get_args(Combiner)))}")
+        raise ValueError(f"combiner is {combiner!r}; use one of {', '.join(map(repr, get_args(Combiner)))}")
     found: Combiner = combiner
     return found

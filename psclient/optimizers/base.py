@@ -160,7 +160,8 @@ class Optimizer(Described):
         slot = self._slot_of.get(name)
         if slot is not None and value and slot not in self.slots:
             raise AttributeError(
-                f"{name} needs a slot {slot!r}, and this {type(self).__name__} was created without; create another one"
+                f"{name} needs a slot {slot!r}, but this {type(self).__name__} was created without it; "
+                "create another one"
             )
         scale = name == "loss_scale_factor" and any(
             isinstance(factor, DynamicLossScale) for factor in (value, self.loss_scale_factor)
@@ -169,8 +170,8 @@ class Optimizer(Described):
         fixed = name in self._fixed or (once_built and self._state.built)
         if (scale or fixed) and value is not (old := getattr(self, name)) and (scale or value != old):
             raise AttributeError(
-                f"{name} of this {type(self).__name__} is {old!r} and stays so, since it says what the optimizer "
-                "keeps; create another one"
+                f"{name} of this {type(self).__name__} is {old!r} and cannot be changed, because it "
+                "determines the optimizer's state; create another one"
             )
 
     def _slots_with(self, name: str, value: object) -> tuple[str, ...]:
@@ -223,7 +224,7 @@ class Optimizer(Described):
             slots: the slots of the variable.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say what a step is; write update(self, v, gradient, iterations, *slots)"
+            f"{type(self).__name__} does not define a step; implement update(self, v, gradient, iterations, *slots)"
         )
 
     def _advanced(self, number: Value, iterations: Value) -> Value:
@@ -392,13 +393,13 @@ class Optimizer(Described):
         cut = [v for v in variables if len(shards_of(v)) > 1 and not self._by_row]
         if cut:
             raise ValueError(
-                f"{type(self).__name__} needs all of a variable for each step, and {cut[0].name!r} is in shards; "
-                "create it in a strategy whose variable_partitioner leaves it whole"
+                f"{type(self).__name__} needs the whole variable in each step, but {cut[0].name!r} is split "
+                "into shards; create it in a strategy whose variable_partitioner does not split it"
             )
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(
-                f"this {type(self).__name__} keeps state in another strategy than that of {variables[0].name!r}; "
-                "create one optimizer for each strategy"
+                f"this {type(self).__name__} has state in another strategy than that of "
+                f"{variables[0].name!r}; create one optimizer for each strategy"
             )
 
     # ---- Steps ----
@@ -482,7 +483,7 @@ class Optimizer(Described):
         def __getattr__(self, name: str) -> NoReturn:
             if not (is_view(self) or "_state" in vars(self)):
                 raise AttributeError(
-                    f"{type(self).__name__} has no attribute {name!r}; its __init__ has to call "
-                    "super().__init__(learning_rate, **options)"
+                    f"{type(self).__name__} has no attribute {name!r}; call super().__init__(learning_rate, "
+                    "**options) in its __init__"
                 )
             super().__getattr__(name)

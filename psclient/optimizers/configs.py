@@ -55,7 +55,8 @@ class Described(Configured):
         """Returns an argument as it is kept."""
         if not hasattr(self, name):
             raise NotImplementedError(
-                f"{type(self).__name__} does not keep its argument {name!r} under that name; write its get_config"
+                f"{type(self).__name__} does not store its argument {name!r} as an attribute of that name; "
+                "implement its get_config"
             )
         return getattr(self, name)
 
@@ -70,8 +71,8 @@ def _plain(name: str, value: object) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise ValueError(
-        f"{name} is {value!r}, and a config has numbers and words only; leave it out of the config, and give it to the "
-        "constructor"
+        f"{name} is {value!r}, but a config can contain only numbers and strings; leave it out of the "
+        "config, and pass it to the constructor"
     )
 
 
@@ -82,7 +83,7 @@ def _made(value: Any, custom: CustomObjects) -> Any:
     known = {kind.__name__: kind for kind in _subclasses(Described) if kind.__module__.startswith(f"{__package__}.")}
     kind: Any = custom.get(name) or known.get(name)
     if kind is None:
-        raise ValueError(f"class {name!r} is not known here; give it in custom_objects={{{name!r}: ...}}")
+        raise ValueError(f"class {name!r} is not known; pass it as custom_objects={{{name!r}: ...}}")
     return kind.from_config(value["config"], **({"custom_objects": custom} if issubclass(kind, Described) else {}))
 
 

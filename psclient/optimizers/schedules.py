@@ -30,7 +30,7 @@ class LearningRateSchedule(Described):
             step: number of steps before this one, or a stand-in for it in an update function: use NumPy functions, and
                 `np.where` instead of `if`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
+        raise NotImplementedError(f"{type(self).__name__} does not define the rate; implement __call__(self, step)")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: CustomObjects | None = None) -> Self:
@@ -124,7 +124,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __init__(self, boundaries: Sequence[float], values: Sequence[float]) -> None:
         if len(values) != len(boundaries) + 1:
-            raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, and not {len(values)}")
+            raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}")
         if list(boundaries) != sorted(set(boundaries)):
             raise ValueError(f"boundaries must increase: {list(boundaries)}")
         self.boundaries = tuple(check_number("a boundary", boundary) for boundary in boundaries)

@@ -73,7 +73,7 @@ def histogram(
         count = DEFAULT_BUCKETS if buckets is None else _whole("histogram", name, "buckets", buckets)
         values = to_numpy(data)
         if np.iscomplexobj(values):
-            raise ValueError(f"histogram({name!r}) takes real numbers; give the real part, or the absolute values")
+            raise ValueError(f"histogram({name!r}) needs real numbers; pass the real part, or absolute values")
         values = values.astype(np.float64)
         return tensor_summary(name, "histograms", buckets_of(values[np.isfinite(values)], count), description)
 
@@ -108,8 +108,8 @@ def image(name: str, data: Any, step: int | None = None, max_outputs: int = 3, d
         pixels = to_numpy(data)
         if pixels.ndim != 4 or pixels.shape[-1] not in COLOR_TYPES or not all(pixels.shape[1:3]):
             raise ValueError(
-                f"image({name!r}) is given an array of shape {pixels.shape}; give (images, height, width, channels) "
-                "with 1 to 4 channels"
+                f"image({name!r}) got an array of shape {pixels.shape}; pass (images, height, width, "
+                "channels) with 1 to 4 channels"
             )
         height, width = pixels.shape[1:3]
         encoded = [encode_png(_bytes_of(name, each)) for each in pixels[:count]]
@@ -150,7 +150,7 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
 
 def _whole(kind: str, name: str, argument: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise ValueError(f"{kind}({name!r}) has {argument}={value!r}, and it must be a whole number of at least 0")
+        raise ValueError(f"{kind}({name!r}) has {argument}={value!r}, which must be an integer of at least 0")
     return int(value)
 
 
@@ -159,7 +159,7 @@ def _bytes_of(name: str, pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if pixels.dtype == np.uint8:
         return pixels
     if not np.issubdtype(pixels.dtype, np.floating):
-        raise ValueError(f"image({name!r}) is of {pixels.dtype}; give uint8, or floating numbers from 0 to 1")
+        raise ValueError(f"image({name!r}) is of {pixels.dtype}; pass uint8, or floating numbers from 0 to 1")
     # A pixel that is not a number becomes black: a picture of what went wrong is better than none.
     return (np.nan_to_num(np.clip(pixels.astype(np.float64), 0, 1)) * 255.5).astype(np.uint8)
 
@@ -169,4 +169,4 @@ def _encoded(name: str, word: object) -> bytes:
         return word.encode()
     if isinstance(word, bytes):
         return word
-    raise TypeError(f"text({name!r}) is given a {type(word).__name__}; give str, or lists of str of one length")
+    raise TypeError(f"text({name!r}) got a {type(word).__name__}; pass a str, or lists of str of equal length")

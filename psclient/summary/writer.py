@@ -122,8 +122,8 @@ def create_file_writer(
         from tensorboardX.record_writer import directory_check
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "summaries are written by tensorboardX, which is not installed: pip install 'paramserver[summary]', or "
-            "take ps.summary.create_noop_writer()"
+            "summaries need tensorboardX, which is not installed; run pip install 'paramserver[summary]', "
+            "or use ps.summary.create_noop_writer()"
         ) from error
     directory_check(logdir)
     suffix = f".{os.getpid()}.{next(_numbers)}{filename_suffix}"  # else two of one second would share a file
@@ -160,7 +160,7 @@ def write(kind: str, name: str, step: int | None, make: Callable[[], Any]) -> bo
     writer, default = current
     at = default if step is None else step
     if at is None:
-        raise ValueError(f"{kind}({name!r}) needs a step; write {kind}(name, data, step), or as_default(step)")
+        raise ValueError(f"{kind}({name!r}) needs a step; use {kind}(name, data, step), or as_default(step)")
     return writer.write(make, int(at))
 
 

@@ -133,7 +133,9 @@ class EmbeddingBagCollection(LookupModule):
     def __init__(self, tables: Sequence[Any], is_weighted: bool = False) -> None:
         super().__init__()
         if len({config.name for config in tables}) < len(tables):
-            raise InvalidArgument("two tables of a collection have one name; their features may be of one table")
+            raise InvalidArgument(
+                "two tables of a collection have the same name; use one table for all its features, or another name"
+            )
         self._configs = list(tables)
         self._modes = [_pooling(config) for config in tables]
         self._tables = [TableRows.of(_table(config)) for config in tables]
@@ -243,22 +245,22 @@ def _check_lengths(
     count, whole = len(values), int(lengths.sum())
     if not keys or len(lengths) % len(keys):
         raise InvalidArgument(
-            f"features of {len(keys)} keys have {len(lengths)} lengths; give one for each feature and example: as many "
-            "for each key"
+            f"features with {len(keys)} keys have {len(lengths)} lengths; pass one length for each feature "
+            "and example, the same number for each key"
         )
     if whole != count or (len(lengths) and int(lengths.min()) < 0):
         raise InvalidArgument(
-            f"the lengths of {', '.join(map(repr, keys))} add up to {whole}, and there are {count} values; give the "
-            "number of ids of each feature and example, none of them below 0"
+            f"the lengths of {', '.join(map(repr, keys))} add up to {whole}, but there are {count} values; "
+            "pass the number of ids of each feature and example, at least 0"
         )
     if weights is not None and len(weights) != count:
-        raise InvalidArgument(f"there are {len(weights)} weights for {count} values; give one for each")
+        raise InvalidArgument(f"there are {len(weights)} weights for {count} values; pass one weight for each value")
 
 
 def _pooling(config: Any) -> str:
     word = _word(config.pooling).lower()
     if word not in ("sum", "mean"):
-        raise InvalidArgument(f"table {config.name!r} has pooling {config.pooling!r}; it is SUM or MEAN")
+        raise InvalidArgument(f"table {config.name!r} has pooling {config.pooling!r}; use SUM or MEAN")
     return word
 
 
@@ -284,12 +286,12 @@ def _table(config: Any) -> Any:
     word, init = _word(getattr(config, "data_type", "FP32")), getattr(config, "init_fn", None)
     dtype = DATA_TYPES.get(word)
     if dtype is None:
-        raise InvalidArgument(f"table {config.name!r} has data_type {word}; it is one of {', '.join(DATA_TYPES)}")
+        raise InvalidArgument(f"table {config.name!r} has data_type {word}; use one of {', '.join(DATA_TYPES)}")
     if not config.num_embeddings:
         if init is not None:
             raise InvalidArgument(
-                f"table {config.name!r} has an init_fn and no size, so that servers make its rows; give it a table=... "
-                "of ps.dynamic_embedding.get_variable with one of ps.initializers"
+                f"table {config.name!r} has an init_fn but no size, so its rows are created on the servers; "
+                "pass table=... from ps.dynamic_embedding.get_variable, with one of ps.initializers"
             )
         return get_variable(config.name, config.embedding_dim, value_dtype=DTYPES[dtype])
     most = 1 / math.sqrt(config.num_embeddings)

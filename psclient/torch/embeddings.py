@@ -48,11 +48,11 @@ class TableRows:
         """
         if not isinstance(table, RowReadable) or not table.shape:
             raise InvalidType(
-                f"the rows of a {type(table).__name__} cannot be looked up; give a ps.Variable, or a table of "
-                "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
+                f"rows of a {type(table).__name__} cannot be looked up; pass a ps.Variable, or a table from "
+                "ps.dynamic_embedding.get_variable, created in strategy.scope()"
             )
         if np.dtype(table.dtype) not in [np.dtype(each) for each in DTYPES.values()]:
-            raise InvalidType(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
+            raise InvalidType(f"table {table.name!r} is of {table.dtype}; only floating dtypes can be trained")
         found = cls._known.get(id(table))
         if found is None:
             found = cls._known[id(table)] = cls(table)
@@ -73,7 +73,7 @@ class TableRows:
         """
         if not isinstance(ids, torch.Tensor):
             raise InvalidType(
-                f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)"
+                f"ids of {self.table.name!r} are a {type(ids).__name__}; pass a tensor: torch.tensor(ids)"
             )
         found = self.table.lookup(on_host(ids))
         rows = to_torch(np.array(to_numpy(found.values))).to(ids.device)
@@ -168,9 +168,10 @@ class OfOneTable(LookupModule):
         super().__init__()
         if sizes or others or table is None or isinstance(table, int):
             raise InvalidType(
-                f"{type(self).__name__} takes a table in place of sizes and {', '.join(others) or 'options'}: "
-                "give a ps.Variable of shape (num_embeddings, embedding_dim), or a table of "
-                "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
+                f"{type(self).__name__} takes a table instead of sizes and "
+                f"{', '.join(others) or 'options'}; pass a ps.Variable of shape (num_embeddings, "
+                "embedding_dim), or a table from ps.dynamic_embedding.get_variable, created in "
+                "strategy.scope()"
             )
         self._rows = TableRows.of(table)
         self.gate = self._rows.gate
@@ -286,9 +287,9 @@ class EmbeddingBag(OfOneTable):
     ) -> None:
         super().__init__(table, *sizes, padding_idx=padding_idx, **others)
         if mode not in ("sum", "mean", "max"):
-            raise InvalidArgument(f"mode is {mode!r}; it is one of 'sum', 'mean' and 'max'")
+            raise InvalidArgument(f"mode is {mode!r}; use 'sum', 'mean' or 'max'")
         if len(self.table.shape) != 2:
-            raise InvalidArgument(f"bags are of rows that are vectors, and those of {self.table.name!r} are not")
+            raise InvalidArgument(f"bags need rows that are vectors, but rows of {self.table.name!r} are not")
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(

@@ -74,21 +74,25 @@ class Loader(BaseLoader):
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for each in self._optimizers:
             if not isinstance(each, Optimizer):
-                raise InvalidType(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
+                raise InvalidType(
+                    f"a {type(each).__name__} is not a distributed optimizer; pass a psclient.torch.Optimizer"
+                )
         for module, ids in (prefetch or {}).items():
             if not isinstance(module, LookupModule):
                 raise InvalidType(
-                    f"prefetch has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
-                    "psclient.torch.Embedding"
+                    f"prefetch has a key of type {type(module).__name__}; use modules whose rows are looked "
+                    "up, such as psclient.torch.Embedding"
                 )
             if not callable(ids):
                 raise InvalidType(
-                    f"prefetch has {ids!r} for a {type(module).__name__}; give a function that returns the ids of a "
-                    'batch: prefetch={module: lambda batch: batch["user"]}'
+                    f"prefetch has {ids!r} for a {type(module).__name__}; pass a function that returns the "
+                    'ids of a batch: prefetch={module: lambda batch: batch["user"]}'
                 )
         strategies = {id(each.strategy): each.strategy for each in self._optimizers}
         if len(strategies) != 1:
-            raise InvalidArgument("a loader is for optimizers of one strategy")
+            raise InvalidArgument(
+                "the optimizers of a loader belong to different strategies; use one loader for each strategy"
+            )
         (self._strategy,) = strategies.values()
         self._loader = loader
         named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}

@@ -96,7 +96,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         >>> strategy.close()
     """
 
-    _pickle_remedy = "save its state_dict(), or make another one there, with a strategy of that process"
+    _pickle_remedy = "save its state_dict(), or create another one there, with a strategy of that process"
     _step_supports_amp_scaling = True
     param_groups: list[dict[str, Any]]  # torch has it so; without torch nobody else says it
 
@@ -115,9 +115,9 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     ) -> None:
         self.strategy = _checked_strategy(strategy)
         if not isinstance(module, torch.nn.Module):
-            raise InvalidType(f"a {type(module).__name__} is no module; give the torch.nn.Module that is trained")
+            raise InvalidType(f"a {type(module).__name__} is not a module; pass the torch.nn.Module that is trained")
         if reduction not in ("mean", "sum"):
-            raise InvalidArgument(f"reduction is {reduction!r}; it is one of 'mean' and 'sum'")
+            raise InvalidArgument(f"reduction is {reduction!r}; use 'mean' or 'sum'")
         mode, self._prefix = check_mode(buffers), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = Groups(self.rule)
@@ -197,20 +197,22 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             name = name_of(self._paths.get(id(p), ("", p))[0])
             if not name:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
-                    "parameters of the module, the module that has it, or add its layer to the module before"
+                    f"a parameter of shape {tuple(p.shape)} does not belong to the module and has no name; "
+                    "pass parameters of the module, pass the module that contains it, or add its layer to "
+                    "the module first"
                 )
             check_parameter(name, p)
             if id(p) in self._limited and self.strategy.num_replicas_in_sync > 1:
                 raise InvalidArgument(
-                    f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, by which forward() changes rows in "
-                    "place, in each worker those of its own batch; leave max_norm out, and limit what was looked up: "
-                    "rows * (limit / rows.norm(dim=-1, keepdim=True).clamp(min=limit))"
+                    f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, with which forward() "
+                    "changes rows in place, differently in each worker; leave max_norm out, and limit the "
+                    "rows that were looked up: rows * (limit / rows.norm(dim=-1, "
+                    "keepdim=True).clamp(min=limit))"
                 )
             _check_free(p, self, f"parameter {name!r}")
         for module in tables:
             if id(module) not in self._lookups:
-                raise InvalidArgument(f"a {type(module).__name__} is no part of the module whose rows are trained")
+                raise InvalidArgument(f"a {type(module).__name__} is not part of the module whose rows are trained")
             for rows in module.rows:
                 _check_free(rows.gate, self, f"what is looked up in {rows.table.name!r}")
 
@@ -224,8 +226,9 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
                 each = Trained(path, p, v, id(p) in self._sparse)
                 if each.by_rows and p.nbytes >= LARGE_TABLE:
                     log.warning(
-                        "parameter %r has sparse gradients: their rows travel, but the whole parameter, %.1f MB, comes "
-                        "back in each step; take psclient.torch.Embedding or EmbeddingBag, whose rows alone travel",
+                        "parameter %r has sparse gradients, but each step receives the whole parameter, "
+                        "%.1f MB; use psclient.torch.Embedding or EmbeddingBag to receive only the rows in "
+                        "use",
                         each.name,
                         p.nbytes / 1e6,
                     )
@@ -346,8 +349,8 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             return None, False
         if not self._in_scaler:
             raise InvalidCall(
-                "torch's own GradScaler decides in each worker for itself whether a step overflows; take "
-                "psclient.torch.GradScaler, which decides for all of them"
+                "torch's GradScaler decides in each worker separately whether a step overflows; use "
+                "psclient.torch.GradScaler, which decides for all workers"
             )
         scale = getattr(self, "grad_scale", None)
         return (1.0 if scale is None else float(scale)), bool(found)
@@ -406,8 +409,8 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         for group in groups:
             if lacks := sorted(numbers - group.keys()):
                 raise InvalidArgument(
-                    f"the state has a group of parameters without {', '.join(lacks)}; load it into an optimizer of the "
-                    "kind that has saved it"
+                    f"the saved state has a parameter group without {', '.join(lacks)}; load it into an "
+                    "optimizer of the kind that saved it"
                 )
         words = {name: value for name, value in self.defaults.items() if name not in numbers}
         super().load_state_dict({"state": {}, "param_groups": [words | group for group in groups]})
@@ -426,21 +429,21 @@ def _checked_strategy(strategy: Strategy | None) -> Strategy:
     if strategy is None:
         if not context.has_strategy():
             raise InvalidArgument(
-                "there is no strategy; create the optimizer in strategy.scope(), or give it strategy=..., which is a "
-                "ps.ParameterServerStrategy"
+                "no strategy is active; create the optimizer in strategy.scope(), or pass "
+                "strategy=ps.ParameterServerStrategy()"
             )
         strategy = context.get_strategy()
     if not isinstance(strategy, Strategy):
-        raise InvalidType(f"a {type(strategy).__name__} is no strategy; give a ps.ParameterServerStrategy")
+        raise InvalidType(f"a {type(strategy).__name__} is not a strategy; pass a ps.ParameterServerStrategy")
     if not isinstance(strategy.backend, RemoteBackend):
         raise InvalidType(
-            f"a module is trained by parameter servers, and a {type(strategy).__name__} has none; take a "
-            "ps.ParameterServerStrategy, which starts a server of its own where there is no cluster"
+            f"modules are trained by parameter servers, but a {type(strategy).__name__} has none; use a "
+            "ps.ParameterServerStrategy, which starts its own server if there is no cluster"
         )
     if len(strategy.extended.worker_devices) > 1:
         raise InvalidType(
-            f"a module is on one device, and the strategy has {len(strategy.extended.worker_devices)} replicas in this "
-            "process; give it one of devices=[...], and start a worker for each device"
+            f"a module is on one device, but the strategy has {len(strategy.extended.worker_devices)} "
+            "replicas in this process; pass one device in devices=[...], and start a worker for each device"
         )
     return strategy
 
@@ -471,8 +474,8 @@ def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
         owner = _owner(tensor)
     if owner not in (None, optimizer):
         raise InvalidArgument(
-            f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
-            "out here with params=[...], or add it there as a group"
+            f"{what} is already trained by another psclient.torch optimizer; leave it out here with "
+            "params=[...], or add it to that optimizer as a group"
         )
 
 
@@ -484,9 +487,9 @@ def _children_of(module: torch.nn.Module) -> dict[str, Any]:
         owner = _owner(tensor)
         if owner is None:
             raise InvalidArgument(
-                f"a checkpoint is given a module whose parameter {name_of(name)!r} no psclient.torch.Optimizer trains, "
-                "so that no server has it; create the optimizer before, with all parameters, or save the module by "
-                "torch.save"
+                f"parameter {name_of(name)!r} of a module in a checkpoint is not trained by a "
+                "psclient.torch.Optimizer, so it is not on the servers; create the optimizer first, with "
+                "all parameters, or save the module with torch.save"
             )
         owners[id(owner)] = owner
         found |= {} if isinstance(tensor, Gate) else {name_of(name): owner._variable_of(tensor)}

@@ -249,7 +249,8 @@ def rule_class(theirs: Any) -> type[TorchRule]:
     if found is None:
         known = ", ".join(kind.__name__ for kind in RULES)
         raise InvalidArgument(
-            f"servers do not run {getattr(theirs, '__module__', '')}.{getattr(theirs, '__name__', theirs)}; of torch's "
-            f"optimizers they run {known}; else give one of ps.optimizers, or a subclass with a few lines of your own"
+            f"{getattr(theirs, '__module__', '')}.{getattr(theirs, '__name__', theirs)} is not supported; "
+            f"servers run {known} of torch.optim. Otherwise use one of ps.optimizers, or write a subclass "
+            "of one"
         )
     return found

@@ -67,7 +67,7 @@ class Checkpoint:
         for name, thing in objects.items():
             check_trackable(name, thing)
             if hasattr(type(self), name) or name.startswith("_"):
-                raise ValueError(f"Checkpoint({name}=...): this name is taken; choose another one")
+                raise ValueError(f"Checkpoint({name}=...): this name is reserved; choose another one")
             setattr(self, name, thing)
         self._root = root
         self._strategy = context.get_strategy() if context.has_strategy() else None
@@ -98,7 +98,8 @@ class Checkpoint:
         found |= {} if self._strategy is None else {id(self._strategy): self._strategy}
         if len(found) > 1:
             raise ValueError(
-                "a checkpoint is given variables of different strategies; create all of them in one strategy's scope"
+                "the variables of a checkpoint belong to different strategies; create all of them in one "
+                "strategy's scope"
             )
         if self._strategy is None and found:
             (self._strategy,) = found.values()
@@ -262,7 +263,7 @@ class Checkpoint:
         leads = self.strategy.is_main_process
         if opened.damaged and leads:
             log.warning(
-                "%r is restored, and not what is newer and damaged, which is set aside as *.damaged: %s",
+                "%r was restored instead of a newer checkpoint that is damaged and was renamed to *.damaged: %s",
                 opened.path,
                 listed(opened.damaged),
             )

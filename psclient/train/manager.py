@@ -57,7 +57,7 @@ def latest_checkpoint(checkpoint_dir: str, strategy: Strategy | None = None) -> 
     except NoCheckpoint:
         return None
     if found.damaged:
-        log.warning("%r is the newest checkpoint that is not damaged: %s", found.path, listed(found.damaged))
+        log.warning("%r is the newest undamaged checkpoint: %s", found.path, listed(found.damaged))
     return found.path
 
 
@@ -122,16 +122,20 @@ class CheckpointManager:
         full_every: int | None = None,
     ) -> None:
         if max_to_keep is not None and max_to_keep <= 0:
-            raise ValueError(f"max_to_keep={max_to_keep} keeps nothing; give a positive number, or None for all")
+            raise ValueError(
+                f"max_to_keep={max_to_keep} would keep no checkpoint; use a positive number, or None to keep all"
+            )
         if full_every is not None and full_every <= 0:
-            raise ValueError(f"full_every={full_every} makes no checkpoint whole; give a positive number")
+            raise ValueError(f"full_every={full_every} would never make a full checkpoint; use a positive number")
         if delta_interval is not None and checkpoint_interval is not None:
-            raise ValueError("delta_interval is the interval of all saves; leave checkpoint_interval out")
+            raise ValueError("delta_interval already sets the interval of all saves; leave checkpoint_interval out")
         interval = checkpoint_interval if delta_interval is None else delta_interval
         if interval is not None and step_counter is None:
-            raise ValueError("an interval counts steps; give step_counter, such as optimizer.iterations")
+            raise ValueError("an interval counts steps, so pass step_counter, such as optimizer.iterations")
         if "/" in checkpoint_name:
-            raise ValueError(f"checkpoint_name={checkpoint_name!r} has a slash; what is before it belongs to directory")
+            raise ValueError(
+                f"checkpoint_name={checkpoint_name!r} contains a slash; put the part before it into directory"
+            )
         self.checkpoint = checkpoint
         self.directory = directory.rstrip("/") if directory else "."
         self.checkpoint_interval = interval
@@ -195,7 +199,9 @@ class CheckpointManager:
         try:
             note = _Note.of(newest.manifest.state.get(NOTE, {}))
         except Malformed as error:
-            log.warning("%s has a list of checkpoints that is malformed (%s): it begins anew", newest.path, error)
+            log.warning(
+                "the list of checkpoints in %s is malformed (%s) and was replaced by an empty one", newest.path, error
+            )
             note = _Note({}, (), None, {})
         self._kept, self._bases = {**note.kept}, {**note.bases}
         if newest.manifest.base is not None:
@@ -322,8 +328,8 @@ class CheckpointManager:
             pass  # Broken ones are deleted as well.
         if name not in self._remaining:
             log.info(
-                "%s was to be deleted and is still there: variables that are created later need it, or the log of the "
-                "servers says what is wrong; its deletion is ordered with each save",
+                "%s could not be deleted yet: later variables need it, or a server failed (see the "
+                "servers' logs); deletion is retried with each save",
                 self._path(name),
             )
         self._remaining.add(name)
@@ -413,7 +419,7 @@ class _Note:
         said, kept = strict_json.fields(state), dict[str, float]()
         for pair in strict_json.items(said.get("checkpoints", [])):
             if len(strict_json.items(pair)) != 2:
-                raise Malformed("it is no list of names and times")
+                raise Malformed("it is not a list of names and times")
             if name := _name(strict_json.text(pair[0])):
                 kept[name] = strict_json.number(pair[1])
         doomed = map(strict_json.text, strict_json.items(said.get("deleting", [])))

@@ -31,7 +31,7 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         if self.if_busy not in get_args(IfBusy):
-            raise ValueError(f"if_busy {self.if_busy!r} is unknown; write 'wait' or 'refuse'")
+            raise ValueError(f"if_busy {self.if_busy!r} is unknown; use 'wait' or 'refuse'")
 
 
 DEFAULT = CheckpointOptions()

@@ -71,8 +71,8 @@ class LoadStatus:
         unused, without = self._unused(), self._without()
         if unused or without:
             raise AssertionError(
-                f"of the checkpoint {self.path!r} nothing tracked takes {_listed(unused)}; it has nothing for "
-                f"{_listed(without)}"
+                f"the checkpoint {self.path!r} and this program differ; not used by the program: {_listed(unused)}; "
+                f"not in the checkpoint: {_listed(without)}"
             )
         return self
 
@@ -88,8 +88,8 @@ class LoadStatus:
         without = self._without()
         if without:
             raise AssertionError(
-                f"the checkpoint {self.path!r} has nothing for {_listed(without)}; what it has and nothing tracked "
-                f"takes: {_listed(self._unused())}"
+                f"the checkpoint {self.path!r} does not contain {_listed(without)}; not used by the "
+                f"program: {_listed(self._unused())}"
             )
         return self
 
@@ -106,8 +106,8 @@ class LoadStatus:
         found = [path for path, v in tracked.variables.items() if path != COUNTER and self._has_value(v)]
         if self._manifest and not found and not set(tracked.stateful) & set(self._manifest.state):
             raise AssertionError(
-                f"nothing of the checkpoint {self.path!r} was restored: it has {_listed(self._unused())}, and what is "
-                f"tracked is {_listed(self._without())}"
+                f"nothing was restored from the checkpoint {self.path!r}: it contains "
+                f"{_listed(self._unused())}, but the program has {_listed(self._without())}"
             )
         return self
 
@@ -140,7 +140,7 @@ class LoadStatus:
         except AssertionError:
             if without := self._without():
                 self._told = self._unused(), without
-                log.warning("%s. Is it the checkpoint of another program?", self._mismatch(*self._told))
+                log.warning("%s. Check whether the checkpoint is from another program", self._mismatch(*self._told))
 
     def warn(self) -> None:
         """Warns of unmatched values, if they were neither reported before nor expected."""
@@ -149,7 +149,10 @@ class LoadStatus:
         except ValueError:  # what was tracked is there no more, such as the optimizer of a module
             return
         if any(lists) and not self._partial and lists != self._told:
-            log.warning("%s. If that is meant, expect_partial() of the status silences this", self._mismatch(*lists))
+            log.warning(
+                "%s. If this is intended, call expect_partial() on the status to silence this warning",
+                self._mismatch(*lists),
+            )
 
     def _mismatch(self, unused: list[str], without: list[str]) -> str:
         return (
@@ -202,7 +205,7 @@ class NothingRestored(LoadStatus):
 
     def assert_consumed(self) -> Self:
         """Raises `AssertionError`: nothing was restored."""
-        raise AssertionError("restore(None) restores nothing; there was no checkpoint")
+        raise AssertionError("restore(None) restores nothing, because there was no checkpoint")
 
     assert_existing_objects_matched = assert_nontrivial_match = assert_consumed
 

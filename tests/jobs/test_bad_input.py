@@ -71,7 +71,7 @@ CASES = {
     ),
     "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
     "no GPU, cluster": ("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
-    "no GPU, script": ("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$"),
+    "no GPU, script": ("psworker gpu.py", r"gpu:99 does not exist: .*; use cpu:0, or .* \(gpu.py:2\)$"),
     "no size": ("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
     "a tier without a bound": ("psserver --tier-path .", r"--tier-path needs --tier-memory: the bytes of tables"),
     "a bound without a tier": ("psserver --tier-memory 1GiB", r"--tier-memory bounds .* --tier-path; give that"),
@@ -109,7 +109,7 @@ CASES = {
     ),
     "a module that nobody schedules": (
         "psworker --standalone --no-chief --module m fine.py",
-        r"workers import m, and nobody would run the script",
+        r"workers import m, so no process runs the script",
     ),
     "a module that is not there": (
         "psworker --module package.others fine.py",
@@ -163,8 +163,8 @@ def test_a_server_that_cannot_be_reached(tmp_path, silent, index):
 @pytest.mark.parametrize(
     ("cluster", "index", "says"),
     [
-        ({"worker": ["h:2"], "chief": ["h:3"]}, 0, r"no chief began the job within 2 s; start the chief task"),
-        ({"worker": ["h:2", "h:3"]}, 0, r"worker/task:0 waited too long .*are all of .*worker/task:1 .*running\?"),
+        ({"worker": ["h:2"], "chief": ["h:3"]}, 0, r"no chief started the job within 2 s; start the chief task"),
+        ({"worker": ["h:2", "h:3"]}, 0, r"worker/task:0 waited too long .*check that .*worker/task:1 .* running"),
     ],
     ids=["chief", "worker"],
 )
@@ -288,7 +288,9 @@ def test_who_coordinates():
     alone = ps.ParameterServerStrategy(consistency=ps.Async())
     with (
         alone,
-        pytest.raises(ps.errors.ConfigError, match=r"there is no cluster, whose workers .* --chief-runs-script"),
+        pytest.raises(
+            ps.errors.ConfigError, match=r"ClusterCoordinator needs a cluster whose workers .* --chief-runs-script"
+        ),
     ):
         ps.coordinator.ClusterCoordinator(alone)
     with pytest.raises(TypeError, match="takes a ParameterServerStrategy, not MirroredStrategy"):

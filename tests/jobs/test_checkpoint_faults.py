@@ -324,7 +324,7 @@ def test_a_save_that_takes_longer_than_a_round_may(tmp_path, caplog, monkeypatch
             servers.verbs[0].propose(worker.session, plan, "", None)
         else:
             together(*order(worker, plan))
-        eventually(lambda: caplog.text.count("still writes its part of a checkpoint") > 3)
+        eventually(lambda: caplog.text.count("is still writing its part of a checkpoint") > 3)
         go.set()
         if what == "its round":
             together(*(worker.push(plan, server=server) for server in (0, 1)))

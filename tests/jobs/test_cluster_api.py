@@ -335,7 +335,7 @@ def test_values_stay_where_they_are():
         elsewhere = "never crosses servers.*colocate_vars_with, or read it first"
         with pytest.raises(ps.errors.LocalityError, match=elsewhere):
             extended.update(a, lambda v, x: v.assign_add(x), (b,))
-        unreached = "'both' has copies that this update does not reach.*update_non_slot"
+        unreached = "'both' has copies that this update does not change.*update_non_slot"
         with pytest.raises(ps.errors.LocalityError, match=unreached):
             extended.update(a, lambda v: both.assign_add(v))
         return a.numpy().tolist()

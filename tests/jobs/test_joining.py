@@ -16,7 +16,7 @@ from tests.kit.certificates import options
 from tests.kit.internals import Task
 
 W3, W4 = Task("worker", 3), Task("worker", 4)
-TOLD = "told to end (SIGTERM)"
+TOLD = "received SIGTERM"
 
 EXAMPLES, BATCH = 120, 6
 STEPS = EXAMPLES // BATCH
@@ -288,7 +288,8 @@ def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
                 job.hear(W1, "took", 4)
         else:
             job.hear_error(
-                W1, "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYN"
+                W1,
+                "gets no batches. To share batches, use ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC",
             )
         job.hear(W1, "done")
         job.open("go")
@@ -358,7 +359,7 @@ def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):
         job.until(lambda: waiting(job, W1, W2))
         job.kill(W1)
         job.kill(W0)
-        job.hear_error(W2, f"nobody drives the job any more: {W2} does, from now on")
+        job.hear_error(W2, f"the chief is down: {W2} takes over as chief")
         assert job.hear(W2, "end") >= 8
         assert job.exited(W2) == 0
         assert job.exited(PS0) == 0

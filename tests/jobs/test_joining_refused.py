@@ -135,7 +135,7 @@ def files(folder):
 
 OF_A_SERVER = r"ps-0/tls.crt is of ps-0, and a worker joins as the one worker that its certificate names; psctl"
 OF_THE_CLUSTER = r"/job:worker/task:1 is one of the 2 workers of the job's cluster; start it with .* TF_CONFIG"
-OF_OTHERS = r"the server's certificate is not signed by our CA"
+OF_OTHERS = r"the server's certificate was not signed by this process's CA"
 IN_USE = r"another process is /job:worker/task:1 of this job; end it first, or join with .*--extra-workers N"
 
 
@@ -154,7 +154,9 @@ def test_a_certificate_with_which_nobody_joins(certificates, tmp_path, about, fo
     with server(security=certificates.of("ps-0"), **about) as thread:
         done = join(tmp_path, thread.address, **files(getattr(certificates, out) / name))
     check(done, 2, says)
-    assert ("waits for it to end, for at most its lease of 2 s: " in done.err) == ("taken" in about)
+    assert ("waiting up to 2 s (PS_SESSION_TIMEOUT) for the earlier process of this task to end: " in done.err) == (
+        "taken" in about
+    )
 
 
 def test_a_certificate_names_the_index(certificates, tmp_path):

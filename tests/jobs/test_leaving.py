@@ -23,7 +23,7 @@ SOON = CALM.session_timeout / 2
 
 KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": CALM}
 ALL = (W0, W1, W2)
-TOLD = "told to end (SIGTERM)"
+TOLD = "received SIGTERM"
 
 
 def visit(examples, batch, passes, stops, backup_workers=0, restores=""):

@@ -245,7 +245,7 @@ def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
         job.hear(W0, "at", 3)
         lost = job.said(W0, "took")[-1][1]
         job.kill(W0)
-        job.hear_error(W1, f"nobody drives the job any more: {W1} does")
+        job.hear_error(W1, f"the chief is down: {W1} takes over as chief")
         job.hear(W1, "at", 5)
         job.start(W0)
         job.hear(W0, "open")

@@ -118,7 +118,7 @@ def test_who_waited_dies_before_it_has_the_place(tmp_path):
             move(job, PS1, first)
             first.process.kill()
             job.open("go 20")
-            job.hear_error(CHIEF, f"{PS1} stays where it is")
+            job.hear_error(CHIEF, f"{PS1} could not be moved")
             job.cluster.addresses[PS1] = before
             with job.server(PS0) as server:
                 job.until(lambda: not server.status().standbys)
@@ -180,7 +180,7 @@ def learn_late(size):
     follow = Follower._follow
 
     def stop(self, deadline, late, word):
-        if "which comes back" in word():
+        if "which is being readmitted" in word():
             Follower._follow = follow
             say("waits", True)
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -77,7 +77,7 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
             job.hear(task, "at")
         ended = pool.submit(job.finish)
         job.kill(PS1)
-        job.hear_error(CHIEF, f"{PS1} answers again, as a new process")
+        job.hear_error(CHIEF, f"{PS1} has restarted")
         with job.server(PS0) as server:
             job.until(lambda: server.status().generation.returns is not None)
         job.open("go0")

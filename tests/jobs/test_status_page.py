@@ -74,7 +74,7 @@ def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
         assert psctl(f"--local={found['name']}", "top")["rates"][str(PS0)]["rounds_per_second"] > 0
         assert "no task of this job has a metrics port" in psctl("dashboard", "--local")["error"]["message"]
         assert psctl("--local=other", "status")["error"]["message"] == (
-            f"no cluster is named 'other'; there is {found['name']}"
+            f"no cluster is named 'other'; running clusters: {found['name']}"
         )
         assert psctl("--local", "--address", "127.0.0.1:1", "status")["error"]["type"] == "ConfigError"
     assert not file.exists()

@@ -59,7 +59,7 @@ def driven(directory, *stops, rounds=4, **keys):
 
 def takes_over(job, heir):
     """Waits until a worker drives."""
-    job.hear_error(heir, f"nobody drives the job any more: {heir} does, from now on")
+    job.hear_error(heir, f"the chief is down: {heir} takes over as chief")
 
 
 def standing_by(job):
@@ -70,7 +70,7 @@ def standing_by(job):
     environ = child_environ(4, cluster.config.timeouts, told)
     process = forks.Forked[str]([*command, "--standby"], env=environ, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert any("stands by until its chief is gone" in line for line in iter(process.stderr.readline, ""))
+    assert any("is on standby until its chief is down" in line for line in iter(process.stderr.readline, ""))
     return process
 
 
@@ -97,7 +97,7 @@ def test_a_chief_whose_place_is_taken_by_one_that_stands_by(tmp_path):
         for task in (W0, W1):
             assert job.hear(task, "sums") == SUMS
             assert job.exited(task) == 0
-            assert "nobody drives the job any more" not in job.errors(task)
+            assert "the chief is down" not in job.errors(task)
         assert (first.wait(SECONDS), second.wait(SECONDS)) == (-signal.SIGKILL, 0)
         assert {job.exited(task) for task in (PS0, PS1)} == {0}
 
@@ -141,7 +141,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
             job.pause(task)
         job.until(lambda: "lost" in [s.state for s in server.status().sessions if s.drives])
         job.resume(CHIEF)
-        job.hear_error(CHIEF, "nobody has taken its place, and it goes on")
+        job.hear_error(CHIEF, "no other chief took over, and it continues")
         for task in (W0, W1):
             job.resume(task)
         older = job.cluster.processes[CHIEF]
@@ -164,7 +164,7 @@ def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
     """In a cluster without a chief the next worker drives on, and worker 0 ends with code 0."""
     with driven(tmp_path, KNOWN, (0, 39), rounds=40, chief="none") as job:
         job.kill(W0, signal.SIGTERM)
-        job.hear_error(W0, "told to end (SIGTERM)")
+        job.hear_error(W0, "received SIGTERM")
         job.open("0.2")
         job.hear(W1, "at", [0, 39])
         assert job.exited(W0) == 0
@@ -219,7 +219,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         assert job.said(W0, "did")[-1] == 7
         refused = end()
         assert refused.returncode == 2
-        assert f"{CHIEF}, {W0}, {W1} of the job are here" in refused.stderr
+        assert f"still connected: {CHIEF}, {W0}, {W1}; " in refused.stderr
         for task in (CHIEF, W0, W1):
             job.kill(task)
         with job.server(PS1) as server:

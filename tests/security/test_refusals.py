@@ -57,16 +57,16 @@ NOBODY = signed(["example.org"], -1, 1)
 MAIL = {"mail": ["worker-0.paramserver"]}
 
 REFUSED: dict[str, tuple[Shown, Shown, type[inside.PSError], str]] = {
-    "plain client, TLS server": (SERVER, plain, inside.ConfigError, "expects TLS.*--tls-cert"),
-    "TLS client, plain server": (plain, WORKER, inside.ConfigError, "speaks without TLS.*--tls-cert"),
-    "TLS client, server with a token alone": (token_only, WORKER, inside.ConfigError, "speaks without TLS"),
+    "plain client, TLS server": (SERVER, plain, inside.ConfigError, "requires TLS.*--tls-cert"),
+    "TLS client, plain server": (plain, WORKER, inside.ConfigError, "does not use TLS.*--tls-cert"),
+    "TLS client, server with a token alone": (token_only, WORKER, inside.ConfigError, "does not use TLS"),
     "a client of another CA": (
         *(SERVER, of_another_ca, inside.ConfigError),
-        "does not take our certificate.*not signed by the server's CA.*psctl certs",
+        "rejected this process's certificate.*not signed by the server's CA.*psctl certs",
     ),
     "a server of another CA": (
         *(lambda c: c.of_other("ps-0"), WORKER, inside.ConfigError),
-        "server's certificate is not signed by our CA",
+        "server's certificate was not signed by this process's CA",
     ),
     "an expired client": (SERVER, lambda c: c.expired("worker-0"), inside.ConfigError, "expired.*--renew"),
     "an expired server": (lambda c: c.expired("ps-0"), WORKER, inside.ConfigError, "expired.*--renew"),

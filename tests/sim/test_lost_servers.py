@@ -237,7 +237,7 @@ def test_servers_that_never_reach_each_other(caplog):
         job.until(lambda: len(job.failures()) == 3)
         assert job.round == -1
         for error in job.failures().values():
-            assert_lost(error, PS1, "let the servers connect to each other; ")
+            assert_lost(error, PS1, "allow connections between the servers, ")
             assert f"{PS0} has not reached {PS1} for " in error.message
     for one, other in ((PS0, PS1), (PS1, PS0)):
         assert f"rounds wait: {one} does not reach {other} (at " in caplog.text

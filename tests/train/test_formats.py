@@ -131,7 +131,7 @@ def test_a_checkpoint_of_format_1_is_restored_by_names(kind):
         checkpoint = ps.train.Checkpoint(first=a, second=c)
         status = checkpoint.restore("run").assert_nontrivial_match()
         assert (float(a), float(c), int(checkpoint.save_counter)) == (1.0, 0.0, 1)
-        with pytest.raises(AssertionError, match=r"nothing tracked takes 'b'; it has nothing for 'second'"):
+        with pytest.raises(AssertionError, match=r"not used by the program: 'b'; not in the checkpoint: 'second'"):
             status.assert_consumed()
         with strategy.scope():
             checkpoint.third = ps.Variable(0.0, name="b")

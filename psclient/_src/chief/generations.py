@@ -244,4 +244,4 @@ def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionS
     lines = [f"goes on without {task}, which {WAYS[end]}" for task, end in lost if end in WAYS]
     earlier = {member.task for each in state.generations.values() for member in each.members}
     back = [task for number, task in now.items() if number not in before and task in earlier]
-    return lines + [f"{task} is back, and takes part again" for task in back]
+    return lines + [f"{task} has reconnected and takes part again" for task in back]

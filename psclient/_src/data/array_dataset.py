@@ -54,7 +54,10 @@ class ArrayDataset:
         sizes = {array.shape[:1] for array in nest.flatten(self.arrays)}
         if len(sizes) != 1 or sizes == {()}:
             shapes = [array.shape for array in nest.flatten(self.arrays)]
-            raise ValueError(f"the arrays of a dataset need one and the same first dimension; theirs: {shapes}")
+            raise ValueError(
+                f"the arrays of a dataset differ in their first dimension: {shapes}; pass the same number of "
+                "rows in each"
+            )
         self.seed: int | None = None
         self.batch_size: int | None = None
         self.recipe = ""
@@ -88,7 +91,7 @@ class ArrayDataset:
             ValueError: the examples do not end.
         """
         if self._endless:
-            raise ValueError("the dataset is repeated for ever, and has no number of examples")
+            raise ValueError("the dataset repeats without end, so its examples cannot be counted; use repeat(count)")
         if self._examples is not None:
             return self._examples.size
         return sum(map(self.examples, range(self.batches(0))))
@@ -122,7 +125,7 @@ class ArrayDataset:
             ValueError: `index` is not from 0 to `num_shards - 1`.
         """
         if not 0 <= index < num_shards:
-            raise ValueError(f"there is no shard {index} of {num_shards}; they are numbered from 0")
+            raise ValueError(f"shard {index} of {num_shards} does not exist; shards are numbered from 0")
         if self._examples is not None:
             return self._with("shard", stages.Sharded(self._examples, num_shards, index))
         return self._with("shard", batches=stages.ShardedBatches(self._batched, num_shards, index))
@@ -139,7 +142,7 @@ class ArrayDataset:
             ValueError: `count` is less than -1.
         """
         if count is not None and count < -1:
-            raise ValueError(f"a dataset cannot be repeated {count} times; give None, or -1, for ever")
+            raise ValueError(f"a dataset cannot be repeated {count} times; use None or -1 to repeat without end")
         times = None if count == -1 else count
         if self._examples is not None:
             return self._with(f"repeat({times})", stages.Repeated(self._examples, times))
@@ -172,7 +175,7 @@ class ArrayDataset:
         """
         examples = stages.Whole(self._batched) if self._examples is None else self._examples
         if batch_size < 1:
-            raise ValueError(f"a batch of {batch_size} examples is none")
+            raise ValueError(f"the batch size is {batch_size}, and must be at least 1")
         return self._with(
             f"batch({batch_size}, {bool(drop_remainder)})",
             batches=stages.Batched(examples, batch_size, drop_remainder),
@@ -236,7 +239,7 @@ class ArrayDataset:
 
     def _unbatched(self, what: str) -> Examples:
         if self._examples is None:
-            raise ValueError(f"{what} comes before batch, or call unbatch first")
+            raise ValueError(f"{what} must be called before batch, or after unbatch")
         return self._examples
 
     @property
@@ -245,7 +248,10 @@ class ArrayDataset:
 
     def _check_end(self, what: str) -> None:
         if self._endless:
-            raise ValueError(f"{what} comes before repeat() without a count: no order or place is known without an end")
+            raise ValueError(
+                f"{what} must be called before repeat() without a count, because a dataset without end has no "
+                "fixed order"
+            )
 
 
 def _each(rows: Nest, count: int) -> Iterator[Nest]:
@@ -262,7 +268,7 @@ def _stacked(leaf: Nest) -> Array:
     rows = [to_numpy(item) for item in leaf]
     if len({row.shape for row in rows}) > 1:
         raise ValueError(
-            f"a list is stacked into one array, and its items have shapes {[row.shape for row in rows]}; "
-            "put several arrays into a tuple or a dict"
+            f"a list is stacked into one array, but its items have shapes {[row.shape for row in rows]}; "
+            "use a tuple or a dict for several arrays"
         )
     return np.asarray(rows)

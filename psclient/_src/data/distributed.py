@@ -101,7 +101,11 @@ class _Distributed(Unpicklable):
         self._passes.from_group = True
         first = (self._told or at).epoch
         if first >= count and at == self._went_on:
-            log.warning("all %d passes over dataset %d are done, as the checkpoint has it", count, self._number)
+            log.warning(
+                "the checkpoint was saved after all %d epochs of dataset %d, so no batches are left",
+                count,
+                self._number,
+            )
         for epoch in range(first, count):
             self._next = epoch
             yield epoch
@@ -159,8 +163,9 @@ class _Distributed(Unpicklable):
             return
         if self._saved is None and found.source not in (0, self._digest):
             log.warning(
-                "dataset %d begins anew: the checkpoint has the position of another dataset, which had other options, "
-                "or other examples; to go on from it all the same, give the dataset to the Checkpoint: data=dataset",
+                "dataset %d starts from the beginning, because the checkpoint has the position of a "
+                "dataset with other options or examples; to use that position, pass the dataset to the "
+                "checkpoint: Checkpoint(data=dataset)",
                 self._number,
             )
             self._group.forget(found)
@@ -168,7 +173,12 @@ class _Distributed(Unpicklable):
         self._group.go_on(self._number, found)
         self._seen = None
         self._went_on = self._group.position(self._number)
-        log.info("dataset %d goes on with batch %d of pass %d, as saved", self._number, found.index, found.epoch)
+        log.info(
+            "dataset %d continues with batch %d of pass %d, as saved in the checkpoint",
+            self._number,
+            found.index,
+            found.epoch,
+        )
 
     @property
     def _digest(self) -> int:
@@ -332,8 +342,8 @@ class DistributedDataset(_Distributed):
         policy = self._options.auto_shard_policy
         if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
             raise ValueError(
-                f"a dataset knows no files here, so AutoShardPolicy.{policy.name} cannot share it out; use AUTO, or "
-                "experimental_distribute_datasets_from_function, and choose the files by input_pipeline_id"
+                f"AutoShardPolicy.{policy.name} cannot shard by files here; use AUTO, or "
+                "experimental_distribute_datasets_from_function and select files by input_pipeline_id"
             )
         if self._source.unfit and policy is not AutoShardPolicy.OFF:
             raise ValueError(self._source.unfit)
@@ -406,8 +416,8 @@ class DistributedDataset(_Distributed):
         found = next(self._source.batches(epoch, index), None)
         if found is None:
             raise ValueError(
-                f"examples of batch {index} of pass {epoch} are to be handed out again, and dataset {self._number} has "
-                "no such batch; it is not the one that the checkpoint was saved with"
+                f"batch {index} of pass {epoch} must be reassigned, but dataset {self._number} does not "
+                "have it; pass the dataset that was used when the checkpoint was saved"
             )
         return found
 
@@ -429,16 +439,17 @@ class DistributedDataset(_Distributed):
         if first >= replicas and self._options.auto_shard_policy is not AutoShardPolicy.OFF:
             self._warned = True
             log.warning(
-                "dataset %d is shared by the asynchronous workers that began the job, and this one joined it later and "
-                "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
+                "dataset %d is split among the asynchronous workers that started the job, and this worker "
+                "joined later, so it gets no batches. To share batches, use "
+                "ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
                 self._number,
             )
         # Where all workers make each round together, servers compare what they read.
         elif self._source.order_is_own and (self._group.backup_workers or self._group.slice() != (first, replicas)):
             self._warned = True
             log.warning(
-                "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "
-                "give its DataLoader a generator of its own: generator=torch.Generator().manual_seed(0)",
+                "each process shuffles dataset %d differently, so some examples are seen twice and others "
+                "not at all; give its DataLoader a generator: generator=torch.Generator().manual_seed(0)",
                 self._number,
             )
 
@@ -503,8 +514,8 @@ class DistributedDatasetFromFunction(_Distributed):
     def _nothing(self, epoch: int) -> str:
         worker = f"input pipeline {self._context.input_pipeline_id} of {self._context.num_input_pipelines}"
         return (
-            f"the dataset of {worker} gives no batch in pass {epoch}; every worker needs at least one, and "
-            "what dataset_fn returns must give its batches anew each time it is iterated"
+            f"the dataset of {worker} has no batch in pass {epoch}; each worker needs at least one, and the "
+            "dataset returned by dataset_fn must start again each time it is iterated"
         )
 
 

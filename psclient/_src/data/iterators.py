@@ -104,7 +104,7 @@ class Optional:
     def get_value(self) -> Nest:
         """Returns the batch; raises `ValueError` if there is none."""
         if self._value is _NOTHING:
-            raise ValueError("the pass over the dataset has ended, and there is no batch; ask has_value() first")
+            raise ValueError("the pass over the dataset has ended; call has_value() first")
         return self._value
 
     @property

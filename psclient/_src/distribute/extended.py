@@ -198,7 +198,9 @@ class StrategyExtended:
         """
         place = self._placed(colocate_with_variable)
         if context.get_strategy() is not self._strategy:
-            raise RuntimeError("colocate_vars_with is called outside of its scope; enter strategy.scope() first")
+            raise RuntimeError(
+                "colocate_vars_with was called outside of the strategy's scope; enter strategy.scope() first"
+            )
         token, whole = self._colocated.set(place), container(colocate_with_variable)
         try:
             with created_beside(whole) if isinstance(whole, Variable) else contextlib.nullcontext():
@@ -225,7 +227,7 @@ class StrategyExtended:
         variables = [container(variable) for variable in var_list]
         for variable in variables:
             if not isinstance(variable, Variable):
-                raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
+                raise TypeError(f"non_slot_devices takes a list of variables, not a {type(variable).__name__}")
             variable._check_strategy(self._strategy)
         place = sorted({device for variable in variables for device in variable.place})
         return tuple([self.parameter_devices[device] for device in place]) or tuple(self.parameter_devices)
@@ -240,7 +242,7 @@ class StrategyExtended:
         unknown = [device for device in devices if not (isinstance(device, str) and device in known)]
         if unknown or not devices:
             raise ValueError(
-                f"{unknown or where!r} is no parameter device; give a variable or what non_slot_devices returned"
+                f"{unknown or where!r} is not a parameter device; pass a variable, or the result of non_slot_devices"
             )
         return tuple(sorted(known.index(device) for device in devices))
 
@@ -420,14 +422,14 @@ class StrategyExtended:
                 return Beside(self._placed(names))
             return tuple(self._worker_device(name) for name in names)
         raise TypeError(
-            f"{destinations!r} is no destination; give a variable, a worker device such as "
+            f"{destinations!r} is not a destination; pass a variable, a worker device such as "
             f"{self.worker_devices[0]!r}, or the value itself"
         )
 
     def _worker_device(self, name: str) -> Device:
         full = self._backend.full_name(Device.parse(name)) if not name.startswith("/job:") else name
         if full not in self.worker_devices:
-            raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self.worker_devices)}")
+            raise ValueError(f"{name!r} is not a device of this process, which has {', '.join(self.worker_devices)}")
         return self._backend.group.devices[self.worker_devices.index(full)]
 
     # ---- Updates ----
@@ -468,9 +470,7 @@ class StrategyExtended:
         with self._cross_replica("update"):
             var = container(var)
             if not isinstance(var, Variable):
-                raise TypeError(
-                    f"update takes a variable, and not a {type(var).__name__}; for devices use update_non_slot"
-                )
+                raise TypeError(f"update takes a variable, not a {type(var).__name__}; use update_non_slot for devices")
             place = self._placed(var)
             own, named = context.arguments("update", args, kwargs)
             self._check_variables(own, named, isinstance(var, SyncOnReadVariable))

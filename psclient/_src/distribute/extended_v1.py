@@ -43,7 +43,7 @@ class StrategyExtended(extended.StrategyExtended):
         """
         with self._cross_replica("broadcast_to"):
             if isinstance(tensor, values.DistributedValues) and not isinstance(tensor, Mirrored | Variable):
-                raise ValueError("broadcast_to takes one value, and not a per-replica one; reduce it with reduce_to")
+                raise ValueError("broadcast_to takes one value, not a per-replica value; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
             return bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
 
@@ -59,7 +59,7 @@ class StrategyExtended(extended.StrategyExtended):
         """
         whole = values.container(v)
         if not isinstance(whole, Variable):
-            raise TypeError(f"read_var takes a variable, and not a {type(v).__name__}")
+            raise TypeError(f"read_var takes a variable, not a {type(v).__name__}")
         whole._check_strategy(self._strategy)
         return v.read_value()
 
@@ -137,7 +137,10 @@ class MultiStepContext:
             self._set(context.get_strategy(), name, output, reduce_op)
             return
         if reduce_op is None:
-            raise ValueError(f"output {name!r} is set in replica context, where replicas differ; give a reduce_op")
+            raise ValueError(
+                f"output {name!r} was set in replica context, where replicas may have different values; pass a "
+                "reduce_op"
+            )
         boxed = context.Box((name, output, reduce_op))
         context.require_replica("set_last_step_output").merge_call(self._set_boxes, (boxed,))
 

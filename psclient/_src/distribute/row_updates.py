@@ -86,7 +86,7 @@ def update_rows(
     """
     slices = [leaf for leaf in nest.flatten((tuple(args), dict(kwargs))) if isinstance(leaf, IndexedSlices)]
     if len({id(one) for one in slices}) != 1:
-        raise ProgramError(f"a lazy update takes the rows of one gradient, and is given {len(slices)}")
+        raise ProgramError(f"a lazy update takes the rows of one gradient, but got {len(slices)}")
     ids, rows = slices[0].rows()
     shape = slices[0].shape or ()
     views: dict[int, RowsOfVariable] = {}

@@ -41,7 +41,7 @@ def how_sparse(
     if len({refs[i] for i in given}) != 1 or len(set(refs)) < len(refs):
         why = why or "it takes the rows of one gradient, and each variable once"
     if table is not None and not given:
-        refuse_whole_update(table, "it is given none; reduce IndexedSlices for the table, and pass what that returns")
+        refuse_whole_update(table, "it got none; reduce IndexedSlices for the table, and pass the result")
     if why and wish and (sparse == "lazy" or wish.as_lazy):
         refuse_lazy_update([v.name for v in used], why)
     if sparse == "lazy":

@@ -26,6 +26,7 @@ from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import Unpicklable
+from psclient._src.interpreter.tracebacks import fold
 from psclient._src.options import (
     AutoShardPolicy,
     InputContext,
@@ -201,10 +202,16 @@ class Strategy(Unpicklable):
             ...     return x + replica
             >>> strategy.experimental_local_results(strategy.run(step, args=(10,)))
             (10, 11)
+
+        Tracebacks of errors omit this package's inner frames, unless the logger `psclient` has the level `DEBUG`
+        (`psworker --log-level debug`).
         """
         depth = context.depth()
         try:
             return cast(T, self.extended.call_for_each_replica(fn, args, kwargs))
+        except Exception as error:
+            fold(error)
+            raise
         finally:
             context.leave_to(depth)
 
@@ -292,7 +299,7 @@ class Strategy(Unpicklable):
             PSError: the session has ended.
         """
         if not isinstance(variable, Variable):
-            raise TypeError(f"buffer takes the variable whose gradient is computed there, no {type(variable).__name__}")
+            raise TypeError(f"buffer takes a variable, not a {type(variable).__name__}")
         variable._check_strategy(self._container)
         replica = context.local_replica(self._container)
         if replica is not None:
@@ -357,7 +364,7 @@ class Strategy(Unpicklable):
             mine = range(first, first + len(self.backend.group.devices))
             found = [value_fn(ValueContext(replica, replicas)) for replica in mine]
             if any(isinstance(leaf, values.DistributedValues) for leaf in nest.flatten(found)):
-                raise ValueError("value_fn returned a distributed value; let it return the value of one replica")
+                raise ValueError("value_fn returned a distributed value; return the value of one replica")
             return nest.map_structure(lambda *leaves: values.per_replica(leaves), *found)
 
     # ---- Data ----
@@ -459,8 +466,8 @@ class Strategy(Unpicklable):
         """
         if logical_device_id != 0:
             raise ValueError(
-                f"logical device {logical_device_id!r} of one: a replica computes on one device here, number 0; model "
-                "parallelism over logical devices is TPUStrategy's alone"
+                f"logical device {logical_device_id!r} does not exist: each replica has one device, number "
+                "0. Only TPUStrategy supports model parallelism over logical devices"
             )
         return tensor
 
@@ -478,14 +485,14 @@ class Strategy(Unpicklable):
         shape = tuple(tensor.shape) if hasattr(tensor, "shape") else np.shape(tensor)
         parts = list(partition_dimensions)
         if len(parts) != len(shape):
-            raise ValueError(f"partition_dimensions {parts} need one number for each dimension of shape {shape}")
+            raise ValueError(f"partition_dimensions {parts} must have one number for each dimension of shape {shape}")
         for size, part in zip(shape, parts, strict=True):
             if part < 1 or size % part:
                 raise ValueError(f"a dimension of {size} cannot be split into {part} equal parts: {parts} of {shape}")
         if math.prod(parts) != 1:
             raise ValueError(
-                f"partition_dimensions {parts} ask for {math.prod(parts)} logical devices, and a replica has one here; "
-                "model parallelism over logical devices is TPUStrategy's alone"
+                f"partition_dimensions {parts} need {math.prod(parts)} logical devices, but each replica "
+                "has one. Only TPUStrategy supports model parallelism over logical devices"
             )
         return tensor
 
@@ -502,15 +509,17 @@ class Strategy(Unpicklable):
         self.extended.shared.runner.close()
 
     _pickle_remedy = (
-        "let that process compute with arrays alone, or make a strategy of its own; and let no function or dataset "
-        "that is sent there hold this one"
+        "use only arrays in that process, or create a strategy in it; do not send functions or datasets "
+        "that refer to this strategy"
     )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(devices={list(self.backend.worker_devices)})"
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError("a strategy cannot be copied, since both would make the same rounds; make another one")
+        raise RuntimeError(
+            "a strategy cannot be copied, because both copies would take part in the same rounds; create another one"
+        )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self.__copy__()
@@ -555,7 +564,7 @@ class _Scope(threading.local):
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"what was recorded before this error is not done: {failure}")
+            error.add_note(f"operations recorded before this error were not executed: {failure}")
             self._strategy.backend.drop()
 
 
@@ -584,9 +593,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         TypeError: `strategy` is not a strategy.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
-        raise TypeError(f"a {type(strategy).__name__} is no strategy; give one, or None for the default strategy")
+        raise TypeError(
+            f"a {type(strategy).__name__} is not a strategy; pass a strategy, or None for the default strategy"
+        )
     if context.depth() != (_set.depth if _set.scope else 0):
-        raise RuntimeError("experimental_set_strategy is called inside of a strategy's scope; leave that scope first")
+        raise RuntimeError("experimental_set_strategy was called inside a strategy's scope; leave that scope first")
     entered, _set.scope = _set.scope, None
     if entered is not None:
         entered.__exit__(None, None, None)

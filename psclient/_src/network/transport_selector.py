@@ -74,7 +74,7 @@ class TransportSelector:
     def _has(self, name: TransportName, offer: Offer) -> bool:
         found = {"shm": bool(offer.path), "tcp": bool(offer.port), "grpc": True}[name]
         if not found:
-            log.info("no %s transport to %s: the server has none", name, self._server)
+            log.info("no %s transport to %s: the server does not offer it", name, self._server)
         return found
 
     def ask(
@@ -128,7 +128,7 @@ class TransportSelector:
             if self._transport is lost and (offer := self._offer) is not None:
                 self._losses = 1 if lost.answered >= FORGIVEN else self._losses + 1
                 if self._losses > LOSSES:
-                    self._skip("it breaks again and again")
+                    self._skip("it breaks repeatedly")
                 self._transport = self._open(offer, replaces=True)
         self._check_open()
         return self._transport
@@ -171,8 +171,8 @@ class TransportSelector:
         transport = self._transport
         if transport is not None and (why := transport.silent()):
             log.warning(
-                "the %s transport to %s is broken: %s, while it answers heartbeats; what waits there is sent again. "
-                "Does a firewall or NAT in between drop connections?",
+                "the %s transport to %s is broken: %s, although the server answers heartbeats. Unanswered "
+                "messages are sent again. Check whether a firewall or NAT drops connections",
                 *(transport.name, self._server, why),
             )
             transport.close(why)
@@ -214,7 +214,7 @@ class TransportSelector:
                 old, self._transport, self._at, self._losses = self._transport, transport, at, 0
                 log.info("%s transport to %s", transport.name, self._server)
         if old is not None:
-            old.close("a better transport is there")
+            old.close("a better transport is available")
         self._check_open()
 
     def _check_open(self) -> None:

@@ -188,7 +188,7 @@ def await_listening(process: Process, task: Task, timeouts: Timeouts) -> str:
             raise Unreachable(
                 f"the server did not listen within {timeouts.start_timeout:g} s; see its output", str(task)
             )
-        log.warning("waits for %s to listen", task)
+        log.warning("waiting for %s to listen", task)
     line = process.stdout.readline().decode()
     if not line:
         code = process.wait()

@@ -266,7 +266,7 @@ class ParameterServerStrategy(Strategy):
         except TaskTaken:
             other = taken_over_by(self._session.log_server, self.task)
             if other is not None:
-                log.warning("%s drives the job in the place of %s", other, self.task)
+                log.warning("%s is the chief instead of %s", other, self.task)
                 chief.close()
                 return
             chief.start()
@@ -352,7 +352,9 @@ class ParameterServerStrategy(Strategy):
             TypeError: `consistency` is not a consistency.
         """
         if not isinstance(consistency, Consistency):
-            raise TypeError(f"{consistency!r} is no consistency; give ps.Sync(), ps.BoundedStaleness(k) or ps.Async()")
+            raise TypeError(
+                f"{consistency!r} is not a consistency; use ps.Sync(), ps.BoundedStaleness(k) or ps.Async()"
+            )
         self._remote.check_open()
         check_place(self._remote, consistency, self._coordinator is not None)
         check_deterministic(self._deterministic, consistency)
@@ -408,7 +410,7 @@ class ParameterServerStrategy(Strategy):
             with self.scope(), context.enter_cross_replica(self):
                 self._remote.checkpoints.save(f"sigterm/ckpt-{self.round}", BY_NAMES)
         except CheckpointError as error:
-            log.error("%s saves no checkpoint before it goes on: %s", self.task, error)
+            log.error("%s could not save a checkpoint before leaving: %s", self.task, error)
 
     @property
     def _has_failed(self) -> bool:
@@ -483,7 +485,7 @@ class ParameterServerStrategy(Strategy):
             self._remote.settle()
             self._wait_saved()
         except PSError as error:
-            log.error("%s does not leave cleanly: %s", self.task, error)
+            log.error("%s ended with unfinished work: %s", self.task, error)
             self._undone = error if untold else None
             return str(error)
         return ""
@@ -523,7 +525,7 @@ def _close_dropped(strategy: ParameterServerStrategy) -> None:
     try:
         strategy.close()
     except PSError as error:
-        log.error("a strategy was dropped without close(), and does not leave cleanly: %s", error)
+        log.error("a strategy was dropped without close() and ended with unfinished work: %s", error)
 
 
 def open_strategies() -> list[ParameterServerStrategy]:
@@ -541,7 +543,7 @@ def _memory_limit(server: RemoteServer) -> int:
 
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
     if embedded is None:
-        raise ConfigError("there is neither a cluster nor an embedded server")
+        raise ConfigError("the process has neither a cluster nor an embedded server")
     cluster = ClusterSpec({"ps": (embedded.address,), "worker": ("127.0.0.1:0",)})
     return TaskConfig(cluster, Task("worker", 0))
 

@@ -207,7 +207,7 @@ class UpdateFunction:
         try:
             known = self._traces.get(key, ())
         except TypeError as error:
-            fail(f"an argument of {self.__name__} cannot be compared: {error}; give arrays, numbers, words or tuples")
+            fail(f"an argument of {self.__name__} cannot be compared: {error}; pass arrays, numbers, strings or tuples")
         call = _known_call(known, given, numbers)
         if call is not None:
             return call
@@ -281,8 +281,8 @@ class UpdateFunction:
         """Refuses values from elsewhere than the arguments; arrays are the function's own, and are let through."""
         if isinstance(value, Readable | DistributedValues):
             fail(
-                f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "
-                "an optimizer keep it in a slot, and a number as an attribute"
+                f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; "
+                "pass it as an argument, or in an optimizer keep arrays in a slot and numbers in attributes"
             )
 
 
@@ -376,8 +376,8 @@ def _opened(
             key.append((kind, leaf))
         elif (found := give(leaf)) is None:
             fail(
-                f"a {kind.__name__} stands among the arguments, which may change without a word; give numbers, words, "
-                "arrays, or a Configured object"
+                f"an argument is a {kind.__name__}, whose content may change unnoticed; pass numbers, "
+                "strings, arrays, or a Configured object"
             )
         else:
             place = len(given)

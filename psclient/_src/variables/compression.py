@@ -79,9 +79,13 @@ class TopK(Compression):
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float | np.floating):
-            raise TypeError(f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01")
+            raise TypeError(
+                f"TopK(ratio={self.ratio!r}) is not a number; use a number above 0 and at most 1, such as 0.01"
+            )
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"TopK(ratio={self.ratio}): give a number above 0 and at most 1, such as 0.01 for 1 %")
+            raise ValueError(
+                f"TopK(ratio={self.ratio}) is out of range; use a number above 0 and at most 1, such as 0.01 for 1 %"
+            )
 
     @property
     def _codec(self) -> Codec:
@@ -104,7 +108,7 @@ def check_compression(given: object, where: str) -> Compressed:
         return given
     named = given.__name__ if isinstance(given, type) and issubclass(given, Compression) else "Int8"
     made = f"{named}({0.01 if given is TopK else ''})"
-    raise TypeError(f"{where}: compression is {given!r}; give an object such as ps.compression.{made}, or False")
+    raise TypeError(f"{where}: compression is {given!r}; pass an object such as ps.compression.{made}, or False")
 
 
 def is_compressible(dtype: str) -> bool:

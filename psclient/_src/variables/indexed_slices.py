@@ -60,16 +60,18 @@ class IndexedSlices:
             self._indices = self._indices.astype(np.int64)  # NumPy makes floats of an empty list.
         self._shape = None if dense_shape is None else tuple(int(n) for n in to_numpy(as_array(dense_shape)).tolist())
         if self._values.dtype.kind in "OUSMm":
-            raise TypeError(f"the values of IndexedSlices are numbers, and not {self._values.dtype}")
+            raise TypeError(f"the values of IndexedSlices must be numbers, not {self._values.dtype}")
         if self._indices.dtype.kind not in "iu":
-            raise TypeError(f"the indices of IndexedSlices are integers, and not {self._indices.dtype}")
+            raise TypeError(f"the indices of IndexedSlices must be integers, not {self._indices.dtype}")
         if self._indices.ndim != 1 or self._values.ndim < 1 or len(self._values) != len(self._indices):
             raise ValueError(
-                f"IndexedSlices have one row for each index: values of shape {tuple(self._values.shape)} and indices "
-                f"of shape {tuple(self._indices.shape)} do not fit"
+                f"values of shape {tuple(self._values.shape)} and indices of shape "
+                f"{tuple(self._indices.shape)} do not match; IndexedSlices need one row for each index"
             )
         if self._shape is not None and (len(self._shape) < 1 or self._shape[1:] != tuple(self._values.shape[1:])):
-            raise ValueError(f"rows of shape {tuple(self._values.shape[1:])} are no rows of shape {self._shape}")
+            raise ValueError(
+                f"rows of shape {tuple(self._values.shape[1:])} do not fit the shape {self._shape} of the whole array"
+            )
 
     @classmethod
     def _of_rows(cls, rows: Rows, dense_shape: tuple[int, ...]) -> IndexedSlices:
@@ -99,7 +101,7 @@ class IndexedSlices:
     def shape(self) -> tuple[int, ...]:
         """Shape of the dense array; raises `ValueError` if it is not known."""
         if self._shape is None:
-            raise ValueError("these IndexedSlices do not know the shape of the whole; give dense_shape")
+            raise ValueError("these IndexedSlices do not know the shape of the whole array; pass dense_shape")
         return self._shape
 
     @property
@@ -126,9 +128,9 @@ class IndexedSlices:
         if self._shape == shape:
             return self
         if (row := tuple(self._values.shape[1:])) != shape[1:]:
-            raise ValueError(f"{where()}: each row has shape {row}, and must have {shape[1:]}")
+            raise ValueError(f"{where()}: each row has shape {row}, but must have {shape[1:]}")
         if self._shape is not None:
-            raise ValueError(f"{where()}: dense_shape is {self._shape}, and must be {shape}; leave it out")
+            raise ValueError(f"{where()}: dense_shape is {self._shape}, but must be {shape}; leave it out")
         made = IndexedSlices(self._values, self._indices, shape)
         made._grouped = self._grouped
         return made

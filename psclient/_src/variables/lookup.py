@@ -92,9 +92,9 @@ class LookedUpRows:
         array = as_array(read(d))
         if tuple(array.shape) != tuple(self.values.shape):
             raise ValueError(
-                f"the gradient of {len(self.ids)} rows of {_named(self.variable)} has shape {tuple(array.shape)}, and "
-                f"their values {tuple(self.values.shape)}; of a gradient by values[inverse], in which a row may come "
-                "several times, make ps.IndexedSlices(d, ids)"
+                f"the gradient of {len(self.ids)} rows of {_named(self.variable)} has shape "
+                f"{tuple(array.shape)}, but their values have {tuple(self.values.shape)}; if it is a "
+                "gradient by values[inverse], with repeated rows, pass ps.IndexedSlices(d, ids)"
             )
         through = array if self._backward is None else self._backward(array)
         return self.variable._slices(self.ids, self._counts, through)
@@ -290,11 +290,12 @@ class RowReadable(Readable):
         """Returns ids as int64 on the host, in their shape."""
         if context.update_lift() is not None:
             raise RuntimeError(
-                f"rows of {_named(self)} are looked up in an update function, which runs on a server with whole "
-                "arrays; look them up before, in the function given to strategy.run, and pass what is made of them"
+                f"rows of {_named(self)} were looked up in an update function, which runs on a server with "
+                "whole arrays; look them up before, in the function passed to strategy.run, and pass the "
+                "result"
             )
         if not self.shape:
-            raise ValueError(f"{_named(self)} has no dimensions, hence no rows; read it with read_value()")
+            raise ValueError(f"{_named(self)} has no dimensions and therefore no rows; read it with read_value()")
         given = _integers(self, read(ids))
         return self._check(given.ravel(), place_of(self)).reshape(given.shape)
 
@@ -363,11 +364,11 @@ def _integers(variable: RowReadable, ids: Nest) -> Array:
         found = to_numpy(as_array(ids))
     except ValueError:  # NumPy's word for lists of different lengths names neither.
         raise TypeError(
-            f"the ids of rows of {_named(variable)} are lists of different lengths; give an array, or take "
+            f"the row ids of {_named(variable)} are lists of different lengths; pass an array, or use "
             "ps.nn.embedding_lookup_sparse for bags of ids"
         ) from None
     if not found.size and not hasattr(ids, "dtype"):
         return found.astype(np.int64)  # NumPy makes floats of an empty list.
     if found.dtype.kind not in "iu":
-        raise TypeError(f"the ids of rows of {_named(variable)} are integers, and not {found.dtype}")
+        raise TypeError(f"the row ids of {_named(variable)} must be integers, not {found.dtype}")
     return found

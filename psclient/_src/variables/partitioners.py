@@ -38,7 +38,9 @@ class Partitioner:
             dtype: the variable's dtype.
             axis: the axis that is cut; strategies cut the first alone.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it cuts; write __call__(self, shape, dtype)")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define how to split a variable; implement __call__(self, shape, dtype)"
+        )
 
 
 class FixedShardsPartitioner(Partitioner):
@@ -194,7 +196,9 @@ def _cut(shape: Sequence[int], axis: int, parts: int) -> list[int]:
 
 def _size(shape: Sequence[int], axis: int) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"a variable of shape {tuple(shape)} cannot be cut along axis {axis}, which it does not have")
+        raise ValueError(
+            f"a variable of shape {tuple(shape)} cannot be split along axis {axis}, which it does not have"
+        )
     return int(shape[axis])
 
 
@@ -202,7 +206,7 @@ def _positive(name: str, value: SupportsIndex) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; give a whole number") from None
+        raise TypeError(f"{name} is {value!r}; use an integer") from None
     if number < 1:
         raise ValueError(f"{name} is {number}, and must be at least 1")
     return number
@@ -220,7 +224,7 @@ def check_partitioner(partitioner: object, where: str = "variable_partitioner") 
         return None
     if isinstance(partitioner, type) or not callable(partitioner):
         raise TypeError(
-            f"{where} is {partitioner!r}; give a function of a shape and a dtype, such as "
+            f"{where} is {partitioner!r}; pass a function of a shape and a dtype, such as "
             "ps.experimental.partitioners.FixedShardsPartitioner(2)"
         )
     return partitioner
@@ -244,8 +248,8 @@ def shards_for(partitioner: PartitionFn, name: str, spec: TensorSpec, dtype: np.
     rows = spec.shape[0]
     if given != len(spec.shape) or len(parts) != given or parts[1:] != [1] * (given - 1) or not 1 <= parts[0] <= rows:
         raise ValueError(
-            f"partitioner {partitioner!r} returned {found!r} for variable {name!r} of shape {spec.shape}; it "
-            f"has to return a list of {len(spec.shape)} whole numbers, the first from 1 to {rows}, the number of rows, "
-            "and all others 1, since variables are cut along their first axis"
+            f"partitioner {partitioner!r} returned {found!r} for variable {name!r} of shape {spec.shape}; "
+            f"it must return {len(spec.shape)} integers, the first from 1 to {rows}, and 1 for all others, "
+            "because variables are split along their first axis"
         )
     return parts[0]

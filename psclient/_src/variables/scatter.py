@@ -179,19 +179,22 @@ def _scattered(variable: Any, how: str, delta: Any) -> Any:
         return getattr(variable, how)(delta)
     if context.update_lift() is not None:
         raise RuntimeError(
-            f"{how} of variable {variable.name!r} in an update function, which works on whole arrays; call it in "
-            "cross-replica context, or pass the rows to the update as an argument and write v.assign_add(rows)"
+            f"{how} of variable {variable.name!r} was called in an update function, which works on whole "
+            "arrays; call it in cross-replica context, or pass the rows to the update and use "
+            "v.assign_add(rows)"
         )
     if isinstance(delta, Mirrored):
         delta = delta._component(context.local_replica(variable.strategy) or 0)
     if not isinstance(delta, IndexedSlices):
         raise TypeError(
-            f"{how} of variable {variable.name!r} takes ps.IndexedSlices, and not {type(delta).__name__}; write "
+            f"{how} of variable {variable.name!r} needs ps.IndexedSlices, not {type(delta).__name__}; use "
             "ps.IndexedSlices(rows, ids)"
         )
     where = f"{how} of {place_of(variable)}"
     if not variable.shape:
-        raise ValueError(f"{where}, which has no dimensions, hence no rows; write assign, assign_add or assign_sub")
+        raise ValueError(
+            f"{where}, which has no dimensions and therefore no rows; use assign, assign_add or assign_sub"
+        )
     return variable._scatter_here(how, combine_rows(how, variable, _fitting(variable, how, delta), where))
 
 
@@ -199,12 +202,15 @@ def _fitting(variable: RowWritable, how: str, slices: IndexedSlices) -> IndexedS
     """Returns rows of the dtype in which they are combined; raises `TypeError` if it is none for the variable."""
     held, scatter = variable.dtype, SCATTERS[how]
     if held.kind not in scatter.kinds:
-        raise TypeError(f"{how} is not for variables of {held}, and {variable.name!r} is one; read and assign it")
+        raise TypeError(
+            f"{how} does not support {held}, the dtype of variable {variable.name!r}; read the variable and "
+            "assign the result"
+        )
     common = np.result_type(held, slices.dtype) if scatter.op else slices.dtype
     if not np.can_cast(common, held, "same_kind"):
         raise TypeError(
-            f"variable {variable.name!r}: {how} of rows of {slices.dtype} gives {common}, which cannot be assigned to "
-            f"{held}; write rows.astype({held.name!r})"
+            f"variable {variable.name!r}: {how} of rows of {slices.dtype} gives {common}, which cannot be "
+            f"assigned to {held}; use rows.astype({held.name!r})"
         )
     if slices.dtype == common:
         return slices

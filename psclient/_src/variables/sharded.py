@@ -145,8 +145,8 @@ class Sharding:
         if isinstance(leaf, VariableOfShards):
             if leaf.sharding != self:
                 raise ValueError(
-                    f"variable {leaf.name!r} is cut into other shards, or lies elsewhere, than {whole.name!r}; create "
-                    "it in strategy.extended.colocate_vars_with, or pass its value"
+                    f"variable {leaf.name!r} is split differently from {whole.name!r}, or is on other "
+                    "servers; create it in strategy.extended.colocate_vars_with, or pass its value"
                 )
             return leaf.variables
         if isinstance(leaf, ShardedValue):
@@ -243,8 +243,9 @@ class VariableOfShards(Variable):
     def _refuse_update(self) -> NoReturn:
         """Raises `ValueError`: an update function sees a shard, and this is all of them."""
         raise ValueError(
-            f"{self.name!r} is in {len(self._shards)} shards, and an update function runs beside one of them; pass it "
-            "to the update of a variable that is cut alike, as an argument, or read it before, and pass its value"
+            f"{self.name!r} has {len(self._shards)} shards, but an update function sees only one of them; "
+            "pass it as an argument to the update of a variable that is split in the same way, or read it "
+            "before and pass its value"
         )
 
     def _taken(self, how: str, value: Any) -> Any:

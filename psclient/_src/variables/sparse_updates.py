@@ -22,7 +22,7 @@ def check_catch_up(catch_up: object) -> CatchUp:
         if catch_up == word:
             found: CatchUp = word
             return found
-    raise ValueError(f"catch_up is {catch_up!r}; it is 'replay' or 'closed_form'")
+    raise ValueError(f"catch_up is {catch_up!r}; use 'replay' or 'closed_form'")
 
 
 def check_sparse(sparse: object) -> Sparse:
@@ -31,7 +31,7 @@ def check_sparse(sparse: object) -> Sparse:
         if sparse == word:
             found: Sparse = word
             return found
-    raise ValueError(f"sparse is {sparse!r}; it is one of 'exact', 'lazy' and 'dense'")
+    raise ValueError(f"sparse is {sparse!r}; use 'exact', 'lazy' or 'dense'")
 
 
 class SparseUpdate:
@@ -114,5 +114,5 @@ def exact_update(fn: Callable[..., object], catch_up: CatchUp = "replay") -> Spa
 
 def _sparse(fn: Callable[..., object], sparse: Sparse, name: str, catch_up: CatchUp = "replay") -> SparseUpdate:
     if not callable(fn):
-        raise TypeError(f"{name} takes an update function, and not a {type(fn).__name__}")
+        raise TypeError(f"{name} takes an update function, not a {type(fn).__name__}")
     return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy", catch_up=catch_up)

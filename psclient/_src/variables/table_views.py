@@ -96,8 +96,9 @@ class TableView(RowWritable):
         if wrong.any():
             bad = int(np.argmax(wrong))
             raise ValueError(
-                f"{where}: key {ids[bad]} at place {bad} is not from 0 to 2**{KEY_BITS} - 1, as keys of a group are; "
-                f"take a table of its own, or shorten keys, as by key % 2**{KEY_BITS}"
+                f"{where}: key {ids[bad]} at position {bad} is not from 0 to 2**{KEY_BITS} - 1, as the "
+                "tables of a group require; create the table outside of the group, or shorten keys, for "
+                f"example key % 2**{KEY_BITS}"
             )
         return keys | self._base
 
@@ -113,7 +114,7 @@ class TableView(RowWritable):
     def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
         known = self.table._known(slices)
         if isinstance(known, KeyedSlices) and not self._are_own(known.counted.keys).all():
-            raise ValueError(f"rows of other tables of the group are given to {self.name!r}")
+            raise ValueError(f"rows of other tables of its group were passed to {self.name!r}; pass rows of this table")
         return known
 
     def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
@@ -276,11 +277,16 @@ def join_views(gradients: list[Value], variables: list[Any]) -> tuple[list[Value
 def _joined(given: Sequence[tuple[TableView, Value]]) -> Value:
     ordered = sorted(given, key=lambda each: each[0].number)
     if len({view.number for view, _ in ordered}) < len(ordered):
-        raise ValueError(f"a table of {ordered[0][0].table.name!r} stands in several pairs; add up its gradients first")
+        raise ValueError(
+            f"several pairs have a gradient for a table of {ordered[0][0].table.name!r}; add the gradients up first"
+        )
     owns = [local_results(gradient) for _, gradient in ordered]
     counts = {len(own) for own in owns}
     if len(counts) > 1:
-        raise ValueError(f"tables of {ordered[0][0].table.name!r} are given gradients of other numbers of replicas")
+        raise ValueError(
+            f"the tables of {ordered[0][0].table.name!r} got gradients from different numbers of replicas; pass "
+            "gradients of the same replicas"
+        )
     slices = [[_fitting(view, each) for each in own] for (view, _), own in zip(ordered, owns, strict=True)]
     replicas = [KeyedSlices.joined([own[n] for own in slices]) for n in range(counts.pop())]
     distributed = any(isinstance(gradient, DistributedValues) for _, gradient in ordered)
@@ -290,8 +296,9 @@ def _joined(given: Sequence[tuple[TableView, Value]]) -> Value:
 def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
     if not isinstance(gradient, IndexedSlices):
         raise ValueError(
-            f"the gradient of table {view.name!r} is {'None' if gradient is None else type(gradient).__name__}; give "
-            "rows.gradient(d) of what was looked up, or ps.IndexedSlices(rows, keys)"
+            f"the gradient of table {view.name!r} is "
+            f"{'None' if gradient is None else type(gradient).__name__}; pass rows.gradient(d) for rows "
+            "that were looked up, or ps.IndexedSlices(rows, keys)"
         )
     return cast(KeyedSlices, view._fit_slices(gradient))
 

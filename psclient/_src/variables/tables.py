@@ -73,7 +73,7 @@ class KeySharding(Sharding):
 def refuse_whole(name: str) -> NoReturn:
     """Raises `TypeError`: there is no array of a table."""
     raise TypeError(
-        f"table {name!r} has no size, so that there is no array of it: look rows up by their keys, or export() all"
+        f"table {name!r} has no size and cannot be read as an array; look up rows by their keys, or call export()"
     )
 
 
@@ -86,7 +86,9 @@ class PartOfTable(ServerVariable):
         refuse_whole(self.whole.name)
 
     def _check(self, ids: Array, where: str) -> Int64s:
-        raise TypeError(f"{self.name!r} is a part of table {self.whole.name!r}; use rows by their keys there")
+        raise TypeError(
+            f"{self.name!r} is a part of table {self.whole.name!r}; look up rows by their keys in that table"
+        )
 
     def _assign(self, how: str, value: Value) -> Value:
         if context.update_lift() is None:
@@ -262,7 +264,10 @@ class TableVariable(CutVariable):
         if not isinstance(slices, KeyedSlices):
             return None
         if slices.space != self.sharding.space:
-            raise ValueError(f"rows of table {slices.space.table!r} are given to table {self.sharding.space.table!r}")
+            raise ValueError(
+                f"rows of table {slices.space.table!r} were passed to table {self.sharding.space.table!r}; pass "
+                "rows of the same table"
+            )
         return slices
 
     def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
@@ -309,8 +314,11 @@ class TableVariable(CutVariable):
         replica = None if context.crosses_replicas() else context.get_replica_context()
         if replica is not None and context.has_strategy() and replica.num_replicas_in_sync > 1:
             raise ValueError(
-                f"{how} of table {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "
-                "replicas may have other rows; call it in cross-replica context, with rows that every process has alike"
+                (
+                    f"{how} of table {self.name!r} was called in replica context, where each of "
+                    f"{replica.num_replicas_in_sync} replicas may have different rows; call it in cross-replica "
+                    "context, with rows that are the same in every process"
+                )
                 + (", or sum them with strategy.extended.reduce_to" if SCATTERS[how].assign else "")
             )
         return super()._scatter_here(how, slices)
@@ -346,8 +354,8 @@ def slot_of(table: str, name: str, value: Array) -> SlotTensor:
     first = row.reshape(-1)[0]
     if not (row == first).all():
         raise ValueError(
-            f"{name!r} beside table {table!r} begins with a row of different values; each key's row begins with one "
-            "number, so give an array that is the same everywhere"
+            f"{name!r} is a slot of table {table!r}, so all its initial values must be equal; pass an array "
+            "with the same value everywhere"
         )
     return SlotTensor(name, value.dtype.name, row.shape, float(first))
 

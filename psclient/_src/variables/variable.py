@@ -115,8 +115,9 @@ class _VariableType(type):
     ) -> Any:
         if cls is not Variable:
             raise TypeError(
-                f"{cls.__name__} is what a strategy makes of a variable; write ps.Variable(value) in strategy.scope(), "
-                "with a variable_partitioner of the strategy, or ps.Variable(value, partitioner=...), for shards"
+                f"{cls.__name__} cannot be created directly; use ps.Variable(value) in strategy.scope(). "
+                "For shards, give the strategy a variable_partitioner, or use ps.Variable(value, "
+                "partitioner=...)"
             )
         if context.in_update():
             raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
@@ -124,21 +125,21 @@ class _VariableType(type):
         on_read = synchronization is VariableSynchronization.ON_READ
         if on_read and trainable:
             raise ValueError(
-                "a variable with synchronization ON_READ differs by replica and cannot be trained; leave "
-                "trainable=True out, or take ON_WRITE"
+                "a variable with synchronization ON_READ has a value for each replica and cannot be "
+                "trained; remove trainable=True, or use ON_WRITE"
             )
         if not isinstance(name, str | None):
-            raise TypeError(f"name is {name!r}; the name of a variable is a text, such as {str(name)!r}")
+            raise TypeError(f"name is {name!r}; use a string, such as {str(name)!r}")
         if check_compression(compression, "ps.Variable") and on_read:
             raise ValueError(
-                "a variable with synchronization ON_READ gets no contributions that could be compressed; leave "
-                "compression out, or take ON_WRITE"
+                "a variable with synchronization ON_READ receives no gradients that could be compressed; "
+                "remove compression, or use ON_WRITE"
             )
         check_consistency(consistency, name or "Variable")
         if consistency is not None and on_read:
             raise ValueError(
-                "a variable with synchronization ON_READ has a copy for each replica, which nobody else updates; leave "
-                "consistency out, or take ON_WRITE"
+                "a variable with synchronization ON_READ has a value for each replica, which only that "
+                "replica updates; remove consistency, or use ON_WRITE"
             )
         strategy = context.get_strategy()
         if partitioner is not False and check_partitioner(partitioner, "partitioner"):
@@ -158,13 +159,13 @@ def _check_cut(on_read: bool, beside: bool) -> None:
     """Raises `ValueError` if a variable cannot have a partitioner of its own."""
     if on_read:
         raise ValueError(
-            "a variable with synchronization ON_READ has a copy for each replica, which is never cut; leave "
-            "partitioner out, or take ON_WRITE"
+            "a variable with synchronization ON_READ has a value for each replica and is never split; "
+            "remove partitioner, or use ON_WRITE"
         )
     if beside:
         raise ValueError(
-            "a variable that is created beside another one is cut as that one is; leave partitioner out, or create it "
-            "outside of colocate_vars_with"
+            "a variable in colocate_vars_with is split like the variable it is placed with; remove "
+            "partitioner, or create it outside of colocate_vars_with"
         )
 
 
@@ -174,7 +175,8 @@ def _settled(
     found, given = VariableSynchronization(synchronization), _on_read.get()
     if found is VariableSynchronization.NONE:
         raise ValueError(
-            "synchronization NONE is for no variable of a strategy; take ON_READ for copies that differ by replica"
+            "synchronization NONE is not supported for variables of a strategy; use ON_READ for a value "
+            "for each replica"
         )
     if found is VariableSynchronization.AUTO and given is not None:
         return VariableSynchronization.ON_READ, given
@@ -191,22 +193,22 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
         spec_of(value)
     except (TypeError, InvalidRequest) as error:
         kind = InvalidRequest if isinstance(error, InvalidRequest) else TypeError
-        raise kind(f"the initial value of variable {request.name!r} is no array of numbers: {error}") from error
+        raise kind(f"the initial value of variable {request.name!r} is not an array of numbers: {error}") from error
     if request.aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
         raise ValueError(
-            f"a variable of {value.dtype} cannot hold a mean; take a floating dtype, or aggregate by SUM or "
+            f"a variable of {value.dtype} cannot hold a mean; use a floating dtype, or aggregation SUM or "
             "ONLY_FIRST_REPLICA"
         )
     if request.aggregation is VariableAggregation.SUM and value.dtype.kind == "b":
         raise ValueError(
-            "a variable of bool cannot hold a sum; take an integer dtype, or aggregate by ONLY_FIRST_REPLICA"
+            "a variable of bool cannot hold a sum; use an integer dtype, or aggregation ONLY_FIRST_REPLICA"
         )
     alone = is_apart(strategy, request.consistency, request.name)
     spec = VariableSpec(request.name, spec_of(value), request.trainable, alone=alone)
     if request.compression and not is_compressible(spec.tensor.dtype):
         raise ValueError(
-            f"contributions to variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; leave "
-            f"compression out, or take a floating dtype: {', '.join(FLOATS)}"
+            f"gradients for variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; remove "
+            f"compression, or use a floating dtype: {', '.join(FLOATS)}"
         )
     # Strategies of others need not know of compression, nor of partitioners.
     asked = {"compression": request.compression, "partitioner": request.partitioner}
@@ -420,9 +422,9 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         replica = context.require_replica(how)
         if self.aggregation is VariableAggregation.NONE and replica.num_replicas_in_sync > 1:
             raise ValueError(
-                f"variable {self.name!r} is assigned in replica context, where each replica may have another value; "
-                "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign it in "
-                "cross-replica context"
+                f"variable {self.name!r} was assigned in replica context, where each replica may have a "
+                "different value; create it with aggregation=ps.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA, or assign it in cross-replica context"
             )
         return replica.merge_call(self._merge_assign, args=(how, value))
 
@@ -464,13 +466,15 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         of_sum = SCATTERS[how].assign
         if not of_sum or self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{how} of variable {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "
-                "replicas may have other rows; "
+                (
+                    f"{how} of variable {self.name!r} was called in replica context, where each of "
+                    f"{replica.num_replicas_in_sync} replicas may have different rows; "
+                )
                 + (
                     "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or call it in "
                     "cross-replica context"
                     if of_sum
-                    else "call it in cross-replica context, with rows that every process has alike"
+                    else "call it in cross-replica context, with rows that are the same in every process"
                 )
             )
         return replica.merge_call(self._merge_assign, args=(of_sum, slices))
@@ -488,9 +492,9 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         replicas = len(strategy.extended.worker_devices)
         if self.aggregation is VariableAggregation.SUM and replicas > 1 and not copied:
             raise ValueError(
-                f"{how} of variable {self.name!r}, which has aggregation SUM, gets the same value from all {replicas} "
-                "local replicas, and how often it counts is not clear; give each replica an array of its own, or take "
-                "aggregation MEAN or ONLY_FIRST_REPLICA"
+                f"{how} of variable {self.name!r} with aggregation SUM got the same value from all "
+                f"{replicas} local replicas, so it is not clear how often to count it; pass an array from "
+                "each replica, or use aggregation MEAN or ONLY_FIRST_REPLICA"
             )
 
 

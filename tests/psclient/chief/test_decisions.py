@@ -146,7 +146,7 @@ def test_a_job_ends_when_its_members_have_left():
     assert Done() not in decide(state, look(at(a, "left"), at(b, "failed")), BOTH)
     assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [GenerationClosed(Generation(2, ())), Done()]
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
-    assert undone(sessions, {A, B, C}) == {A: "still here", C: "never came"}
+    assert undone(sessions, {A, B, C}) == {A: "still connected", C: "never connected"}
 
 
 LEAVES, SAVES = Pace(leaving=True), Pace(leaving=True, saving=True)
@@ -290,7 +290,7 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
 
 
 def test_what_was_asked_before_the_last_change_is_no_question():
-    """A session's word stays where it is; the number says which change it means."""
+    """A session's word could not be moved; the number says which change it means."""
     first = changed(2, TO_ASYNC, a, b, round=5)
     state = job(began(a, b), first)
     x, y = first.generation.members

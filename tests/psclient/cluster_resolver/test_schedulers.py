@@ -280,7 +280,9 @@ def test_what_is_no_slurm_step_is_told(slurm, case):
 
 
 def test_outside_of_slurm_one_is_told(slurm):
-    with pytest.raises(RuntimeError, match="SLURM_PROCID is not set: this process is in no Slurm step; start it with"):
+    with pytest.raises(
+        RuntimeError, match="SLURM_PROCID is not set, because this process does not run in a Slurm step; start it with"
+    ):
         SlurmClusterResolver()
 
 

@@ -136,7 +136,7 @@ def test_a_server_that_does_not_answer_is_a_problem(run, worker):
 def test_what_is_no_server_is_a_problem(run, worker):
     """It answers, and does not know the verb: one line says so, and what to do."""
     del run.threads[1]._server._service._methods[VERBS["Status"].path]
-    assert "is no parameter server of this version; correct the address" in run("--server", "1")[1]
+    assert "is not a parameter server of this version; correct the address" in run("--server", "1")[1]
 
 
 def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
@@ -203,8 +203,8 @@ def test_in_a_task_s_container_its_certificate_will_do(ask, server, certificates
 def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
     """A certificate, or one of the right CA, or the token: each in words, and at once."""
     said = {
-        "the server expects TLS, and this process has no certificate": [],
-        "not signed by our CA": flags(certificates.other / "admin"),
+        "the server requires TLS, but this process has no certificate": [],
+        "not signed by this process's CA": flags(certificates.other / "admin"),
         "asks for the token of its job": flags(certificates.out / "admin")[:6],
     }
     for words, shown in said.items():
@@ -221,10 +221,10 @@ def test_health_needs_a_certificate_of_the_ca_alone(ask, server, certificates):
     assert ask("health", server.address, *flags(certificates.out / "ps-1")[:6])[0] == 2  # psctl is not ps-1
     assert ask("health", server.address, *flags(certificates.out / "admin")[:6])[0] == 0
     assert why_not(server.address, certificates.of("ps-1"), 5.0) == ""
-    assert "not signed by our CA" in why_not(server.address, certificates.of_other("ps-0"), 5.0)
-    assert "expects TLS" in why_not(server.address, Security(), 5.0)
+    assert "not signed by this process's CA" in why_not(server.address, certificates.of_other("ps-0"), 5.0)
+    assert "requires TLS" in why_not(server.address, Security(), 5.0)
     with guarded(Security()) as plain:
-        assert "speaks without TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
+        assert "does not use TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
 
 
 def test_a_health_check_shows_what_the_environment_names(call, bare, server, certificates, monkeypatch, tmp_path):
@@ -264,7 +264,9 @@ def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
         assert tls == {"our certificate is admin's": level, "ps-0: it shows its certificate": "ok"}
     code, said = ask("doctor", "--address", server.address, *flags(certificates.other / "admin"))
     assert code == 1
-    assert any("not signed by our CA" in each["message"] for each in said["findings"] if each["level"] == "fail")
+    assert any(
+        "not signed by this process's CA" in each["message"] for each in said["findings"] if each["level"] == "fail"
+    )
 
 
 def test_values_are_read_with_a_certificate(ask, certificates):

@@ -72,7 +72,7 @@ class Optimizer:
         pairs = [(gradient, v) for gradient, v in given if gradient is not None]
         if not pairs:
             names = ", ".join(repr(getattr(v, "name", v)) for _, v in given)
-            raise ValueError(f"no gradients are given for any variable of [{names}]; give (gradient, variable) pairs")
+            raise ValueError(f"none of the variables [{names}] has a gradient; pass (gradient, variable) pairs")
         if global_step is None:
             self._rule.apply_gradients(pairs)
             return
@@ -136,10 +136,10 @@ class Optimizer:
 
 def _checked_step(step: Any, variables: Sequence[Any]) -> Variable:
     if not isinstance(step, Variable):
-        raise TypeError(f"global_step is a {type(step).__name__}; give an integer variable, or None")
+        raise TypeError(f"global_step is a {type(step).__name__}; pass an integer variable, or None")
     if not np.issubdtype(step.dtype, np.integer) or step.shape:
         raise ValueError(
-            f"global_step {step.name!r} is of {step.dtype} and of shape {step.shape}; give a variable of one integer"
+            f"global_step {step.name!r} has dtype {step.dtype} and shape {step.shape}; pass a variable with one integer"
         )
     if isinstance(variables[0], Variable):  # What is none is refused, with what to write, by the step itself.
         step._check_strategy(variables[0].strategy)
@@ -148,6 +148,6 @@ def _checked_step(step: Any, variables: Sequence[Any]) -> Variable:
 
 def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(
-        f"{what} differentiates a loss, and there is no automatic differentiation here; compute the gradients, by hand "
-        "or with a library such as JAX or PyTorch, and give them to apply_gradients"
+        f"{what} needs automatic differentiation, which is not available here; compute gradients yourself, "
+        "or with JAX or PyTorch, and pass them to apply_gradients"
     )
