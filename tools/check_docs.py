@@ -1,5 +1,5 @@
 """Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
-links lead to files and headings, and tests that are named are there. Sessions in docstrings of psclient are run as well.
+links lead to files and headings, and tests that are named are there. Sessions in docstrings of psclient run as well.
 
     python tools/check_docs.py                all of it; blocks whose framework is not installed are named, and not run
     python tools/check_docs.py --frameworks   only the blocks that import a framework, which has to be installed
