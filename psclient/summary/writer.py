@@ -116,8 +116,8 @@ def create_file_writer(
         from tensorboardX.record_writer import directory_check
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "summaries are written by tensorboardX, which is not installed: pip install 'paramserver[summary]', or "
-            "take ps.summary.create_noop_writer()"
+            "summaries are written by tensorboardX, which is not installed: pip install -e '.[summary]' in the clone, "
+            "or take ps.summary.create_noop_writer()"
         ) from error
     directory_check(logdir)
     suffix = f".{os.getpid()}.{next(_numbers)}{filename_suffix}"  # else two of one second would share a file
