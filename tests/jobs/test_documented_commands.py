@@ -26,7 +26,7 @@ ELSEWHERE = {
 """Commands that are not run here, and why."""
 
 OTHER_HOSTS = (
-    "psctl certs certs ",
+    "psctl certs ",
     "export PS_TLS_CERT=",
     "psworker --hosts ",
     "psworker --ray ",
