@@ -23,7 +23,7 @@ NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensor
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray \
+.PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray test-chart \
   check check-types check-docs check-style check-generated docs docs-reference proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
@@ -88,6 +88,10 @@ test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and ru
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
 	@$(PIP) install $(RAY) | $(PROGRESS)
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
+
+test-chart: .venv/dev  ## installs Helm's engine (75 MB, so it is no part of dev), and runs what renders the chart
+	@$(PIP) install -e '.[helm]'
+	$(BIN)/python -m pytest -q -n 3 tests/deploy/test_helm.py tests/deploy/test_kubernetes.py
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents, lists of promises: two at a time, and all of them whatever fails
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-types check-docs check-style check-generated

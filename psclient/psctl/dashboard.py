@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
-from pswire.cluster import is_loopback, join_address
+from pswire.cluster import check_address, is_loopback, join_address
 from pswire.errors import ConfigError
 from pswire.flags import Command
 from pswire.security.link_codes import GOOD_SECONDS, make_code
@@ -51,19 +51,32 @@ class Link:
     examples=(
         ("Print links to all pages of a job on this machine", "psctl dashboard --local"),
         ("Print a link to the page of server 0", "psctl dashboard --server ps:0"),
+        (
+            "The chief's page, by a port that Docker, kubectl or ssh forwards",
+            "psctl dashboard --chief --forwarded 127.0.0.1:9091",
+        ),
     ),
 )
 @click.option("--server", metavar="SERVER", help="Only the page of this server, such as ps:0.")
 @click.option("--chief", "of_chief", is_flag=True, help="Only the chief's page, which shows all servers.")
+@click.option(
+    "--forwarded",
+    metavar="HOST:PORT",
+    help="Address by which your browser reaches the page, where a port is forwarded. Needs --chief or --server.",
+)
 @options
 @settings
-def dashboard(settings: CommandSettings, server: str | None, of_chief: bool) -> int:
+def dashboard(settings: CommandSettings, server: str | None, of_chief: bool, forwarded: str | None) -> int:
     """Print links to the status pages of a job.
 
     Open a link in a browser: the page shows tasks, rounds, bytes, variables, checkpoints and refused callers, and
     updates itself. A link is read-only and valid for one hour. Do not share it: it needs no further password.
     """
     number = None if server is None else _number(server)
+    if forwarded is not None:
+        check_address(forwarded, "--forwarded")
+        if of_chief == (number is not None):
+            raise ConfigError("--forwarded is the address of one page: give --chief or --server as well, and not both")
     with connected(settings) as servers:
         looked = servers.look()
     view = view_of(looked)
@@ -77,6 +90,8 @@ def dashboard(settings: CommandSettings, server: str | None, of_chief: bool) -> 
         found += _of_servers(view.servers, number, code)
     if not found:
         raise ConfigError(_nothing(view, number, of_chief))
+    if forwarded is not None:
+        found = [_at(link, forwarded) for link in found]
     said = {"pages": [asdict(link) for link in found], "seconds": GOOD_SECONDS if code else None}
     return settings.tell(said, *_lines(found, bool(code)))
 
@@ -118,6 +133,11 @@ def _is_page(url: str) -> bool:
 def _link(task: str, url: str, code: str) -> Link:
     local = is_loopback(urlsplit(url).hostname or "")
     return Link(task, f"{url}?code={code}" if code else url, local)
+
+
+def _at(link: Link, address: str) -> Link:
+    """The same page, at the address of a forwarded port, which is for the browser's machine to know."""
+    return Link(link.task, urlsplit(link.url)._replace(netloc=address).geturl(), local=False)
 
 
 def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:

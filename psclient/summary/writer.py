@@ -122,7 +122,7 @@ def create_file_writer(
         from tensorboardX.record_writer import directory_check
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "summaries need tensorboardX, which is not installed; run pip install 'paramserver[summary]', "
+            "summaries need tensorboardX, which is not installed; run pip install -e '.[summary]' in the clone, "
             "or use ps.summary.create_noop_writer()"
         ) from error
     directory_check(logdir)

@@ -18,6 +18,7 @@ from rich.table import Table
 from psclient.psctl.output import say, show, table
 from psclient.psctl.settings import PLAN
 from pstesting.planner import network as networks
+from pstesting.planner.typical import TYPICAL
 from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
 from pswire.errors import ConfigError
@@ -28,6 +29,9 @@ from pswire.sizes import human, parse_bytes
 
 if TYPE_CHECKING:
     from pstesting.planner.plan import Prediction
+
+MEASURED = Path("costs.json")
+"""Where `psctl calibrate` writes, and `psctl plan` looks, unless they are told otherwise."""
 
 BUSY = 0.5
 """Load of each core, before it begins, above which a calibration says that others use this machine."""
@@ -54,7 +58,7 @@ BUSY = 0.5
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    default="costs.json",
+    default=str(MEASURED),
     show_default=True,
     help="File for the cost model.",
 )
@@ -201,9 +205,7 @@ def _table(text: str) -> tuple[float, int]:
 @click.option(
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
-    default="costs.json",
-    show_default=True,
-    help="Cost model that psctl calibrate wrote on such a host.",
+    help="Cost model that psctl calibrate wrote on such a host. [default: costs.json if it is there, else built-in]",
 )
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG or SVG file; needs matplotlib."
@@ -226,14 +228,15 @@ def plan(
     save_every: str,
     restart: str,
     worth: float,
-    costs: Path,
+    costs: Path | None,
     plot: Path | None,
     as_json: bool,
 ) -> int:
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. Predictions are as good as the cost model: compare one with a job that you have.
+    takes seconds to minutes. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
+    compare a prediction with a job that you have. The built-in costs show how a job scales, on a network of 10 Gbit/s.
     """
     try:
         from pstesting.planner import plan as planning
@@ -242,7 +245,9 @@ def plan(
             from pstesting.planner.drawing import draw
     except ImportError as error:
         raise _lacking("plan", error) from error
-    model = Costs.read(costs)
+    if costs is None and MEASURED.exists():
+        costs = MEASURED
+    model = TYPICAL if costs is None else Costs.read(costs)
     if network is None and not model.network:
         raise ConfigError(
             f"{costs} has no network between hosts: give --network, such as 25Gbit, or measure one with "
@@ -306,6 +311,8 @@ def plan(
             if per_host > 1 and not (ids or model.prices_sums)
             else []
         ),
+        f"costs of {model.machine or costs}"
+        + ("" if costs else ", which are built in: psctl calibrate measures those of your hosts"),
     )
     return 0
 
@@ -318,8 +325,8 @@ def _row(found: Prediction, chosen: bool) -> list[str]:
 
 
 def _lacking(command: str, error: ImportError) -> ConfigError:
-    extras = "pip install 'paramserver[simulation,bench]'"
-    return ConfigError(f"psctl {command} needs a package ({error}); {extras}")
+    extra = "bench" if error.name == "matplotlib" else "simulation"
+    return ConfigError(f"psctl {command} needs a package ({error}); in the clone: pip install -e '.[{extra}]'")
 
 
 def _drawn(costs: Costs) -> Table:

@@ -80,7 +80,7 @@ class TraceOptions:
         except ImportError as error:
             raise ConfigError(
                 f"traces are on ({VARIABLE}={self.traces}), and OpenTelemetry is not installed here "
-                f"({error.name or error}); pip install 'paramserver[otel]' for every process, or leave traces off"
+                f"({error.name or error}); in the clone: pip install -e '.[otel]', for all, or leave traces off"
             ) from error
 
 

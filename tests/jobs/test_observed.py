@@ -396,7 +396,7 @@ def test_where_opentelemetry_cannot_be_imported(tmp_path, traces):
         assert (done.returncode, "-4.0 False" in done.stdout) == (0, True), done.stderr
     else:
         assert done.returncode == 2
-        assert "pip install 'paramserver[otel]'" in done.stderr
+        assert "pip install -e '.[otel]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 

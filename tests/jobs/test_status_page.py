@@ -89,6 +89,12 @@ def test_each_server_and_the_chief_have_a_page(job):
     ]
     assert [each["task"] for each in psctl("--local", "dashboard", "--server", "ps:1")["pages"]] == ["/job:ps/task:1"]
     assert "there is no ps-7" in psctl("--local", "dashboard", "--server", "7")["error"]["message"]
+    (link,) = psctl("--local", "dashboard", "--chief", "--forwarded", "127.0.0.1:9091")["pages"]
+    assert link["url"].startswith("http://127.0.0.1:9091/?code=")
+    assert link["local"] is False
+    for more in ([], ["--chief", "--server", "0"]):
+        error = psctl("--local", "dashboard", "--forwarded", "127.0.0.1:9091", *more)["error"]
+        assert "is the address of one page" in error["message"]
     code = pages["/job:ps/task:1"].partition("?")[2]
     for task, url in pages.items():
         text = _load(f"{url.partition('?')[0]}?{code}")

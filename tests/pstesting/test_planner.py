@@ -26,6 +26,7 @@ from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.planner.network import LEAST, MOST, WORD, answer
 from pstesting.planner.plan import DAY, Lost, Plan, Question
+from pstesting.planner.typical import TYPICAL
 from pstesting.simulation.costs import TransportCosts
 from pstesting.simulation.workloads import Workload
 from tests.kit.internals import ConfigError, Timeouts, TransportName, Unreachable
@@ -219,6 +220,17 @@ def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> 
     drawn = (tmp_path / "plan.svg").read_text()
     assert "<svg" in drawn
     assert "servers are enough" in drawn
+
+
+def test_without_a_calibration_the_answer_is_rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs that are built in answer, a network included, and say what they are; costs.json goes before them."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["--workers", 2, "--parameters", "1MB", "--step", "10ms"]
+    shown = ask(*asked)
+    assert f"costs of {TYPICAL.machine}, which are built in: psctl calibrate measures those of your hosts" in shown
+    assert json.loads(ask(*asked, "--transport", "grpc", "--json"))["step_seconds"] > 0.010
+    replace(FREE, network=1e8, machine="this one").write(tmp_path / "costs.json")
+    assert "costs of this one\n" in ask(*asked)
 
 
 def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:

@@ -288,4 +288,7 @@ def test_without_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('none')")
     path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
     done = shell(["psworker", "--ray", "auto", "script.py"], tmp_path, PYTHONPATH=path)
-    assert (done.code, done.errors) == (2, ["psworker: error: Ray is not installed; pip install 'paramserver[ray]'"])
+    assert (done.code, done.errors) == (
+        2,
+        ["psworker: error: Ray is not installed; in the clone: pip install -e '.[ray]'"],
+    )

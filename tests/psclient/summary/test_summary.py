@@ -107,7 +107,7 @@ def test_without_tensorboardx_one_is_told(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboardX"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        ModuleNotFoundError, match=r"pip install 'paramserver\[summary\]', or use ps\.summary\.create_noop_writer"
+        ModuleNotFoundError, match=r"pip install -e '.\[summary\]' in the clone, or use ps.summary.create_noop"
     ):
         ps.summary.create_file_writer(str(tmp_path))
 
