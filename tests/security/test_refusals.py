@@ -170,12 +170,12 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
 def test_a_worker_is_no_chief(members: Members) -> None:
     """It neither drives, nor approves, nor has checkpoints written, whatever token it says."""
     worker, _ = members["worker-1"]
-    with pytest.raises(inside.Forbidden, match="only a chief task, or worker 0"):
+    with pytest.raises(inside.Forbidden, match="only the chief, or worker 0 in a cluster without a chief"):
         worker.open(W1, 1, 0, True)
     for token in (1, 1 << 63):
-        with pytest.raises(inside.Forbidden, match="approves plans and commits checkpoints"):
+        with pytest.raises(inside.Forbidden, match="only the chief, or worker 0"):
             worker.approve(token, 0, [])
-        with pytest.raises(inside.Forbidden, match="approves plans and commits checkpoints"):
+        with pytest.raises(inside.Forbidden, match="only the chief, or worker 0"):
             worker.snapshot(token, b"p" * 32, "").result(SOON)
 
 
@@ -289,7 +289,7 @@ def test_who_looks_whether_a_port_is_open_is_not_refused(
         eventually(lambda: transports.access.refused.counts["handshake"] == 1)
         eventually(lambda: not transports._handshakes)
         assert transports.access.refused.counts["handshake"] == 1
-    assert [message for message in caplog.messages if "refuses a caller" in message and "3 more" in message] == []
+    assert [message for message in caplog.messages if "rejected a caller" in message and "3 more" in message] == []
 
 
 def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,10 +397,10 @@ def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> N
                 pass
     assert server.counts() == {"token": 201, "certificate": 0, "handshake": 0, "transport": 100}
     said = server.end()
-    lines = [line for line in said.splitlines() if "refuses a caller" in line]
+    lines = [line for line in said.splitlines() if "rejected a caller" in line]
     assert len(lines) == 2
-    assert f"refuses a caller at ipv4:{host} (status, token): Unauthenticated: this server asks for the" in lines[0]
-    assert "refuses a caller at 127.0.0.1 (connect, transport)" in lines[1]
+    assert f"rejected a caller at ipv4:{host} (status, token): Unauthenticated: the call has no token" in lines[0]
+    assert "rejected a caller at 127.0.0.1 (connect, transport)" in lines[1]
     assert len(said) < 2000
 
 
@@ -418,4 +418,4 @@ def test_lines_are_limited_by_host_and_in_all(caplog: pytest.LogCaptureFixture) 
     now = QUIET_SECONDS
     refused.note("connect", "10.0.0.1:3", "transport", "no hello")
     untold = 6 * MOST_KEPT - MOST_LINES - (MOST_LINES - 1)  # those between two lines are told with the second
-    assert caplog.messages[-1].endswith(f"no hello; {untold} more were refused since the last such line")
+    assert caplog.messages[-1].endswith(f"no hello; {untold} more were rejected since the last such line")

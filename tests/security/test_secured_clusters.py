@@ -61,7 +61,7 @@ def digests(directory: Path, transport: str = "shm", relays: Sequence[Relay] = (
         "ps": 2,
         "workers": 2,
         "transport": transport,
-        "log_level": "info",
+        "log_level": "debug",
         "between": [relay.address for relay in relays],
     }
     with ProcessCluster(train, directory, (3,), **keys) as job:
@@ -72,7 +72,7 @@ def digests(directory: Path, transport: str = "shm", relays: Sequence[Relay] = (
         assert f"{transport} transport to {PS0}" in job.errors(W0)
         votes = "grpc" if relays else transport  # relays lie between servers
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert transport != "tcp" or f"{one} votes at {other}, transport {votes}" in job.errors(one)
+            assert transport != "tcp" or f"{one} is connected to {other} over {votes}" in job.errors(one)
     return {first, second}
 
 
