@@ -330,8 +330,8 @@ def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
 
 REFUSED = {
     "momentum": (lambda v, g: v.assign(0.5 * v + g), "pass ps.exact_update"),
-    "the whole": (lambda v, g: v.assign_sub(g * np.sum(g)), "sum is not elementwise"),
-    "a result": (lambda v, g: np.max(g), "no results"),
+    "the whole": (lambda v, g: v.assign_sub(g * np.sum(g)), "sum works neither elementwise"),
+    "a result": (lambda v, g: np.max(g), "cannot return results"),
     "no rows": (lambda v, g: v.assign(v * 0.0), "it is given none"),
 }
 
@@ -348,7 +348,7 @@ def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
 
     for how, (fn, words) in REFUSED.items():
         call = (lambda v, fn=fn: fn(v, None)) if how == "no rows" else fn
-        words = f"table {table.name!r} has to run on the rows of one gradient.*{words}"
+        words = f"table {table.name!r} cannot run on the rows of one gradient.*{words}"
         with strategy.scope():
             reduced = given(NEW)
             with pytest.raises(ps.errors.ProgramError, match=words):
