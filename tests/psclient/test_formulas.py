@@ -461,7 +461,9 @@ def test_classes_of_ones_own_have_configs():
     assert made.get_config() == config
     assert (config["power"], config["learning_rate"]["config"]) == (3, {"start": 0.5, "name": "halving"})
     assert steps(made) == steps(optimizer)
-    with pytest.raises(ValueError, match=r"class 'Halving' is not known here; give it in custom_objects=\{'Halving'"):
+    with pytest.raises(
+        ValueError, match=r"class 'Halving' is not known on this server; give it in custom_objects=\{'Halving'"
+    ):
         Mine.from_config(config)
 
 

@@ -152,7 +152,7 @@ def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
         for wrong in ("127.0.0.1:99999", "127.0.0.1:", ":1", "127.0.0.1", f"127.0.0.1:+{thread.port}"):
             code, _, said = call("health", address, wrong)
             assert code == 2
-            assert f"{wrong!r} is no address" in said
+            assert f"{wrong!r} is not an address" in said
     assert call("health", address) == (1, f"{address} does not serve: nothing listens there\n", "")
 
 
@@ -205,7 +205,7 @@ def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
     said = {
         "the server expects TLS, and this process has no certificate": [],
         "not signed by our CA": flags(certificates.other / "admin"),
-        "asks for the token of its job": flags(certificates.out / "admin")[:6],
+        "requires the token of its job": flags(certificates.out / "admin")[:6],
     }
     for words, shown in said.items():
         code, found = ask("status", "--address", server.address, *shown)
@@ -261,7 +261,7 @@ def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
     for folder, level in ((certificates.out / "admin", "ok"), (ends, "warn")):
         found = ask("doctor", "--address", server.address, *flags(folder))[1]["findings"]
         tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
-        assert tls == {"our certificate is admin's": level, "ps-0: it shows its certificate": "ok"}
+        assert tls == {"our certificate is admin's": level, "ps-0: it has a valid certificate": "ok"}
     code, said = ask("doctor", "--address", server.address, *flags(certificates.other / "admin"))
     assert code == 1
     assert any("not signed by our CA" in each["message"] for each in said["findings"] if each["level"] == "fail")
