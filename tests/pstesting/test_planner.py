@@ -210,10 +210,10 @@ def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> 
     shown = ask(*ASKED, "--costs", costs, *plotted)
     assert f"{said['servers']} *" in shown
     assert "twice as many would save less than 30 % of a step" in shown
-    assert "sums" not in shown
+    assert "local reduction" not in shown
     a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
     assert said["lost"]["servers"] == pytest.approx(a_day)
-    assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown
+    assert f"without copies: {sum(said['lost'].values()):.0f} s per day, of that {a_day:.0f} s by servers" in shown
     if not plotted:
         pytest.skip("no matplotlib: nothing is drawn")
     drawn = (tmp_path / "plan.svg").read_text()
@@ -224,15 +224,15 @@ def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> 
 def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:
     """And where their price was measured; else, that it was not."""
     asked = [*ASKED, "--costs", costs, "--per-host", "2"]
-    assert f"{costs} has no price for sums of a host: measure it again" in ask(*asked)
+    assert f"{costs} has no cost for local reduction; run psctl calibrate again" in ask(*asked)
     replace(FREE, hand=1e-6).write(costs)
-    assert "servers, where workers of a host send sums: " in ask(*asked)
+    assert "servers and local reduction: " in ask(*asked)
 
 
 def test_the_network_that_was_measured(costs: Path) -> None:
     """Counts where none is given; without either nothing is asked."""
     asked = [*(word for word in ASKED if word not in ("--network", "800Mbit")), "--costs", costs]
-    with pytest.raises(ConfigError, match=r"costs.json has no network between hosts: give --network, such as 25Gbit"):
+    with pytest.raises(ConfigError, match=r"costs.json has no network between hosts; give --network, such as 25Gbit"):
         ask(*asked)
     given = json.loads(ask(*ASKED, "--costs", costs, "--json"))
     replace(FREE, network=1e8).write(costs)
@@ -245,18 +245,18 @@ def test_the_network_that_was_measured(costs: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--network", "25"], "--network '25' is no rate; write bits per second with a unit, such as 25Gbit"),
+        (["--network", "25"], "--network '25' is not a rate; write bits per second with a unit, such as 25Gbit"),
         (["--network", "0Gbit"], "--network '0Gbit' is no rate"),
         (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
         (["--mtbf", "90"], "--mtbf '90' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
-        (["--rows", "200M"], "--rows '200M' is no table; write rows and numbers of a row, such as 200M:64"),
+        (["--rows", "200M"], "--rows '200M' is not a table; write rows and numbers per row, such as 200M:64"),
         (["--parameters", "ten"], "--parameters 'ten' is no size"),
-        (["--parameters", "0"], "a job has variables; give --parameters, or --rows and --ids"),
+        (["--parameters", "0"], "a job needs variables; give --parameters, or --rows and --ids"),
         (
             ["--transport", "shm"],
-            "the cost model has no transport shm; it has tcp: measure it with psctl calibrate --transport shm",
+            "the cost model has no transport shm, only tcp; measure it with psctl calibrate --transport shm",
         ),
-        (["--workers", "40001"], "40001 workers with 1 servers are too many to be simulated"),
+        (["--workers", "40001"], "40001 workers with 1 servers are too many to simulate"),
         (["--costs", "none.json"], "none.json is no calibration"),
     ],
 )
@@ -327,9 +327,9 @@ def test_nonsense_ends_a_connection_and_no_more(word: bytes) -> None:
     ("arguments", "said"),
     [
         (["--peer", "127.0.0.1:1"], "127.0.0.1:1 does not answer ([Errno 111] Connection refused); run psctl"),
-        (["--peer", "here"], "--peer: 'here' is no address"),
-        (["--answer", "many"], "--answer: '0.0.0.0:many' is no address"),
-        (["--answer", "192.0.2.1:5000"], "nothing can listen at 192.0.2.1:5000"),
+        (["--peer", "here"], "--peer: 'here' is not an address"),
+        (["--answer", "many"], "--answer: '0.0.0.0:many' is not an address"),
+        (["--answer", "192.0.2.1:5000"], "cannot listen at 192.0.2.1:5000"),
     ],
 )
 def test_hosts_that_cannot_be_measured(tmp_path: Path, arguments: list[str], said: str) -> None:
