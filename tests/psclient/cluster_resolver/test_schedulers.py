@@ -94,7 +94,7 @@ SET = {"JOBSET_NAME": "digits", "REPLICATED_JOB_NAME": "worker", "JOB_COMPLETION
 @pytest.mark.parametrize(
     ("host", "variables", "given", "said"),
     [
-        ("node7", {}, {}, r"HOSTNAME='node7' is not a pod of these jobs: .* ps-0, worker-0, .*`names`.*hostNetwork"),
+        ("node7", {}, {}, r"HOSTNAME='node7' is not a pod of these jobs; .* ps-0, worker-0, .*`names`.*hostNetwork"),
         ("worker-x", {}, {}, "is not a pod"),
         ("trainer-0", {}, {}, "is not a pod"),
         ("worker-4", {}, {}, "task 4 of 'worker', but `jobs` has 4, 4 in each Job"),
@@ -361,7 +361,7 @@ def test_a_chief_has_the_first_rank(torchrun, rank, task):
             {"RANK": "0", "GROUP_RANK": "0"},
             {"jobs": {"ps": 4, "worker": 2}},
             RuntimeError,
-            "ranks up to 3, but the first node has only 3 processes.*raise --nproc-per-node",
+            "ranks up to 3, but the first node has 3 processes.*raise --nproc-per-node",
         ),
         ({"MASTER_PORT": "22220"}, {}, ConfigError, "MASTER_PORT=22220, which torchrun uses.*another port_base"),
         ({}, {"port_base": 65536}, ConfigError, "port_base=65536 leaves no ports"),

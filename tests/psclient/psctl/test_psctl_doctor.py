@@ -210,7 +210,7 @@ def test_versions_that_differ(looked):
     theirs = {"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}
     who = patient(looked=told(looked[:1], versions=theirs))
     ours = "ps-0: it has paramserver 0.2.0, but this machine has 0.1.0"
-    finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, and we have 2.1.0")
+    finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, but this machine has 2.1.0")
     assert "python" not in worst("versions", who)[1]
 
 

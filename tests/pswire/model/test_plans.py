@@ -289,7 +289,7 @@ def test_a_contribution_takes_so_many_bytes(codec, whole, row):
 )
 def test_what_has_no_codec_is_refused(reduction):
     """A server verifies each plan."""
-    with pytest.raises(InvalidRequest, match="does not support codec|is not a codec"):
+    with pytest.raises(InvalidRequest, match=r"does not support codec|is not a codec"):
         plan_of(reduction).verify({}, 1)
 
 
