@@ -252,7 +252,7 @@ def test_who_may_do_what(server):
     """Chiefs schedule, workers run, and each speaks for itself."""
     with pytest.raises(InvalidRequest, match="only the chief can"):
         server.schedule(ClosureOrder(1, "f"), session=10, task=Task("worker", 0))
-    with pytest.raises(InvalidRequest, match="has not begun"):
+    with pytest.raises(InvalidRequest, match="has not registered"):
         server.schedule(ClosureOrder(1, "f"), session=2)
     with pytest.raises(InvalidRequest, match="is no worker"):
         server.closures.take(1, CHIEF, FUNCTIONS, None, 0, Future())

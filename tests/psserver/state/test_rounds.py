@@ -390,7 +390,7 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     rounds.approve(PreparedPlan(strange, 0))
     errors = failed(rounds)
     assert set(errors) == {future, wrong}
-    assert all("1 reductions, 1 of them here" in str(error) for error in errors.values())
+    assert all("1 reductions, 1 of them on this server" in str(error) for error in errors.values())
     assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
 
 
