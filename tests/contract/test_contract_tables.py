@@ -275,7 +275,7 @@ def test_parts_on_two_servers(job, two):
     with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is in bucket"):
         looked_up(job, two[0], parts[1], *mine[0])
     read = TableRead(parts[1].id, "keys", 0, 10)
-    with pytest.raises(InvalidRequest, match="which has 512 to 1023"):
+    with pytest.raises(InvalidRequest, match="which has buckets 512 to 1023"):
         job.verbs[1].pull(two[0].session, [], -1, [], [read]).result(SOON)
     turn(*two)
     wrong = (len(mine[0]), 0), (0, len(mine[0]))

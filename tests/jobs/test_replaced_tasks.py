@@ -62,8 +62,8 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, second):
         for task in (W0, W1, CHIEF):
             assert (f"no answer from {PS1} at " in job.errors(task)) == hangs
         assert replaced(job, PS1) == [
-            "failed (killed by SIGKILL); restarted,  1 restarts left",
-            f"failed ({'it does not answer' if hangs else 'exit code 0'}); restarted,  0 restarts left",
+            "failed (killed by SIGKILL); restarted, 1 restarts left",
+            f"failed ({'it does not answer' if hangs else 'exit code 0'}); restarted, 0 restarts left",
         ]
         assert replaced(job, PS0) == []
         assert [replaced(job, task) for task in (W0, W1, CHIEF)] == [2 * FOLLOWED] * 3
@@ -141,7 +141,7 @@ def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
             job.open(f"go{life}")
         assert outcome.result() == Outcome(128 + signal.SIGKILL, PS0, outcome.result().report)
         assert outcome.result().report.startswith(f"psworker: {PS0} failed (killed by SIGKILL):")
-        costs = [f"failed (killed by SIGKILL); restarted,  {left} restarts left" for left in (1, 0)]
+        costs = [f"failed (killed by SIGKILL); restarted, {left} restarts left" for left in (1, 0)]
         assert replaced(job, PS0) == costs
 
 

@@ -93,7 +93,7 @@ def test_each_server_and_the_chief_have_a_page(job):
     for task, url in pages.items():
         text = _load(f"{url.partition('?')[0]}?{code}")
         assert task in text
-        assert "job runs: generation 1" in text
+        assert "job is running: generation 1" in text
     assert "worker-1" in _load(pages["/job:chief/task:0"])
     assert "ps-1" in _load(pages["/job:chief/task:0"])
     line = job.cluster.output(W0, error=True)
@@ -152,7 +152,7 @@ def test_the_page_lives_in_a_browser(job, tmp_path):
         assert browser.run("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         browser.look(script=False)
         browser.open(page["url"])
-        assert "job runs" in browser.text("#summary")
+        assert "job is running" in browser.text("#summary")
         assert "loaded again every 5 seconds" in browser.text("#live")
         shown = browser.text("#summary")
         browser.until(lambda: browser.text("#summary") != shown)

@@ -125,7 +125,7 @@ def test_without_a_lifeline_stdin_does_not_matter():
         ),
         (["--join", "here", "--port", "1"], {}, "--join: 'here' is not an address; write host:port"),
         ([*JOIN, "--task", "0"], {}, "--join starts a standby server, which has no task yet; leave --task out"),
-        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG says /job:ps/task:1; unset it"),
+        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG names /job:ps/task:1; unset TF_CONFIG"),
         ([*JOIN, "--host", "0.0.0.0"], {}, "give --advertise HOST:PORT"),
         ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is not an address"),
         (["--advertise", "h:1"], {}, "--advertise needs --join"),

@@ -100,7 +100,7 @@ def test_of_several_turns_the_medians_count() -> None:
     took.append([Timed(1.0, 9.0, 7.0), Timed(2.0, 3.0, 2.0)])
     found = middle([[*zip(cells, turn, strict=True)] for turn in took])
     assert found == [(cells[0], Timed(2.0, 2.0, 6.0)), (cells[1], Timed(2.0, 2.0, 2.0))]
-    with pytest.raises(ValueError, match="one transport"):  # cells of one job are alike
+    with pytest.raises(ValueError, match="the same transport"):  # cells of one job are alike
         time_cells([cells[0], replace(cells[0], transport="grpc")])
     with pytest.raises(ValueError, match="local_reduction"):
         time_cells([cells[1], replace(cells[1], local_reduction=True)])
@@ -213,7 +213,9 @@ def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> 
     assert "local reduction" not in shown
     a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
     assert said["lost"]["servers"] == pytest.approx(a_day)
-    assert f"without copies: {sum(said['lost'].values()):.0f} s per day, of that {a_day:.0f} s by servers" in shown
+    assert (
+        f"without copies: {sum(said['lost'].values()):.0f} s per day, of that {a_day:.0f} s because of servers" in shown
+    )
     if not plotted:
         pytest.skip("no matplotlib: nothing is drawn")
     drawn = (tmp_path / "plan.svg").read_text()
@@ -246,18 +248,18 @@ def test_the_network_that_was_measured(costs: Path) -> None:
     ("flags", "said"),
     [
         (["--network", "25"], "--network '25' is not a rate; write bits per second with a unit, such as 25Gbit"),
-        (["--network", "0Gbit"], "--network '0Gbit' is no rate"),
-        (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
-        (["--mtbf", "90"], "--mtbf '90' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--network", "0Gbit"], "--network '0Gbit' is not a rate"),
+        (["--step", "fast"], "--step 'fast' is not a time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--mtbf", "90"], "--mtbf '90' is not a time; write a number with a unit, such as 120ms, 10min or 90d"),
         (["--rows", "200M"], "--rows '200M' is not a table; write rows and numbers per row, such as 200M:64"),
-        (["--parameters", "ten"], "--parameters 'ten' is no size"),
+        (["--parameters", "ten"], "--parameters 'ten' is not a size"),
         (["--parameters", "0"], "a job needs variables; give --parameters, or --rows and --ids"),
         (
             ["--transport", "shm"],
             "the cost model has no transport shm, only tcp; measure it with psctl calibrate --transport shm",
         ),
         (["--workers", "40001"], "40001 workers with 1 servers are too many to simulate"),
-        (["--costs", "none.json"], "none.json is no calibration"),
+        (["--costs", "none.json"], "none.json is not a cost model"),
     ],
 )
 def test_questions_that_cannot_be_answered(costs: Path, flags: list[str], said: str) -> None:

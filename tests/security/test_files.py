@@ -57,7 +57,10 @@ WRONG: dict[str, tuple[Break, str]] = {
         put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"),
         r"tls.crt does not contain a PEM certificate",
     ),
-    "the key as certificate": (put("tls.crt", lambda c: c.of("worker-0").key), r"tls.crt has no certificate"),
+    "the key as certificate": (
+        put("tls.crt", lambda c: c.of("worker-0").key),
+        r"tls.crt does not contain a PEM certificate",
+    ),
     "the certificate as key": (
         put("tls.key", lambda c: c.of("worker-0").certificate),
         r"tls.key does not contain a PEM private key",
@@ -70,9 +73,9 @@ WRONG: dict[str, tuple[Break, str]] = {
     "not yet valid": (signed(MINE, 1, 2), r"tls.crt is valid only from 20.*clock"),
     "no name": (signed([], -1, 2), r"tls.crt names no task.*certificate with the name worker-0.paramserver"),
     "an empty token": (put("token", b"\n"), r"token is not a token; it needs at least 16.*openssl rand -hex 32"),
-    "a short token": (put("token", b"secret"), r"token is no token"),
-    "two lines": (put("token", b"0123456789abcdef\n0123456789abcdef\n"), r"token is no token"),
-    "no ASCII": (put("token", "héllohéllohéllohéllo".encode()), r"token is no token"),
+    "a short token": (put("token", b"secret"), r"token is not a token"),
+    "two lines": (put("token", b"0123456789abcdef\n0123456789abcdef\n"), r"token is not a token"),
+    "no ASCII": (put("token", "héllohéllohéllohéllo".encode()), r"token is not a token"),
 }
 
 
@@ -120,9 +123,7 @@ def test_one_of_three(certificates: Certificates, missing: str) -> None:
     with pytest.raises(inside.ConfigError, match=f"belong together; missing: {flag};"):
         replace(all_of, **{missing: ""}).read("worker-0")
     others = inside.SecurityOptions(*(part.replace("{task}", "worker-1") for part in vars(all_of).values()))
-    with pytest.raises(
-        inside.ConfigError, match=r"worker-1's, and not of this process, worker-0.*worker-0.paramserver"
-    ):
+    with pytest.raises(inside.ConfigError, match=r"worker-1's, not for this process, worker-0.*worker-0.paramserver"):
         others.read("worker-0")
 
 
@@ -190,7 +191,9 @@ def test_what_is_there_stays(certificates: Certificates, tmp_path: Path) -> None
     assert new.key != old.key
     assert new.certificate != old.certificate
     (tmp_path / "ps-1" / "tls.key").unlink()
-    assert "has tls.crt and not tls.key; --renew" in certs(tmp_path, "--ps", 2, "--workers", 1, code=2)
+    assert "has tls.crt but not tls.key; make both again with --renew" in certs(
+        tmp_path, "--ps", 2, "--workers", 1, code=2
+    )
     shutil.copytree(certificates.other / "ps-0", tmp_path / "ps-0", dirs_exist_ok=True)
     assert "was signed by another CA" in certs(tmp_path, "--ps", 1, "--workers", 1, code=2)
 
@@ -284,7 +287,7 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
     assert config.security == certificates.of("ps-1")
     assert not config.insecure
     other = str(certificates.out / "ps-0" / "tls.crt")
-    with pytest.raises(inside.ConfigError, match="ps-0's, and not of this process, ps-1"):
+    with pytest.raises(inside.ConfigError, match="ps-0's, not for this process, ps-1"):
         inside.server_config(environ, task=1, tls_cert=other)
     assert inside.server_config({}).security == inside.Security()
     assert inside.server_config({"PS_INSECURE": "1"}).insecure

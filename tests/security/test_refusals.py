@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[Shown, Shown, type[inside.PSError], str]] = {
     "nobody's certificate": (SERVER, NOBODY, inside.Forbidden, "of no task.*--tls-cert"),
     "a name in its subject alone": (SERVER, signed([], -1, 1, "worker-0.paramserver"), inside.Forbidden, "of no task"),
     "mail that reads like a task": (SERVER, signed(["example.org"], -1, 1, **MAIL), inside.Forbidden, "of no task"),
-    "no token": (SERVER, ours("worker-0", token=""), inside.Unauthenticated, "has none.*PS_TOKEN_FILE"),
+    "no token": (SERVER, ours("worker-0", token=""), inside.Unauthenticated, "has no token.*PS_TOKEN_FILE"),
     "a wrong token": (SERVER, ours("worker-0", token="0" * 64), inside.Unauthenticated, "another job.*PS_TOKEN_FILE"),
-    "no token without TLS": (token_only, plain, inside.Unauthenticated, "has none.*PS_TOKEN_FILE"),
+    "no token without TLS": (token_only, plain, inside.Unauthenticated, "has no token.*PS_TOKEN_FILE"),
     "a wrong token without TLS": (
         token_only,
         lambda c: inside.Security(token="0" * 64),
@@ -119,7 +119,7 @@ def test_who_looks(certificates: Certificates, name: str) -> None:
         with client(thread, certificates.of(name)) as looker:
             assert (looker.status().server, looker.events()) == (0, ())
         for shown, kind, text in (
-            (ours(name, token=""), inside.Unauthenticated, "has none"),
+            (ours(name, token=""), inside.Unauthenticated, "has no token"),
             (ours(name, token="0" * 64), inside.Unauthenticated, "another job"),
             (NOBODY, inside.Forbidden, "admin's"),
         ):
@@ -197,7 +197,9 @@ def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
         ps1, names = inside.Task("ps", 1), ("worker-0", "worker-1")
         first, second = (stack.enter_context(client(thread, certificates.of(name), ps1)) for name in names)
         first.open(W0, 1, 77, False)
-        with pytest.raises(inside.Forbidden, match=r"session 77 is /job:worker/task:0's.*restart /job:worker/task:1"):
+        with pytest.raises(
+            inside.Forbidden, match=r"session 77 belongs to /job:worker/task:0.*restart /job:worker/task:1"
+        ):
             second.open(W1, 1, 77, False)
         first.heartbeat(77, -1, b"")
 

@@ -122,7 +122,7 @@ def test_a_worker_with_a_wrong_certificate_is_told(certificates: Certificates, t
     shutil.copytree(certificates.out, out)
     shutil.copytree(out / "worker-1", out / "worker-0", dirs_exist_ok=True)
     report = fails(tmp_path, options(out))
-    assert "/worker-0/tls.crt is worker-1's, and not of this process, worker-0" in report
+    assert "/worker-0/tls.crt is worker-1's, not for this process, worker-0" in report
     assert "Traceback" not in report
     shutil.copytree(certificates.other / "worker-0", out / "worker-0", dirs_exist_ok=True)
     assert "the server's certificate is not signed by our CA" in fails(tmp_path, options(out))

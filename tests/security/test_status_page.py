@@ -69,7 +69,7 @@ def test_the_link_opens_the_page_and_the_cookie_keeps_it_open(served):
     """The cookie is for this job, no script reads it, and no other site sends it; it opens the events as well."""
     first = served.look()
     assert first.status == 200
-    assert "job runs" in first.text
+    assert "job is running" in first.text
     cookie, *about = first.headers["Set-Cookie"].split("; ")
     assert {"HttpOnly", "SameSite=Strict"} <= set(about)
     (age,) = [int(each.removeprefix("Max-Age=")) for each in about if each.startswith("Max-Age=")]
@@ -135,7 +135,7 @@ def test_without_a_token_the_page_is_for_this_machine(job, host, status):
     with page_of(job, token="") as served:
         got = served.get("/", Host=host)
     assert got.status == status
-    assert ("job runs" in got.text) == (status == 200)
+    assert ("job is running" in got.text) == (status == 200)
     source = sampler.Source(WORKERS[0], "", lambda: ((), ()), lambda index: (None, ()))
     with closing(status_page.StatusPage(source, "")) as page:
         for client, status in [("10.0.0.7", 403), ("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200)]:

@@ -254,7 +254,7 @@ def test_a_lost_server_is_replaced_at_its_address(script, tmp_path):
         killed.touch()
         assert cluster.wait(SECONDS).code == 0
     assert cluster.addresses[server] in " ".join(cluster.output(server))
-    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); restarted,  0 restarts left" in said
+    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); restarted, 0 restarts left" in said
 
 
 def test_who_still_runs_in_the_end_is_named(script):

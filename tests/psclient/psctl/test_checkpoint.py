@@ -176,7 +176,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
     ("its header is damaged", lambda path: overwrite(path / SHARD0, 8, b"}")),
     ("its header is damaged", lambda path: overwrite(path / SHARD0, 0, b"\xff" * 8)),
     ("it contains 'b', which the manifest does not list", tensors(lambda all: all.pop("b"))),
-    ("it has 'b' as float64[2], not float64[3]", tensors(lambda all: all["b"].update(shape=[3]))),
+    ("it holds 'b' as float64[2], not float64[3]", tensors(lambda all: all["b"].update(shape=[3]))),
     ("it does not contain 'b', which the manifest lists", tensors(lambda all: all["b"].update(file=SHARD1))),
 ]
 
@@ -318,7 +318,7 @@ def test_a_failed_export_leaves_nothing(run, saved, tmp_path):
         (["diff", "{run}"], "Missing argument 'B'"),
         (["export", "{run}", "{tmp}/out.pt"], "out.pt has an unknown extension; use .safetensors or .npz"),
         (["export", "{run}", "{tmp}/there.npz"], "already exists; give another name, or --force"),
-        (["export", "{run}", "{tmp}/no/out.npz"], "there is no directory {tmp}/no to write out.npz into"),
+        (["export", "{run}", "{tmp}/no/out.npz"], "there is no directory {tmp}/no for out.npz"),
     ],
 )
 def test_wrong_use_is_one_line(run, saved, tmp_path, args, said):

@@ -137,7 +137,7 @@ def test_a_job_that_waits_is_shown(run):
     assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
 
     code, text = run("status")
-    assert (code, text.splitlines()[0]) == (0, "job runs: generation 1, round 5, 2 replicas, sync")
+    assert (code, text.splitlines()[0]) == (0, "job is running: generation 1, round 5, 2 replicas, sync")
     assert [line for line in text.splitlines() if line.startswith("worker-0") and line.rstrip().endswith("worker-1")]
 
     sessions = [task["session"] for task in said["tasks"]]
@@ -366,7 +366,7 @@ def test_servers_are_spread_drained_and_moved(tmp_path, psctl_of, half):
 
 
 WRONG = {
-    ("move", "ps:9"): "psctl: error: the job has 2 servers, and no /job:ps/task:9",
+    ("move", "ps:9"): "psctl: error: the job has 2 servers, so there is no /job:ps/task:9",
     ("move", "ps:0"): "no standby server can replace /job:ps/task:0; start one on another machine with",
     ("move", "worker:0"): "'worker:0' is neither a server nor the domain of a server; write ps:0",
     ("move", "/job:worker/task:0"): "/job:worker/task:0 is not a server; write ps:0",

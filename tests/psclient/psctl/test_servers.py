@@ -197,7 +197,7 @@ def test_in_a_task_s_container_its_certificate_will_do(ask, server, certificates
     monkeypatch.delenv("TF_CONFIG")
     code, said = ask("status", "--address", server.address, *flags(certificates.out / "worker-0"))
     assert code == 2
-    assert "is worker-0's, and not of" in said["error"]["message"]
+    assert "is worker-0's, not for" in said["error"]["message"]
 
 
 def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
@@ -243,7 +243,7 @@ def test_a_health_check_shows_what_the_environment_names(call, bare, server, cer
         monkeypatch.setenv("TF_CONFIG", tf_config)
         code, said = checked(certificates.out / "ps-1")
         assert code == 2
-        assert "tls.crt is ps-1's, and not of" in said
+        assert "tls.crt is ps-1's, not for" in said
     monkeypatch.setenv("TF_CONFIG", json.dumps({"task": {"type": "ps", "index": 1}}))
     assert checked(certificates.out / "ps-1") == serves
     shutil.copytree(certificates.out / "ps-1", tmp_path / "ps-1")  # all that there is in the task's container

@@ -282,7 +282,7 @@ def test_statistics_are_of_finite_elements(value):
         (["vars", "a", "b"], "unexpected extra argument"),
         (["read"], "Missing argument 'NAME'. (see psctl read --help)"),
         (["health", "nowhere"], "'nowhere' is not an address"),
-        (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no to write x.npy into"),
+        (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no for x.npy"),
         (["status", "--address", "h:1", "--tls-cert", "{tmp}/none"], "missing: --tls-key, --tls-ca"),
         (["--address", "h:1,,", "status"], "'' is not an address"),
     ],
@@ -349,7 +349,7 @@ def test_why_there_is_no_page_is_said():
     assert "the chief has no status page" in _nothing(found, None, True)
     assert "ps-0 has no metrics port" in _nothing(found, 0, False)
     assert _nothing(found, 1, False) == "ps-1 does not answer: nothing listens there"
-    assert "no ps-2 among the 2 servers" in _nothing(found, 2, False)
+    assert "ps-2 is not among the 2 servers" in _nothing(found, 2, False)
 
 
 def part(id, name, server, slot=None):

@@ -200,7 +200,7 @@ SAID = said_of(ROW_PLAN, (1.0, 1.0, 1.0), (3, 0))
     [
         (replace(SAID, rows=()), r"row counts \(\) for a compiled step with 2 reductions of rows"),
         (replace(SAID, rows=(3,)), r"row counts \(3,\) for a compiled step with 2"),
-        (replace(SAID, rows=(3, 0, 0)), "says"),
+        (replace(SAID, rows=(3, 0, 0)), "has row counts"),
         (replace(SAID, rows=(1 << 40, 0)), f"the limit is {MAX_ROWS} rows each"),
         (replace(SAID, rows=(3, MAX_ROWS + 1)), f"the limit is {MAX_ROWS} rows each"),
         (replace(SAID, rows=(4, 0)), "does not fit a compiled step"),

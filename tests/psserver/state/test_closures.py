@@ -254,9 +254,9 @@ def test_who_may_do_what(server):
         server.schedule(ClosureOrder(1, "f"), session=10, task=Task("worker", 0))
     with pytest.raises(InvalidRequest, match="has not registered"):
         server.schedule(ClosureOrder(1, "f"), session=2)
-    with pytest.raises(InvalidRequest, match="is no worker"):
+    with pytest.raises(InvalidRequest, match="is not a worker"):
         server.closures.take(1, CHIEF, FUNCTIONS, None, 0, Future())
-    with pytest.raises(InvalidRequest, match="the last was 0"):
+    with pytest.raises(InvalidRequest, match="scheduled after closure 0"):
         server.add(2)
     with pytest.raises(InvalidRequest, match="closure 7 has no result"):
         server.fetch(7)

@@ -287,7 +287,9 @@ def test_small_tables_take_what_their_rows_take(is_compiled):
 def test_a_filter_for_which_there_is_no_memory(monkeypatch):
     """Where no limit is given the system refuses: the table is refused in words, and may be declared otherwise."""
     monkeypatch.setattr(np, "zeros", lambda *args: (_ for _ in ()).throw(MemoryError))
-    with pytest.raises(MemoryLimit, match="out of memory for the 1024 bytes of a CBFFilter; lower its max_element_size"):
+    with pytest.raises(
+        MemoryLimit, match=("out of memory for the 1024 bytes of a CBFFilter; lower its max_element_size")
+    ):
         policies._counters(1, 1024)
     monkeypatch.undo()
     monkeypatch.setattr(policies, "_counters", lambda *size: (_ for _ in ()).throw(MemoryLimit("no memory")))
