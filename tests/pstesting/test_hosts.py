@@ -158,7 +158,7 @@ def test_nothing_is_left_where_the_owner_is_killed(stack):
 def test_who_is_not_root_is_told():
     """Nothing is tried that is not permitted; the error says what would be needed."""
     done = subprocess.run(python(POOR), capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT)
-    assert "hosts need root" in done.stdout, done.stderr
+    assert "hosts need the right to create network namespaces" in done.stdout, done.stderr
 
 
 def test_a_missing_program_is_told(environ, tmp_path):

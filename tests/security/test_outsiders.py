@@ -281,7 +281,7 @@ def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
     server.open(STRANGER, 1, session, False)
     members = (*(worker.member for worker in two.members), inside.Member(late, session, 1))
     two.job.close(members)
-    with pytest.raises(inside.Forbidden, match=f"session {session} is {late}'s, and {STRANGER} has opened it"):
+    with pytest.raises(inside.Forbidden, match=f"session {session} belongs to {late}, but {STRANGER} has opened it"):
         server.heartbeat(session, -1, b"")
     server.open(late, 1, session, False)
     server.heartbeat(session, -1, b"")

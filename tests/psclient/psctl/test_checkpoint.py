@@ -143,7 +143,7 @@ def test_a_checkpoint_is_shown(run, saved):
 def test_a_whole_checkpoint_is_verified(run, saved, tmp_path):
     """Exit code 0, and JSON without faults; what cannot be verified is not passed over in silence."""
     done = run("verify", saved)
-    assert (done.code, done.out) == (0, f"{saved} is whole: {len(VALUES)} variables\n")
+    assert (done.code, done.out) == (0, f"{saved} is complete: {len(VALUES)} variables\n")
     said = run("verify", "--json", saved).json
     assert said == {"path": str(saved), "whole": True, "without_checksum": 0, "faults": []}
     path = write_checkpoint(tmp_path / "ckpt-1", VALUES, checksums=False)
@@ -433,7 +433,7 @@ def test_a_delta_is_compacted(run, job):
     """A path, or the newest of a directory; what is whole stays."""
     expected = job.state()
     code, out, _ = run("compact", job.root)
-    assert (code, "c-3 is whole, " in out, "it no longer needs c-2, c-1" in out) == (0, True, True)
+    assert (code, "c-3 is now complete, " in out, "it no longer needs c-2, c-1" in out) == (0, True, True)
     assert run("compact", job.root / "c-3") == (0, f"{job.root}/c-3 is already complete\n", "")
     assert run("verify", job.root).code == 0
     for path in (*(job.root / "c-1").iterdir(), *(job.root / "c-2").iterdir()):

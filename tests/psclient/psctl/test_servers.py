@@ -105,7 +105,7 @@ def test_what_was_told_last_is_shown(run, worker):
     code, text = run("--server", "2")
     assert (code, text) == (
         2,
-        "psctl: error: no address leads to /job:ps/task:2; name all servers of the job in --address\n",
+        "psctl: error: /job:ps/task:2 is not at any of the addresses; name all servers of the job in --address\n",
     )
 
 
@@ -261,7 +261,7 @@ def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
     for folder, level in ((certificates.out / "admin", "ok"), (ends, "warn")):
         found = ask("doctor", "--address", server.address, *flags(folder))[1]["findings"]
         tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
-        assert tls == {"our certificate is admin's": level, "ps-0: it has a valid certificate": "ok"}
+        assert tls == {"our certificate is for admin": level, "ps-0: it has a valid certificate": "ok"}
     code, said = ask("doctor", "--address", server.address, *flags(certificates.other / "admin"))
     assert code == 1
     assert any("not signed by our CA" in each["message"] for each in said["findings"] if each["level"] == "fail")
