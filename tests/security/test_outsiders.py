@@ -285,7 +285,7 @@ def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
         server.heartbeat(session, -1, b"")
     server.open(late, 1, session, False)
     server.heartbeat(session, -1, b"")
-    with pytest.raises(inside.Forbidden, match=f"session {session} is {late}'s, and not {STRANGER}'s"):
+    with pytest.raises(inside.Forbidden, match=f"session {session} belongs to {late}, not to {STRANGER}"):
         server.open(STRANGER, 1, session, False)
 
 
