@@ -490,7 +490,7 @@ def named_latest(place: Storage, directory: str) -> str | None:
         return latest_in(_text(place, path, MAX_LATEST, MAX_LATEST)) if place.exists(path) else None
     except (CheckpointError, Malformed) as error:
         log.warning(
-            "cannot use %s/%s; the checkpoint with the highest number is taken as the newest: %s",
+            "cannot use %s/%s (%s); the checkpoint with the highest number is taken as the newest",
             directory,
             LATEST,
             error,

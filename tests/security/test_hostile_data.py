@@ -59,7 +59,7 @@ ABSURD: dict[str, tuple[inside.TablePart, str]] = {
     "rows of objects": (table(dtype="object"), "unknown dtype 'object'"),
     "2**62 rows": (table(capacity=1 << 62), "capacity must be in"),
     "a limit of 2**63 bytes": (table(memory_limit=1 << 63), "memory_limit must be in"),
-    "a limit of a byte": (table(memory_limit=1), "has room for 0 rows"),
+    "a limit of a byte": (table(memory_limit=1), "allows 0 rows"),
     "no numbers": (table(initializer=inside.Constant(math.nan)), "a finite number"),
     "an endless interval": (table(initializer=inside.Uniform(-1e308, 1e308)), "a finite number"),
     "endless deviations": (table(initializer=inside.Normal(0.0, 1e300)), "which is infinite in that dtype"),
@@ -128,7 +128,7 @@ def changed(**fields: object) -> pb.TableSpec:
     return spec
 
 
-OTHER = "and its part of a table is float32[16777216,4]"
+OTHER = "but its part of a table is float32[16777216,4]"
 UNKNOWN = {
     "many columns": ([1 << 24, 5], OTHER),
     "a row": ([4], OTHER),
@@ -264,7 +264,7 @@ def test_a_hostile_word_names_nothing(tmp_path: Path, name: str, caplog: pytest.
         MANIFESTS[name](latest)  # type: ignore[operator]
     with little_memory():
         assert inside.SavedCheckpoint.open(inside.storage_at(tmp_path), ".").path == "ckpt-1"
-    assert "latest is passed over" in caplog.text
+    assert "cannot use ./latest" in caplog.text
 
 
 def header(entry: object, length: int | None = None) -> bytes:
@@ -352,7 +352,7 @@ def nested(depth: int) -> list[object]:
     ("state", "error", "words"),
     [
         (["n" * 1000] * 20_000, ps.errors.CheckpointError, r"bytes, but the maximum is 16,777,216"),
-        (nested(200), TypeError, r"state_dict\(\) of 'state' .*more than 100 deep"),
+        (nested(200), TypeError, r"state_dict\(\) of 'state' .*more than 100 levels deep"),
     ],
     ids=["too large", "too deep"],
 )

@@ -160,7 +160,10 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
     """Who knows its number may do nothing with it, and its owner goes on; one that was not opened is not made up."""
     owner, session = members["worker-0"]
     for thief in ("worker-1", "chief-0", "admin"):
-        with at_once(), pytest.raises(inside.Forbidden, match=r"belongs to /job:worker/task:0.*certificate is of " + thief):
+        with (
+            at_once(),
+            pytest.raises(inside.Forbidden, match=r"belongs to /job:worker/task:0.*certificate is of " + thief),
+        ):
             SESSION_VERBS[verb](members[thief][0], session)
         owner.heartbeat(session, -1, b"")
     with pytest.raises(inside.Forbidden, match="was not opened here"):

@@ -240,7 +240,7 @@ def test_servers_that_never_reach_each_other(caplog):
             assert_lost(error, PS1, "let the servers connect to each other; ")
             assert f"{PS0} has not reached {PS1} for " in error.message
     for one, other in ((PS0, PS1), (PS1, PS0)):
-        assert f"rounds wait, because {one} does not reach {other} (at " in caplog.text
+        assert f"rounds wait, because {one} cannot reach {other} (at " in caplog.text
 
 
 def test_a_server_and_its_copy_that_do_not_reach_each_other(caplog):
