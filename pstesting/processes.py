@@ -257,7 +257,7 @@ class ProcessCluster:
                 self._news.wait(0.2)
         self._abort()
         time.sleep(1)  # until the lines are here
-        raise AssertionError(f"{task} did not say {what} in time, or has ended:\n{self._transcript()}")
+        raise AssertionError(f"{task} did not print {what} in time, or has ended: {self._transcript()}")
 
     def _transcript(self) -> str:
         """What was printed last; what is said again and again is said once."""
@@ -320,5 +320,5 @@ def until(true: Callable[[], bool], seconds: float, otherwise: Callable[[], str]
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
-            raise AssertionError(f"it did not come true within {seconds:g} s: {otherwise()}")
+            raise AssertionError(f"the condition did not hold within {seconds:g} s: {otherwise()}")
         time.sleep(0.02)

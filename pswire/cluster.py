@@ -44,7 +44,7 @@ class Task:
         """Reads `/job:worker/task:1`; raises `ConfigError` for anything else."""
         match = _TASK.fullmatch(text)
         if not match:
-            raise ConfigError(f"{text!r} is no task; write /job:worker/task:0")
+            raise ConfigError(f"{text!r} is not a task; write /job:worker/task:0")
         return cls(match[1], int(match[2]))
 
 
@@ -158,7 +158,7 @@ class ClusterSpec:
         """Returns the `host:port` of a task; raises `ConfigError` if the cluster has no such task."""
         address = self._jobs.get(task.job, {}).get(task.index)
         if address is None:
-            raise ConfigError(f"the cluster has no {task}: it has {self.describe()}; correct the task or the cluster")
+            raise ConfigError(f"the cluster has no {task}; it has {self.describe()}: correct the task or the cluster")
         return address
 
     def at_host_of(self, task: Task) -> list[Task]:
@@ -183,7 +183,7 @@ class ClusterSpec:
 def _addresses(job: Any, tasks: Any) -> dict[int, str]:
     """The addresses of one job by task index, ascending."""
     if not isinstance(job, str):
-        raise TypeError(f"a job name must be a text, not {job!r}")
+        raise TypeError(f"a job name must be a string, not {job!r}")
     by_index = dict(enumerate(tasks)) if isinstance(tasks, list | tuple) else tasks
     if not isinstance(by_index, Mapping) or not all(isinstance(address, str) for address in by_index.values()):
         raise TypeError(f'cluster[{job!r}] must be a list of "host:port" strings, or a dict from task index to them')
@@ -342,15 +342,15 @@ def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
     cluster, job = source.cluster_spec(), source.task_type
     if not cluster and job is not None:
         raise ConfigError(
-            f"{where} says that this process is a {job}, and has no cluster; write "
-            '"cluster": {"ps": ["host:port"], "worker": ["host:port"]} as well, or leave the task out'
+            f"{where} names this process as a {job}, but has no cluster; add "
+            '"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, or remove the task'
         )
     if not cluster:
         return None
     check_cluster(cluster, where)
     if job is None:
         raise ConfigError(
-            f"{where} has a cluster but no task type: say which task this process is, "
+            f"{where} has a cluster but no task type; name this process's task: "
             '"task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type="worker", task_id=0 of a resolver'
         )
     if job not in JOBS:
@@ -378,9 +378,9 @@ def check_cluster(cluster: ClusterSpec, where: str) -> None:
     if not counts.get("ps"):
         raise ConfigError(f"{where}: the cluster has no 'ps' task; variables need at least one server")
     if counts.get("chief", 0) > 1:
-        raise ConfigError(f"{where}: the cluster has {counts['chief']} chiefs; it can have one")
+        raise ConfigError(f"{where}: the cluster has {counts['chief']} chiefs, but can have only one")
     if not counts.get("worker") and not counts.get("chief"):
-        raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief'; nobody would train")
+        raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief', so no task would train")
 
 
 def join_address(host: str, port: int) -> str:
@@ -408,5 +408,5 @@ def check_address(address: str, where: str) -> tuple[str, int]:
     """Splits `host:port`; raises `ConfigError` naming `where` if it is none."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not _NUMBER.fullmatch(port) or int(port) > 65535:
-        raise ConfigError(f"{where}: {address!r} is no address; write host:port, such as 10.0.0.7:2222")
+        raise ConfigError(f"{where}: {address!r} is not an address; write host:port, such as 10.0.0.7:2222")
     return host, int(port)

@@ -184,8 +184,8 @@ class Timeouts:
         """Raises `ConfigError` for times that contradict each other."""
         if self.round_timeout < ROUND_LEASES * self.session_timeout:
             raise ConfigError(
-                f"PS_ROUND_TIMEOUT={self.round_timeout:g} is below {ROUND_LEASES} session timeouts of "
-                f"{self.session_timeout:g} s (PS_SESSION_TIMEOUT): a slow worker would be excluded; make it longer"
+                f"PS_ROUND_TIMEOUT={self.round_timeout:g} is below {ROUND_LEASES} times PS_SESSION_TIMEOUT "
+                f"({self.session_timeout:g} s), so slow workers would be excluded; raise it"
             )
 
     def environ(self) -> dict[str, str]:

@@ -100,7 +100,7 @@ def _number(text: str) -> int:
     """Reads `ps:0`, `ps-0` or `0`."""
     found = _SERVER.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text!r} is no server; write ps:0, or 0")
+        raise ConfigError(f"{text!r} is not a server; write ps:0, or 0")
     return int(found[1])
 
 
@@ -145,11 +145,13 @@ def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
     for link in links:
         yield f"{short(link.task):<{width}}  {link.url}"
     if has_code:
-        yield "good for one hour; whoever has a link can look, so keep it to yourself"
+        yield "valid for one hour; anyone with a link can open the page, so keep it secret"
     else:
-        yield "the job has no token: these pages are shown on the machine of their task alone, and to everybody there"
+        yield "the job has no token, so each page is shown only on the machine of its task, to all of its users"
     if any(link.url.startswith("https:") for link in links):
-        yield "https: a browser knows neither the job's CA nor the names of tasks, and warns; see docs/security.md"
+        yield (
+            "https: a browser warns, because it does not know the job's CA and the names of tasks; see docs/security.md"
+        )
     if any(link.local for link in links):
         yield "127.0.0.1 is the machine of that task; from elsewhere forward the port: ssh -L PORT:127.0.0.1:PORT HOST"
 
@@ -157,14 +159,14 @@ def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
 def _nothing(view: JobView, number: int | None, of_chief: bool) -> str:
     """Why there is no link, and what to do."""
     if of_chief:
-        return f"the chief tells of no status page; {NO_PORT}"
+        return f"the chief has no status page; {NO_PORT}"
     if number is None:
-        return f"no task of this job has a metrics port, and so no status page; {NO_PORT}"
+        return f"no task of this job has a metrics port, so there is no status page; {NO_PORT}"
     task = f"ps-{number}"
     found = next((each for each in view.servers if short(each.task) == task), None)
     if found is None:
-        return f"there is no {task} among the {len(view.servers)} servers that were asked"
+        return f"{task} is not among the {len(view.servers)} servers that were asked"
     if not found.incarnation:
         said = next((each.message for each in view.problems if each.task == found.task), found.state)
         return f"{task} does not answer: {said}"
-    return f"{task} has no metrics port, and so no status page; {NO_PORT}"
+    return f"{task} has no metrics port, so it has no status page; {NO_PORT}"

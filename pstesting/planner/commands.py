@@ -75,7 +75,7 @@ BUSY = 0.5
     "--peer", metavar="HOST:PORT", help="Also measure the network to a host that runs psctl calibrate --answer."
 )
 @click.option(
-    "--answer", "answers", metavar="[HOST:]PORT", help="Only answer another host's --peer on this port, once."
+    "--answer", "answers", metavar="[HOST:]PORT", help="Answer another host's --peer on this port once, and exit."
 )
 @click.option("--json", "as_json", is_flag=True, cls=Flag, group=OUTPUT, help="Print JSON.")
 def calibrate(
@@ -94,7 +94,7 @@ def calibrate(
     if answers is not None:
         host, port = check_address(answers if ":" in answers else f"0.0.0.0:{answers}", "--answer")
         networks.answer(
-            host, port, lambda at: click.echo(f"answers at {at}, until another host has measured", err=True)
+            host, port, lambda at: click.echo(f"waiting at {at} for the measurement of another host", err=True)
         )
         return 0
     pair = None if peer is None else check_address(peer, "--peer")
@@ -108,7 +108,8 @@ def calibrate(
     load, begun = os.getloadavg()[0] / (os.cpu_count() or 1), time.monotonic()
     if load > BUSY:
         click.echo(
-            f"psctl: others use this host (load {load:.1f} for each core): its costs come out too high", err=True
+            f"psctl: other processes use this host (load {load:.1f} per core), so the measured costs are too high",
+            err=True,
         )
     found = None if pair is None else networks.measure(*pair)  # first: what is wrong is told at once
     costs = calibrated([measure(transports) for _ in range(turns)])
@@ -144,7 +145,7 @@ def rate_of(text: str) -> float:
     """Bytes per second of `25Gbit`."""
     match = _RATE.fullmatch(text)
     if not match or float(match[1]) == 0:
-        raise ConfigError(f"--network {text!r} is no rate; write bits per second with a unit, such as 25Gbit")
+        raise ConfigError(f"--network {text!r} is not a rate; write bits per second with a unit, such as 25Gbit")
     return float(match[1]) * _THOUSANDS[match[2].upper()] / 8
 
 
@@ -152,7 +153,7 @@ def _seconds(text: str, flag: str) -> float:
     """Seconds of `120ms`."""
     match = _TIME.fullmatch(text)
     if not match:
-        raise ConfigError(f"{flag} {text!r} is no time; write a number with a unit, such as 120ms, 10min or 90d")
+        raise ConfigError(f"{flag} {text!r} is not a time; write a number with a unit, such as 120ms, 10min or 90d")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -160,7 +161,7 @@ def _table(text: str) -> tuple[float, int]:
     """Rows and dimension of `200M:64`."""
     match = _TABLE.fullmatch(text)
     if not match or int(match[3]) == 0:
-        raise ConfigError(f"--rows {text!r} is no table; write rows and numbers of a row, such as 200M:64")
+        raise ConfigError(f"--rows {text!r} is not a table; write rows and numbers per row, such as 200M:64")
     return float(match[1]) * _THOUSANDS[match[2].upper()], int(match[3])
 
 
@@ -250,8 +251,8 @@ def plan(
     model = TYPICAL if costs is None else Costs.read(costs)
     if network is None and not model.network:
         raise ConfigError(
-            f"{costs} has no network between hosts: give --network, such as 25Gbit, or measure one with "
-            "psctl calibrate --peer"
+            f"{costs} has no network between hosts; give --network, such as 25Gbit, or measure it with psctl "
+            f"calibrate --peer"
         )
     count, dimension = _table(rows) if rows else (0.0, 0)
     found = planning.plan(
@@ -292,22 +293,22 @@ def plan(
         ("the same, and a backup worker", found.backed),
     ]
     if found.summed is not None:
-        lines.append((f"with {found.summed.servers} servers, where workers of a host send sums", found.summed))
+        lines.append((f"with {found.summed.servers} servers and local reduction", found.summed))
     shown = {each.servers: each for each in found.tried}
     lost = [(f"with{'' if copies else 'out'} copies", found.chosen.lost)]
     lost += [(f"with{'out' if copies else ''} copies", found.other_copies.lost)] if found.other_copies else []
-    heads = ("servers", "step, ms", "of it the round", "a server holds", "used most")
+    heads = ("servers", "step, ms", "of that, the round", "a server holds", "bottleneck")
     show(
         table(heads, [_row(each, each is found.chosen) for _, each in sorted(shown.items())]),
-        f"{found.chosen.servers} servers: twice as many would save less than {100 * worth:.0f} % of a step.",
+        f"{found.chosen.servers} servers are enough: twice as many would save less than {100 * worth:.0f} % of a step.",
         *(f"{what}: {1e3 * each.step_seconds:.1f} ms a step" for what, each in lines if each is not None),
         *(
-            f"time lost to hosts that fail, {what}: {each.workers + each.servers:.0f} s a day, of it "
-            f"{each.servers:.0f} s by servers"
+            f"time lost to host failures, {what}: {each.workers + each.servers:.0f} s per day, of that "
+            f"{each.servers:.0f} s because of servers"
             for what, each in lost
         ),
         *(
-            [f"{costs} has no price for sums of a host: measure it again"]
+            [f"{costs} has no cost for local reduction; run psctl calibrate again"]
             if per_host > 1 and not (ids or model.prices_sums)
             else []
         ),

@@ -114,7 +114,7 @@ def test_servers_that_nobody_calls_end(tmp_path):
         job.open("on")
         assert [job.exited(task) for task in (W0, CHIEF)] == [SERVER_LOST] * 2
         for task in left:
-            job.hear_error(task, "nobody has been here for 4 s (PS_NO_WORKERS_TIMEOUT), so that this server ends")
+            job.hear_error(task, "no process has contacted this server for 4 s (PS_NO_WORKERS_TIMEOUT), so it ends")
             assert job.exited(task) == 0
 
 

@@ -471,7 +471,7 @@ def test_processes_that_compress_in_different_ways_are_told_so():
             step()
         assert "for 'w' as int8" in str(told.value)
         assert "for 'w' as topk(0.25)" in str(told.value)
-        assert "where they first differ: reduction 0 is sum float32[40] for 'w'" in str(told.value)
+        assert "first difference: reduction 0 is sum float32[40] for 'w'" in str(told.value)
 
     hows = [ps.compression.Int8(), ps.compression.TopK(0.25)]
     in_threads(diverge, servers=1, each=[{"compression": how} for how in hows])

@@ -60,7 +60,7 @@ def test_ids_that_are_no_rows_are_refused_by_servers_too():
         with strategy.scope():
             table = ps.Variable(np.zeros(SHAPE, "float32"), name="table")
         table.assign_add(np.ones(SHAPE))
-        with pytest.raises(ps.errors.InvalidRequest, match="id 50 is no row of variable 'table'"):
+        with pytest.raises(ps.errors.InvalidRequest, match="id 50 is not a row of variable 'table'"):
             strategy.backend.reader.read_rows(table.handle, np.array([3, 50]))
 
 

@@ -132,7 +132,7 @@ def test_a_job_that_grows(home):
     """The drill for it: two workers join, and each leaves again with code 0."""
     (drill,) = [block for block in blocks("docs/operations.md") if any("psworker --join" in line for line in block)]
     out = run(typed(drill), home)
-    shown = [line.split(", ")[2] for line in out.splitlines() if line.startswith("job runs")]
+    shown = [line.split(", ")[2] for line in out.splitlines() if line.startswith("job is running")]
     assert shown == ["4 replicas", "3 replicas", "2 replicas"]
 
 

@@ -92,7 +92,7 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
         tell_to_end(job, *ALL, CHIEF)
         for server in (PS0, PS1):
             job.kill(server, signal.SIGTERM)
-            job.hear_error(server, "it stays while processes leave")
+            job.hear_error(server, "it waits for the processes that are leaving")
         job.open("end")
         job.finish(SOON)
         for task in (W0, W2):

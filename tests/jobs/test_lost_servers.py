@@ -168,7 +168,7 @@ def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_
             fail(tmp_path, name)
             last = server.status().round
         job.open("go 20")
-        said = job.hear_error(failing, f"{failing} has other values than {home} after round ")
+        said = job.hear_error(failing, f"{failing} and its copy on {home} have different values of ")
         found = int(re.search(r"after round (\d+)", said).group(1))
         assert last < found <= last + 1 + ROUNDS
         assert repr(name) in said
@@ -182,7 +182,7 @@ def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_
             replace(job, server)
         enough(job, tmp_path)
         job.finish()
-        assert [line.count("has other values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
+        assert [line.count("have different values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
 
 
 @pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])
@@ -410,7 +410,7 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack, words):
         for task in (W0, W1):
             job.hear(task, "at", 3)
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert f"{one} votes over gRPC at {other}: its transport cannot be reached (" in job.errors(one)
+            assert f"{one} uses gRPC to {other}, because the tcp transport cannot be reached (" in job.errors(one)
         for relay in relays:
             relay.cut()
         job.open("go 3")

@@ -95,7 +95,7 @@ def test_workers_are_lost_one_after_another(tmp_path):
         after_the_lease(job, W0, 7, began)
         job.resume(W2)
         assert job.exited(W2) == 1
-        assert "this session was ended" in job.errors(W2)
+        assert "this process was removed from the job" in job.errors(W2)
         job.open("0 at 9")  # not before: with the last one the servers end, and would tell nobody
         assert job.hear(W0, "sums") == [counts(12, 5, 7, 3)] * 2
         assert f"round 5 of server 0 is complete without {W1}" in job.errors(W0)

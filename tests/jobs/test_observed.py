@@ -66,7 +66,7 @@ def test_every_task_tells_what_it_does(tmp_path):
 
 def _own(errors: str) -> list[str]:
     """What a task itself has said; the launcher, which is the test's process, tells of who is slow to end."""
-    return [line for line in errors.splitlines() if not line.startswith("psworker: waits for ")]
+    return [line for line in errors.splitlines() if not line.startswith("psworker: waiting for ")]
 
 
 def _check_worker(page: Page) -> None:

@@ -154,7 +154,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
             job.hear(task, "made")
         older.send_signal(signal.SIGCONT)
         assert older.wait(SECONDS) == 1
-        assert "this session was ended: " in job.errors(CHIEF)
+        assert "this process was removed from the job, because " in job.errors(CHIEF)
         for task in (W0, W1):
             assert job.hear(task, "sums") == SUMS
         job.finish()
@@ -208,7 +208,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         (second, said), (other, refused), (chief, rival) = map(outcome, strays)
         assert (second, other, chief) == (2, 2, 2)
         assert f"error: {W1}: another process is {W1} of this job" in said
-        assert f"{W0} is of the job 'blue', and these servers hold the job '{job.cluster.job}'" in refused
+        assert f"{W0} belongs to the job 'blue', but these servers hold the job '{job.cluster.job}'" in refused
         assert f"set PS_JOB={job.cluster.job}" in refused
         assert "psctl job delete" in refused
         assert "another process is chief of this job" in rival
@@ -226,7 +226,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
             job.until(lambda: not [s for s in server.status().sessions if s.state == "open"])
         code, said = outcome(job.stray(W0, PS_JOB="blue"))
         assert code == 2
-        assert "its variables are, and it was not left cleanly" in said
+        assert "it was not closed cleanly, and its variables are still there" in said
         done = end()
         assert (done.returncode, done.stdout) == (0, f"the job {job.cluster.job!r} is over\n"), done.stderr
         assert job.exited(PS1) == 0
@@ -285,7 +285,7 @@ def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
         for gate in ("1 at 5", "0 at 5") if first == "newcomer" else ("0 at 5", "1 at 5"):
             job.open(gate)
             job.until(lambda: [waiting.round for waiting in holder.status().waiting] == [5] or W1 in ended(job))
-        told = job.hear_error(W1, "it joined a running job, and does not run the job's program: in its first round, 5")
+        told = job.hear_error(W1, "it joined a running job, but runs another program: in its first round, 5")
         assert f"{W0} is at" in told
         assert f"{W1} is at" in told
         assert job.exited(W1) == 1

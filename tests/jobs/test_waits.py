@@ -462,9 +462,9 @@ def for_a_job_to_join(site: Site) -> Iterator[Said]:
             assert joiner.take().task == Task("worker", 2)
 
     joining = site.start(join)
-    word = f"waits for a job at {site.address}: no chief has begun a job there yet"
+    word = f"waiting for a job at {site.address}: the chief has not started a job there yet"
     yield Said(
-        word, "there is no job to join at .* no chief has begun a job there yet; start its servers and its chief"
+        word, "found no job to join at .* the chief has not started a job there yet; start its servers and its chief"
     )
     site.drive()
     joining.result(SOON)
@@ -487,7 +487,7 @@ def for_a_script_of_a_cluster(site: Site) -> Iterator[Said]:
             assert cluster.wait(SOON).code == 0
 
     site.start(run)
-    yield Said(f"psworker: waits for {W1} to end; all other scripts have")
+    yield Said(f"psworker: waiting for {W1} to end; all other scripts have ended")
     (site.directory / "over").touch()
 
 
@@ -523,7 +523,7 @@ def for_a_disk(site: Site) -> Iterator[Said]:
     """A server that ends while it writes."""
     process = site.spawn(DRAIN, stderr=subprocess.PIPE)
     site.start(lambda: [site.lines.append(line.decode()) for line in process.stderr])
-    yield Said(f"{PS0} ends when it is done: it still writes a file; another signal kills it")
+    yield Said(f"{PS0} still writes a file, and ends after that; another signal kills it at once")
     process.stdin.write(b"\n")
     assert process.wait(SOON) == 0
 

@@ -254,7 +254,7 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(variable, 
         job.until(lambda: job.process(failing).outlived)
         assert last < job.round <= last + 2 * ROUNDS
         for one, other in ((home, failing), (failing, home)):
-            assert f"{one} has other values than {other} after round " in caplog.text
+            assert f"{one} and its copy on {other} have different values of " in caplog.text
         assert f"goes on without {failing}: had different values from {home} after round " in caplog.text
         come_back(job, failing)
         before = job.round
@@ -262,7 +262,7 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(variable, 
         assert not job.status(failing).differences
         lose(job, home)
         assert job.finish() == [job.steps] * 2
-    assert caplog.text.count("has other values than") == 2
+    assert caplog.text.count("have different values of") == 2
 
 
 def test_servers_that_compute_differently(caplog):
@@ -286,7 +286,7 @@ def test_servers_that_compute_differently(caplog):
         told = {each.task: each.message for each in seen.problems if each.kind == "differs"}
         assert told.keys() == {str(PS0), str(PS1)}
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert f"it has other values than {other} since round " in told[str(one)]
+            assert f"it has different values than {other} since round " in told[str(one)]
         assert job.failures() == {}
     assert caplog.text.count("They are not repaired") == 1
 

@@ -325,7 +325,12 @@ def lose(directory):
     next(directory.glob("shard-*")).unlink()
 
 
-DAMAGE = {flip: "are not those that were saved", cut: "is no manifest", brackets: "no manifest", lose: "is missing"}
+DAMAGE = {
+    flip: "another checksum than when it was saved",
+    cut: "not a checkpoint manifest",
+    brackets: "not a checkpoint manifest",
+    lose: "is missing",
+}
 
 
 def contents(directory):
@@ -395,11 +400,15 @@ def test_where_all_are_damaged_nothing_begins_anew(kind):
     with opened(kind) as strategy:
         manager = managed(strategy)
         manager.checkpoint.v.assign(np.full(40, 9.0))
-        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*not those that were saved") as told:
+        with pytest.raises(
+            ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*another checksum than when it was saved"
+        ) as told:
             manager.checkpoint.restore("run/ckpt-2")
         assert told.value.task in ("", "/job:ps/task:0")
         cut(run / "ckpt-1")
-        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*not those that.*ckpt-1: .*is no manifest"):
+        with pytest.raises(
+            ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*not those that.*ckpt-1: .*is not a checkpoint manifest"
+        ):
             manager.restore_or_initialize()
         assert value(manager) == 9
     assert on_disk(kind) == numbered(1, 2)

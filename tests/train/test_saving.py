@@ -322,6 +322,6 @@ def test_the_rules_of_files_hold_without_servers(tmp_path):
         ):
             checkpoint.save("run/ckpt")
         assert not list((tmp_path / "elsewhere").iterdir())
-        with pytest.raises(ps.errors.CheckpointError, match=r"'run/latest': .*choose another one"):
+        with pytest.raises(ps.errors.CheckpointError, match=r"'run/latest': .*choose another name"):
             checkpoint.write("run/latest")
         assert ps.train.latest_checkpoint("run", strategy) == "run/ckpt-4"

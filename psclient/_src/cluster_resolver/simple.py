@@ -42,7 +42,7 @@ class SimpleClusterResolver(ClusterResolver):
                 f"cluster_spec must be a ClusterSpec, not {type(cluster_spec).__name__}; write ClusterSpec(...)"
             )
         if not isinstance(master, str):
-            raise TypeError(f"master must be a text such as host:port, not {master!r}")
+            raise TypeError(f"master must be a string such as host:port, not {master!r}")
         self._cluster_spec = cluster_spec
         self._master = master
         self._environment = environment
@@ -102,7 +102,7 @@ class UnionResolver(ClusterResolver):
             raise ValueError("a union needs at least one ClusterResolver")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise TypeError(f"a union is one of ClusterResolvers, not of {type(resolver).__name__}")
+                raise TypeError(f"a union takes ClusterResolvers, not {type(resolver).__name__}")
         self._resolvers = resolvers
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
@@ -166,6 +166,6 @@ def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | di
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
         twice = sorted(tasks.keys() & merged.keys())
         if twice:
-            raise KeyError(f"several resolvers have a task {twice[0]} of job {job!r}; give each task its own index")
+            raise KeyError(f"several resolvers have task {twice[0]} of job {job!r}; give each task its own index")
         merged |= tasks
     return merged

@@ -96,14 +96,14 @@ def task_of(resolver: ClusterResolver) -> TaskConfig | None:
     config = task_config_of(resolver, where)
     if config and config.task.job == EVALUATOR:
         raise ConfigError(
-            "an evaluator has no part in the training: give it a strategy of its own, such as MirroredStrategy(), and "
-            "let it restore what ps.train.checkpoints_iterator(directory) yields",
+            "an evaluator does not take part in training; give it its own strategy, such as MirroredStrategy(), and "
+            "restore the checkpoints of ps.train.checkpoints_iterator(directory)",
             str(config.task),
         )
     if config and config.task.job not in TRAINING_JOBS:
         raise ConfigError(
-            f"a {config.task.job} task runs no training script; start a ps task with psserver, "
-            "and make a strategy in workers and the chief only",
+            f"a {config.task.job} task does not run a training script; start a ps task with psserver, and create a "
+            f"strategy only in workers and the chief",
             str(config.task),
         )
     return config

@@ -49,8 +49,8 @@ class TorchrunClusterResolver(StartedClusterResolver):
         jobs = {SERVERS: 1, "worker": world - 1} if jobs is None else jobs
         if sum(jobs.values()) != world:
             raise RuntimeError(
-                f"the jobs have {sum(jobs.values())} tasks, but torchrun has started {world} processes; make them "
-                "equal, by jobs or by --nnodes and --nproc-per-node"
+                f"the jobs have {sum(jobs.values())} tasks, but torchrun started {world} processes; make them equal "
+                f"with jobs, or with --nnodes and --nproc-per-node"
             )
         if not jobs.get(SERVERS):
             raise RuntimeError(f'jobs must have a server and a worker, such as {{"ps": 1, "worker": 3}}, not {jobs}')
@@ -83,18 +83,18 @@ def _check_servers(tasks: Sequence[tuple[str, int]], rank: int, port_base: int) 
     node, here = _number("GROUP_RANK"), _number("LOCAL_WORLD_SIZE")
     if (tasks[rank][0] == SERVERS and node != 0) or (node == 0 and last >= here):
         raise RuntimeError(
-            f"servers are the ranks up to {last}, and the first node has {here if node == 0 else 'fewer'} processes: "
-            "torchrun tells no address but that of the first node, so that all servers have to be there; take fewer, "
-            "or raise --nproc-per-node"
+            f"servers are the ranks up to {last}, but the first node has {here if node == 0 else 'fewer'} "
+            f"processes. All servers must be on the first node, because torchrun gives only its address; use fewer "
+            f"servers, or raise --nproc-per-node"
         )
     taken = _number("MASTER_PORT")
     ports = range(port_base, port_base + last + 1)
     if ports[0] < 1 or ports[-1] > MOST_PORTS:
-        raise ConfigError(f"port_base={port_base} leaves no ports for {last + 1} ranks; take one from 1024 to 65000")
+        raise ConfigError(f"port_base={port_base} leaves no ports for {last + 1} ranks; use one from 1024 to 65000")
     if taken in ports:
         raise ConfigError(
-            f"MASTER_PORT={taken} is torchrun's own, and servers have the ports from {ports[0]} to {ports[-1]}; give "
-            "another port_base, or another --master-port"
+            f"MASTER_PORT={taken}, which torchrun uses, is within the servers' ports {ports[0]} to {ports[-1]}; give "
+            f"another port_base, or another --master-port"
         )
 
 
@@ -111,7 +111,7 @@ def _cluster(tasks: Sequence[tuple[str, int]], port_base: int) -> ClusterSpec:
 def _variable(name: str) -> str:
     text = launcher_variable(name)
     if not text:
-        raise RuntimeError(f"{name} is not set: torchrun has not started this process; start it with torchrun")
+        raise RuntimeError(f"{name} is not set, because torchrun did not start this process; start it with torchrun")
     return text
 
 

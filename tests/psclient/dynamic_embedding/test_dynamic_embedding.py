@@ -59,7 +59,7 @@ def test_tables_live_on_parameter_servers(strategy):
 
 WRONG = {
     "capacity too small": ({"capacity": 1000}, ValueError, "table 'users': a capacity of 1000 rows"),
-    "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts above a limit alone"),
+    "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts rows only above a limit"),
     "no size": ({"memory_limit": "4 Gigs"}, ValueError, "memory_limit of table 'users'"),
     "no dimension": ({"dim": 0}, ValueError, "table 'users': a row of shape"),
     "keys of floats": ({"key_dtype": "float32"}, ValueError, "table 'users': keys are int64 or uint64"),

@@ -163,7 +163,11 @@ def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name)
     answer = hand.hear()
     refusal = pb.Refusal.FromString(answer.header)
     assert (answer.kind, answer.call, refusal.error) == (Kind.REFUSAL, 2, "Fenced")
-    refused(Fenced, "this session was ended: it failed", lambda: site.server.heartbeat(here.session, -1, b""))
+    refused(
+        Fenced,
+        "this process was removed from the job, because it failed",
+        lambda: site.server.heartbeat(here.session, -1, b""),
+    )
 
 
 def test_a_server_that_ends_says_so(site):

@@ -105,7 +105,7 @@ def test_what_was_told_last_is_shown(run, worker):
     code, text = run("--server", "2")
     assert (code, text) == (
         2,
-        "psctl: error: no address leads to /job:ps/task:2; name all servers of the job in --address\n",
+        "psctl: error: /job:ps/task:2 is not at any of the addresses; name all servers of the job in --address\n",
     )
 
 
@@ -152,7 +152,7 @@ def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
         for wrong in ("127.0.0.1:99999", "127.0.0.1:", ":1", "127.0.0.1", f"127.0.0.1:+{thread.port}"):
             code, _, said = call("health", address, wrong)
             assert code == 2
-            assert f"{wrong!r} is no address" in said
+            assert f"{wrong!r} is not an address" in said
     assert call("health", address) == (1, f"{address} does not serve: nothing listens there\n", "")
 
 
@@ -197,7 +197,7 @@ def test_in_a_task_s_container_its_certificate_will_do(ask, server, certificates
     monkeypatch.delenv("TF_CONFIG")
     code, said = ask("status", "--address", server.address, *flags(certificates.out / "worker-0"))
     assert code == 2
-    assert "is worker-0's, and not of" in said["error"]["message"]
+    assert "is worker-0's, not for" in said["error"]["message"]
 
 
 def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
@@ -205,7 +205,7 @@ def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
     said = {
         "the server requires TLS, but this process has no certificate": [],
         "not signed by this process's CA": flags(certificates.other / "admin"),
-        "asks for the token of its job": flags(certificates.out / "admin")[:6],
+        "requires the token of its job": flags(certificates.out / "admin")[:6],
     }
     for words, shown in said.items():
         code, found = ask("status", "--address", server.address, *shown)
@@ -243,7 +243,7 @@ def test_a_health_check_shows_what_the_environment_names(call, bare, server, cer
         monkeypatch.setenv("TF_CONFIG", tf_config)
         code, said = checked(certificates.out / "ps-1")
         assert code == 2
-        assert "tls.crt is ps-1's, and not of" in said
+        assert "tls.crt is ps-1's, not for" in said
     monkeypatch.setenv("TF_CONFIG", json.dumps({"task": {"type": "ps", "index": 1}}))
     assert checked(certificates.out / "ps-1") == serves
     shutil.copytree(certificates.out / "ps-1", tmp_path / "ps-1")  # all that there is in the task's container
@@ -261,7 +261,7 @@ def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
     for folder, level in ((certificates.out / "admin", "ok"), (ends, "warn")):
         found = ask("doctor", "--address", server.address, *flags(folder))[1]["findings"]
         tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
-        assert tls == {"our certificate is admin's": level, "ps-0: it shows its certificate": "ok"}
+        assert tls == {"our certificate is for admin": level, "ps-0: it has a valid certificate": "ok"}
     code, said = ask("doctor", "--address", server.address, *flags(certificates.other / "admin"))
     assert code == 1
     assert any(

@@ -125,7 +125,7 @@ def test_a_process_hears_between_two_heartbeats_that_a_server_has_ended_its_sess
     """A call that it holds there is answered."""
     one = Process(job, A, "sync", timeouts=Timeouts(heartbeat_interval=1e4))
     job.verbs[0].leave(one.session.number, "it was given up")
-    with pytest.raises(Fenced, match="this session was ended"):
+    with pytest.raises(Fenced, match="this process was removed from the job"):
         eventually(one.session.check)
     one.session.leave("it was given up")
 
