@@ -407,7 +407,7 @@ def test_where_all_are_damaged_nothing_begins_anew(kind):
         assert told.value.task in ("", "/job:ps/task:0")
         cut(run / "ckpt-1")
         with pytest.raises(
-            ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*not those that.*ckpt-1: .*is not a checkpoint manifest"
+            ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*another checksum.*ckpt-1: .*is not a checkpoint manifest"
         ):
             manager.restore_or_initialize()
         assert value(manager) == 9

@@ -270,7 +270,7 @@ def test_an_impossible_path_is_refused(kind, paths):
                 with pytest.raises(ps.errors.CheckpointError, match="such as 'run1"):
                     save(path)
         for name in ("latest", "ckpt-7.damaged", "ckpt-7.damaged.2"):
-            with pytest.raises(ps.errors.CheckpointError, match="choose another one"):
+            with pytest.raises(ps.errors.CheckpointError, match="choose another name"):
                 checkpoint.write(f"run/{name}")
         for directory in ("/abs", "s3://bucket/run", "../run", "run\n") if kind == "servers-1x1" else ():
             manager = ps.train.CheckpointManager(checkpoint, directory, 2)
@@ -318,7 +318,7 @@ def test_the_rules_of_files_hold_without_servers(tmp_path):
         (tmp_path / "elsewhere").mkdir()
         Path("run/ckpt-5").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(
-            ps.errors.CheckpointError, match=r"'run/ckpt-5' was not saved: 'ckpt-5/.* leaves .* through"
+            ps.errors.CheckpointError, match=r"'run/ckpt-5' was not saved: 'ckpt-5/.* leads out of .* through"
         ):
             checkpoint.save("run/ckpt")
         assert not list((tmp_path / "elsewhere").iterdir())

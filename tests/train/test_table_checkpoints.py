@@ -109,7 +109,7 @@ def test_a_plain_variable_becomes_a_table_and_back(tmp_path):
         job.table.scatter_update(ps.IndexedSlices(np.full((1, 2), 7, "float32"), [55]))
         job.save("table")
     with Job(tmp_path, 2) as job:
-        for size, told in ((60, None), (50, r"'users' as a dynamic table with key 55, and the variable has 50 rows")):
+        for size, told in ((60, None), (50, r"'users' as a dynamic table with key 55, but the variable has 50 rows")):
             with job.strategy.scope():
                 users = ps.Variable(np.zeros((size, 2), "float32"), name=f"w{size}")
                 checkpoint = ps.train.Checkpoint(users=users)

@@ -291,7 +291,7 @@ def test_names_that_are_taken(tmp_path, rng):
     """A variable with the name of what is saved beside a table is refused, on one server and on two."""
     for count in (1, 2):
         job = Servers.made(tmp_path, COUNTING, count, **{"users/hands" if count == 1 else "users/clock": np.zeros(2)})
-        with pytest.raises(CheckpointError, match="give it another name"):
+        with pytest.raises(CheckpointError, match="rename the variable"):
             job.save("a")
 
 
@@ -357,7 +357,7 @@ def test_a_table_becomes_an_array(tmp_path, rng):
     [
         ({"key_dtype": "uint64"}, {}, "key_dtype 'int64', .* 'uint64'"),
         ({"hash_seed": 3}, {}, "hash_seed 0, .* 3"),
-        ({"shape": (3,)}, {}, r"'users' as float32\[.*,2\], and table 'users' rows of float32\[3\]"),
+        ({"shape": (3,)}, {}, r"'users' as float32\[.*,2\], but table 'users' has rows of float32\[3\]"),
         ({"dtype": "float64"}, {}, r"rows of float64\[2\]; restore it with CheckpointOptions"),
         ({}, {"saved": SLOTS[1].name, "beside": {}}, "restore a table together"),
         ({}, {"beside": {SLOTS[0].name: "other"}}, r"no variable 'other'; it has .*adam/users/m, adam/users/v, users$"),

@@ -194,10 +194,10 @@ def test_a_late_member_with_another_section_has_diverged(three):
 
 
 def test_processes_of_a_job_have_one_number_of_backup_workers(three):
-    words = r"task:3 runs with ps.Sync\(backup_workers=2\), and .*task:0 with ps.Sync\(backup_workers=1\); give every"
+    words = r"task:3 runs with ps.Sync\(backup_workers=2\), but .*task:0 with ps.Sync\(backup_workers=1\); give every"
     with pytest.raises(ConfigError, match=words):
         three.job.open(WORKERS[3], mode="sync", backup_workers=2)
-    with pytest.raises(ConfigError, match=r"runs with ps.Sync\(\), and"):
+    with pytest.raises(ConfigError, match=r"runs with ps.Sync\(\), but"):
         three.job.open(WORKERS[3], mode="sync")
 
 
