@@ -11,7 +11,7 @@ from psclient._src.chief.leaving import LeaveSaves, StepDown
 from pswire.api import Watched
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
-from pswire.model.consistency import ASYNC
+from pswire.model.consistency import ASYNC, SYNC
 from pswire.model.log import (
     STEP,
     Approved,
@@ -273,7 +273,7 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
     """All go on from the greatest number; the servers' number of rounds has no meaning for it."""
     x, y = (replace(member, consistency=ASYNC) for member in (a, b))
     state = job(began(x, y))
-    wanted = (Change(0, 9, "sync"), Change(0, 4, "sync"))
+    wanted = (Change(0, 9, SYNC), Change(0, 4, SYNC))
     (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
     places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
     assert beginning.closed([status(round=40, places=places), status(1, round=2)]) == changed(
@@ -287,7 +287,7 @@ def test_what_was_asked_before_the_last_change_is_no_question():
     state = job(began(a, b), first)
     x, y = first.generation.members
     assert decide(state, look(asks(x, TO_ASYNC), asks(y, TO_ASYNC)), BOTH) == []
-    back = Change(1, 9, "sync")
+    back = Change(1, 9, SYNC)
     assert decide(state, look(asks(x, TO_ASYNC), asks(y, back)), BOTH) == []
     (beginning,) = decide(state, look(asks(x, back), asks(y, back)), BOTH)
     assert beginning.change == back
@@ -336,7 +336,7 @@ def test_who_was_taken_in_or_leaves_at_a_later_step_is_waited_for():
 def test_news_of_before_a_change_leave_nobody_out():
     """The sessions that a held answer tells of may still have the old mode."""
     x = replace(a, consistency=ASYNC), replace(b, consistency=ASYNC)
-    state = job(began(*x), changed(2, Change(0, 9, "sync"), *x, round=9))
+    state = job(began(*x), changed(2, Change(0, 9, SYNC), *x, round=9))
     assert decide(state, look(*map(asks, x)), BOTH) == []
 
 

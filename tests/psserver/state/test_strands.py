@@ -147,8 +147,9 @@ class Here:
             generation=lambda: self.generations.get(1),
             generations=lambda: self.generations,
         )
-        self.a, self.b = (self.members.open(Member(task, 0, 1, Consistency(mode)), False, 0, 0.0)[0] for task in (A, B))
-        self.generations[1] = Generation(1, (Member(A, self.a, 1, mode), Member(B, self.b, 1, mode)))
+        opens = [Member(task, 0, 1, Consistency(mode)) for task in (A, B)]
+        self.a, self.b = (self.members.open(each, False, 0, 0.0)[0] for each in opens)
+        self.generations[1] = Generation(1, (replace(opens[0], session=self.a), replace(opens[1], session=self.b)))
 
     def heartbeat(self, number, round):
         self.members.check(number)
