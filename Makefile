@@ -2,7 +2,11 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+SHELL := /bin/bash -o pipefail
+
+# pip install, with a line for each package: neither silent for a minute nor two hundred lines.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PROGRESS := sed -unE 's/^(Collecting|Processing) (.*\/)?([A-Za-z0-9_.]+(-[A-Za-z_.][A-Za-z0-9_.]*)*).*/  \3/p; s/^Installing collected.*/  unpacking these packages .../p'
 
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -19,7 +23,7 @@ NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensor
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray \
+.PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray test-chart \
   check check-types check-docs check-style check-generated docs docs-reference proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
@@ -34,23 +38,23 @@ help:  ## what there is
 	@touch $@
 
 .venv/demo: .venv/made pyproject.toml
-	@echo "installing into .venv ..."
-	@$(PIP) install -e '.[examples]'
+	@echo "installing paramserver and what the examples need into .venv (about a minute):"
+	@$(PIP) install -e '.[examples]' | $(PROGRESS)
 	@touch $@
 
 .venv/dev: .venv/made pyproject.toml
-	@echo "installing into .venv ..."
-	@$(PIP) install -e '.[dev,examples]'
+	@echo "installing paramserver and its tools for development into .venv (one or two minutes):"
+	@$(PIP) install -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
 .venv/frameworks: .venv/dev Makefile
-	@echo "installing PyTorch and JAX into .venv ..."
-	@$(PIP) install $(FRAMEWORKS)
+	@echo "installing PyTorch and JAX into .venv:"
+	@$(PIP) install $(FRAMEWORKS) | $(PROGRESS)
 	@touch $@
 
 .venv/docs: .venv/made pyproject.toml
-	@echo "installing what makes the site into .venv ..."
-	@$(PIP) install -e '.[docs]'
+	@echo "installing what makes the site into .venv:"
+	@$(PIP) install -e '.[docs]' | $(PROGRESS)
 	@touch $@
 
 .venv/dist: .venv/made locks/dist.lock
@@ -82,8 +86,12 @@ test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and ru
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 tests/frameworks
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
-	$(PIP) install $(RAY)
+	@$(PIP) install $(RAY) | $(PROGRESS)
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
+
+test-chart: .venv/dev  ## installs Helm's engine (75 MB, so it is no part of dev), and runs what renders the chart
+	@$(PIP) install -e '.[helm]'
+	$(BIN)/python -m pytest -q -n 3 tests/deploy/test_helm.py tests/deploy/test_kubernetes.py
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents, lists of promises: two at a time, and all of them whatever fails
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-types check-docs check-style check-generated
@@ -93,6 +101,7 @@ check-types: .venv/dev
 
 check-docs: .venv/dev
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/words.py --limit
 
 check-style: .venv/dev
 	$(BIN)/ruff check .
@@ -103,6 +112,7 @@ check-generated: .venv/dev
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python tools/check_reference.py
 	$(BIN)/python tools/draw.py
+	$(BIN)/python tools/make_tables.py
 
 docs: .venv/docs  ## the documents as a site, with the reference of the API, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

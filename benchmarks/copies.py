@@ -130,7 +130,7 @@ def comeback(number: int, size: int, transport: str) -> float:
         job.start(server)
         at = time.monotonic()
         for task in (W0, W1):
-            job.hear_error(task, f"goes on with {server}, which is back")
+            job.hear_error(task, f"uses {server} again, which was readmitted")
         return max(late - early for early, late in itertools.pairwise(rounds_of(job)) if early > at)
 
 

@@ -17,7 +17,7 @@ Needs torch in the Python that runs it (`make test-frameworks` installs it). All
   loss in each step; torch RPC makes the same steps, with the answer of the slower worker's call, in lock step. Both
   take their examples out of arrays by index, and are measured after 600 steps, when updates have their kernels.
 
-`--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/performance.md says what is in it.
+`--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/lab/performance.md says what is in it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Not measured unless asked for, since they are long or large:
     --worker-device gpu:0                  gradients and values of workers on a GPU
     --traces off --traces otlp             without and with spans, for a collector that is there
 
-`--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
+`--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/lab/performance.md says what is in it.
 """
 
 from __future__ import annotations

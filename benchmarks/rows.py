@@ -12,7 +12,7 @@ sends a gradient for each, and has the rows of its next batch as they are after 
 call, or with `push` only the first half of it: torch RPC, actors of Ray, and TensorFlow's parameter server. The sum of
 the table is checked at the end. Adagrad as all have it: the rows for one place are summed first.
 
-`--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/performance.md says what is in it.
+`--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/lab/performance.md says what is in it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The jobs are there together, and make their steps in turns, lap by lap.
   next batch alone, and not those of the one behind it.
 - `order`: "frequency" where keys came first that come often, as in training, "random" where any came first, as after a
   restore: then a page of 4 KiB has rows of both kinds.
-- `hit`, `hinted` and `waited` are pages of 4 KiB a step, of the server: see docs/observability.md.
+- `hit`, `hinted` and `waited` are pages of 4 KiB a step, of the server: see docs/metrics.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways in which a process learns its cluster and its task, with the names of `tf.distribute.cluster_resolver`."""
+"""Resolvers find the cluster and the task of a process, with the names of `tf.distribute.cluster_resolver`."""
 
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.kubernetes import KubernetesClusterResolver

@@ -1,11 +1,11 @@
-"""First values of variables, and of the rows of dynamic tables: names and defaults are those of `keras.initializers`.
+"""Initial values of variables and of rows of dynamic tables, with the names and defaults of `keras.initializers`.
 
     init = ps.initializers.RandomNormal(stddev=0.1, seed=7)
     w = ps.Variable(init((300, 10)))                                       # in strategy.scope()
     users = ps.dynamic_embedding.get_variable("users", dim=64, initializer=init)
 
-The same initializer gives the same values each time, on every machine. A row of a table is a function of its seed, the
-key and the column, so that it does not depend on when, where or by whom the row is created.
+The same initializer gives the same values each time, on every machine. A row of a table is a function of the seed, the
+key and the column; it does not depend on when and where it is created.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Shape = SupportsIndex | Sequence[SupportsIndex]
 
 
 class Initializer(Protocol):
-    """What gives first values."""
+    """Base of the initializers; a call returns an array of initial values."""
 
     @property
     def seed(self) -> int:
-        """The seed of random values; 0 of others."""
+        """The seed of random values; 0 for other initializers."""
         ...
 
     def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
@@ -53,7 +53,7 @@ class Initializer(Protocol):
 
 @dataclass(frozen=True)
 class Zeros:
-    """Zeros.
+    """Fills with zeros.
 
     Source: `keras.initializers.Zeros`.
     """
@@ -71,7 +71,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Ones:
-    """Ones.
+    """Fills with ones.
 
     Source: `keras.initializers.Ones`.
     """
@@ -89,7 +89,7 @@ class Ones:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same number everywhere.
+    """Fills with one number.
 
     Source: `keras.initializers.Constant`.
 
@@ -97,7 +97,7 @@ class Constant:
         value: the number, finite.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is not a finite number.
     """
 
     value: float = 0.0
@@ -118,16 +118,17 @@ class Constant:
 
 @dataclass(frozen=True)
 class RandomUniform:
-    """Uniform values in [minval, maxval).
+    """Draws uniform values in [minval, maxval).
 
     Source: `keras.initializers.RandomUniform`.
 
     Args:
-        minval, maxval: the bounds.
-        seed: an integer from 0 on; another one gives other values.
+        minval: the lower bound.
+        maxval: the upper bound.
+        seed: an integer, at least 0; another seed gives other values.
 
     Raises:
-        ValueError: a bound is not finite, or they are not in order; there is no such seed.
+        ValueError: a bound is not finite, they are not in order, or the seed is negative.
     """
 
     minval: float = -0.05
@@ -149,16 +150,17 @@ class RandomUniform:
 
 @dataclass(frozen=True)
 class RandomNormal:
-    """Normal values; those of a table's rows are cut off at 6 standard deviations.
+    """Draws normal values; those of a table's rows are cut off at 6 standard deviations.
 
     Source: `keras.initializers.RandomNormal`.
 
     Args:
-        mean, stddev: mean and standard deviation.
-        seed: an integer from 0 on; another one gives other values.
+        mean: the mean.
+        stddev: the standard deviation.
+        seed: an integer, at least 0; another seed gives other values.
 
     Raises:
-        ValueError: a number is not finite, or `stddev` is negative; there is no such seed.
+        ValueError: a number is not finite, or `stddev` or the seed is negative.
     """
 
     mean: float = 0.0
@@ -180,16 +182,17 @@ class RandomNormal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Normal values without those beyond two standard deviations, in whose place others are drawn.
+    """Draws normal values, again if a value is more than two standard deviations from the mean.
 
     Source: `keras.initializers.TruncatedNormal`.
 
     Args:
-        mean, stddev: mean and standard deviation before the cut.
-        seed: an integer from 0 on; another one gives other values.
+        mean: the mean before values are rejected.
+        stddev: the standard deviation before values are rejected.
+        seed: an integer, at least 0; another seed gives other values.
 
     Raises:
-        ValueError: a number is not finite, or `stddev` is negative; there is no such seed.
+        ValueError: a number is not finite, or `stddev` or the seed is negative.
     """
 
     mean: float = 0.0
@@ -216,7 +219,7 @@ def _check(initializer: RandomUniform | RandomNormal | TruncatedNormal) -> None:
     initializer._of_rows().check()
     seed = initializer.seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed of {type(initializer).__name__} is {seed!r}; give an integer from 0 to 2**64 - 1")
+        raise ValueError(f"seed of {type(initializer).__name__} is {seed!r}; use an integer from 0 to 2**64 - 1")
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:
@@ -227,12 +230,12 @@ def _sizes(shape: Shape) -> tuple[int, ...]:
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[np.generic]:
     name = np.dtype(dtype).name
     if name not in DTYPES:
-        raise TypeError(f"variables have no dtype {name!r}; known are {', '.join(DTYPES)}")
+        raise TypeError(f"dtype {name!r} is not supported for variables; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def _floating(dtype: npt.DTypeLike) -> np.dtype[np.generic]:
     found = _dtype(dtype)
     if found.name not in tables.RANDOM_DTYPES:
-        raise TypeError(f"random values are of {', '.join(tables.RANDOM_DTYPES)}, and not of {found}")
+        raise TypeError(f"random values can have dtype {', '.join(tables.RANDOM_DTYPES)}, not {found}")
     return found

@@ -1,9 +1,8 @@
-"""The ops of update functions, by their names in the Python array API standard.
+"""The operations of update functions, by their names in the Python array API standard.
 
-They work alike on tracers, NumPy arrays and CuPy arrays; a test holds that there is one for each row of
-`pswire.model.program.OPS`, beside those that are made of several: `clip`, `vector_norm`, and TensorFlow's functions
-that clip gradients, which are in `psclient` too. NumPy's own functions do the same in update functions; these are for
-what has no NumPy name that CuPy shares, and for those who like one place to look.
+They work in the same way on tracers, NumPy arrays and CuPy arrays. In update functions NumPy's own functions do the
+same; use these where NumPy and CuPy have no common name, or to find all operations in one place. The functions that
+clip gradients have TensorFlow's names and are in `psclient` as well.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _unary(name: str) -> Callable[[Value], Value]:
         return function(x)
 
     op.__name__ = op.__qualname__ = name
-    op.__doc__ = f"`{name}` of each element; as `numpy.{OPS[name].numpy}`."
+    op.__doc__ = f"Returns `numpy.{OPS[name].numpy}` of each element."
     return op
 
 
@@ -40,7 +39,7 @@ def _binary(name: str) -> Callable[[Value, Value], Value]:
         return function(x1, x2)
 
     op.__name__ = op.__qualname__ = name
-    op.__doc__ = f"`{name}` element by element, broadcast; as `numpy.{OPS[name].numpy}`."
+    op.__doc__ = f"Returns `numpy.{OPS[name].numpy}` of two arrays or numbers, with broadcasting."
     return op
 
 
@@ -51,7 +50,7 @@ def _reduction(name: str) -> Callable[..., Value]:
         return function(x, axis=axis, keepdims=keepdims)
 
     op.__name__ = op.__qualname__ = name
-    op.__doc__ = f"`{name}` over `axis`, or over all; as `numpy.{OPS[name].numpy}`."
+    op.__doc__ = f"Returns `numpy.{OPS[name].numpy}` over `axis`, or over all elements."
     return op
 
 
@@ -103,27 +102,27 @@ any = _reduction("any")
 
 
 def where(condition: Value, x1: Value, x2: Value, /) -> Value:
-    """`x1` where the condition holds, `x2` elsewhere, broadcast; instead of `if` in update functions."""
+    """`x1` where the condition is true, else `x2`, broadcast; replaces `if` in update functions."""
     return np.where(condition, x1, x2)
 
 
 def astype(x: Value, dtype: npt.DTypeLike, /) -> Value:
-    """The array in another dtype; "bfloat16" is one."""
+    """Returns the array in another dtype; also "bfloat16"."""
     return x.astype(np.dtype(dtype))
 
 
 def broadcast_to(x: Value, /, shape: Sequence[int]) -> Value:
-    """The array in another shape, its elements repeated."""
+    """Returns the array in another shape, with repeated elements."""
     return np.broadcast_to(x, tuple(shape))
 
 
 def clip(x: Value, /, min: Value | None = None, max: Value | None = None) -> Value:
-    """The array within bounds; None for no bound."""
+    """Limits the elements to bounds; None for no bound."""
     return np.clip(x, min, max)
 
 
 def vector_norm(x: Value, /, *, axis: Axis = None, keepdims: bool = False, ord: float = 2) -> Value:
-    """The norm of all elements, or over `axis`, for clipping and trust ratios; as `numpy.linalg.vector_norm`."""
+    """Returns the norm of all elements, or over `axis`; as `numpy.linalg.vector_norm`."""
     axes: Any = tuple(axis) if isinstance(axis, Sequence) else axis
     return np.linalg.vector_norm(x, axis=axes, keepdims=keepdims, ord=ord)
 
@@ -132,13 +131,17 @@ def vector_norm(x: Value, /, *, axis: Axis = None, keepdims: bool = False, ord: 
 
 
 def clip_by_value(t: Value, clip_value_min: Value, clip_value_max: Value) -> Value:
-    """The array with elements below a bound replaced by it, and those above the other. In any context.
+    """Limits the elements to bounds: smaller ones become the lower bound, larger ones the upper. In any context.
 
     Source: `tf.clip_by_value`: `maximum(minimum(t, clip_value_max), clip_value_min)`.
 
     Args:
-        t: an array or number; of `IndexedSlices` the values are clipped.
-        clip_value_min, clip_value_max: numbers, or arrays that can be broadcast to the shape of `t`.
+        t: an array or number; for `IndexedSlices` the values are clipped.
+        clip_value_min: the lower bound: a number, or an array that can be broadcast to the shape of `t`.
+        clip_value_max: the upper bound, likewise.
+
+    Returns:
+        An array of the shape of `t`.
 
     Raises:
         ValueError: a bound cannot be broadcast to the shape of `t`.
@@ -148,19 +151,22 @@ def clip_by_value(t: Value, clip_value_min: Value, clip_value_max: Value) -> Val
     t = _array(t)
     clipped = np.maximum(np.minimum(t, clip_value_max), clip_value_min)
     if clipped.shape != t.shape:
-        raise ValueError(f"bounds that make the shape {clipped.shape} cannot clip an array of shape {t.shape}")
+        raise ValueError(f"the bounds have shape {clipped.shape}, which cannot clip an array of shape {t.shape}")
     return clipped
 
 
 def clip_by_norm(t: Value, clip_norm: Value, axes: Axis = None) -> Value:
-    """The array, made smaller where its norm is more than `clip_norm`. In any context.
+    """Scales an array down if its norm is more than `clip_norm`. In any context.
 
     Source: `tf.clip_by_norm`: `t * clip_norm / max(norm, clip_norm)`.
 
     Args:
-        t: an array of floats; of `IndexedSlices` the values are clipped.
-        clip_norm: greatest norm, more than 0.
-        axes: dimensions over which a norm is taken; None for all of them.
+        t: an array of floats; for `IndexedSlices` the values are clipped.
+        clip_norm: largest norm, more than 0.
+        axes: dimensions over which a norm is computed; None for all of them.
+
+    Returns:
+        An array of the shape of `t`.
     """
     if _is_slices(t):
         return _with_values(t, clip_by_norm(t.values, clip_norm, axes))
@@ -172,22 +178,25 @@ def clip_by_norm(t: Value, clip_norm: Value, axes: Axis = None) -> Value:
 
 
 def global_norm(t_list: Sequence[Value | None]) -> Value:
-    """The norm of all elements of several arrays: the root of the sum of their squares. In any context.
+    """Returns the norm of all elements of several arrays: the root of the sum of their squares. In any context.
 
     Source: `tf.linalg.global_norm`.
 
     Args:
-        t_list: arrays of floats, on one device; None is left out; `IndexedSlices` count by their values. Half precision
+        t_list: arrays of floats, on one device; None is ignored; `IndexedSlices` count by their values. Half precision
             is summed in float32.
 
+    Returns:
+        A number.
+
     Raises:
-        TypeError: it is no list.
-        ValueError: there is no array in it.
+        TypeError: `t_list` is not a list.
+        ValueError: `t_list` has no array.
     """
     listed = [t for t in _listed("global_norm", t_list) if t is not None]
     given = [_single(_array(t.values if _is_slices(t) else t)) for t in listed]
     if not given:
-        raise ValueError("global_norm is given no arrays; give at least one that is not None")
+        raise ValueError("global_norm got no arrays; pass at least one that is not None")
     squares = [np.sum(np.square(t)) for t in given]
     total = squares[0]
     for square in squares[1:]:
@@ -198,20 +207,21 @@ def global_norm(t_list: Sequence[Value | None]) -> Value:
 def clip_by_global_norm(
     t_list: Sequence[Value | None], clip_norm: Value, use_norm: Value | None = None
 ) -> tuple[list[Value | None], Value]:
-    """Several arrays, all made smaller by one factor if their norm together is more than `clip_norm`. In any context.
+    """Scales several arrays down by one factor if their common norm is more than `clip_norm`. In any context.
 
     Source: `tf.clip_by_global_norm`; Pascanu et al., "On the difficulty of training Recurrent Neural Networks", 2012.
 
     Args:
-        t_list: arrays of floats, on one device; None stays None, and `IndexedSlices` stay such.
-        clip_norm: greatest norm, more than 0.
-        use_norm: the norm of the arrays where it is known; None to take `global_norm`.
+        t_list: arrays of floats, on one device; None stays None, and `IndexedSlices` stay `IndexedSlices`.
+        clip_norm: largest norm, more than 0.
+        use_norm: the norm of the arrays if it is known; None to compute `global_norm`.
 
     Returns:
-        A list of the arrays, and their norm before. Where that is not finite, all elements are NaN.
+        A list of the arrays, and their norm before. If the norm is not finite, all elements are NaN.
 
     Raises:
-        TypeError, ValueError: as `global_norm`.
+        TypeError: as `global_norm`.
+        ValueError: as `global_norm`.
     """
     given = list(_listed("clip_by_global_norm", t_list))
     norm = _array(global_norm(given) if use_norm is None else use_norm)
@@ -239,7 +249,7 @@ def _with_values(t: Value, values: Value) -> Value:
 
 def _listed(what: str, arrays: Sequence[Value]) -> Sequence[Value]:
     if not isinstance(arrays, list | tuple):
-        raise TypeError(f"{what} takes a list of arrays, and not a {type(arrays).__name__}; write [x]")
+        raise TypeError(f"{what} takes a list of arrays, not a {type(arrays).__name__}; use [x]")
     return arrays
 
 

@@ -124,10 +124,10 @@ def joined(config: ServerConfig, until_done: bool, lifeline: bool, given: Mappin
     logging_setup.name("psserver")
     check_listening(config)
     with _noted(*ENDS) as noted:
-        _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
+        _say(f"psserver {config.address} is a standby server for {', '.join(config.join)}")
         place, addresses = await_place(config, until_done, partial(_pause, noted, lifeline))
     if place == NOWHERE:
-        _say("psserver ended; it had no place")
+        _say("psserver ended; it was a standby server")
         return None
     placed = server_config(**{**given, "task": place, "join": None, "advertise": None})
     return replace(placed, address=config.address, join=addresses)
@@ -139,7 +139,7 @@ def _check_lifeline() -> None:
         with select.epoll() as poll:
             poll.register(0, select.EPOLLIN)
     except OSError as error:
-        raise ConfigError("--lifeline needs a pipe as stdin, held open by whoever starts psserver") from error
+        raise ConfigError("--lifeline needs a pipe as stdin that the starting process holds open") from error
 
 
 def _held() -> bool:
@@ -291,7 +291,9 @@ class Departure:
         while not core.machine.left.done() and time.monotonic() < until:
             leaving = core.seen(core.machine.leaving)
             if leaving and not told:
-                log.warning("%s was told to end: it stays while processes leave that were told as well", core.task)
+                log.warning(
+                    "%s received a signal to end; it waits for the processes that are leaving the job", core.task
+                )
             if leaving:
                 told, soon = True, time.monotonic() + core.config.timeouts.heartbeat_interval
             elif leaving is False or time.monotonic() > soon:
@@ -304,11 +306,16 @@ class Departure:
             while not core.machine.left.done() and time.monotonic() < until:
                 address = core.move(core.server)  # again: who waits for a place may have got another one meanwhile
                 if address != told:
-                    log.warning("%s was told to end: it moves to %s before", core.task, address)
+                    log.warning("%s received a signal to end; it moves to %s first", core.task, address)
                 told = address
                 await asyncio.sleep(TICK)
         except PSError as error:
-            log.log(logging.INFO if told else logging.DEBUG, "%s ends, and does not move before: %s", core.task, error)
+            log.log(
+                logging.INFO if told else logging.DEBUG,
+                "%s ends without moving to a standby server: %s",
+                core.task,
+                error,
+            )
 
 
 def _mention_old_root(config: ServerConfig) -> None:
@@ -316,7 +323,7 @@ def _mention_old_root(config: ServerConfig) -> None:
     by_default = config.checkpoint_root == os.path.abspath(DEFAULT_ROOT)
     if config.task.index == 0 and by_default and _has_checkpoints(OLD_ROOT) and not _has_checkpoints(DEFAULT_ROOT):
         log.warning(
-            "the checkpoints in %s are not looked at: the default root is %s now; move them there, or start with "
+            "the checkpoints in %s are not used, because the default root is now %s; move them there, or start with "
             "--checkpoint-root %s",
             os.path.abspath(OLD_ROOT),
             config.checkpoint_root,
@@ -352,7 +359,7 @@ async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[T
     finally:
         ended = asyncio.get_running_loop().run_in_executor(None, pool.shutdown)
         while not (await asyncio.wait([ended], timeout=config.timeouts.report_interval))[0]:
-            log.warning("%s ends when it is done: it still %s; another signal kills it", config.task, does)
+            log.warning("%s still %s, and ends after that; another signal kills it at once", config.task, does)
             for number in ENDS:
                 signal.signal(number, signal.SIG_DFL)
 
@@ -388,9 +395,8 @@ async def _tick(core: Core, alone: float) -> None:
         silent = silent + TICK if core.tally.signs == signs > 0 else 0.0
         signs = core.tally.signs
     log.warning(
-        "nobody has been here for %g s (PS_NO_WORKERS_TIMEOUT), so that this server ends; if the job is not done, the "
-        "logs "
-        "of its other processes say why: start all of them again, to go on from a checkpoint",
+        "no process has contacted this server for %g s (PS_NO_WORKERS_TIMEOUT), so it ends; if the job is not done, "
+        "see the logs of its other processes, and restart the job from a checkpoint",
         alone,
     )
 

@@ -229,16 +229,18 @@ def _tier(given: ServerFlags) -> dict[str, Any]:
     memory = parse_bytes(given.tier_memory, "--tier-memory")
     if not given.tier_path:
         if memory:
-            raise ConfigError("--tier-memory bounds the rows in memory of tables with --tier-path; give that as well")
+            raise ConfigError(
+                "--tier-memory limits the rows in memory of tables with --tier-path; give --tier-path as well"
+            )
         return {}
     if not memory:
-        raise ConfigError("--tier-path needs --tier-memory: the bytes of tables' rows that stay in memory")
+        raise ConfigError("--tier-path needs --tier-memory, the maximum bytes of table rows in memory")
     memory = parse_bytes(given.tier_memory, "--tier-memory", LEAST_TIER_MEMORY)
     limit = parse_bytes(given.memory_limit, "--memory-limit")
     if limit and memory >= limit:
         raise ConfigError(
-            f"--tier-memory {given.tier_memory} counts against --memory-limit {given.memory_limit}, and leaves nothing "
-            "for other variables and the tables' indexes; give less"
+            f"--tier-memory {given.tier_memory} is part of --memory-limit {given.memory_limit}, and leaves no memory "
+            f"for other variables and table indexes; lower --tier-memory"
         )
     return {"tier_path": os.path.abspath(given.tier_path), "tier_memory": memory}
 
@@ -247,12 +249,15 @@ def _join(given: ServerFlags, cluster: TaskConfig | None) -> tuple[str, ...]:
     """Returns the addresses of the servers that a process joins; empty for a server with a place of its own."""
     if given.join is None:
         if given.advertise is not None:
-            raise ConfigError("--advertise belongs to --join; others reach this server where TF_CONFIG says")
+            raise ConfigError("--advertise needs --join; without it TF_CONFIG has the server's address")
         return ()
     if given.task is not None:
-        raise ConfigError("--join waits for the place of any server; leave --task out")
+        raise ConfigError("--join starts a standby server, which has no task yet; leave --task out")
     if cluster is not None:
-        raise ConfigError(f"--join waits for the place of any server, and TF_CONFIG says {cluster.task}; unset it")
+        raise ConfigError(
+            f"--join starts a standby server, which has no task yet, but TF_CONFIG names "
+            f"{cluster.task}; unset TF_CONFIG"
+        )
     return check_addresses(given.join, "--join")
 
 
@@ -261,12 +266,12 @@ def _advertised(given: ServerFlags, host: str) -> str:
     if given.advertise is not None:
         check_address(given.advertise, "--advertise")
         if not given.port:
-            raise ConfigError(f"--advertise {given.advertise} needs --port: the port to listen on")
+            raise ConfigError(f"--advertise {given.advertise} needs --port, the port to listen on")
         return given.advertise
     if not given.port:
-        raise ConfigError("--join needs --port: others have to know where this server will listen")
+        raise ConfigError("--join needs --port, because other processes must know where this server listens")
     if host in ("0.0.0.0", "::", "[::]"):
-        raise ConfigError(f"--host {host} says nothing of where others reach this server; give --advertise HOST:PORT")
+        raise ConfigError(f"--host {host} is not an address that other processes can reach; give --advertise HOST:PORT")
     return join_address(host, given.port)
 
 
@@ -313,7 +318,7 @@ def _task(index: int | None, cluster: TaskConfig | None) -> Task:
         return Task("ps", 0)
     if cluster.task.job != "ps":
         raise ConfigError(
-            f"TF_CONFIG says that this process is {cluster.task}; start it with psworker, "
-            "or say with --task which ps task this is"
+            f"TF_CONFIG names {cluster.task} as this process's task; start it with psworker, or give the index of a "
+            f"ps task with --task"
         )
     return cluster.task

@@ -50,7 +50,7 @@ class Device:
         """
         match = _NAME.fullmatch(text)
         if not match:
-            raise ConfigError(f"{text!r} is no device; write cpu or gpu:0")
+            raise ConfigError(f"{text!r} is not a device; write cpu or gpu:0")
         if text.lower().startswith("cpu"):
             return cls()
         index = int(match["gpu"] or 0)
@@ -222,8 +222,8 @@ def _cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            f"a GPU is asked for, but CuPy cannot be imported ({error}); install paramserver[gpu], or start "
-            "with --device cpu"
+            f"a GPU needs CuPy, which cannot be imported ({error}); install paramserver[gpu], or start with --device "
+            f"cpu"
         ) from None
     return cupy  # type: ignore[no-any-return,unused-ignore]
 

@@ -87,9 +87,9 @@ class Registry:
         """
         is_own = is_made_for(task, number) or (task.job == "ps" != holder.job and not is_made_for(holder, number))
         if not is_own:
-            raise Forbidden(f"session {number} is {holder}'s, and not {task}'s; restart {task}", self._server)
+            raise Forbidden(f"session {number} belongs to {holder}, not to {task}; restart {task}", self._server)
         log.warning(
-            "%s has opened session %d here, which is %s's: it is %s's again; look at what runs as %s",
+            "%s had opened session %d, which belongs to %s; it was given back to %s. Check which process runs as %s",
             *(holder, count_of(number), task, task, holder),
         )
         del self._sessions[number]
@@ -101,8 +101,8 @@ class Registry:
         known = len(self._sessions) - len(self._past)
         if known >= REMEMBERED * self.limit:
             raise ConfigError(
-                f"the tasks of this job were started {known} times already; start the job anew, or its "
-                "servers with a larger --max-sessions"
+                f"the tasks of this job were started {known} times, which is the limit; restart the job, or start "
+                f"its servers with a larger --max-sessions"
             )
 
     def find(self, number: int) -> Registered | None:
@@ -131,16 +131,15 @@ class Registry:
         """
         found = self._sessions.get(number)
         if found is None or number in self._past:
-            raise Fenced("this session was not opened here, or its job is over; restart the process")
+            raise Fenced("this session was not opened on this server, or its job is over; restart the process")
         if generation is not self._generation:
             self._compare(generation)
         if number in self._stolen:
             owner = self._stolen[number]
-            raise Forbidden(f"session {number} is {owner}'s, and {found.task} has opened it", self._server)
+            raise Forbidden(f"session {number} belongs to {owner}, but {found.task} has opened it", self._server)
 
     def _compare(self, generation: Generation | None) -> None:
-        """Finds the sessions that another task has opened than the generation says; once per generation, as checks are
-        many."""
+        """Finds the sessions opened by another task than the generation says; once per generation, not per check."""
         self._generation = generation
         members = generation.everybody if generation else ()
         found = [(member, self._sessions.get(member.session)) for member in members]

@@ -1,6 +1,6 @@
 """A server's metrics for Prometheus, computed from its counters when they are asked for, and its status page.
 
-docs/observability.md explains each metric.
+docs/metrics.md explains each metric.
 """
 
 from __future__ import annotations
@@ -105,198 +105,219 @@ SERVER = "paramserver_server_"
 
 ROWS: tuple[Row[Seen], ...] = (
     # Rounds.
-    Row(SERVER + "rounds", "counter", "Rounds that are over.", lambda s: _by_label(s.tally.rounds), OUTCOME),
+    Row(SERVER + "rounds", "counter", "Completed rounds.", lambda s: _by_label(s.tally.rounds), OUTCOME),
     Row(
         SERVER + "round",
         "gauge",
-        "The last complete round, -1 before the first; of asynchronous workers how many there were, less one.",
+        "Last completed round, -1 before the first; for asynchronous workers their number of rounds minus one.",
         lambda s: {ALL: s.status.round},
     ),
     Row(
         SERVER + "round_phase_seconds",
         "histogram",
-        "A round's time: waiting for contributions since the first one came, applying, and answering.",
+        "Time of a round: waiting for gradients after the first push, applying them, and responding.",
         _phases,
         ("phase",),
     ),
     Row(
         SERVER + "excluded_pushes",
         "counter",
-        "Contributions of members that were lost, which rounds were completed without.",
+        "Gradient pushes of lost workers, without which rounds were completed.",
         lambda s: {ALL: s.tally.excluded},
     ),
     Row(
         SERVER + "votes",
         "counter",
-        "Votes on whose contributions a round of several servers has.",
+        "Votes on which pushes a round of several servers contains.",
         lambda s: _by_label(s.tally.votes),
         ("direction",),
     ),
     Row(
         SERVER + "vote_seconds",
         "histogram",
-        "From this server's vote until the round was decided.",
+        "Time from this server's vote until the round was decided.",
         lambda s: {ALL: s.tally.voting},
     ),
     Row(
         SERVER + "servers_missing",
         "gauge",
-        "Other servers that it has votes for and no connection to.",
+        "Servers to which this server has votes to send but no connection.",
         lambda s: {ALL: len(s.status.missed)},
     ),
     Row(
         SERVER + "digests",
         "counter",
-        "Comparisons of the values of variables with another server that has them, too.",
+        "Comparisons of variables with the copies on another server.",
         lambda s: _by_label(s.tally.digests),
         OUTCOME,
     ),
     Row(
         SERVER + "digest_seconds",
         "counter",
-        "Seconds for which values were hashed for them.",
+        "Time spent on computing checksums for these comparisons.",
         lambda s: {ALL: s.tally.hashing},
     ),
     Row(
         SERVER + "servers_differing",
         "gauge",
-        "Other servers that have other values of the same variables.",
+        "Servers whose copies have different values.",
         lambda s: {ALL: len(s.status.differences)},
     ),
     Row(
         SERVER + "recovering",
         "gauge",
-        "1 while a server that is back reads its variables, or makes up the rounds of meanwhile.",
+        "1 while a readmitted server recovers: it reads its variables and applies the rounds it missed.",
         lambda s: {ALL: s.status.recovering},
     ),
     Row(
         SERVER + "nonfinite_pushes",
         "counter",
-        "Contributions with NaN or infinity, one for each member, reduction and round.",
+        "Gradient pushes with NaN or infinity, counted per worker, reduction and round.",
         lambda s: {ALL: s.tally.nonfinite_contributions},
     ),
     Row(
         SERVER + "nonfinite_variables",
         "gauge",
-        "Variables that rounds have made NaN or infinite and that are so still.",
+        "Variables that contain NaN or infinity since an update.",
         lambda s: {ALL: s.tally.nonfinite_variables},
     ),
     Row(
         SERVER + "staleness_rounds",
         "histogram",
-        "Of asynchronous workers: rounds of others between a worker's read and the application of its push.",
+        "For asynchronous workers: rounds of other workers between a worker's read and the application of its push.",
         lambda s: {ALL: s.tally.staleness},
     ),
     Row(
         SERVER + "clock_gap_rounds",
         "gauge",
-        "With bounded staleness: rounds between the foremost and the hindmost worker that is waited for.",
+        "With bounded staleness: rounds between the fastest and the slowest worker.",
         lambda s: {ALL: s.status.gap},
     ),
     Row(
         SERVER + "in_flight_bytes",
         "gauge",
-        "Bytes of contributions that are held and not used yet.",
+        "Bytes of gradients that were received and not used yet.",
         lambda s: {ALL: s.core.in_flight},
     ),
     Row(
         SERVER + "payload_bytes",
         "counter",
-        "Bytes of payloads that travelled, repeats included.",
+        "Bytes of payloads that were transferred, including resends.",
         _payloads,
         ("transport", "direction"),
     ),
     # Variables.
-    Row(SERVER + "variables", "gauge", "Variables that it knows.", lambda s: {ALL: s.status.variables}),
-    Row(SERVER + "variable_bytes", "gauge", "Bytes of those that live here.", lambda s: {ALL: s.status.nbytes}),
+    Row(SERVER + "variables", "gauge", "Variables that the server knows.", lambda s: {ALL: s.status.variables}),
+    Row(SERVER + "variable_bytes", "gauge", "Bytes of variables on this server.", lambda s: {ALL: s.status.nbytes}),
     Row(
         SERVER + "memory_limit_bytes",
         "gauge",
-        "Bytes that variables may take, 0 for no limit.",
+        "Maximum bytes of variables, 0 for no limit.",
         lambda s: {ALL: s.status.memory_limit},
     ),
     # Dynamic tables.
     Row(
-        SERVER + "table_rows", "gauge", "Rows of a dynamic table here.", lambda s: _by_label(s.status.table_rows), TABLE
+        SERVER + "table_rows",
+        "gauge",
+        "Rows of a dynamic table on this server.",
+        lambda s: _by_label(s.status.table_rows),
+        TABLE,
     ),
-    Row(SERVER + "table_bytes", "gauge", "Bytes that it takes here.", lambda s: _by_label(s.status.table_bytes), TABLE),
-    Row(SERVER + "table_evicted", "counter", "Rows that left it.", _tables(lambda t: t.evicted), TABLE),
+    Row(
+        SERVER + "table_bytes",
+        "gauge",
+        "Bytes of a dynamic table on this server.",
+        lambda s: _by_label(s.status.table_bytes),
+        TABLE,
+    ),
+    Row(
+        SERVER + "table_evicted",
+        "counter",
+        "Rows that were evicted from a dynamic table.",
+        _tables(lambda t: t.evicted),
+        TABLE,
+    ),
     Row(
         SERVER + "table_refused",
         "counter",
-        "Gradients for a key that were dropped, since its filter refused the key.",
+        "Gradients that were dropped, because the table's filter refused their key.",
         _tables(lambda t: t.refusals),
         TABLE,
     ),
     Row(
         SERVER + "tier_bytes",
         "gauge",
-        "Bytes of files that rows of dynamic tables lie in, 0 where all are in memory.",
+        "Bytes of files with rows of dynamic tables, 0 if all rows are in memory.",
         lambda s: {ALL: s.status.tier_bytes},
     ),
-    Row(SERVER + "tier_resident_bytes", "gauge", "Bytes of those in memory.", lambda s: {ALL: s.status.tier_resident}),
+    Row(
+        SERVER + "tier_resident_bytes",
+        "gauge",
+        "Bytes of these files that are in memory.",
+        lambda s: {ALL: s.status.tier_resident},
+    ),
     Row(
         SERVER + "tier_memory_bytes",
         "gauge",
-        "Bytes of those that may stay in memory.",
+        "Maximum bytes of these files in memory.",
         lambda s: {ALL: s.status.tier_memory},
     ),
     Row(
         SERVER + "tier_moved_bytes",
         "counter",
-        "Bytes that have come from these files into memory, and that were taken out of it.",
+        "Bytes read from these files into memory, and written back.",
         _tier_moves,
         ("direction",),
     ),
     Row(
         SERVER + "tier_pages",
         "counter",
-        "Pages of these files that hints brought into memory, that were looked up there, and that rounds waited for.",
+        "Pages of these files: read by hints, found in memory, and read while a round waited.",
         _tier_pages,
         OUTCOME,
     ),
     Row(
         SERVER + "tier_hit_ratio",
         "gauge",
-        "Share of the pages that rounds needed lately that were in memory; 1 where all rows are.",
+        "Share of recently used pages that were in memory; 1 if all rows are in memory.",
         _tier_hits,
     ),
     # Checkpoints.
     Row(
         SERVER + "held_checkpoints",
         "gauge",
-        "Checkpoints whose values are held, since they are not all written yet.",
+        "Checkpoints that are not completely written yet, and whose values are kept.",
         lambda s: {ALL: len(s.status.saving)},
     ),
     Row(
         SERVER + "held_checkpoint_bytes",
         "gauge",
-        "Bytes of old values that are held for checkpoints.",
+        "Bytes of old values that are kept for checkpoints.",
         lambda s: {ALL: s.status.held},
     ),
     Row(
         SERVER + "checkpoint_shards",
         "counter",
-        "This server's parts of checkpoints.",
+        "Checkpoint shards of this server.",
         lambda s: _by_label(s.tally.shards),
         OUTCOME,
     ),
     Row(
         SERVER + "checkpoint_written_bytes",
         "counter",
-        "Bytes of those that were saved.",
+        "Bytes of checkpoint shards that were written.",
         lambda s: {ALL: s.tally.shard_bytes},
     ),
     Row(
         SERVER + "checkpoint_shard_seconds",
         "histogram",
-        "How long they were written.",
+        "Time to write a checkpoint shard.",
         lambda s: {ALL: s.tally.writing},
     ),
     Row(
         SERVER + "restores",
         "counter",
-        "Checkpoints that were read into variables.",
+        "Checkpoints that were restored.",
         lambda s: _by_label(s.tally.restores),
         OUTCOME,
     ),
@@ -304,26 +325,26 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "kernel_seconds",
         "counter",
-        "Seconds for which kernels ran; on a GPU those until they were handed over to it.",
+        "Time for which kernels ran; on a GPU the time to launch them.",
         lambda s: {ALL: s.core.kernels.crew.seconds},
     ),
-    Row(SERVER + "kernels_compiled", "counter", "Kernels that were to be compiled.", _compiled, OUTCOME),
+    Row(SERVER + "kernels_compiled", "counter", "Kernel compilations, by outcome.", _compiled, OUTCOME),
     Row(
         SERVER + "kernel_compile_seconds",
         "counter",
-        "Seconds for which kernels were compiled or loaded, beside the rounds.",
+        "Time for which kernels were compiled or loaded, in parallel to rounds.",
         lambda s: {ALL: s.core.kernels.compiler.seconds},
     ),
     Row(
         SERVER + "programs_interpreted",
         "counter",
-        "Programs, or steps of them, that ran without a kernel.",
+        "Update functions, or parts of them, that ran without a kernel.",
         lambda s: {ALL: s.core.kernels.interpretations},
     ),
     Row(
         SERVER + "refused",
         "counter",
-        "Callers that were refused before they reached the server proper, by what they lacked.",
+        "Callers that were rejected, by the credential they lacked.",
         lambda s: _by_label(s.refused),
         ("reason",),
     ),
@@ -332,13 +353,13 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "session_timeouts",
         "counter",
-        "Sessions that were ended since their processes were silent, on server 0.",
+        "Sessions that ended without heartbeats for PS_SESSION_TIMEOUT, on server 0.",
         lambda s: {ALL: s.tally.lost},
     ),
     Row(
         SERVER + "chief_silent_seconds",
         "gauge",
-        "Seconds since a chief was heard of, on server 0; nothing before the first.",
+        "Time since the last message from a chief, on server 0; absent before the first.",
         _chief,
     ),
 )
@@ -433,4 +454,4 @@ def _source(core: Core, task: Task, rim: Rim) -> Source:
         entries = core.machine.log.entries  # without the lock: a new job between the two is seen at the next look
         return next(iter(entries[:1]), None), entries[index:]
 
-    return Source(task, f"{task} as it sees the job; the chief's page shows all servers.", look, read, alone=True)
+    return Source(task, f"Job as seen by {task}; the chief's page shows all servers.", look, read, alone=True)

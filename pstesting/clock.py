@@ -4,14 +4,15 @@ from __future__ import annotations
 
 
 class Clock:
-    """A clock that only a test turns. May be read by any thread.
+    """A clock that only a test advances. Any thread may read it.
 
     Attributes:
-        now: in seconds.
+        now: the time in seconds.
     """
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def __call__(self) -> float:
+        """Returns the seconds of the clock."""
         return self.now

@@ -27,27 +27,35 @@ class Dropped(grpc.RpcError, grpc.Call):
     """A call that the network has swallowed."""
 
     def code(self) -> grpc.StatusCode:
+        """UNAVAILABLE."""
         return grpc.StatusCode.UNAVAILABLE
 
     def details(self) -> str:
+        """Text that names the test as the cause."""
         return "a fault of the test"
 
     def initial_metadata(self) -> Any:
+        """Nothing: the call had no response."""
         return ()
 
     def trailing_metadata(self) -> Any:
+        """Nothing: the call had no response."""
         return ()
 
     def is_active(self) -> bool:
+        """False: the call has ended."""
         return False
 
     def time_remaining(self) -> float:
+        """Zero seconds: the call has ended."""
         return 0.0
 
     def cancel(self) -> bool:
+        """False: the call has ended, and cannot be cancelled."""
         return False
 
     def add_callback(self, callback: Any) -> bool:
+        """False: the call has ended, and the callback is not called."""
         return False
 
 
@@ -82,17 +90,21 @@ class Faults(
         return ""
 
     def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
+        """Forwards a call with one request and several responses, with a fault or without."""
         return self._send(lambda: continuation(details, request), list)
 
     def intercept_unary_unary(self, continuation: Continuation, details: Any, request: bytes) -> Any:
+        """Forwards a call with one request and one response, with a fault or without."""
         if self._choose() in ("drop", "cut"):  # of news nothing else is tried: they may take as long as a job
             raise Dropped
         return continuation(details, request)
 
     def intercept_stream_unary(self, continuation: Continuation, details: Any, frames: Iterator[bytes]) -> Any:
+        """Forwards a call with several requests and one response, with a fault or without."""
         return self._send_stream(continuation, details, list(frames), lambda call: call.result())
 
     def intercept_stream_stream(self, continuation: Continuation, details: Any, frames: Iterator[bytes]) -> Any:
+        """Forwards a call with several requests and responses, with a fault or without."""
         return self._send_stream(continuation, details, list(frames), list)
 
     def _send_stream(
@@ -148,6 +160,7 @@ class LoseOnce(grpc.UnaryStreamClientInterceptor):
         self._lost = False
 
     def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
+        """Forwards a call, and loses the response of the chosen one."""
         call = continuation(details, request)
         if self._lost or not (details.method.endswith(f"/{self._verb}") and self._which(request)):
             return call
@@ -170,6 +183,7 @@ class Stall(grpc.StreamStreamClientInterceptor):
         self._stop = stop
 
     def intercept_stream_stream(self, continuation: Continuation, details: Any, frames: Iterator[bytes]) -> Any:
+        """Forwards a call, whose requests stall when chosen."""
         return continuation(details, self._stalling(frames) if self._when() else frames)
 
     def _stalling(self, frames: Iterator[bytes]) -> Iterator[bytes]:

@@ -97,7 +97,7 @@ class Hosts:
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = {host.name: host for host in hosts}
         if len(self._hosts) != len(hosts) or SWITCH in self._hosts or len(hosts) > MOST:
-            raise ValueError(f"give at most {MOST} hosts, each with a name of its own, and none {SWITCH!r}")
+            raise ValueError(f"give at most {MOST} hosts with different names, and none named {SWITCH!r}")
         for host in hosts:
             if host.delay < 0 or not (host.rate is None or host.rate > 0):
                 raise ValueError(f"host {host.name!r} has rate {host.rate} and delay {host.delay}")
@@ -196,7 +196,7 @@ def _check() -> None:
     if missing:
         raise HostsUnavailable(f"hosts need {', '.join(missing)}; install iproute2 and util-linux")
     if os.geteuid():
-        raise HostsUnavailable("hosts need root, which may make network namespaces; run this as root")
+        raise HostsUnavailable("hosts need the right to create network namespaces; run this as root")
 
 
 def _hold(name: str) -> subprocess.Popen[bytes]:
@@ -207,8 +207,8 @@ def _hold(name: str) -> subprocess.Popen[bytes]:
     holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=own_environ(), process_group=0)
     assert holder.stdout is not None
     if holder.stdout.read(1) != b"!":
-        said = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
-        raise HostsUnavailable(f"hosts need the right to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN): {said}")
+        said = (holder.communicate()[1].decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+        raise HostsUnavailable(f"hosts need the right to create namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN): {said}")
     return holder
 
 
@@ -293,10 +293,10 @@ class HostCluster(Cluster):
         counts = {name: sum(task.job == job for task in where) for name, job in (("ps", "ps"), ("workers", "worker"))}
         super().__init__(**{"transport": "tcp", **counts, **keys})
         if self.config.transport == "shm":
-            raise ConfigError("hosts have no memory in common; use the transport tcp, or grpc")
+            raise ConfigError("hosts do not share memory; use the transport tcp or grpc")
         homeless = [task for task in (*self._servers(), *self.clients()) if task not in where]
         if homeless:
-            raise ConfigError(f"`where` names no host for {', '.join(map(str, homeless))}")
+            raise ConfigError(f"`where` has no host for {', '.join(map(str, homeless))}")
         self._net = hosts
         self._where = dict(where)
 

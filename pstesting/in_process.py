@@ -23,10 +23,10 @@ TICK_SECONDS = 0.1
 
 
 class InProcessCluster:
-    """Parameter servers, each with a thread and a port of its own; a context manager.
+    """Parameter servers, each with its own thread and port; a context manager.
 
-    The servers are those of `psserver`, over real connections; only the processes are missing. A test constructs its
-    strategies with `resolver`, one for each worker that it wants, each in a thread of its own where there are several.
+    The servers are those of `psserver`, over real connections, but not in separate processes. A test makes its
+    strategies with `resolver`, one for each worker, and each in its own thread if there are several.
 
     Args:
         servers: number of servers.
@@ -34,11 +34,12 @@ class InProcessCluster:
         checkpoint_root: directory or URL of checkpoints.
         timeouts: time limits of the servers.
         device: the device of the variables: "cpu" or "gpu:N".
-        tier_path, tier_memory: the directory for rows of dynamic tables, "" for none, and bytes of them in memory.
+        tier_path: directory for rows of dynamic tables; "" to keep all rows in memory.
+        tier_memory: bytes of rows that stay in memory if there is a `tier_path`.
 
     Attributes:
         addresses: `host:port` of each server.
-        cores: the servers' states, for tests that look inside; their methods are the verbs.
+        cores: the state of each server, for tests that inspect it.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class InProcessCluster:
         self.close()
 
     def close(self) -> None:
-        """Ends the servers; does nothing where they have ended."""
+        """Ends the servers; does nothing if they have ended."""
         self._stack.close()
 
     def resolver(self, worker: int = 0) -> ps.ClusterResolver:
-        """Resolves to one worker of this cluster, for `ps.ParameterServerStrategy(cluster_resolver=...)`."""
+        """Returns the resolver of one worker, for `ps.ParameterServerStrategy(cluster_resolver=...)`."""
         names = [f"worker-{index}:0" for index in range(self._workers)]
         spec = ps.ClusterSpec({"ps": self.addresses, "worker": names})
         return ps.SimpleClusterResolver(spec, task_type="worker", task_id=worker)

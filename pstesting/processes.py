@@ -83,19 +83,19 @@ faulthandler.enable()
 
 
 class ProcessCluster:
-    """A local cluster of real processes that runs a program; a context manager that leaves nothing behind.
+    """A local cluster of real processes that runs a program; a context manager that ends them all.
 
     Args:
         program: a function of literals; its source becomes the script of each worker. It may use the names of
-            `pstesting.script`, `faults`, `np` and `ps`, and what its test can import.
+            `pstesting.script`, `faults`, `np` and `ps`, and everything that its test can import.
         directory: directory for the script, its gates and its checkpoints.
         args: arguments of the program: literals.
-        helpers: other functions that the program calls, by their sources as well.
-        gates: names for `gate`.
-        between: the addresses, in order, at which servers reach one another, as their own `TF_CONFIG` says them; by
-            default those at which they listen.
-        servers_environ: environment variables that servers get as well.
-        launcher: what starts the cluster, such as `functools.partial(HostCluster, hosts, where)`.
+        helpers: other functions that the program calls, also passed as source.
+        gates: names of the gates at which the program waits.
+        between: the addresses, in order, at which servers connect to each other, for their own `TF_CONFIG`; by default
+            those at which they listen.
+        servers_environ: additional environment variables of servers.
+        launcher: starts the cluster, such as `functools.partial(HostCluster, hosts, where)`.
         keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`,
             `transport`, `timeouts`, ...
 
@@ -147,15 +147,15 @@ class ProcessCluster:
         return [task for task in self.cluster.clients() if task.job == "worker" or script]
 
     def kill(self, task: Task, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to a task; SIGKILL is waited for."""
+        """Sends a signal to a task; after SIGKILL waits for its end."""
         self.cluster.kill(task, number)
 
     def pause(self, task: Task) -> None:
-        """Stops a task's process: it is silent, and not gone."""
+        """Stops a task's process: it does not answer, but its connections stay open."""
         self.kill(task, signal.SIGSTOP)
 
     def resume(self, task: Task) -> None:
-        """Lets a paused process go on."""
+        """Continues a paused process."""
         self.kill(task, signal.SIGCONT)
 
     def start(self, task: Task) -> None:
@@ -163,7 +163,7 @@ class ProcessCluster:
         self.cluster.start_task(task)
 
     def stray(self, task: Task, **variables: str) -> Process:
-        """Starts one more process of a task, with these environment variables, beside the one that there is."""
+        """Starts a second process of a task, with these environment variables, while the first one runs."""
         kept, self.cluster._more = self.cluster._more, variables
         try:
             return self.cluster._client(task)
@@ -174,10 +174,10 @@ class ProcessCluster:
         """Starts one more worker, which joins the job at a server, as `psworker --join` does.
 
         Args:
-            task: the name by which the test speaks of it; the servers may give it another index.
-            flags: more flags of `psworker`.
-            server: the server at which it asks.
-            variables: environment variables that it gets as well.
+            task: the name of the worker in the test; the servers may assign another index.
+            flags: additional flags of `psworker`.
+            server: the server to contact.
+            variables: additional environment variables.
         """
         cluster = self.cluster
         command = [sys.executable, "-P", "-m", "psclient", "--join", cluster.addresses[server], *flags]
@@ -191,16 +191,16 @@ class ProcessCluster:
     # ---- What its processes say ----
 
     def hear(self, task: Task, what: str, value: Any = None, seconds: float = SECONDS) -> Any:
-        """Waits until a task says something, and forgets what it said before.
+        """Waits for a message of a task; earlier messages are discarded.
 
         Args:
-            task: the task whose output is read.
-            what: the word that the task says.
-            value: the value that it says with it; None for any.
+            task: the task.
+            what: the word of the message.
+            value: the value of the message; None for any.
             seconds: time limit.
 
         Returns:
-            The value that was said.
+            The value.
         """
         return self._await(task, False, lambda line: _said(line, what, value), f"{what!r}", seconds)
 
@@ -214,22 +214,22 @@ class ProcessCluster:
         return line
 
     def said(self, task: Task, what: str) -> list[Any]:
-        """All that a task has said of one thing."""
+        """Returns the values of all messages of a task with one word."""
         with self._news:
             lines = [line for line in self._lines if line.task == task]
         return [found[0] for line in lines if (found := _said(line, what, None))]
 
     def errors(self, task: Task) -> str:
-        """All that a task has printed on stderr."""
+        """Returns everything that a task has printed on stderr."""
         with self._news:
             return "\n".join(line.text for line in self._lines if line.task == task and line.error)
 
     def until(self, true: Callable[[], bool], seconds: float = SECONDS) -> None:
-        """Waits until something is true that nobody says, such as what a server's status tells."""
+        """Waits until a condition is true, for example one on a server's status."""
         until(true, seconds, self._transcript)
 
     def open(self, gate: str) -> None:
-        """Lets everyone through a gate, from now on."""
+        """Opens a gate for all tasks."""
         os.write(self._gates[gate], b"." * 64)
 
     def _take(self, line: Line) -> None:
@@ -257,7 +257,7 @@ class ProcessCluster:
                 self._news.wait(0.2)
         self._abort()
         time.sleep(1)  # until the lines are here
-        raise AssertionError(f"{task} did not say {what} in time, or has ended:\n{self._transcript()}")
+        raise AssertionError(f"{task} did not print {what} in time, or has ended: {self._transcript()}")
 
     def _transcript(self) -> str:
         """What was printed last; what is said again and again is said once."""
@@ -273,7 +273,7 @@ class ProcessCluster:
     # ---- How it ends ----
 
     def finish(self, seconds: float = SECONDS) -> Outcome:
-        """Waits for the end of all; fails unless every process ended by itself with code 0."""
+        """Waits until all processes have ended; fails unless each ended itself with code 0."""
         late = threading.Timer(seconds, self._abort)
         late.start()
         try:
@@ -290,7 +290,7 @@ class ProcessCluster:
 
     @contextmanager
     def server(self, task: Task) -> Iterator[RemoteServer]:
-        """A connection of the test's own, to look at a server's status."""
+        """Returns a separate connection for the test, to read a server's status."""
         security = self.cluster.security(self.cluster.clients()[0])
         server = RemoteServer(self.cluster.addresses[task], task, security=security)
         try:
@@ -320,5 +320,5 @@ def until(true: Callable[[], bool], seconds: float, otherwise: Callable[[], str]
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
-            raise AssertionError(f"it did not come true within {seconds:g} s: {otherwise()}")
+            raise AssertionError(f"the condition did not hold within {seconds:g} s: {otherwise()}")
         time.sleep(0.02)

@@ -94,7 +94,7 @@ class RowRead:
     def numbers(self) -> Int64s:
         """Returns the ids, int64; raises `InvalidRequest` if the bytes are none."""
         if len(self.ids) % 8:
-            raise InvalidRequest(f"{len(self.ids)} bytes are no ids, which have 8 each")
+            raise InvalidRequest(f"{len(self.ids)} bytes are not ids of 8 bytes each")
         return np.frombuffer(self.ids, "<i8").astype(np.int64, copy=False)
 
 

@@ -44,7 +44,7 @@ class Task:
         """Reads `/job:worker/task:1`; raises `ConfigError` for anything else."""
         match = _TASK.fullmatch(text)
         if not match:
-            raise ConfigError(f"{text!r} is no task; write /job:worker/task:0")
+            raise ConfigError(f"{text!r} is not a task; write /job:worker/task:0")
         return cls(match[1], int(match[2]))
 
 
@@ -85,18 +85,17 @@ class ClusterDef:
 
 
 class ClusterSpec:
-    """The addresses of all tasks, with the names of `tf.train.ClusterSpec`.
+    """The addresses of all tasks of a cluster, as `tf.train.ClusterSpec`.
 
-    It may have any jobs; what a parameter-server cluster needs is checked where one is built, by `check_cluster`.
-    Only `ps` tasks listen, the other addresses are names.
+    It may have any jobs. Only the `ps` tasks listen on their addresses; the other addresses are names.
 
     Args:
-        cluster: job name to the addresses of its tasks: a list, or a mapping from task index to address, in which
-            indices may be missing; or another `ClusterSpec`, or its `ClusterDef`, to copy.
+        cluster: maps job names to the addresses of their tasks: a list, or a mapping from task index to address, in
+            which indices may be missing. Or another `ClusterSpec`, or its `ClusterDef`, to copy.
 
     Raises:
-        TypeError: the cluster is no mapping, a job name or an address no text, or a job neither a list nor a mapping.
-        ValueError: a task index is no whole number from 0, or comes twice.
+        TypeError: the cluster is not a mapping, a job name or an address not a string, or a job not a list or mapping.
+        ValueError: a task index is not an integer of at least 0, or is repeated.
     """
 
     def __init__(self, cluster: Mapping[str, Addresses] | ClusterSpec | ClusterDef) -> None:
@@ -120,22 +119,22 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks a job has; raises `ValueError` if there is no such job."""
+        """Returns the number of tasks of a job; raises `ValueError` if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of a job's tasks, ascending; raises `ValueError` if there is no such job."""
+        """Returns the indices of a job's tasks, ascending; raises `ValueError` if there is no such job."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of one task; raises `ValueError` if there is no such job or no such task in it."""
+        """Returns the address of one task; raises `ValueError` if there is no such job or no such task in it."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(f"job {job_name!r} has no task {task_index!r}; the cluster has {self.describe()}")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job by task index, None where an index is missing.
+        """Returns the addresses of a job by task index, None for a missing index.
 
         Raises:
             ValueError: there is no such job.
@@ -144,26 +143,26 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Job names to lists of addresses, or to a dict by task index where indices are missing or there is no task."""
+        """Returns for each job a list of addresses, or a dict by task index if indices are missing or it is empty."""
         return {job: list(tasks.values()) if _dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
 
     def as_cluster_def(self) -> ClusterDef:
-        """Returns the cluster with the fields of TensorFlow's protocol buffer: its jobs by name, sorted."""
+        """Returns the cluster with the fields of TensorFlow's protocol buffer: its jobs, sorted by name."""
         return ClusterDef(tuple(JobDef(job, dict(tasks)) for job, tasks in sorted(self._jobs.items())))
 
     def tasks(self, job: str) -> list[Task]:
-        """The tasks of one job, in order; none if there is no such job."""
+        """Returns the tasks of one job, in order; empty if there is no such job."""
         return [Task(job, index) for index in self._jobs.get(job, ())]
 
     def address(self, task: Task) -> str:
-        """The `host:port` of a task; raises `ConfigError` if the cluster has no such task."""
+        """Returns the `host:port` of a task; raises `ConfigError` if the cluster has no such task."""
         address = self._jobs.get(task.job, {}).get(task.index)
         if address is None:
-            raise ConfigError(f"the cluster has no {task}: it has {self.describe()}; correct the task or the cluster")
+            raise ConfigError(f"the cluster has no {task}; it has {self.describe()}: correct the task or the cluster")
         return address
 
     def at_host_of(self, task: Task) -> list[Task]:
-        """The tasks whose addresses name the same host as a task's, itself included; an evaluator may have none."""
+        """Returns the tasks whose addresses have the same host as a task's, itself included."""
         hosts = {
             Task(job, index): address.rpartition(":")[0]
             for job, addresses in self._jobs.items()
@@ -172,7 +171,7 @@ class ClusterSpec:
         return [other for other, host in hosts.items() if host == hosts.get(task)] or [task]
 
     def describe(self) -> str:
-        """One line for people: `2 ps, 2 worker, 1 chief`."""
+        """Returns one line for people, such as `2 ps, 2 worker, 1 chief`."""
         return ", ".join(f"{len(tasks)} {job}" for job, tasks in sorted(self._jobs.items())) or "no task at all"
 
     def _job(self, name: str) -> dict[int, str]:
@@ -184,7 +183,7 @@ class ClusterSpec:
 def _addresses(job: Any, tasks: Any) -> dict[int, str]:
     """The addresses of one job by task index, ascending."""
     if not isinstance(job, str):
-        raise TypeError(f"a job name must be a text, not {job!r}")
+        raise TypeError(f"a job name must be a string, not {job!r}")
     by_index = dict(enumerate(tasks)) if isinstance(tasks, list | tuple) else tasks
     if not isinstance(by_index, Mapping) or not all(isinstance(address, str) for address in by_index.values()):
         raise TypeError(f'cluster[{job!r}] must be a list of "host:port" strings, or a dict from task index to them')
@@ -343,15 +342,15 @@ def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
     cluster, job = source.cluster_spec(), source.task_type
     if not cluster and job is not None:
         raise ConfigError(
-            f"{where} says that this process is a {job}, and has no cluster; write "
-            '"cluster": {"ps": ["host:port"], "worker": ["host:port"]} as well, or leave the task out'
+            f"{where} names this process as a {job}, but has no cluster; add "
+            '"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, or remove the task'
         )
     if not cluster:
         return None
     check_cluster(cluster, where)
     if job is None:
         raise ConfigError(
-            f"{where} has a cluster but no task type: say which task this process is, "
+            f"{where} has a cluster but no task type; name this process's task: "
             '"task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type="worker", task_id=0 of a resolver'
         )
     if job not in JOBS:
@@ -379,9 +378,9 @@ def check_cluster(cluster: ClusterSpec, where: str) -> None:
     if not counts.get("ps"):
         raise ConfigError(f"{where}: the cluster has no 'ps' task; variables need at least one server")
     if counts.get("chief", 0) > 1:
-        raise ConfigError(f"{where}: the cluster has {counts['chief']} chiefs; it can have one")
+        raise ConfigError(f"{where}: the cluster has {counts['chief']} chiefs, but can have only one")
     if not counts.get("worker") and not counts.get("chief"):
-        raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief'; nobody would train")
+        raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief', so no task would train")
 
 
 def join_address(host: str, port: int) -> str:
@@ -409,5 +408,5 @@ def check_address(address: str, where: str) -> tuple[str, int]:
     """Splits `host:port`; raises `ConfigError` naming `where` if it is none."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not _NUMBER.fullmatch(port) or int(port) > 65535:
-        raise ConfigError(f"{where}: {address!r} is no address; write host:port, such as 10.0.0.7:2222")
+        raise ConfigError(f"{where}: {address!r} is not an address; write host:port, such as 10.0.0.7:2222")
     return host, int(port)

@@ -1,39 +1,40 @@
 """Every error of the parameter server, in one tree.
 
     PSError
-    ├── ConfigError          TF_CONFIG, flags or a cluster file say something impossible
-    │   └── TaskTaken        another process is this task, and is alive
+    ├── ConfigError          TF_CONFIG, a flag or a cluster file has an impossible value
+    │   └── TaskTaken        another live process has this task
     ├── Unreachable          a server does not answer: not started, wrong address, network
-    ├── ServerLost           a server died or was replaced: its variables are gone
-    ├── ServerGone           a server died, and others have its variables; no user sees it
-    ├── ChiefLost            no chief answered in time, and what was asked needs one
-    ├── Abandoned            a job was given up: nobody was there any more to finish it
-    ├── Fenced               this session was ended by the cluster (lease lost, or replaced)
-    ├── Forbidden            the caller's certificate does not allow what it asks for
-    │   └── Unauthenticated  the caller lacks the token of the job
+    ├── ServerLost           a server died or was replaced: its variables are lost
+    ├── ServerGone           a server died, and others have its variables; internal
+    ├── ChiefLost            no chief answered in time to a request that needs one
+    ├── Abandoned            a job was given up: none of its processes was left to finish it
+    ├── Fenced               the cluster ended this session (timeout, or replaced)
+    ├── Forbidden            the caller's certificate does not allow the request
+    │   └── Unauthenticated  the caller does not have the job's token
     ├── Diverged             two processes of one job do not run the same program
-    │   └── NewcomerDiverged a process that joined a running job runs another program; it alone ends
-    ├── VariableMismatch     two processes, or a checkpoint, disagree on a variable
-    ├── LocalityError        values that live on different servers meet in one update
-    ├── ProgramError         an update function cannot be traced, or a program is refused
-    │   └── NonfiniteError   a contribution has NaN or infinity, and the job asks for an error
+    │   └── NewcomerDiverged a process that joined a running job runs another program; only it ends
+    ├── ScriptFailed         a worker's script raised an error, and is not restarted
+    ├── VariableMismatch     two processes, or a process and a checkpoint, disagree on a variable
+    ├── LocalityError        one update uses values on different servers
+    ├── ProgramError         an update function cannot be traced, or a program is rejected
+    │   └── NonfiniteError   a contribution has NaN or infinity, with nonfinite="raise"
     ├── MemoryLimit          a server would exceed its memory limit
-    ├── PushAgain            a server asks for a contribution once more; no user sees it
+    ├── PushAgain            a server asks for a contribution once more; internal
     ├── RoundTimeout         a round did not complete before its deadline
     ├── CheckpointError      a checkpoint cannot be written or read
-    │   ├── DamagedCheckpoint its files are not what was saved
-    │   └── NoCheckpoint     there is none where one was looked for
-    ├── ClosureError         a function that was scheduled has failed on a worker
-    │   └── ClosureCancelled it was not run, since another one had failed
+    │   ├── DamagedCheckpoint its files differ from what was saved
+    │   └── NoCheckpoint     there is no checkpoint
+    ├── ClosureError         a scheduled function has failed on a worker
+    │   └── ClosureCancelled it was not run, because another one had failed
     ├── InvalidRequest       a malformed or hostile message
-    └── UsageError           a call of the script is wrong; raised where it stands, before anything is sent
+    └── UsageError           a call of the script is wrong; raised at once, before anything is sent
         ├── InvalidArgument  a value: also a `ValueError`
         ├── InvalidType      a type: also a `TypeError`
         ├── InvalidCall      the time or the place of the call: also a `RuntimeError`
         └── UnknownName      a key: also a `KeyError`
 
-The message says what is wrong, where, and what to do. `task` names the process it is about, as
-`/job:ps/task:0`. All but a `UsageError` travel by name: `BY_NAME` is the table that both rims use.
+The message has the fault, the likely cause and the remedy. `task` names the process that the error is about, such as
+`/job:ps/task:0`. All errors except `UsageError` are sent between processes by name, from the table `BY_NAME`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PSError(Exception):
 
     Args:
         message: the fault, its place, and the remedy, in one line.
-        task: the task that the error is about, as `/job:ps/task:0`, or "" when it is about none.
+        task: the task that the error is about, such as `/job:ps/task:0`, or "" for none.
     """
 
     def __init__(self, message: str, task: str = "") -> None:
@@ -57,11 +58,11 @@ class PSError(Exception):
 
 
 class ConfigError(PSError, ValueError):
-    """TF_CONFIG, a flag or a cluster file says something impossible."""
+    """TF_CONFIG, a flag or a cluster file has an impossible value."""
 
 
 class TaskTaken(ConfigError):
-    """Another process is this task of the job, and is alive."""
+    """Another live process has this task of the job."""
 
 
 class Unreachable(PSError, ConnectionError):
@@ -69,43 +70,43 @@ class Unreachable(PSError, ConnectionError):
 
 
 class ServerLost(PSError, ConnectionError):
-    """A server died or was replaced by a new incarnation: restart from a checkpoint."""
+    """A server died or was replaced by a new process: restart from a checkpoint."""
 
 
 class ServerGone(PSError, ConnectionError):
-    """A server died, and others have copies of its variables: the caller asks one of these."""
+    """A server died, and others have copies of its variables: the caller asks one of these. Scripts do not see it."""
 
 
 class ChiefLost(PSError, TimeoutError):
-    """A request needs a chief, and none answered before the deadline."""
+    """A request needs a chief, and no chief answered before the deadline."""
 
 
 class Abandoned(PSError):
-    """A job was given up: for too long none of those who would finish it was there."""
+    """A job was given up: for too long it had no process to finish it."""
 
 
 class Fenced(PSError):
-    """This session was ended by the cluster; the process has to restart to take part again."""
+    """The cluster ended this session; the process has to restart to take part again."""
 
 
 class Forbidden(PSError, PermissionError):
-    """The caller's certificate does not allow what it asks for."""
+    """The caller's certificate does not allow the request."""
 
 
 class Unauthenticated(Forbidden):
-    """The caller lacks the token of the job."""
+    """The caller does not have the token of the job."""
 
 
 class Diverged(PSError):
-    """Two processes of one job do not make the same sequence of sections."""
+    """Two processes of one job do not make the same sequence of calls."""
 
 
 class NewcomerDiverged(Diverged):
-    """A process that joined a running job makes another sequence of sections than its members; it alone ends."""
+    """A process that joined a running job does not make the same calls as its members; only it ends."""
 
 
 class ScriptFailed(PSError):
-    """A worker's script ended with an error, and nothing starts it again: its job ends with it."""
+    """A worker's script ended with an error and is not restarted: its job ends with it."""
 
 
 class VariableMismatch(PSError, ValueError):
@@ -113,15 +114,15 @@ class VariableMismatch(PSError, ValueError):
 
 
 class LocalityError(PSError, ValueError):
-    """Values that live on different servers meet in one update."""
+    """One update uses values on different servers."""
 
 
 class ProgramError(PSError, ValueError):
-    """An update function cannot be traced, or a program was refused by the verifier."""
+    """An update function cannot be traced, or the verifier rejected a program."""
 
 
 class NonfiniteError(ProgramError):
-    """A contribution has NaN or infinity; nothing of its round was applied."""
+    """A contribution has NaN or infinity; no update of its round was applied."""
 
 
 class MemoryLimit(PSError, MemoryError):
@@ -129,7 +130,7 @@ class MemoryLimit(PSError, MemoryError):
 
 
 class PushAgain(PSError):
-    """A server has used up a contribution of which nothing counts: a member of the round was lost meanwhile.
+    """A server asks for a contribution again, because another member of the round was lost. Scripts do not see it.
 
     The client sends it once more.
     """
@@ -144,14 +145,14 @@ class CheckpointError(PSError, OSError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint's files are not what was saved: a wrong checksum, a malformed file, a missing shard.
+    """A checkpoint's files differ from what was saved: a wrong checksum, a malformed file, a missing shard.
 
-    A file that cannot be read now, for want of permission or of a disk that answers, is a plain `CheckpointError`.
+    A file that cannot be read at the moment, for example without permission, is a plain `CheckpointError`.
     """
 
 
 class NoCheckpoint(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint where one was looked for: a job that is to resume may start anew."""
+    """There is no complete checkpoint at the path: a job that should resume may start from the beginning."""
 
 
 class ClosureError(PSError, RuntimeError):
@@ -169,26 +170,26 @@ class ClosureError(PSError, RuntimeError):
 
 
 class ClosureCancelled(ClosureError):
-    """A function that was scheduled was not run: another one had failed before."""
+    """A scheduled function was not run, because another one had failed before."""
 
 
 class InvalidRequest(PSError, ValueError):
-    """A malformed message, or one that asks for what its sender may not have."""
+    """A message is malformed, or its sender may not send it."""
 
 
 class UsageError(PSError):
-    """A call of the script is wrong: it would be so on any cluster, and nothing was sent.
+    """A call of the script is wrong: it would fail on any cluster, and nothing was sent.
 
-    A job treats it as any other exception of the script: its worker has failed, and not the cluster.
+    A job treats it as any other exception of the script: the worker has failed, not the cluster.
     """
 
 
 class InvalidArgument(UsageError, ValueError):
-    """An argument has a value that the call cannot take."""
+    """An argument has an invalid value."""
 
 
 class InvalidType(UsageError, TypeError):
-    """An argument is of a type that the call cannot take."""
+    """An argument has an invalid type."""
 
 
 class InvalidCall(UsageError, RuntimeError):
@@ -196,7 +197,7 @@ class InvalidCall(UsageError, RuntimeError):
 
 
 class UnknownName(UsageError, KeyError):
-    """Nothing has the name that was asked for."""
+    """There is nothing with the given name."""
 
 
 BY_NAME: dict[str, type[PSError]] = {

@@ -99,10 +99,10 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A group of commands, each under the heading of its `section`; arguments as of `Command`, and:
+    """A group of commands, each under the heading of its `section`.
 
     Args:
-        sections: headings in the order of help; others come after them.
+        sections: headings in the order of help; others come after them. All other arguments are those of `Command`.
     """
 
     def __init__(self, *arguments: Any, sections: Sequence[str] = (), **keys: Any) -> None:

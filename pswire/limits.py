@@ -124,23 +124,23 @@ def _seconds(default: float, about: str) -> Any:
 class Timeouts:
     """Time limits, in seconds.
 
-    `PS_SESSION_TIMEOUT=5` sets `session_timeout`; each of them has such a variable.
+    Each has an environment variable: `PS_SESSION_TIMEOUT=5` sets `session_timeout`.
 
     Attributes:
         session_timeout: a session without a heartbeat for this long is ended.
-        heartbeat_interval: pause between two heartbeats; several must fit into a session timeout.
+        heartbeat_interval: time between two heartbeats; several must fit into a session timeout.
         call_timeout: deadline of an ordinary call, retries included.
-        round_timeout: how long a live worker may hold up a synchronous round, from the first push on, before it is
+        round_timeout: how long a live worker may delay a synchronous round, from the first push on, before it is
             excluded. At least three session timeouts.
         server_timeout: how long a server may be silent before it counts as lost.
-        report_interval: pause between two log lines that say which task a waiting call waits for.
+        report_interval: time between two log lines that name the task a waiting call waits for.
         chief_timeout: how long a request that needs a chief waits for one.
-        no_workers_timeout: how long a chief, or a server that ends with its job, waits for a worker to come back after
-            the last one is gone, before it gives the job up.
+        no_workers_timeout: how long a chief, or a server that ends with its job, waits for a worker after the last one
+            has left, before it gives up the job.
         first_worker_timeout: how long a chief waits for all workers to connect; scripts may do much before they make a
             strategy.
         start_timeout: how long a process waits at its start for the tasks of its cluster.
-        termination_grace: how long a worker that gets SIGTERM has to reach the beginning of a step, and to leave; then
+        termination_grace: how long a worker that receives SIGTERM has to reach the beginning of a step and leave; then
             it ends at once.
     """
 
@@ -168,7 +168,7 @@ class Timeouts:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:
-        """Reads `PS_SESSION_TIMEOUT` and the others, in seconds.
+        """Reads the timeouts from the environment, such as `PS_SESSION_TIMEOUT`, in seconds.
 
         Raises:
             ConfigError: a variable has a retired or misspelled name, or a value is not a positive number.
@@ -184,12 +184,12 @@ class Timeouts:
         """Raises `ConfigError` for times that contradict each other."""
         if self.round_timeout < ROUND_LEASES * self.session_timeout:
             raise ConfigError(
-                f"PS_ROUND_TIMEOUT={self.round_timeout:g} is below {ROUND_LEASES} session timeouts of "
-                f"{self.session_timeout:g} s (PS_SESSION_TIMEOUT): a slow worker would be excluded; make it longer"
+                f"PS_ROUND_TIMEOUT={self.round_timeout:g} is below {ROUND_LEASES} times PS_SESSION_TIMEOUT "
+                f"({self.session_timeout:g} s), so slow workers would be excluded; raise it"
             )
 
     def environ(self) -> dict[str, str]:
-        """The variables that `from_environ` reads back."""
+        """Returns the environment variables that `from_environ` reads back."""
         return {f"PS_{name.upper()}": repr(value) for name, value in dataclasses.asdict(self).items()}
 
 

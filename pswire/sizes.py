@@ -35,10 +35,10 @@ def parse_bytes(text: str, where: str, least: int = 0) -> int:
     match = _SIZE.fullmatch(text)
     if not match or match[2].upper() not in _BYTES:
         ends = f"and at least {human(least)}" if least else "or 0 for none"
-        raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, {ends}")
+        raise ConfigError(f"{where} {text!r} is not a size; write bytes with a unit, such as 4GiB, {ends}")
     size = int(float(match[1]) * _BYTES[match[2].upper()])
     if size < least:
-        raise ConfigError(f"{where} {text} is too little; give at least {human(least)}")
+        raise ConfigError(f"{where} {text} is too small; give at least {human(least)}")
     return size
 
 

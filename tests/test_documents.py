@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import io
 import os
 import re
 import runpy
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -68,15 +69,18 @@ def test_what_is_tensorflows_own_is_not_here(name):
         getattr(ps, name)
 
 
-# ---- docs/security.md ----
+# ---- tests/held_by.md ----
 
-TEXT = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-SECTIONS = re.findall(r"^##+ (.+)$", TEXT, re.MULTILINE)
-TABLE = "Which test holds what"
-CLAIM = re.compile(r"\| \[(?P<section>[^\]]+)\]\(#(?P<anchor>[a-z-]+)\) \| (?P<claim>[^|]+) \| (?P<tests>[^|]+) \|")
-LINES = [line for line in TEXT.partition(f"## {TABLE}\n")[2].strip().splitlines() if line.startswith("|")][2:]
+SECTIONS = re.findall(r"^##+ (.+)$", (ROOT / "docs" / "security.md").read_text(encoding="utf-8"), re.MULTILINE)
+HELD = (ROOT / "tests" / "held_by.md").read_text(encoding="utf-8")
+CLAIM = re.compile(
+    r"\| \[(?P<section>[^\]]+)\]\(\.\./docs/security\.md#(?P<anchor>[a-z-]+)\) "
+    r"\| (?P<claim>[^|]+) \| (?P<tests>[^|]+) \|"
+)
+SECURITY = HELD.partition("## docs/security.md\n")[2].partition("\n## ")[0]
+LINES = [line for line in SECURITY.strip().splitlines() if line.startswith("|")][2:]
 
-NO_CLAIM = {TABLE, "What it costs"}
+NO_CLAIM = {"What TLS costs"}
 """Sections that claim nothing that a test could hold: figures, which a benchmark gives."""
 
 
@@ -106,9 +110,35 @@ def test_each_section_has_a_claim() -> None:
     assert {title for title in SECTIONS if title not in held} == NO_CLAIM
 
 
-# ---- --help, and docs/reference.md ----
+# ---- links, words ----
 
 DOCS: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "check_docs.py"))
+
+
+def test_links_lead_to_headings(tmp_path):
+    """A link to a heading that is not on its page is found, on its own page and on another; code has no headings."""
+    other, page = tmp_path / "other.md", tmp_path / "page.md"
+    other.write_text("# How `it` works\n\n## A, b & c\n\n```console\n# comment\n```\n")
+    page.write_text("# Page\n[x](other.md#how-it-works) [y](#page) [z](other.md#a-b-c)")
+    assert DOCS["anchors"](other) == {"how-it-works", "a-b--c", "a-b-c"}
+    with mock.patch.dict(DOCS["dead_links"].__globals__, documents=lambda: [page], ROOT=tmp_path):
+        assert [*DOCS["dead_links"]()] == []
+        page.write_text("# Page\n[x](other.md#comment) [y](#pages)\n[z](none.md#a)")
+        assert [*DOCS["dead_links"]()] == [
+            *("page.md:2: other.md has no heading #comment", "page.md:2: page.md has no heading #pages"),
+            "page.md:3: there is no none.md",
+        ]
+
+
+def test_sentences_of_seven_beginnings_are_counted():
+    """At the start of a line, a list's item, a cell or a sentence; not in code, in headings, or within a sentence."""
+    found = runpy.run_path(str(ROOT / "tools" / "words.py"))["sentences"]
+    assert len(found("Who asks. Of two, one.\n- **Nor** this\n| a | What b |\n1. Nobody")) == 5
+    assert found("## What it is\n```text\nWho\n```\nIt knows who. Offers are kept. `Of x`") == []
+
+
+# ---- --help, and docs/reference.md ----
+
 REFERENCE: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "check_reference.py"))
 PROGRAMS: dict[str, click.Command] = DOCS["COMMANDS"]
 
@@ -200,7 +230,7 @@ def test_one_sentence_says_what_this_is():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert site["site_description"] == ABOUT
     for page in ("README.md", "docs/index.md"):
-        assert (ROOT / page).read_text(encoding="utf-8").split("\n\n")[1].startswith(f"{ABOUT} ")
+        assert (ROOT / page).read_text(encoding="utf-8").split("\n\n")[1].startswith(ABOUT)
     for name, program in PROGRAMS.items():
         assert " ".join(help_of(name, program)).endswith(ABOUT)
 
@@ -224,3 +254,26 @@ def test_each_variable_that_is_read_is_declared(tmp_path):
     )
     (tmp_path / "configs" / "run.sh").write_text("exec psserver --port ${PS_PORT:-$PS_GATE} # as PS_TIMEOUT_*")
     assert REFERENCE["undeclared"](tmp_path) == ["PS_GATE", "PS_SPEED", "RAY_SPEED"]
+
+
+# ---- tables of measurements ----
+
+
+def test_figures_in_pages_are_those_of_the_results(tmp_path):
+    """A page with another figure than its result file differs, and writing makes it the file's; all else stays."""
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "tools" / "make_tables.py")
+    assert spec
+    assert spec.loader
+    tables: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert tables.made(page) == page
+    shutil.copytree(tables.RESULTS, tmp_path / "results")
+    tables.RESULTS = tmp_path / "results"
+    steps = tables.RESULTS / "steps.json"
+    steps.write_text(steps.read_text().replace('"steps_per_second": 349', '"steps_per_second": 1234'))
+    assert tables.made(page) == page.replace("| 349 |", "| 1,234 |") != page
+    assert tables.made(page.replace("| 349 |", "| 9 |")) == tables.made(page)
+    steps.write_text(steps.read_text().replace('"machine"', '"device"'))
+    with pytest.raises(SystemExit, match=r"steps\.json must have exactly command, load, machine"):
+        tables.made(page)

@@ -1,5 +1,5 @@
 """Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
-links lead somewhere, and tests that are named are there.
+links lead to files and headings, and tests that are named are there. Sessions in docstrings of psclient run as well.
 
     python tools/check_docs.py                all of it; blocks whose framework is not installed are named, and not run
     python tools/check_docs.py --frameworks   only the blocks that import a framework, which has to be installed
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from pstesting import forks
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SECONDS = 120
 _FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]+)")
+_LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 _TEST = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<name>\w+))?`")
 FRAMEWORKS = ("torch", "jax", "optax", "flax", "keras")
 """Packages that are no part of the environment for development."""
@@ -64,13 +66,39 @@ def snippets() -> Iterator[Snippet]:
             yield Snippet(_where(path, text, match.start()), match["info"].strip(), match["text"])
 
 
+def docstring_sessions() -> Iterator[Snippet]:
+    """Sessions in the docstrings of psclient, unless some documents are asked for."""
+    if any(name.endswith(".md") for name in sys.argv[1:]):
+        return
+    for path in sorted((ROOT / "psclient").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if ">>> " not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(said))) if ">>> " in said:
+                    yield Snippet(f"{path.relative_to(ROOT)}:{node.lineno}", "pycon", said)
+
+
 def dead_links() -> Iterator[str]:
-    """Links of the documents to files that are not there, one line for each."""
+    """Links of the documents to files and headings that are not there, one line for each."""
     for path in documents():
         text = path.read_text(encoding="utf-8")
         for match in _LINK.finditer(text):
-            if not (path.parent / match["path"]).exists():
+            target = path.parent / match["path"] if match["path"] else path
+            if not target.exists():
                 yield f"{_where(path, text, match.start())}: there is no {match['path']}"
+            elif match["anchor"] and target.suffix == ".md" and match["anchor"] not in anchors(target):
+                yield f"{_where(path, text, match.start())}: {target.name} has no heading #{match['anchor']}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, by the rules of GitHub and of MkDocs: they differ in rows of hyphens."""
+    headings = _HEADING.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    github = [re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in plain]
+    return {*github, *(re.sub(r"-+", "-", anchor) for anchor in github)}
 
 
 def missing_tests() -> Iterator[str]:
@@ -91,9 +119,10 @@ def _where(path: Path, text: str, start: int) -> str:
 
 
 def frameworks(snippet: Snippet) -> list[str]:
-    """Returns the frameworks that a block of Python imports."""
+    """Returns the frameworks that a block of Python, or a session, imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(snippet.text)):
+    typed = [example.source for example in doctest.DocTestParser().get_examples(snippet.text)]
+    for node in ast.walk(ast.parse("".join(typed) if snippet.info == "pycon" else snippet.text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -115,8 +144,7 @@ def check_run(snippet: Snippet) -> str:
     """Runs the block in an empty directory, where the frameworks are installed that it needs."""
     if wrong := check_python(snippet):
         return wrong
-    if without := [name for name in frameworks(snippet) if importlib.util.find_spec(name) is None]:
-        sys.stderr.write(f"{snippet.where}: not run, without {' and '.join(without)}\n")
+    if lacks_frameworks(snippet):
         return ""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-c", snippet.text]
@@ -127,8 +155,18 @@ def check_run(snippet: Snippet) -> str:
     return f"exit code {done.returncode}\n{done.stderr}" if done.returncode else ""
 
 
+def lacks_frameworks(snippet: Snippet) -> bool:
+    """Whether a snippet cannot be run here; then its frameworks that are missing are named."""
+    without = [name for name in frameworks(snippet) if importlib.util.find_spec(name) is None]
+    if without:
+        sys.stderr.write(f"{snippet.where}: not run, without {' and '.join(without)}\n")
+    return bool(without)
+
+
 def check_session(snippet: Snippet) -> str:
     """Types what follows `>>>` into an interpreter, and compares what it prints; `...` stands for anything."""
+    if lacks_frameworks(snippet):
+        return ""
     test = doctest.DocTestParser().get_doctest(snippet.text, {}, snippet.where, snippet.where, 0)
     said = io.StringIO()
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
@@ -154,7 +192,7 @@ def check_command(line: str) -> str:
     if program == "make":
         dry = ["make", "-n", "-C", str(ROOT), *args]
         return "" if subprocess.run(dry, capture_output=True).returncode == 0 else f"no target: {line}"
-    scripts = [word for word in args[:1] if program.startswith("python") and word.endswith(".py")]
+    scripts = [word for word in args[:1] if program.startswith("python") and word.endswith(".py") and "/" in word]
     return "".join(f"no script {script}" for script in scripts if not (ROOT / script).exists())
 
 
@@ -192,10 +230,11 @@ CHECKS: dict[str, Callable[[Snippet], str]] = {
 def main(*flags: str) -> None:
     """Exits with 1 and one line for each snippet and link that is wrong."""
     if flags == ("--frameworks",):
-        chosen = [each for each in snippets() if each.info == "python run" and frameworks(each)]
+        runs = [each for each in (*snippets(), *docstring_sessions()) if each.info in ("python run", "pycon")]
+        chosen = [each for each in runs if frameworks(each)]
         wrong = [f"{name} is not installed" for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
     else:
-        chosen, wrong = [*snippets()], [*dead_links(), *missing_tests()]
+        chosen, wrong = [*snippets(), *docstring_sessions()], [*dead_links(), *missing_tests()]
     for snippet in chosen:
         check = CHECKS.get(snippet.info)
         said = check(snippet) if check else ""

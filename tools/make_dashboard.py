@@ -128,7 +128,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "95th percentile of a round's time",
-            "Waiting for contributions, applying them, and answering.",
+            "Waiting for gradients, applying them, and responding.",
             {"{{job}} {{phase}}": quantile(SERVER + "round_phase_seconds", "phase")},
             unit="s",
         ),
@@ -161,7 +161,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Staleness",
-            "Of asynchronous workers: rounds of others between a read and the application of the push, on average.",
+            "For asynchronous workers: rounds of others between a read and the application of the push, on average.",
             {
                 "{{job}}": f"sum by (job) ({rate(SERVER + 'staleness_rounds_sum')})"
                 f" / sum by (job) ({rate(SERVER + 'staleness_rounds_count')})"
@@ -169,12 +169,12 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Gap of clocks",
-            "With bounded staleness: rounds between the foremost and the hindmost worker.",
+            "With bounded staleness: rounds between the fastest and the slowest worker.",
             {"{{instance}}": gauge(SERVER + "clock_gap_rounds")},
         ),
         Panel(
             "Servers without connections to others",
-            "Other servers that a server has votes for and cannot reach.",
+            "Servers to which a server has votes to send but no connection.",
             {"{{instance}}": gauge(SERVER + "servers_missing")},
         ),
     ),
@@ -271,7 +271,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Evicted and refused",
-            "Rows that left a table, and gradients that its filter dropped, per second.",
+            "Rows that were evicted from a table, and gradients that its filter dropped, per second.",
             {
                 "{{table}} evicted": f"sum by (job, table) ({rate(SERVER + 'table_evicted_total')})",
                 "{{table}} refused": f"sum by (job, table) ({rate(SERVER + 'table_refused_total')})",
@@ -337,7 +337,7 @@ def dashboard() -> dict[str, Any]:
         "title": "Parameter servers",
         "uid": "paramserver",
         "tags": ["paramserver"],
-        "description": "Training jobs on parameter servers. docs/observability.md explains each metric.",
+        "description": "Training jobs on parameter servers. docs/metrics.md explains each metric.",
         "schemaVersion": 39,
         "version": 1,
         "editable": True,

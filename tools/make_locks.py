@@ -17,7 +17,7 @@ LOCKS = ROOT / "locks"
 PYTHON = "3.11"
 """The oldest Python that is supported: what is pinned suits it and all later ones."""
 
-OF_PROGRAMS = ("s3", "gpu", "gpu-cuda13", "jax", "examples", "summary", "otel", "ray")
+OF_PROGRAMS = ("s3", "gpu", "gpu-cuda13", "jax", "examples", "summary", "otel", "ray", "simulation")
 """Extras with which the programs are installed: a lock of each has what the programs need, and the extra.
 
 Not torch: which of its builds is wanted, for CPUs or for which CUDA, says the index that it is taken from.

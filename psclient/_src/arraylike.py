@@ -89,10 +89,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- Its value ----
 
     def read_value(self) -> Value:
-        """Its value: an array on the replica's device; in an update function what stands for it there.
-
-        Nobody may change the array: it is shared by all who read.
-        """
+        """Returns its value: a read-only array on the replica's device; in an update function a stand-in for it."""
         device = context.replica_device()
         return self._on_host() if device is None else self._copy_on(device)
 
@@ -101,7 +98,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         return np.asarray(self._on_host())
 
     def astype(self, dtype: npt.DTypeLike) -> Value:
-        """Its value in another dtype."""
+        """Returns its value in another dtype."""
         return self.read_value().astype(dtype)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
@@ -172,7 +169,7 @@ class LazyArray(Readable):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(HostArray, name):
             raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}, and NumPy's arrays have none either"
+                f"{type(self).__name__} has no attribute {name!r}, and NumPy arrays do not have it either"
             )
         return getattr(self.numpy(), name)
 
@@ -229,8 +226,8 @@ def read(value: Any) -> Any:
 
 def _refuse_in_place(value: Readable, op: str) -> NoReturn:
     raise TypeError(
-        f"{op} cannot change {getattr(value, 'name', value)!r} in place: its strategy replaces the value; of a "
-        "variable write w.assign_add(1.0), or w.assign(w * 2.0)"
+        f"{op} cannot change {getattr(value, 'name', value)!r} in place, because the strategy replaces its "
+        "value; for a variable use w.assign_add(1.0) or w.assign(w * 2.0)"
     )
 
 

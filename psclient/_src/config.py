@@ -1,7 +1,7 @@
-"""Configuration of a client: `TF_CONFIG`, `PS_SESSION_TIMEOUT` and the others, `PS_TLS_*`, `PS_TOKEN`, and Slurm's
-variables.
+"""Configuration of a client from the environment.
 
-The only module of this package that reads the environment for configuration.
+Reads `TF_CONFIG`, the timeouts such as `PS_SESSION_TIMEOUT`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables. No other
+module of this package reads the environment for configuration.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.ps < 1:
-            raise ConfigError(f"a cluster of {self.ps} servers cannot hold variables; ask for at least one")
+            raise ConfigError(f"a cluster with {self.ps} servers cannot hold variables; use at least one server")
         check_replication_factor(self.replication_factor, "replication_factor")
         if self.replication_factor > self.ps:
-            raise ConfigError("replication_factor=2 needs two servers; ask for two, or for replication_factor=1")
+            raise ConfigError("replication_factor=2 needs two servers; use two servers or replication_factor=1")
         if self.workers < 0 or self.restarts < 0:
-            raise ConfigError("workers and restarts must be numbers from 0")
+            raise ConfigError("workers and restarts must not be negative")
         if self.chief not in CHIEFS:
-            raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
+            raise ConfigError(f"chief {self.chief!r} is unknown; use one of {', '.join(CHIEFS)}")
         check_transport(self.transport)
         refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
@@ -166,11 +166,11 @@ class LaunchConfig:
         refuse_unknown([self.traces], TRACES.choices, "traces")
         if self.module and self.chief != "script":
             raise ConfigError(
-                f"workers import {self.module}, and nobody would run the script; let the chief do it (chief: script, "
-                "or --chief-runs-script)"
+                f"workers import {self.module}, so no process runs the script; let the chief run it (chief: "
+                "script, or --chief-runs-script)"
             )
         if self.script and not self.workers and self.chief != "script":
-            raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
+            raise ConfigError(f"no process runs {self.script}, because the cluster has no worker; add a worker")
 
 
 def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
@@ -190,7 +190,7 @@ def tf_config_text(environ: Mapping[str, str] = os.environ) -> str:
 def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Returns a variable that Slurm sets for each process of a step; raises `RuntimeError` if it is not set."""
     if name not in environ:
-        raise RuntimeError(f"{name} is not set: this process is in no Slurm step; start it with srun")
+        raise RuntimeError(f"{name} is not set, because this process does not run in a Slurm step; start it with srun")
     return environ[name]
 
 
@@ -216,8 +216,7 @@ def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
 
 
 def transport_from(environ: Mapping[str, str] = os.environ) -> TransportName:
-    """The fastest transport that may be used, which `PS_TRANSPORT` says, else any; raises `ConfigError` for an unknown
-    one."""
+    """Returns the fastest transport that `PS_TRANSPORT` allows; raises `ConfigError` for an unknown one."""
     return check_transport(environ.get(TRANSPORT, TRANSPORTS[0]))
 
 
@@ -240,13 +239,15 @@ def job_from(environ: Mapping[str, str] = os.environ) -> str:
     """The identity of the job that this process belongs to, which `PS_JOB` says, else ""; raises `ConfigError`."""
     name = environ.get(JOB, "")
     if not JOB_NAME.fullmatch(name):
-        raise ConfigError(f"{JOB}={name!r} is no name of a job; write up to 128 letters, digits and . _ : / -")
+        raise ConfigError(f"{JOB}={name!r} is not a valid job name; use up to 128 letters, digits and . _ : / -")
     return name
 
 
 def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
-    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry" where a proxy refuses for servers that may be
-    alive."""
+    """Reads `PS_CONNECTION_REFUSED`: "lost", the default, or "retry".
+
+    "retry" is for a proxy that refuses connections to servers that may be alive.
+    """
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
@@ -257,8 +258,8 @@ def ends_with_script(environ: Mapping[str, str] = os.environ) -> bool:
     said = environ.get(SCRIPT_ERROR) or "end"
     if said not in ("end", "leave"):
         raise ConfigError(
-            f"{SCRIPT_ERROR}={said} is none of: end, where an error that ends a worker's script ends the job, and "
-            "leave, where something starts the worker again"
+            f"{SCRIPT_ERROR}={said} is unknown; use end (an error in a worker's script ends the job) or "
+            "leave (the worker will be restarted)"
         )
     return said == "end"
 
@@ -271,7 +272,9 @@ def replication_factor_from(environ: Mapping[str, str] = os.environ) -> int:
 def check_replication_factor(said: object, name: str) -> int:
     """Returns the number; raises `ConfigError`, which names where it was said, for another one than 1 and 2."""
     if str(said) not in ("1", "2"):
-        raise ConfigError(f"{name}={said} must be 1, or 2 for a copy of each variable on another server")
+        raise ConfigError(
+            f"{name}={said} is not supported; use 1, or 2 to keep a copy of each variable on another server"
+        )
     return int(str(said))
 
 
@@ -318,7 +321,7 @@ def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | No
     text = environ.get(METRICS_PORT, "")
     port = int(text) if text.isdecimal() else None
     if text and port is None:
-        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number from 0 to 65535")
+        raise ConfigError(f"{METRICS_PORT}={text!r} is not a port; use a number from 0 to 65535")
     _check_port(METRICS_PORT, port)
     return environ.get(METRICS_HOST) or LOCAL_HOST, port
 
@@ -335,7 +338,7 @@ def set_traces(traces: str, environ: MutableMapping[str, str] = os.environ) -> N
 
 def _check_port(name: str, port: int | None) -> None:
     if port is not None and not 0 <= port <= PORTS:
-        raise ConfigError(f"{name} {port} is no port; write a number from 0 to {PORTS}")
+        raise ConfigError(f"{name} {port} is not a port; use a number from 0 to {PORTS}")
 
 
 def set_metrics(host: str | None, port: int | None, environ: MutableMapping[str, str] = os.environ) -> None:

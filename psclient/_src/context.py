@@ -32,12 +32,9 @@ Kind = Literal["default", "cross-replica", "replica", "update"]
 
 _REMEDY: dict[Kind, str] = {
     "default": "call it inside `with strategy.scope():`",
-    "cross-replica": "call it inside the function given to strategy.run",
-    "replica": (
-        "call it outside of the function given to strategy.run, or inside a function given to "
-        "get_replica_context().merge_call"
-    ),
-    "update": "call it outside of the function given to update",
+    "cross-replica": "call it in the function passed to strategy.run",
+    "replica": ("call it outside of strategy.run, or in a function passed to get_replica_context().merge_call"),
+    "update": "call it outside of the function passed to update",
 }
 
 Lift = Callable[[Leaf], Value | None]
@@ -119,18 +116,18 @@ class StrategyFace(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
-    """The replica whose function the thread runs.
+    """The replica whose function the calling thread runs.
 
     `strategy.run` makes one for each local replica. Library code may make one by its number among all replicas,
-    `ReplicaContext(strategy, 0)`, and enter it with `with`: that replica meets nobody, and its `merge_call` runs the
-    function at once.
+    `ReplicaContext(strategy, 0)`, and enter it with `with`: that replica does not wait for others, and its `merge_call`
+    runs the function at once.
 
     Source: `tf.distribute.ReplicaContext`.
 
     Attributes:
-        strategy: the strategy that runs it; in the default context the default one.
-        local_replica_id: its number among the replicas of this process, from 0.
-        device: where it computes.
+        strategy: the strategy that runs the replica; in the default context the default strategy.
+        local_replica_id: the number of the replica in this process, from 0.
+        device: the device on which it computes.
 
     Raises:
         ValueError: this process has no such replica.
@@ -153,8 +150,8 @@ class ReplicaContext:
         local = self.local_replica_id - first
         if not 0 <= local < len(group.devices):
             raise ValueError(
-                f"replica {self.local_replica_id} of {replicas} is none of this process, which has {first} to "
-                f"{first + len(group.devices) - 1}"
+                f"this process has replicas {first} to {first + len(group.devices) - 1} and cannot give the "
+                f"result of replica {self.local_replica_id} of {replicas}"
             )
         made = {"local_replica_id": local, "device": group.devices[local], "_slice": group.slice}
         for name, value in {**made, "_merge": self._merge_alone}.items():
@@ -177,7 +174,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R: the replicas of all workers. Changes only where a section of this replica flushes."""
+        """The number of replicas of all workers. It changes only between rounds of this replica."""
         return self._slice()[1]
 
     @property
@@ -193,27 +190,26 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None
     ) -> Nest:
-        """Meets the other local replicas and runs a function once, in cross-replica context.
+        """Waits for the other local replicas and calls a function once, in cross-replica context.
 
         Args:
-            merge_fn: called as `merge_fn(strategy, *args, **kwargs)`. What is the same object in all
-                replicas arrives as it is, all else as `PerReplica`.
-            args: of this replica.
-            kwargs: of this replica.
+            merge_fn: called as `merge_fn(strategy, *args, **kwargs)`. An object that is the same in all replicas is
+                passed as it is, everything else as `PerReplica`.
+            args: the positional arguments of this replica.
+            kwargs: the keyword arguments of this replica.
 
         Returns:
-            What `merge_fn` returned, as this replica sees it: of each distributed value its component.
+            What `merge_fn` returned; of each distributed value the component of this replica.
 
         Raises:
-            RuntimeError: this is not the context of the calling thread, or the replicas do not all
-                make the same calls.
-            TypeError: `args` is no tuple or list.
+            RuntimeError: this is not the context of the calling thread, or the replicas do not all make the same calls.
+            TypeError: `args` is not a tuple or list.
         """
         self._check_current("merge_call")
         return self._merge(merge_fn, *arguments("merge_call", args, kwargs))
 
     def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Nest) -> Nest:
-        """Reduces values over all replicas of all workers, and gives every replica the result.
+        """Reduces values over all replicas of all workers, and returns the result to every replica.
 
         Args:
             reduce_op: "sum" or "mean", in any case.
@@ -223,7 +219,7 @@ class ReplicaContext:
             A nest like `value`. In the default context, where there is one replica, `value` itself.
 
         Raises:
-            ValueError: there is no such reduction.
+            ValueError: the reduction is not known.
             RuntimeError: as `merge_call`.
         """
         self._check_current("all_reduce")
@@ -236,18 +232,20 @@ class ReplicaContext:
         return nest.pack_sequence_as(value, own)
 
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Nest:
-        """Concatenates values over all replicas of all workers, and gives every replica the result.
+        """Concatenates values over all replicas of all workers, and returns the result to every replica.
 
         Args:
-            value: a nest of arrays, of the same structure in all replicas, and of one shape but for the size of `axis`.
-            axis: the dimension along which they are joined, from 0.
+            value: a nest of arrays, of the same structure in all replicas, and of one shape except for the size of
+                `axis`.
+            axis: the dimension to concatenate along, from 0.
 
         Returns:
             A nest like `value`, see `Strategy.gather`, of arrays on the replica's device. In the default context, where
             there is one replica, `value` itself.
 
         Raises:
-            ValueError, TypeError: as `Strategy.gather`; or replicas name different axes.
+            ValueError: as `Strategy.gather`; or replicas give different axes.
+            TypeError: as `Strategy.gather`.
             RuntimeError: as `merge_call`.
         """
         self._check_current("all_gather")
@@ -257,22 +255,23 @@ class ReplicaContext:
     def _check_current(self, what: str) -> None:
         if get_replica_context() is not self:
             raise RuntimeError(
-                f"{what} on a replica context that is not, or no longer, the current one; ask "
-                "get_replica_context() inside the function given to strategy.run"
+                f"{what} was called on a replica context that is not current; call get_replica_context() in "
+                "the function passed to strategy.run"
             )
 
 
 def arguments(
     what: str, args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
 ) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
-    """Returns what a function is to be called with; `TypeError` unless `args` is a tuple or a list.
+    """Returns the arguments for a function call; raises `TypeError` unless `args` is a tuple or a list.
 
     Args:
-        what: the method that was given them, for the message.
-        args, kwargs: as it was given them.
+        what: the method that was given the arguments, for the message.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
     """
     if not isinstance(args, tuple | list):
-        raise TypeError(f"{what} takes a tuple of arguments, and args is a {type(args).__name__}; write args=(x,)")
+        raise TypeError(f"{what} takes a tuple of arguments, but args is a {type(args).__name__}; use args=(x,)")
     return tuple(args), dict(kwargs or {})
 
 
@@ -293,7 +292,10 @@ def unbox(boxes: Nest) -> list[Leaf]:
     """
     rows = [box.leaves for box in values.local_results(boxes)]
     if len({len(row) for row in rows}) > 1:
-        raise ValueError(f"replicas reduce different numbers of values: {[len(row) for row in rows]}")
+        raise ValueError(
+            f"the replicas reduce different numbers of values: {[len(row) for row in rows]}; reduce the same "
+            "values in every replica"
+        )
     if len(rows) == 1:
         return list(rows[0])
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
@@ -306,7 +308,7 @@ def _reduce_boxes(strategy: StrategyFace, reduce_op: ReduceOp, boxes: Nest) -> l
 def _gather_boxes(strategy: StrategyFace, axes: Nest, boxes: Nest) -> Nest:
     named = [box.leaves[0] for box in values.local_results(axes)]
     if any(axis != named[0] for axis in named):
-        raise ValueError(f"replicas gather along different dimensions: {named}; give all the same axis")
+        raise ValueError(f"the replicas gather along different axes: {named}; use the same axis in all replicas")
     return strategy.extended.all_gather(unbox(boxes), named[0])
 
 
@@ -381,7 +383,10 @@ class _ContextEntry:
         innermost = self._stack[-1] is self
         self._stack.remove(self)
         if not innermost:
-            raise RuntimeError(f"a {self.context.kind} context is left before one that was entered in it")
+            raise RuntimeError(
+                f"a {self.context.kind} context was left before a context that was entered in it; leave "
+                "contexts in reverse order"
+            )
 
 
 class _ScopeEntry(_ContextEntry):
@@ -412,7 +417,10 @@ def leave_scope(depth: int) -> None:
     """As `leave_to`, for a scope, within which nothing is left entered; raises `RuntimeError` if something was."""
     inner, _stack.entries[depth:] = _stack.entries[depth + 1 :], []  # one line, for an interrupt to come before
     if inner:
-        raise RuntimeError(f"a scope is left before a {inner[-1].context.kind} context that was entered in it")
+        raise RuntimeError(
+            f"a scope was left before a {inner[-1].context.kind} context that was entered in it; leave them in "
+            "reverse order"
+        )
 
 
 def get_strategy() -> Any:
@@ -434,17 +442,17 @@ def depth() -> int:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica in whose function the calling thread is.
+    """Returns the context of the replica whose function the calling thread runs.
 
     Returns:
-        None in cross-replica and update context. Outside of every scope a default context with one
+        The context; None in cross-replica and update context. Outside of every scope a default context with one
         replica, whose `merge_call` runs the function at once, with the default strategy.
     """
     return _current().replica
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether the calling thread is in cross-replica context, in which update functions are as well.
+    """Returns whether the calling thread is in cross-replica context. Update functions are as well.
 
     Source: `tf.distribute.in_cross_replica_context`.
     """
@@ -538,7 +546,7 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
     here: tuple[Kind, ...] = ("cross-replica", "default") if is_default(strategy) else ("cross-replica",)
     if current.kind not in here or current.strategy is not strategy:
         kind = current.kind
-        raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
+        raise RuntimeError(f"{what} needs cross-replica context but was called in {kind} context; {_REMEDY[kind]}")
 
 
 def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaContext:
@@ -553,13 +561,13 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
         _check_same(strategy, current)
     if current.replica is None or strategy not in (None, current.strategy):
         remedy = _REMEDY["cross-replica"]
-        raise RuntimeError(f"{what} needs replica context, and is called in {current.kind} context; {remedy}")
+        raise RuntimeError(f"{what} needs replica context but was called in {current.kind} context; {remedy}")
     return current.replica
 
 
 def _check_same(strategy: StrategyFace, current: _Context) -> None:
     if not is_default(current.strategy) and current.strategy is not strategy:
         raise RuntimeError(
-            f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another strategy, a "
+            f"a {type(strategy).__name__} was used in the scope of another strategy, a "
             f"{type(current.strategy).__name__}; leave that scope first"
         )

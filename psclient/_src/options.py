@@ -16,17 +16,17 @@ from pswire.model.plan import ReduceOp as OpName
 
 
 class AutoShardPolicy(IntEnum):
-    """The way in which workers share a dataset; the numbers are those of `tf.data.experimental.AutoShardPolicy`.
+    """How workers share a dataset; the numbers are those of `tf.data.experimental.AutoShardPolicy`.
 
     Attributes:
-        OFF: no sharing: every worker sees all of the data, and splits it among its local replicas.
+        OFF: not shared: every worker reads all data, and splits it among its local replicas.
         AUTO: the same as DATA.
-        FILE: by files; refused, since a dataset knows none here.
+        FILE: by files; not supported, because datasets have no files here.
         DATA: each global batch is cut into slices, one for each replica of all workers.
-        HINT: by a placeholder in the pipeline; refused, since pipelines have none here.
-        DYNAMIC: server 0 hands out global batches, whole, to whichever worker asks next; not of `tf.data`. For workers
-            that make updates of their own, with `Async()` or `BoundedStaleness(k)`, and for datasets of which any batch
-            can be read by its number: a batched `ArrayDataset`, a list of batches, a `MapDataset` of grain.
+        HINT: by a placeholder in the pipeline; not supported, because pipelines have none here.
+        DYNAMIC: server 0 assigns each global batch to the worker that asks next; not in `tf.data`. For workers that
+            make their own updates, with `Async()` or `BoundedStaleness(k)`, and for datasets whose batches can be read
+            by number: a batched `ArrayDataset`, a list of batches, a `MapDataset` of grain.
     """
 
     OFF = -1
@@ -42,15 +42,16 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_prefetch_to_device: batches are put on the replicas' devices; False leaves them on the host,
-            as NumPy arrays.
-        auto_shard_policy: for `experimental_distribute_dataset`; a dataset from a function is never sharded.
-        prefetch: for variables, of which rows are looked up in each step, a function that returns their ids, given one
-            replica's batch. The rows of the next batch then come with the round of this one.
+        experimental_prefetch_to_device: True to put batches on the replicas' devices; False leaves them on the host, as
+            NumPy arrays.
+        auto_shard_policy: how `experimental_distribute_dataset` shares batches; a dataset from a function is never
+            sharded.
+        prefetch: maps each variable whose rows a step looks up to a function that takes one replica's batch and returns
+            the ids. The rows for the next batch are then fetched together with the round of the current one.
 
     Raises:
-        ValueError: there is no such policy.
-        TypeError: a value of `prefetch` is no function.
+        ValueError: `auto_shard_policy` is not one of `AutoShardPolicy`.
+        TypeError: a value of `prefetch` is not a function.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -63,16 +64,16 @@ class InputOptions:
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
         for variable, ids in self.prefetch.items():
             if not (hasattr(variable, "prefetch") and callable(ids)):
-                raise TypeError(f"prefetch has {variable!r}: {ids!r}; give a function of a batch for each variable")
+                raise TypeError(f"prefetch maps {variable!r} to {ids!r}; pass a function of a batch for each variable")
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `strategy.run`, so that scripts written for TensorFlow run unchanged. Neither has a meaning here.
+    """Options of `strategy.run`, so that scripts written for TensorFlow run unchanged. They have no effect here.
 
     Attributes:
         experimental_enable_dynamic_batch_size: replica functions are plain Python and take arrays of any shape.
-        experimental_bucketizing_dynamic_shape: nothing is compiled for a shape, so shapes are not put into buckets.
+        experimental_bucketizing_dynamic_shape: nothing is compiled for a shape, so shapes need no buckets.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -98,10 +99,10 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Examples for each replica; raises `ValueError` if they cannot be shared out equally."""
+        """Returns the number of examples for each replica; raises `ValueError` if they cannot be divided evenly."""
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
-                f"a global batch of {global_batch_size} examples cannot be shared equally by "
+                f"a global batch of {global_batch_size} examples cannot be split equally among "
                 f"{self.num_replicas_in_sync} replicas"
             )
         return global_batch_size // self.num_replicas_in_sync
@@ -136,8 +137,8 @@ class ArraySpec:
     """The shape and dtype of one array of a batch.
 
     Attributes:
-        shape: its dimensions; None for the first, which counts the examples and may differ.
-        dtype: of its elements.
+        shape: the dimensions; None for the first, which counts the examples and may differ.
+        dtype: the dtype of the elements.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -151,7 +152,7 @@ class PerReplicaSpec:
     """The shapes and dtypes of one per-replica value of a batch.
 
     Attributes:
-        specs: of each local replica.
+        specs: one spec for each local replica.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -164,7 +165,7 @@ ReduceOpName = Literal["sum", "mean", "SUM", "MEAN"]
 
 
 class ReduceOp(enum.Enum):
-    """SUM, or MEAN: the sum over the number of contributing replicas, or of elements where an axis is reduced.
+    """SUM, or MEAN: the sum divided by the number of replicas, or of elements if an axis is reduced.
 
     The values are those of `tf.distribute.ReduceOp`.
     """
@@ -182,7 +183,7 @@ class ReduceOp(enum.Enum):
         """Returns the reduction of a `VariableAggregation`, SUM or MEAN; raises `ValueError` for any other."""
         name = getattr(aggregation, "name", "")
         if name not in ReduceOp.__members__:
-            raise ValueError(f"{aggregation} is no reduction; there is one for VariableAggregation.SUM and MEAN")
+            raise ValueError(f"{aggregation} is not a reduction; use VariableAggregation.SUM or MEAN")
         return ReduceOp[name]
 
     @classmethod
@@ -198,13 +199,13 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True)
 class Round:
-    """A round that is over.
+    """A completed round.
 
     Attributes:
-        number: its number; of an asynchronous worker its own count.
+        number: its number; for an asynchronous worker the worker's own count.
         generation: number of the generation whose members made it.
-        contributors: the tasks whose contributions it has, such as `/job:worker/task:0`, in order.
-        excluded: members that it was completed without, since they were lost, or late where there are backup workers.
+        contributors: the tasks that contributed to it, such as `/job:worker/task:0`, in order.
+        excluded: members that it was completed without, because they were lost, or late with backup workers.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -218,30 +219,35 @@ class Round:
 def check_nonfinite(choice: str) -> None:
     """Raises `ValueError` for an unknown choice of what becomes of updates with NaN or infinity."""
     if choice not in get_args(Nonfinite):
-        raise ValueError(f"unknown nonfinite {choice!r}; choose 'apply', 'skip' or 'raise'")
+        raise ValueError(f"unknown nonfinite {choice!r}; use 'apply', 'skip' or 'raise'")
 
 
 @dataclass(frozen=True)
 class Sync:
-    """Synchronous rounds: every update includes each worker's contribution once and whole.
+    """Synchronous rounds: every update includes each worker's contribution exactly once, complete.
 
-    A round has the same contributions on all servers of its section, whoever is lost while it is made: the servers
-    agree before anything of it is visible.
+    A round has the same contributions on all its servers, even if a member is lost meanwhile: the servers agree before
+    any of its results becomes visible.
 
     Attributes:
-        nonfinite: what becomes of a round's updates if what a process contributes to one of them has NaN or infinity.
-            "apply": they are applied, with a warning. "skip": none of them is applied, slots and `iterations` included,
-            with a warning. "raise": none is applied, and every process raises `NonfiniteError`. For the last two each
-            process tests what it sends, and large rounds do not stream.
-        backup_workers: b, the members that a round of updates does not wait for: it is made once the contributions of
-            N - b of its N members are whole, at least of one. Who comes later is left out, as `last_round` says it,
-            gets the new values, and goes on at once; its examples are handed out again. So each example of a pass over
-            a distributed dataset counts once. Rounds that update nothing, and saves, wait for all. Smaller than the
-            number of workers; large rounds do not stream.
+        nonfinite: what happens if a contribution to an update has NaN or infinity. "apply": the updates are applied,
+            with a warning. "skip": no update of the round is applied, slots and `iterations` included, with a warning.
+            "raise": none is applied, and every process raises `NonfiniteError`. With "skip" and "raise" each process
+            checks what it sends, and large rounds do not stream.
+        backup_workers: b, the number of members that a round does not wait for: a round with N members completes when N
+            - b of them, at least one, have contributed completely. A later member is excluded from the round (see
+            `last_round`), gets the new values and continues at once; its examples are assigned again, so that each
+            example of a pass over a distributed dataset counts once. Rounds without updates, and saves, wait for all
+            members. It must be smaller than the number of workers. With backup workers, large rounds do not stream.
 
     Raises:
-        ValueError: there is no such choice, or `backup_workers` is negative.
-        TypeError: `backup_workers` is no whole number.
+        ValueError: `nonfinite` is another word, or `backup_workers` is negative.
+        TypeError: `backup_workers` is not an integer.
+
+    Examples:
+        >>> import psclient as ps
+        >>> ps.Sync(nonfinite="skip", backup_workers=1)
+        Sync(nonfinite='skip', backup_workers=1)
     """
 
     mode: ClassVar[Mode] = "sync"
@@ -252,9 +258,9 @@ class Sync:
     def __post_init__(self) -> None:
         check_nonfinite(self.nonfinite)
         if isinstance(self.backup_workers, bool) or not isinstance(self.backup_workers, int):
-            raise TypeError(f"backup_workers={self.backup_workers!r} is no number of workers; give a whole number")
+            raise TypeError(f"backup_workers={self.backup_workers!r} is not a number of workers; use an integer")
         if self.backup_workers < 0:
-            raise ValueError(f"backup_workers={self.backup_workers} is negative; 0 waits for every worker")
+            raise ValueError(f"backup_workers={self.backup_workers} is negative; use 0 to wait for every worker")
 
 
 MAX_STALENESS = 2**31 - 1
@@ -263,26 +269,32 @@ MAX_STALENESS = 2**31 - 1
 
 @dataclass(frozen=True)
 class BoundedStaleness:
-    """Each worker makes updates of its own, as with `Async()`, and gets at most `k` rounds ahead of the slowest.
+    """Each worker makes its own updates, as with `Async()`, and gets at most `k` rounds ahead of the slowest.
 
-    A push is applied once, whole and at once. The answer of a worker's round c waits until every other worker has
-    pushed its round c - k, and has the values of when it comes: so what a worker computes its next round from has all
-    updates of the others up to round c - k, and most often newer ones. `k = 0` is lockstep: nobody begins a round
-    before all have pushed the one before. Who has left, was lost, or has ended a pass over its data and begun nothing
-    else is not waited for. All else is as with `Async()`.
+    A push is applied once, completely and at once. The response to a worker's round c waits until every other worker
+    has pushed its round c - k, and contains the values at the time it is sent. So a worker computes its next round from
+    values that include all updates of the others up to round c - k, and usually newer ones. `k = 0` is lockstep: a
+    round begins when all workers have pushed the one before. Workers that have left, were lost, or have ended their
+    pass over the data are not waited for. Everything else is as with `Async()`.
 
-    Source: stale synchronous parallel, Ho et al., NIPS 2013; held answers bring fresh values as in ESSP, Dai et al.,
+    Source: stale synchronous parallel, Ho et al., NIPS 2013; held responses bring fresh values as in ESSP, Dai et al.,
     AAAI 2015.
 
     Attributes:
         mode: "bounded".
-        backup_workers: 0: nobody waits for a round.
-        k: the most rounds that an answered worker is ahead of another one; the same in all processes.
-        nonfinite: as of `Async`.
+        backup_workers: 0; rounds do not wait for other workers.
+        k: the largest number of rounds that a worker with a response is ahead of another one; the same in all
+            processes.
+        nonfinite: as in `Async`.
 
     Raises:
-        TypeError: `k` is no integer.
-        ValueError: `k` is negative, or too large; there is no such choice.
+        TypeError: `k` is not an integer.
+        ValueError: `k` is negative or too large, or `nonfinite` is another word.
+
+    Examples:
+        >>> import psclient as ps
+        >>> ps.BoundedStaleness(k=3)
+        BoundedStaleness(k=3, nonfinite='apply')
     """
 
     mode: ClassVar[Mode] = "bounded"
@@ -293,31 +305,36 @@ class BoundedStaleness:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool | np.bool_) or not isinstance(self.k, int | np.integer):
-            raise TypeError(f"BoundedStaleness has k={self.k!r}; give a number of rounds, an integer from 0 on")
+            raise TypeError(f"BoundedStaleness has k={self.k!r}; use an integer of at least 0")
         object.__setattr__(self, "k", int(self.k))
         if not 0 <= self.k <= MAX_STALENESS:
             raise ValueError(
-                f"BoundedStaleness has k={self.k}; give a number of rounds from 0, which is lockstep, to "
-                f"{MAX_STALENESS}, or take Async(), which has no bound"
+                f"BoundedStaleness has k={self.k}; use 0 (synchronous) to {MAX_STALENESS}, or Async(), "
+                "which has no bound"
             )
         check_nonfinite(self.nonfinite)
 
 
 @dataclass(frozen=True)
 class Async:
-    """Each worker makes updates of its own: a push is applied once, whole and at once, and nobody waits for others.
+    """Each worker makes its own updates: a push is applied once, completely and at once, without waiting for others.
 
-    `num_replicas_in_sync` is then this worker's number of replicas, and what a step reads may have been changed by
-    others since. The examples of a dataset are shared by all workers all the same, or with `AutoShardPolicy.DYNAMIC`
-    handed out to whichever asks next. In a job with `Sync()` single variables may have it: see `Variable`.
+    `num_replicas_in_sync` is then the number of this worker's replicas, and other workers may have changed the values
+    that a step has read. The workers still share the examples of a dataset; with `AutoShardPolicy.DYNAMIC` each batch
+    is assigned to the worker that asks next. In a job with `Sync()` single variables may use it: see `Variable`.
 
     Attributes:
         mode: "async".
-        backup_workers: 0: nobody waits.
-        nonfinite: as of `Sync`; a round has one contribution here, and `NonfiniteError` is raised in its process.
+        backup_workers: 0; rounds do not wait for other workers.
+        nonfinite: as in `Sync`. A round has one contribution here, and only its process raises `NonfiniteError`.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: `nonfinite` is another word.
+
+    Examples:
+        >>> import psclient as ps
+        >>> ps.Async()
+        Async(nonfinite='apply')
     """
 
     mode: ClassVar[Mode] = "async"

@@ -23,7 +23,7 @@ class DistributedValues:
     """One value for each local replica, in the order of the replicas.
 
     Args:
-        values: of each local replica; a variable with copies may override the property instead.
+        values: the value of each local replica; a variable with copies may override the property instead.
     """
 
     def __init__(self, values: Sequence[object]) -> None:
@@ -38,7 +38,7 @@ class DistributedValues:
         """Returns the value of one local replica; raises `ValueError` if there is none."""
         if not 0 <= local_replica_id < len(self.values):
             name, count = type(self).__name__, len(self.values)
-            raise ValueError(f"a {name} of {count} values has none for local replica {local_replica_id}")
+            raise ValueError(f"a {name} of {count} values has no value for local replica {local_replica_id}")
         return self.values[local_replica_id]
 
     def __repr__(self) -> str:
@@ -47,12 +47,12 @@ class DistributedValues:
 
 
 class PerReplica(DistributedValues):
-    """A value that differs by replica."""
+    """A value that may differ between replicas."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         raise TypeError(
-            "a PerReplica value has one value for each replica and is no array; reduce it with "
-            "strategy.reduce, or take it apart with strategy.experimental_local_results"
+            "a PerReplica value has one value per replica and cannot be used as an array; reduce it with "
+            "strategy.reduce, or list its values with strategy.experimental_local_results"
         )
 
 
@@ -91,8 +91,8 @@ def unwrap(value: Nest, replicas: int) -> list[Nest]:
             return leaf
         if len(leaf.values) != replicas:
             raise ValueError(
-                f"a {type(leaf).__name__} of {len(leaf.values)} values is given to {replicas} local replicas; give one "
-                "that this strategy has made"
+                f"a {type(leaf).__name__} with {len(leaf.values)} values was passed to {replicas} local "
+                "replicas; pass a value made by this strategy"
             )
         return leaf._component(replica)
 

@@ -1,4 +1,4 @@
-"""Older names of the same things: `v1` of `tf.compat.v1.distribute`, `contrib` of r1.9's `tf.contrib.distribute`."""
+"""Older APIs: `v1` of `tf.compat.v1.distribute`, `contrib` of r1.9's `tf.contrib.distribute`."""
 
 from psclient.compat import contrib, v1
 

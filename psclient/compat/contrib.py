@@ -35,7 +35,7 @@ class _Index:
     def _keep(self, index: Mapping[str, object]) -> list[object]:
         kept = {Device.parse(name): (name, value) for name, value in index.items()}
         if len(kept) < len(index) or not kept:
-            raise ValueError(f"a map from device to values needs devices that differ, and has {', '.join(index)}")
+            raise ValueError(f"a map from device to values needs different devices, but got {', '.join(index)}")
         towers = [Device.parse(name) for name in context.get_strategy().extended.worker_devices]
         order = towers if {*towers} == kept.keys() else [*kept]
         self._places = {device: place for place, device in enumerate(order)}
@@ -65,9 +65,11 @@ class _Index:
         if here is None and isinstance(self, Mirrored):
             return self.values[0]
         if here is None:
-            raise ValueError("get() in cross-tower context: values may differ by device; name one of them")
+            raise ValueError(
+                "get() was called in cross-tower context, where values may differ by device; pass a device"
+            )
         if here not in self._places:
-            raise ValueError(f"device {here} has no value here; these have one: {', '.join(self._names)}")
+            raise ValueError(f"device {here} has no value; use one of {', '.join(self._names)}")
         return self.values[self._places[here]]
 
 
@@ -189,8 +191,9 @@ class DistributionStrategy:
 
         Args:
             fn: may call `get_tower_context`.
-            args, kwargs: nests; of each per-device value a tower gets its own. `run_concurrently` is no argument
+            args: nests; of each per-device value a tower gets its own. `run_concurrently` is no argument
                 of `fn`, and has no effect.
+            kwargs: see `args`.
 
         Returns:
             The merged results, as `Strategy.run` returns them; of towers that differ a `PerDevice`.
@@ -275,8 +278,8 @@ class DistributionStrategy:
         known = self._towers(value)
         if not isinstance(known, PerDevice) or not known.on_device(str(device)):
             raise ValueError(
-                f"fetch takes one value, and not one for each tower, of which none is on {device}; combine them with "
-                "reduce first, or name a tower's device"
+                f"fetch takes one value, but got one for each tower, none of which is on {device}; combine "
+                "them with reduce, or pass the device of a tower"
             )
         return known.get(str(device))
 
@@ -403,5 +406,5 @@ def get_tower_context() -> TowerContext | None:
 
 def _checked(method: str) -> Literal["sum", "mean"]:
     if method not in ("sum", "mean"):
-        raise ValueError(f"method {method!r} is unknown; write 'sum' or 'mean'")
+        raise ValueError(f"method {method!r} is unknown; use 'sum' or 'mean'")
     return "sum" if method == "sum" else "mean"

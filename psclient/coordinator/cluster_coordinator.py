@@ -31,12 +31,12 @@ HOW = "run the script with psworker --standalone --chief-runs-script SCRIPT, or 
 
 
 def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
-    """Returns True in the process that coordinates: the chief. In a worker, which runs what is scheduled, False.
+    """Returns True in the process that coordinates (the chief), False in a worker.
 
-    Without a cluster it is True, and `ClusterCoordinator` says how to start one.
+    Without a cluster it is True; `ClusterCoordinator` then explains in its error how to start one.
 
     Args:
-        cluster_resolver: tells the cluster and this process's task; by default `TF_CONFIG` does.
+        cluster_resolver: finds the cluster and this process's task; by default from `TF_CONFIG`.
     """
     if cluster_resolver is not None:
         return cluster_resolver.task_type == "chief"
@@ -45,10 +45,10 @@ def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
 
 
 class RemoteValue:
-    """The result of a function that was scheduled, which may not be there yet.
+    """The future result of a scheduled function.
 
-    It may be an argument of another function that is scheduled: the result then goes from server 0 to the worker.
-    Server 0 holds the result as long as this object is referred to.
+    It may be an argument of another scheduled function: the result then goes from server 0 to the worker. Server 0
+    keeps the result as long as this object exists.
 
     Source: `tf.distribute.coordinator.RemoteValue`.
     """
@@ -65,11 +65,11 @@ class RemoteValue:
         self._ending.atexit = False
 
     def fetch(self) -> Any:
-        """Waits for the result, and returns it: a nest of arrays on the host, numbers and strings. In any context.
+        """Waits for the result and returns it: a nest of arrays on the host, numbers and strings. In any context.
 
         Raises:
             ClosureError: the function has raised an error.
-            ClosureCancelled: it was not run, since another one had failed.
+            ClosureCancelled: the function was not run, because another one had failed.
             ServerLost: a server was lost.
         """
         with self._lock:
@@ -78,7 +78,7 @@ class RemoteValue:
             return decode(self._content)
 
     def get(self) -> Any:
-        """The same as `fetch`: there is one kind of arrays here."""
+        """Returns the result, as `fetch`."""
         return self.fetch()
 
     def __repr__(self) -> str:
@@ -86,25 +86,36 @@ class RemoteValue:
 
 
 class ClusterCoordinator:
-    """Schedules functions, which the workers of a job run, each on whichever worker is free. In the chief alone.
+    """Schedules functions on the workers of a job, each on any worker that is free. Only in the chief.
 
-    A function that is scheduled runs once, and its updates count once, whatever becomes of workers: where one is lost,
-    another runs the function again, from its beginning, and of each update the first that came to a server counts. What
-    the second reads may be newer by then. A result comes from the worker that has run it to its end.
+    A scheduled function runs once, and its updates count once, also if workers are lost: another worker then runs the
+    function again from its beginning, and for each update the first result that reaches a server counts. The second run
+    may read newer values. A result comes from the worker that has finished the function.
 
-    At most 1024 functions wait for a worker; `schedule` waits for room. A function that raises an error cancels what
-    waits, and the next `schedule`, `join` or `done` raises it as `ClosureError`; then one may schedule again.
+    At most 1024 functions wait for a worker; then `schedule` blocks. A function that raises an error cancels the
+    waiting ones, and the next `schedule`, `join` or `done` raises it as `ClosureError`; after that functions can be
+    scheduled again.
 
-    Methods may be called from any thread.
+        @ps.coordinator.function                                    # in every process
+        def train_step(iterator):
+            return strategy.run(step, args=(next(iterator),))
+
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)   # in the chief: ps.coordinator.is_coordinator()
+        iterator = iter(coordinator.create_per_worker_dataset(make_dataset))
+        results = [coordinator.schedule(train_step, args=(iterator,)) for _ in range(100)]
+        coordinator.join()
+        losses = coordinator.fetch(results)
+
+    Any thread may call the methods.
 
     Source: `tf.distribute.coordinator.ClusterCoordinator`.
 
     Args:
-        strategy: with `consistency=ps.Async()`, in the chief of a cluster with workers.
+        strategy: a strategy with `consistency=ps.Async()`, in the chief of a cluster with workers.
 
     Raises:
-        TypeError: it is no `ParameterServerStrategy`.
-        ConfigError: this process is no chief, the job is not asynchronous, there are no workers, or they have
+        TypeError: `strategy` is not a `ParameterServerStrategy`.
+        ConfigError: this process is not a chief, the job is not asynchronous, there are no workers, or they have
             registered other functions.
     """
 
@@ -122,18 +133,23 @@ class ClusterCoordinator:
             raise TypeError(f"ClusterCoordinator takes a ParameterServerStrategy, not {type(strategy).__name__}")
         task, resolver = strategy.task, strategy.cluster_resolver
         if resolver is None:
-            raise ConfigError(f"there is no cluster, whose workers would run what is scheduled; {HOW}")
+            raise ConfigError(f"ClusterCoordinator needs a cluster whose workers run the scheduled functions; {HOW}")
         if task.job != "chief":
             raise ConfigError(
-                f"{task} is no coordinator: the chief schedules, and workers run what it schedules; make "
-                "ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and " + HOW
+                (
+                    f"{task} is not the coordinator: the chief schedules functions and the workers run them. "
+                    "Create ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and "
+                )
+                + HOW
             )
         check_asynchronous(strategy)
         self._workers = len(resolver.cluster_spec().tasks("worker"))
         if not self._workers:
-            raise ConfigError("the cluster has no workers, which would run what is scheduled", str(task))
+            raise ConfigError("the cluster has no workers to run scheduled functions; add workers", str(task))
         if not functions.registry():
-            raise ConfigError("no function is registered; write @ps.coordinator.function above those to be scheduled")
+            raise ConfigError(
+                "no function is registered; decorate functions to be scheduled with @ps.coordinator.function"
+            )
         self._strategy = strategy
         self._session: Session = strategy._session
         self._lock = threading.Lock()  # guards the three below, and keeps closures in order
@@ -150,7 +166,7 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy."""
+        """The constructor's strategy."""
         return self._strategy
 
     # ---- Functions ----
@@ -158,31 +174,31 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Schedules a function, and returns at once; waits only while the queue is full. In any context.
+        """Schedules a function, and returns at once unless the queue is full. In any context.
 
-        On a worker it runs in cross-replica context, as within `strategy.scope()`: it may call `strategy.run`, and
-        optimizers. Variables are those that every process has created; what functions create, such as the state of an
-        optimizer in its first step, all processes find by its name.
+        On a worker it runs in cross-replica context, as within `strategy.scope()`: it may call `strategy.run` and
+        optimizers. It uses variables that every process has created. Variables that functions create, such as the state
+        of an optimizer in its first step, are found by name in all processes.
 
         Args:
-            fn: a function that is registered by `ps.coordinator.function`.
-            args, kwargs: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied. The function
-                gets the value of a `RemoteValue`, and this worker's of a `PerWorkerValues`.
+            fn: a function registered by `ps.coordinator.function`.
+            args: positional arguments: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied.
+                The function gets the value of a `RemoteValue`, and its worker's value of a `PerWorkerValues`.
+            kwargs: keyword arguments, likewise.
 
         Returns:
-            A `RemoteValue`: what the function returns, a nest of numbers, strings and arrays.
+            A `RemoteValue` for the function's result, a nest of numbers, strings and arrays.
 
         Raises:
-            ClosureError: a function that was scheduled before has failed; what waited is cancelled, and this is not
-                scheduled.
-            TypeError: the function is not registered, or an argument is code, or anything else that does not travel.
-            MemoryLimit: server 0 has no room for the arguments.
+            ClosureError: an earlier function has failed; the waiting ones are cancelled, and this one is not scheduled.
+            TypeError: the function is not registered, or an argument is code or another value that cannot be sent.
+            MemoryLimit: server 0 does not have enough memory for the arguments.
             ConfigError: a worker has registered other functions.
             ServerLost: a server was lost.
         """
         name, refers = functions.name_of(fn), _References(self._session)
         if not isinstance(args, tuple | list):
-            raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}; write args=(value,)")
+            raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}; use args=(value,)")
         given = (tuple(args), dict(kwargs or {}), LIVING.told())
         content = encode(given, f"args of {name}", refers.refer)
         with self._lock:
@@ -204,11 +220,11 @@ class ClusterCoordinator:
             self._unsure = False
 
     def join(self) -> None:
-        """Waits until all functions that were scheduled are over. In any context.
+        """Waits until all scheduled functions have finished. In any context.
 
         Raises:
-            ClosureError: one of them has failed; then no function runs any more.
-            RoundTimeout: no worker was there for `PS_ROUND_TIMEOUT`.
+            ClosureError: a function has failed; no function is running any more.
+            RoundTimeout: there was no worker for `PS_ROUND_TIMEOUT`.
             ServerLost: a server was lost.
         """
         with self._lock:
@@ -218,10 +234,10 @@ class ClusterCoordinator:
             self._raise(state)
 
     def done(self) -> bool:
-        """Returns whether all functions that were scheduled are over; does not wait for them. In any context.
+        """Returns whether all scheduled functions have finished, without waiting. In any context.
 
         Raises:
-            ClosureError: as of `join`; it then waits for those that run.
+            ClosureError: as in `join`, after the running functions have finished.
         """
         state = self._ask(ClosureOrder())
         if state.failure is not None:
@@ -229,25 +245,27 @@ class ClusterCoordinator:
         return not (state.queued or state.running)
 
     def fetch(self, val: Nest) -> Nest:
-        """Returns a nest with the results of the `RemoteValue`s in it; waits for them. In any context.
+        """Waits for the `RemoteValue`s in a nest, and returns the nest with their results. In any context.
 
         Raises:
-            ClosureError, ClosureCancelled, ServerLost: as of `RemoteValue.fetch`.
+            ClosureError: as in `RemoteValue.fetch`.
+            ClosureCancelled: as in `RemoteValue.fetch`.
+            ServerLost: as in `RemoteValue.fetch`.
         """
         return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
 
     def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerValues:
-        """Makes a dataset on each worker, by a function, when the worker needs it. In any context.
+        """Makes a dataset on each worker, by a function that the worker calls when it needs it. In any context.
 
         Args:
-            dataset_fn: a function that is registered by `ps.coordinator.function`. It takes nothing, or an
-                `InputContext` with the worker's number among all, and returns an iterable, such as a `ps.ArrayDataset`.
+            dataset_fn: a function registered by `ps.coordinator.function`. It takes no arguments, or an `InputContext`
+                with the worker's number, and returns an iterable, such as a `ps.ArrayDataset`.
 
         Returns:
-            The dataset of each worker; `iter` of it is an iterator of each worker, an argument for `schedule`.
+            The dataset of each worker; `iter` of it is an iterator for each worker, an argument for `schedule`.
 
         Raises:
-            TypeError: the function is not registered; or it is a dataset, which is never sent.
+            TypeError: the function is not registered, or a dataset is given instead; datasets are never sent.
         """
         context = InputContext(self._workers, 0, self._strategy.num_replicas_in_sync)
         return PerWorkerValues("dataset", functions.name_of(dataset_fn, "create_per_worker_dataset"), context=context)
@@ -276,16 +294,15 @@ class ClusterCoordinator:
         return self._session.task
 
     def _look(self) -> None:
-        """Raises if no worker has been there for too long; called while this process waits, every
-        `Timeouts.report_interval`."""
+        """Raises if no worker has been there for too long; called every `Timeouts.report_interval` of a wait."""
         session = self._session
         future = session.log_server.schedule(session.number, ClosureOrder(told=self._told))
         state = wait(session, future, lambda: None)
         self._idle = 0.0 if state.workers else self._idle + session.timeouts.report_interval
         if self._idle > session.timeouts.round_timeout:
             raise RoundTimeout(
-                f"{self._task} waits for {state.queued + state.running} closures, and no worker has been there for "
-                f"{self._idle:.0f} s; start the workers again"
+                f"{self._task} waits for {state.queued + state.running} closures, but no worker was "
+                f"connected for {self._idle:.0f} s; restart the workers"
             )
         log.log(
             logging.INFO if state.workers else logging.WARNING,
@@ -310,7 +327,7 @@ class _References:
     def refer(self, value: object) -> Mapping[str, Any] | None:
         if isinstance(value, RemoteValue):
             if value._session is not self._session:
-                raise TypeError(f"{value!r} is of another job")
+                raise TypeError(f"{value!r} belongs to another job; create it in this job")
             self.needs.add(value._number)
             self.held.append(value)
             return {"remote": value._number}
@@ -324,7 +341,7 @@ def check_asynchronous(strategy: ParameterServerStrategy) -> None:
     """Raises `ConfigError` unless the workers of a strategy make rounds of their own."""
     if strategy.consistency.mode != "async":
         raise ConfigError(
-            "closures are run by workers that do not wait for each other; give every process "
-            "ps.ParameterServerStrategy(consistency=ps.Async())",
+            "closures need workers that do not wait for each other; use "
+            "ps.ParameterServerStrategy(consistency=ps.Async()) in every process",
             str(strategy.task),
         )

@@ -49,16 +49,19 @@ class _Encoder:
             return [self.encode(each, f"{path}[{n}]") for n, each in enumerate(value)]
         if kind is dict:
             if any(type(key) not in SCALARS for key in value):
-                raise TypeError(f"{path} has keys that are no strings or numbers")
+                raise TypeError(f"{path} has keys that are not strings or numbers; use strings or numbers")
             return {"dict": [[key, self.encode(each, f"{path}[{key!r}]")] for key, each in value.items()]}
         if (reference := self._refer(value)) is not None:
             return dict(reference)
         if kind is bytes:
             return {"bytes": self._put(np.frombuffer(value, np.uint8))}
         if isinstance(value, Variable):
-            raise TypeError(f"{path} is a variable, which every process has: use it in the function")
+            raise TypeError(
+                f"{path} is a variable, which is available in every process; use it in the function instead of "
+                "passing it"
+            )
         if isinstance(value, DistributedValues):
-            raise TypeError(f"{path} has a value for each replica; give strategy.experimental_local_results of it")
+            raise TypeError(f"{path} has a value for each replica; pass strategy.experimental_local_results of it")
         return {"scalar" if isinstance(value, np.generic) else "array": self._put(self._array(value, path))}
 
     def _array(self, value: Any, path: str) -> Array:
@@ -72,12 +75,13 @@ class _Encoder:
         what = f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"
         if hasattr(value, "__next__") or hasattr(value, "element_spec") or isinstance(value, ArrayDataset):
             raise TypeError(
-                f"{path} is {what}, and data are never sent: let a registered function return the dataset, and give "
-                "iter(coordinator.create_per_worker_dataset(function)), so that each worker has its own"
+                f"{path} is {what}, and datasets cannot be sent to workers; let a registered function "
+                "return the dataset, and pass iter(coordinator.create_per_worker_dataset(function)), so "
+                "that each worker has its own"
             )
         raise TypeError(
-            f"{path} is {what}: only numbers, strings, arrays, RemoteValues and PerWorkerValues travel between "
-            "processes, and tuples, lists and dicts of them; code never does"
+            f"{path} is {what}, which cannot be sent to workers; pass numbers, strings, arrays, "
+            "RemoteValues or PerWorkerValues, or tuples, lists and dicts of these"
         )
 
     def _put(self, array: Array) -> int:
@@ -100,7 +104,7 @@ def encode(value: Any, what: str, refer: Refer = lambda value: None) -> bytes:
     try:
         text = {"value": encoder.encode(value, what), "arrays": [_spec(array) for array in encoder.arrays]}
     except RecursionError:
-        raise TypeError(f"{what} lies too deep in itself") from None
+        raise TypeError(f"{what} is nested too deeply") from None
     head = json.dumps(text).encode()
     start = align(HEAD + len(head))
     packed = Payload.pack(encoder.arrays)
@@ -118,7 +122,7 @@ def _spec(array: Array) -> list[Any]:
 
 
 def _refuse(kind: str, said: Any) -> Any:
-    raise InvalidRequest(f"there is no {kind} here")
+    raise InvalidRequest(f"{kind} does not exist in this process")
 
 
 def decode(content: bytes | bytearray, resolve: Resolve = _refuse) -> Any:
@@ -139,7 +143,7 @@ def decode(content: bytes | bytearray, resolve: Resolve = _refuse) -> Any:
         found = Payload([(0, rest)] if rest else [], len(rest)).tensors(specs)
         value = text["value"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InvalidRequest(f"{len(content)} bytes are no values of a closure: {error}") from None
+        raise InvalidRequest(f"{len(content)} bytes are not valid values of a closure: {error}") from None
     return _decode(value, found, resolve)
 
 

@@ -19,21 +19,21 @@ def function(fn: F) -> F: ...
 @overload
 def function(*, name: str) -> Callable[[F], F]: ...
 def function(fn: Any = None, *, name: str = "") -> Any:
-    """Registers a function that a coordinator may schedule, or that makes a dataset of each worker. A decorator.
+    """Registers a function that a coordinator may schedule, or that makes a dataset on each worker. A decorator.
 
-    The coordinator sends its name and its arguments, and a worker calls the function of that name that it has imported.
-    So every process has to register the same functions; other ones are refused when a job begins.
+    The coordinator sends the function's name and its arguments; the worker calls the function with that name that it
+    has imported itself. So every process must register the same functions; a job with different ones does not start.
 
     Args:
-        fn: the function, which stays as it is.
+        fn: the function, which is not changed.
         name: the name; by default the function's own.
 
     Returns:
         The function.
 
     Raises:
-        TypeError: it is no function, or has no name of its own.
-        ValueError: another function has the name, which is not in the same place of the program; or there are too many.
+        TypeError: `fn` is not a function, or has no name of its own.
+        ValueError: another function, at another place of the program, has the name; or there are too many functions.
     """
     if fn is None:
         return lambda fn: _register(fn, name)
@@ -42,17 +42,22 @@ def function(fn: Any = None, *, name: str = "") -> Any:
 
 def _register(fn: F, name: str) -> F:
     if not callable(fn):
-        raise TypeError(f"ps.coordinator.function registers functions, not {type(fn).__name__}")
+        raise TypeError(f"ps.coordinator.function takes a function, not {type(fn).__name__}")
     name = name or getattr(fn, "__name__", "")
     if not name or "<" in name or len(name) > MAX_NAME:
-        raise TypeError(f"{fn!r} has no name that every process knows; write ps.coordinator.function(name='...')")
+        raise TypeError(
+            f"{fn!r} has no name that is the same in every process; use ps.coordinator.function(name='...')"
+        )
     other = _registered.get(name)
     if other is not None and _place(other) != _place(fn):
         raise ValueError(
-            f"two functions are registered as {name!r}, {_place(other)} and {_place(fn)}; give one of them another name"
+            f"two functions are registered as {name!r}: {_place(other)} and {_place(fn)}; give one of them another name"
         )
     if other is None and len(_registered) >= MAX_FUNCTIONS:
-        raise ValueError(f"{MAX_FUNCTIONS} functions are registered; schedule one with other arguments instead")
+        raise ValueError(
+            f"{MAX_FUNCTIONS} functions are registered, which is the limit; schedule one function with "
+            "different arguments instead"
+        )
     _registered[name] = fn
     return fn
 
@@ -75,8 +80,8 @@ def name_of(fn: object, taker: str = "schedule") -> str:
             )
         raise TypeError(what)
     raise TypeError(
-        f"{getattr(fn, '__qualname__', fn)!r} is not registered, and code is never sent; write "
-        "@ps.coordinator.function above it, in a module that every process imports"
+        f"{getattr(fn, '__qualname__', fn)!r} is not registered; decorate it with @ps.coordinator.function, "
+        "in a module that every process imports"
     )
 
 

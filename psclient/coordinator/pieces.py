@@ -63,8 +63,8 @@ def result_of(session: Session, number: int, look: Callable[[], object]) -> byte
 def error_of(failure: Failure | None, number: int = 0, cancelled: bool = False) -> ClosureError:
     """Returns the error that a closure has failed with, or for which it was cancelled."""
     if failure is None:
-        return ClosureCancelled(f"closure {number} was not run to its end")
+        return ClosureCancelled(f"closure {number} was cancelled before it ended")
     told = f"{failure.function} failed: {failure.kind}: {failure.text}"
     if cancelled:
-        return ClosureCancelled(f"closure {number} was not run, since {told}", failure.task, failure.kind)
+        return ClosureCancelled(f"closure {number} was not run, because {told}", failure.task, failure.kind)
     return ClosureError(told, failure.task, failure.kind)

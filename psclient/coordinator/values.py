@@ -39,11 +39,12 @@ LIVING = Living()
 
 
 class PerWorkerValues:
-    """A dataset, or an iterator over one, of which each worker has its own.
+    """A dataset, or an iterator over one, with a separate value on each worker.
 
-    `ClusterCoordinator.create_per_worker_dataset` makes one, and `iter(...)` of that another. As an argument of a
-    scheduled function it stands for the value of the worker that runs it: made there when it is needed first, by the
-    registered function; a worker that was started again makes it anew. There is no value of it on the coordinator.
+    `ClusterCoordinator.create_per_worker_dataset` makes the dataset, and `iter` of that the iterator. As an argument of
+    a scheduled function it is replaced by the value of the worker that runs the function: the worker makes the value
+    with the registered function when it first needs it, and again after a restart. The coordinator does not have a
+    value.
 
     Source: `tf.distribute.coordinator.PerWorkerValues`.
     """
@@ -68,18 +69,18 @@ class PerWorkerValues:
 
     def __next__(self) -> Any:
         raise TypeError(
-            "each worker has its own values, and the coordinator none; call next(iterator) in a function that is "
-            "scheduled with the iterator as an argument"
+            "per-worker values exist only on workers; call next(iterator) in a scheduled function that "
+            "takes the iterator as an argument"
         )
 
     @property
     def element_spec(self) -> Nest:
-        """The shapes and dtypes of a batch, a nest of `ArraySpec`, as the first worker's dataset has them.
+        """The shapes and dtypes of a batch, a nest of `ArraySpec`, for the first worker's dataset.
 
-        The function that makes the dataset is called once, in this process; the batches are of the workers alone.
+        Reading it calls the function that makes the dataset once in this process.
 
         Raises:
-            TypeError: the function returns something that has no known batches, such as a generator.
+            TypeError: the function does not return a dataset with known batches, but for example a generator.
         """
         if self._of is not None:
             return self._of.element_spec

@@ -29,8 +29,8 @@ from pswire.model.closures import ClosureResult, Piece, Taken
 log = logging.getLogger("psclient")
 
 ENDED = (
-    "the iterator has ended, as its dataset has no further batch on this worker; let the dataset repeat(), or catch "
-    "StopIteration in the function"
+    "the iterator has ended, because its dataset has no more batches on this worker; call repeat() on the "
+    "dataset, or catch StopIteration in the function"
 )
 """The text of `StopIteration`, which has none."""
 
@@ -83,8 +83,8 @@ class Worker:
         self._session = self._exchange.session
         if not is_coordinated(strategy):
             raise ConfigError(
-                f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of "
-                f"this job runs no script; {HOW}"
+                f"{strategy.task} has registered functions for a coordinator, but the chief of this job "
+                f"does not run a script; {HOW}"
             )
         self._functions = functions.registry()
         self._values = WorkerValues(strategy)

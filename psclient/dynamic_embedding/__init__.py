@@ -1,4 +1,4 @@
-"""Dynamic embedding tables: variables whose rows are named by 64-bit keys, and are created when they are first trained.
+"""Dynamic embedding tables: variables whose rows have 64-bit keys, and are created when they are first trained.
 
     de = ps.dynamic_embedding
     users = de.get_variable("users", dim=64, admission=de.CounterFilter(3), eviction=de.TTL("7d"), memory_limit="4GiB")
@@ -6,7 +6,7 @@
     rows = users.lookup(batch["user"])                       # in the function given to strategy.run
     optimizer.apply_gradients([(rows.gradient(d), users)])
 
-Where no server is, a `Reader` looks rows of checkpoints up:
+A `Reader` looks up rows in checkpoints, without servers:
 
     users = de.Reader("runs/run1")["users"]
     rows = users.lookup([3, 17])
@@ -15,9 +15,9 @@ Names are those of TensorFlow Recommenders Addons and of DeepRec.
 
 tables      `get_variable`, `group`
 options     parts, storage, times to live
-reader      `Reader`: rows of checkpoints, where no server is
+reader      `Reader`: rows of checkpoints, without servers
 views       the rows of one table, with all its deltas
-mapped      the rows that one checkpoint has of it
+mapped      the rows of a table in one checkpoint
 """
 
 from psclient._src.variables.table_views import TableGroup, TableView

@@ -16,16 +16,16 @@ _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
 
 @dataclass(frozen=True)
 class HashPartitioner:
-    """Cuts a table into parts by the hashes of keys: each has a range of the 1024 buckets.
+    """Cuts a table into parts by the hashes of keys: each part has a range of the 1024 buckets.
 
-    Source: the name is TFRA's; there is no other partitioner.
+    Source: the name is that of TensorFlow Recommenders Addons; it is the only partitioner.
 
     Args:
-        shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
+        shards: number of parts, each on its own server; for None or more than the number of servers, all servers.
         buckets: 1024.
 
     Raises:
-        ValueError: it is no number of parts, or another number of buckets.
+        ValueError: `shards` is not a number of parts, or `buckets` is another number.
     """
 
     shards: int | None = None
@@ -33,14 +33,17 @@ class HashPartitioner:
 
     def __post_init__(self) -> None:
         if self.buckets != BUCKETS:
-            raise ValueError(f"buckets is {self.buckets!r}; keys of each table fall into {BUCKETS} buckets, for good")
+            raise ValueError(
+                f"buckets is {self.buckets!r}, but must be {BUCKETS}: the keys of each table are always spread "
+                "over that many buckets"
+            )
         check_shards(self.shards)
 
 
 def check_shards(shards: int | None) -> int | None:
     """Returns a number of parts; raises `ValueError` if it is none."""
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= BUCKETS):
-        raise ValueError(f"shards is {shards!r}; give a number of parts from 1 to {BUCKETS}, or None for all servers")
+        raise ValueError(f"shards is {shards!r}; use a number from 1 to {BUCKETS}, or None for all servers")
     return shards
 
 
@@ -48,14 +51,15 @@ def check_shards(shards: int | None) -> int | None:
 class StorageOption:
     """The place of a table's rows.
 
-    Source: the name is DeepRec's.
+    Source: the name is that of DeepRec.
 
     Args:
         kind: "dram", the memory of the servers.
-        path, dram: of rows on disks, "dram_ssd", which do not exist yet: their directory, and bytes of memory.
+        path: the directory for rows on disks ("dram_ssd"), which is not supported; must be the default.
+        dram: bytes of memory for "dram_ssd", which is not supported; must be the default.
 
     Raises:
-        ValueError: it is another kind, or a path or bytes are given.
+        ValueError: another kind, or a path or bytes are given.
     """
 
     kind: str = "dram"
@@ -66,32 +70,35 @@ class StorageOption:
         if self.kind != "dram" or self.path is not None or self.dram is not None:
             kind = self.kind if self.kind != "dram" else "dram_ssd"
             raise ValueError(
-                f"storage {kind!r} does not exist yet: rows lie in the memory of the servers; take "
-                "StorageOption('dram'), and a capacity or a memory_limit"
+                f"storage {kind!r} is not supported: rows are kept in the servers' memory; use "
+                "StorageOption('dram') with a capacity or a memory_limit"
             )
 
 
 def TTL(time: float | str) -> TimeToLive:
-    """Returns the policy that evicts rows which were not updated for a time.
+    """Returns the policy that evicts rows that were not updated for a time.
 
-    Time is that of the workers, and goes on with the table's rounds alone: where nobody updates it, nothing is evicted.
+    The time is measured on the workers and checked when the table is updated: without updates nothing is evicted.
 
     Args:
         time: seconds, or a number with a unit: "90s", "30m", "12h", "7d", "2w".
 
+    Returns:
+        The policy, for `get_variable(eviction=...)`.
+
     Raises:
-        ValueError: it is no time, or is negative.
+        ValueError: `time` is not a time, or is negative.
     """
     if isinstance(time, str):
         match = _TIME.fullmatch(time)
         if not match:
-            raise ValueError(f"TTL({time!r}) is no time; write a number with a unit, such as '7d', '12h' or '30m'")
+            raise ValueError(f"TTL({time!r}) is not a duration; use a number with a unit, such as '7d', '12h' or '30m'")
         time = float(match[1]) * _SECONDS[match[2]]
     policy = TimeToLive(float(time))
     try:
         policy.check()
     except InvalidRequest:
-        raise ValueError(f"TTL({time!r}) is no time; give seconds, none or more") from None
+        raise ValueError(f"TTL({time!r}) is not a duration; use a number of seconds of at least 0") from None
     return policy
 
 

@@ -16,7 +16,7 @@ from pswire.model.tensor import Array
 
 
 class TableReader:
-    """One table of a `Reader`: follows it where that takes newer deltas. May be used by any thread."""
+    """One table of a `Reader`; uses the newest deltas that the reader has read. Any thread may use it."""
 
     def __init__(self, reader: Reader, name: str) -> None:
         self._reader = reader
@@ -40,7 +40,7 @@ class TableReader:
 
     @property
     def round(self) -> int:
-        """The round of the table: it grows with each update."""
+        """The number of the table's last update."""
         return self._view.table.round
 
     def lookup(self, keys: npt.ArrayLike) -> Array:
@@ -50,18 +50,18 @@ class TableReader:
             keys: integers of any shape.
 
         Returns:
-            (*shape of the keys, *row shape), of the table's dtype. A key without a row has its first value, as in a
-            lookup on servers; zeros if the table was made with `refused="zeros"`, and has a filter.
+            (*shape of the keys, *row shape), of the table's dtype. A key without a row has its initial value, as in a
+            lookup on servers; zeros if the table has a filter and was made with `refused="zeros"`.
 
         Raises:
-            TypeError: the keys are no integers.
+            TypeError: the keys are not integers.
         """
         words = _words(keys)
         rows = self._view.rows(words.reshape(-1))
         return rows.reshape(*words.shape, *rows.shape[1:])
 
     def contains(self, keys: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Returns for each of some keys, integers of any shape, if it has a row; raises as `lookup`."""
+        """Returns for each key, an integer array of any shape, whether it has a row; raises the errors of `lookup`."""
         words = _words(keys)
         return np.asarray(self._view.find(words.reshape(-1)).layers >= 0).reshape(words.shape)
 
@@ -71,31 +71,31 @@ class TableReader:
 
 
 class Reader(Mapping[str, TableReader]):
-    """The dynamic tables of a checkpoint, without servers: its files are mapped into memory, read-only.
+    """Reads the dynamic tables of a checkpoint, without servers: its files are mapped into memory, read-only.
 
-    Only what is looked up is read, so that a table may be larger than memory, and processes of one machine share what
-    they have read. A key is found without an index: memory is taken for what deltas have changed alone. Checksums are
-    not looked at; `psctl checkpoint verify` does that.
+    Only the rows that are looked up are read, so that a table may be larger than memory, and processes on one machine
+    share the pages they have read. Keys are found without an index; only changes from deltas take memory. Checksums are
+    not verified: use `psctl checkpoint verify`.
 
         reader = ps.dynamic_embedding.Reader("runs/run1")
         rows = reader["users"].lookup([3, 17])
-        reader.refresh()        # takes a newer checkpoint of the directory, if there is one
+        reader.refresh()        # switches to a newer checkpoint of the directory, if there is one
 
-    May be used by any thread; what one call returns is of one checkpoint.
+    Any thread may use it. The result of one call comes from one checkpoint.
 
     Args:
-        path: a directory of this machine: a checkpoint, or a directory of them, whose newest is taken that is whole.
+        path: a local directory: a checkpoint, or a directory of checkpoints, whose newest complete one is used.
 
     Raises:
         NoCheckpoint: there is no checkpoint.
-        DamagedCheckpoint: the checkpoint, or what it has the changes to, is not as it was saved.
+        DamagedCheckpoint: the checkpoint, or one that it is a delta to, differs from what was saved.
         CheckpointError: a file cannot be read.
         ConfigError: the path is a URL.
     """
 
     def __init__(self, path: str) -> None:
         if "://" in path:
-            raise ConfigError(f"{path} is a URL, and files are mapped from this machine: copy the checkpoint here")
+            raise ConfigError(f"{path} is a URL, but only local files can be read; copy the checkpoint to this machine")
         self._path = path
         self._saved = open_whole(path)[0]
         self._views = _views(self._saved)
@@ -114,7 +114,7 @@ class Reader(Mapping[str, TableReader]):
         return tuple(self._views)
 
     def view(self, name: str) -> TableView:
-        """Returns the rows of a table as they are now."""
+        """Returns the rows of a table as of now."""
         return self._views[name]
 
     def __getitem__(self, name: str) -> TableReader:
@@ -130,16 +130,17 @@ class Reader(Mapping[str, TableReader]):
         return len(self._views)
 
     def refresh(self) -> bool:
-        """Takes the newest checkpoint of the directory, if it is another one than this.
+        """Switches to the newest checkpoint of the directory, if there is a newer one.
 
-        Where it is a delta to what is here, only what has changed is taken; else all files are mapped anew. Tables that
-        somebody holds show it as well.
+        If that is a delta to the current one, only the changes are read; else all files are mapped again. Existing
+        `TableReader`s use it as well.
 
         Returns:
-            True if there was one.
+            True if there was a newer one.
 
         Raises:
-            DamagedCheckpoint, CheckpointError: it cannot be read; what is here stays.
+            DamagedCheckpoint: the checkpoint is damaged; the current one stays in use.
+            CheckpointError: the checkpoint cannot be read; the current one stays in use.
         """
         newest = open_whole(self._path)[0]
         if _is_same(newest, self._saved):
@@ -173,5 +174,5 @@ def _words(keys: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     """Returns the 64 bits of each key."""
     found = np.asarray(keys)
     if found.dtype.kind not in "iu" and found.size:
-        raise TypeError(f"keys are integers, not {found.dtype}")
+        raise TypeError(f"keys must be integers, not {found.dtype}")
     return found.astype(np.uint64 if found.dtype.kind == "u" else np.int64).view(np.uint64)

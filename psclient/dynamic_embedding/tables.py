@@ -59,12 +59,12 @@ def get_variable(
     compression: None = None,
     consistency: Consistency | None = None,
 ) -> TableVariable:
-    """Gets or creates a dynamic table of the current strategy, by its name: a variable of rows by 64-bit keys.
+    """Gets or creates a dynamic table of the current strategy, by its name: a variable with rows by 64-bit keys.
 
-    In replica and cross-replica context of a `ParameterServerStrategy`, by all processes alike, as a variable is
-    created. A second call with the same arguments returns the same table.
+    In replica and cross-replica context of a `ParameterServerStrategy`, in the same way on every process. A second call
+    with the same arguments returns the same table.
 
-    Source: `get_variable` of TensorFlow Recommenders Addons; options of admission and eviction are DeepRec's.
+    Source: `get_variable` of TensorFlow Recommenders Addons; options of admission and eviction are those of DeepRec.
 
     Args:
         name: the table's name, also in checkpoints.
@@ -73,55 +73,55 @@ def get_variable(
         value_dtype: dtype of the rows.
         trainable: True if optimizers should train it.
         checkpoint: True: every table is in each checkpoint.
-        init_size: expected number of rows, which is ignored: a table grows bucket by bucket, without a stop.
-        initializer: first values of a row, one of `ps.initializers` or a number; by default uniform in [-0.05, 0.05).
-            They follow from its seed, the key and the column: two tables with the same seed have the same.
+        init_size: expected number of rows; ignored: a table grows bucket by bucket, without a pause.
+        initializer: initial values of a row, one of `ps.initializers` or a number; by default uniform in [-0.05, 0.05).
+            They depend on its seed, the key and the column: two tables with the same seed have the same values.
         partitioner: `HashPartitioner`, which is the default.
-        admission: which unknown keys get a row: `CounterFilter`, `CBFFilter` or `ProbabilityFilter`; None for all.
-            Gradients of the others are dropped.
-        eviction: which rows leave the table: `LRU`, `LFU`, `GlobalStepEvict`, `TTL` or `L2WeightEvict`; None for none,
-            but above a limit those not updated for longest.
-        capacity: most rows of the whole table, at least 16,384; None or 0 for no limit.
-        memory_limit: bytes that its rows, slots and index may take on all servers, such as "4GiB"; None or 0 for no
-            limit. A round that touches more rows than there is room for is an error, `MemoryLimit`, and changes
-            nothing.
+        admission: which new keys get a row: `CounterFilter`, `CBFFilter` or `ProbabilityFilter`; None for all.
+            Gradients of other keys are dropped.
+        eviction: which rows are removed: `LRU`, `LFU`, `GlobalStepEvict`, `TTL` or `L2WeightEvict`. With None, rows are
+            evicted only above a limit, the least recently updated first.
+        capacity: largest number of rows of the whole table, at least 16,384; None or 0 for no limit.
+        memory_limit: bytes for its rows, slots and index on all servers together, such as "4GiB"; None or 0 for no
+            limit. A round that updates more rows than fit raises `MemoryLimit` and changes nothing.
         storage: `StorageOption("dram")`, or "dram", which is the default.
-        refused: what a lookup gives for a key that has no row because of `admission`: "initial", its first value, or
+        refused: the value of a lookup for a key without a row because of `admission`: "initial", its initial value, or
             "zeros".
-        hash_seed: of the hashes by which keys fall into buckets; to be kept secret where strangers choose keys. A
-            checkpoint is restored into a table with the same one.
-        shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
-        compression: None: rows travel and are kept as they are.
+        hash_seed: seed of the hashes that assign keys to buckets; keep it secret if untrusted parties choose keys. A
+            checkpoint is restored only into a table with the same seed.
+        shards: number of parts, each on its own server; for None or more than the number of servers, all servers.
+        compression: None: rows are sent and stored uncompressed.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
-            strategy with `ps.Sync()` for a table that each worker updates alone; None for what the strategy says. See
-            `docs/concepts.md`.
+            strategy with `ps.Sync()` for a table that each worker updates independently; None for that of the strategy.
+            See `docs/asynchronous.md`.
 
     Returns:
         The table.
 
     Raises:
         RuntimeError: the current strategy has no parameter servers, or called in an update function.
-        ValueError: a number or a word that is none; there is another table of this name, or another variable.
-        TypeError: an argument of another kind.
+        ValueError: an argument has an invalid value; or another table or variable has this name.
+        TypeError: an argument has another type.
         VariableMismatch: another process has created something else in its place.
-        ConfigError: its consistency does not go together with that of the job.
+        ConfigError: its consistency does not work with that of the job.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}; the name of a table is a text, such as 'users'")
+        raise TypeError(f"name is {name!r}; use a string, such as 'users'")
     if not checkpoint:
-        raise ValueError(f"table {name!r}: checkpoint=False does not exist: every table is in each checkpoint")
+        raise ValueError(
+            f"table {name!r}: checkpoint=False is not supported, because checkpoints contain all tables; remove it"
+        )
     if compression is not None:
         raise ValueError(
-            f"table {name!r}: compression of rows does not exist yet; leave compression out, or take "
-            "value_dtype='float16'"
+            f"table {name!r}: compression of rows is not supported; remove compression, or use value_dtype='float16'"
         )
     check_consistency(consistency, name)
     if isinstance(storage, str):
         storage = StorageOption(storage)
     if not isinstance(storage, StorageOption | None):
-        raise TypeError(f"table {name!r}: storage is {storage!r}; give StorageOption('dram'), or leave it out")
+        raise TypeError(f"table {name!r}: storage is {storage!r}; use StorageOption('dram'), or leave it out")
     if not isinstance(partitioner, HashPartitioner | None):
-        raise TypeError(f"table {name!r}: partitioner is {partitioner!r}; give HashPartitioner(), or leave it out")
+        raise TypeError(f"table {name!r}: partitioner is {partitioner!r}; use HashPartitioner(), or leave it out")
     first = _initializer(initializer, name)
     row = dim if isinstance(dim, Sequence) else (dim,)
     try:
@@ -150,9 +150,9 @@ def group(
 ) -> TableGroup:
     """Gets or creates many small tables as one: their gradients in one step are one reduction.
 
-    A key of one of them has the number of its table above its own 48 bits, and is exact: there are no collisions. So
-    keys are integers from 0 to 2**48 - 1, and there are at most 32,768 tables. Limits, filters and policies are of all
-    tables together. A checkpoint has the one table: keep the names in their order, and add new ones at the end.
+    The key in the one table is the number of a table above the 48 bits of its own key: there are no collisions. So keys
+    are integers from 0 to 2**48 - 1, and there are at most 32,768 tables. Limits, filters and policies apply to all
+    tables together. A checkpoint has only the one table: keep the order of the names, and add new ones at the end.
 
         tables = de.group(["user", "item", "genre"], dim=16)
         rows = tables.lookup({"user": batch["user"], "item": batch["item"]})
@@ -161,37 +161,37 @@ def group(
     Source: the table-batched embeddings of TorchRec, and table stacking in TPU embeddings.
 
     Args:
-        names: names of the tables, in the order of their numbers; of a dict its keys.
-        dim: as of `get_variable`, the same for all.
+        names: names of the tables, in the order of their numbers; for a dict its keys.
+        dim: as in `get_variable`, the same for all.
         name: name of the one table.
-        options: as `get_variable` takes them, but for `key_dtype`.
+        options: further arguments of `get_variable`, except `key_dtype`.
 
     Returns:
         A mapping from names to tables.
 
     Raises:
-        ValueError: there are none, or too many, or a name stands there twice; as `get_variable`.
-        TypeError: names is one word, of which each letter would be a name; as `get_variable`.
+        ValueError: there are no names, too many, or a name twice; as `get_variable`.
+        TypeError: `names` is a string, each letter of which would be a name; as `get_variable`.
         RuntimeError: as `get_variable`.
     """
     if isinstance(names, str):
-        raise TypeError(f"names is {names!r}, and must be a list of names; write [{names!r}]")
+        raise TypeError(f"names is {names!r}, but must be a list of names; use [{names!r}]")
     known = list(names)
     if not 0 < len(known) <= MAX_VIEWS or len(set(known)) < len(known):
         raise ValueError(
-            f"group {name!r} is given {len(known)} names, {len(set(known))} of them different; give 1 to {MAX_VIEWS}, "
-            "each once"
+            f"group {name!r} got {len(known)} names, {len(set(known))} of them different; use 1 to "
+            f"{MAX_VIEWS} different names"
         )
     if "key_dtype" in options:
-        raise TypeError(f"group {name!r}: the keys of a group are integers of {KEY_BITS} bits; leave key_dtype out")
+        raise TypeError(f"group {name!r}: keys of a group must be integers of {KEY_BITS} bits; leave key_dtype out")
     table = get_variable(name, dim, **options)
     if table.views is None:
         table.views = TableGroup(table, known)
     views: TableGroup = table.views
     if list(views) != known:
         raise ValueError(
-            f"group {name!r} is there already, with the names {list(views)}; take another name, or the same names in "
-            "the same order"
+            f"group {name!r} already exists with the names {list(views)}; use another name, or the same "
+            "names in the same order"
         )
     return views
 
@@ -203,7 +203,7 @@ def _initializer(given: Initializer | float | None, name: str) -> Initializer:
         return Constant(float(given))
     if not (hasattr(given, "_of_rows") and hasattr(given, "seed")) or isinstance(given, type):
         raise TypeError(
-            f"table {name!r}: initializer is {given!r:.80}; give one of ps.initializers, such as "
+            f"table {name!r}: initializer is {given!r:.80}; use one of ps.initializers, such as "
             "ps.initializers.RandomUniform(-0.05, 0.05), or a number"
         )
     return given
@@ -215,8 +215,8 @@ def _get(request: _Request) -> TableVariable:
     strategy = context.get_strategy()
     if not isinstance(strategy.extended, TableExtended):
         raise RuntimeError(
-            f"table {request.name!r} lives on parameter servers: create it in the scope of a "
-            f"ps.ParameterServerStrategy; the current strategy is a {type(strategy).__name__}"
+            f"table {request.name!r} needs parameter servers, but the current strategy is a "
+            f"{type(strategy).__name__}; create it in the scope of a ps.ParameterServerStrategy"
         )
     replica = context.get_replica_context()
     if replica is None:

@@ -1,4 +1,4 @@
-"""The names of `tf.distribute.experimental` that are here: `partitioners`."""
+"""The supported names of `tf.distribute.experimental`: `partitioners`."""
 
 from psclient.experimental import partitioners
 

@@ -1,4 +1,4 @@
-"""Into how many shards variables are cut: for `ParameterServerStrategy(variable_partitioner=...)`."""
+"""Partitioners cut variables into shards: for `ParameterServerStrategy(variable_partitioner=...)`."""
 
 from psclient._src.variables.partitioners import (
     FixedShardsPartitioner,

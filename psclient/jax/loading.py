@@ -12,27 +12,38 @@ from psclient.jax.parameters import strategy_of
 
 
 class Loader(BaseLoader):
-    """The batches of a dataset, shared among all workers, as nests of NumPy's arrays. In any context.
+    """Iterates over this worker's part of each global batch, as nests of NumPy arrays. In any context.
 
-        batches = psj.Loader(ps.ArrayDataset(arrays).batch(64), prefetch={users: lambda batch: batch["user"]})
-        for epoch in batches.epochs(10):
-            for batch in batches:
-                rows = psj.lookup(users, batch["user"])     # from the second batch on it is here already
-
-    Each batch is cut into slices, one for each worker. It is `strategy.experimental_distribute_dataset` with batches on
-    the host: compiled functions take NumPy's arrays, and ids are needed there.
+    Each batch is cut into slices, one for each worker. This is `strategy.experimental_distribute_dataset` with batches
+    on the host, because compiled functions take NumPy arrays, and lookups need ids on the host.
 
     Args:
-        data: gives global batches, nests of arrays, anew each time it is iterated: a `ps.ArrayDataset`, grain's
-            datasets, a PyTorch `DataLoader`, a list of batches.
-        prefetch: for tables, of which rows are looked up in each step, a function that returns their ids, given this
-            worker's batch. The rows of the next batch then come with the round of this one.
+        data: an iterable of global batches, nests of arrays, that starts again each time it is iterated: a
+            `ps.ArrayDataset`, grain's datasets, a PyTorch `DataLoader`, a list of batches.
+        prefetch: maps each table whose rows a step looks up to a function that takes this worker's batch and returns
+            the ids. The rows for the next batch are then fetched together with the round of the current one.
         strategy: the strategy; None for that of the tables, or of the scope.
 
     Raises:
         RuntimeError: there is no strategy.
-        TypeError: the dataset is of no known kind; `prefetch` has what is no table, or no function.
-        ValueError: the dataset is not batched; the strategy has several replicas here.
+        TypeError: the kind of the dataset is not known; or a key of `prefetch` is not a table, or a value not a
+            function.
+        ValueError: the dataset is not batched, or the strategy has several replicas here.
+
+    Examples:
+        >>> import jax
+        >>> import numpy as np
+        >>> import psclient as ps
+        >>> import psclient.jax as psj
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> dataset = ps.ArrayDataset({"x": np.arange(6, dtype=np.float32)}).batch(4)
+        >>> batches = psj.Loader(dataset, strategy=strategy)
+        >>> for epoch in batches.epochs(1):
+        ...     for batch in batches:
+        ...         print(float(jax.jit(sum)(batch["x"])))
+        6.0
+        9.0
+        >>> strategy.close()
     """
 
     def __init__(

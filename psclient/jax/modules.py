@@ -13,25 +13,32 @@ from psclient.jax.state import NO_ROWS, TrainState
 
 
 class Optimizer:
-    """Trains the parameters of a module of Flax NNX on the servers, as `nnx.Optimizer` does; by all processes alike.
+    """Trains the parameters of a Flax NNX module on the servers, as `nnx.Optimizer` does; the same in all processes.
 
         optimizer = psj.Optimizer(model, psj.optimizers.adam(1e-3), strategy=strategy)
         loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, batch)
         optimizer.update(model, grads)
 
-    Variables of other kinds, such as `nnx.BatchStat`, stay this process's own.
+    Variables of other kinds, such as `nnx.BatchStat`, are not shared between processes.
 
     Args:
-        model: an `nnx.Module`. It gets the parameters that servers have.
-        tx, strategy, tables, reduction, name: as of `TrainState.create`.
-        wrt: the kind of variables that are trained; None for `nnx.Param`.
+        model: an `nnx.Module`; its parameters are set to those on the servers.
+        tx: as in `TrainState.create`.
+        strategy: as in `TrainState.create`.
+        wrt: the kind of variables to train; None for `nnx.Param`.
+        tables: as in `TrainState.create`.
+        reduction: as in `TrainState.create`.
+        name: as in `TrainState.create`.
 
     Attributes:
         state: the newest `TrainState` of the parameters.
 
     Raises:
         ImportError: Flax is not installed.
-        RuntimeError, TypeError, ValueError, VariableMismatch: as `TrainState.create`.
+        RuntimeError: as `TrainState.create`.
+        TypeError: as `TrainState.create`.
+        ValueError: as `TrainState.create`.
+        VariableMismatch: as `TrainState.create`.
     """
 
     def __init__(
@@ -56,30 +63,31 @@ class Optimizer:
 
     @property
     def step(self) -> int:
-        """The number of steps that were applied."""
+        """The number of steps."""
         return self.state.step
 
     @property
     def tx(self) -> optimizers.Optimizer:
-        """The optimizer, whose steps servers make."""
+        """The optimizer, whose steps run on the servers."""
         return self.state.tx
 
     def update(self, model: Any, grads: Any, rows: Mapping[Rows, Any] = NO_ROWS) -> None:
-        """Makes a step on the servers, and gives the module the new parameters, for which it waits.
+        """Makes a step on the servers, waits for it, and sets the module's parameters to the new values.
 
         Args:
             model: the module.
-            grads: what `nnx.grad(loss, argnums=nnx.DiffState(0, wrt))` gives, or `nnx.grad(loss)` of `nnx.Param`.
-            rows: as of `TrainState.apply_gradients`.
+            grads: the result of `nnx.grad(loss, argnums=nnx.DiffState(0, wrt))`, or `nnx.grad(loss)` for `nnx.Param`.
+            rows: as in `TrainState.apply_gradients`.
 
         Raises:
-            TypeError, ValueError: as `TrainState.apply_gradients`.
+            TypeError: as `TrainState.apply_gradients`.
+            ValueError: as `TrainState.apply_gradients`.
         """
         self.state = self.state.apply_gradients(grads=_plain(grads), rows=rows)
         self.refresh(model)
 
     def refresh(self, model: Any) -> None:
-        """Gives the module the parameters that servers have, as after a checkpoint was restored."""
+        """Sets the module's parameters to those on the servers, for example after a checkpoint was restored."""
         from flax import nnx
 
         own = nnx.state(model, self._wrt)

@@ -1,9 +1,10 @@
-"""Optimizers of optax by their names, arguments and formulas, which run on the servers.
+"""Optimizers with the names, arguments and formulas of optax, which run on the servers.
 
     state = psj.TrainState.create(..., tx=psj.optimizers.adamw(1e-3, weight_decay=0.01))
 
-An optimizer of optax itself is a Python function of all parameters, which no server could run. These are written
-anew, as update functions. `ps.optimizers` has Keras's, with other formulas: where epsilon stands, what momentum holds.
+An optimizer of optax itself is a Python function of all parameters, which servers cannot run; these are update
+functions with the same formulas. `ps.optimizers` has Keras's optimizers, whose formulas differ in the place of epsilon
+and the content of the momentum.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ NAMES = ("adagrad", "adam", "adamw", "sgd")
 
 
 class Rule(Optimizer):
-    """Base of the optimizers: what they do with learning rates that are functions of the step.
+    """Base of the optimizers: handles learning rates that are functions of the step.
 
     Args:
-        learning_rate: a number, a schedule of `ps.optimizers`, or a function of the number of steps before.
+        learning_rate: a number, a schedule of `ps.optimizers`, or a function of the number of previous steps.
         options: as in `ps.optimizers.Optimizer`.
     """
 
@@ -76,6 +77,7 @@ class Sgd(Rule):
         self.slots = ("trace",) if self.momentum else ()
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `optax.sgd`."""
         step = gradient
         for trace in slots:
             trace.assign(gradient + self.momentum * trace)
@@ -84,7 +86,7 @@ class Sgd(Rule):
 
 
 class Adam(Rule):
-    """Adaptive moments; epsilon stands outside of the root, which the correction is under.
+    """The formula of `optax.adam` and `optax.adamw`: epsilon is added outside of the root of the corrected moment.
 
     Attributes:
         _decaying: in `update`, whether the variable takes part in weight decay.
@@ -112,6 +114,7 @@ class Adam(Rule):
         self.b1, self.b2, self.eps, self.eps_root, self.nesterov = b1, b2, eps, eps_root, bool(nesterov)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `optax.adam` or `optax.adamw`."""
         mu, nu = slots
         t = iterations.astype(gradient.dtype)  # as in optax: in single precision 1 - 0.999 has an error of 1e-5
         mu.assign(self.b1 * mu + (1 - self.b1) * gradient)
@@ -125,7 +128,7 @@ class Adam(Rule):
 
 
 class Adagrad(Rule):
-    """`s += g * g; v -= rate * g / sqrt(s + eps)`, where s is not 0."""
+    """`s += g * g; v -= rate * g / sqrt(s + eps)`; no step where s is 0."""
 
     slots = ("sum_of_squares",)
     _ranges = {"initial_accumulator_value": AT_LEAST_0, "eps": AT_LEAST_0}
@@ -141,6 +144,7 @@ class Adagrad(Rule):
         return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `optax.adagrad`."""
         (total,) = slots
         total.assign_add(gradient * gradient)
         size = np.where(total > 0, total + self.eps, 1.0)
@@ -154,21 +158,24 @@ def sgd(
     accumulator_dtype: None = None,
     **options: Unpack[Options],
 ) -> Sgd:
-    """Gradient descent.
+    """Gradient descent, with optional momentum.
 
     Source: `optax.sgd`.
 
     Args:
-        learning_rate: step size: a number, a schedule of `ps.optimizers`, computed on the servers, or a function of
-            the number of steps before, such as optax's schedules, which every worker computes for itself.
-        momentum: decay of the momentum, which holds gradients; None for none.
-        nesterov: True if the step looks ahead.
-        accumulator_dtype: None: slots are of the parameter's dtype, of half precision float32.
-        options: as in `ps.optimizers.Optimizer`, such as `global_clipnorm` for `optax.clip_by_global_norm`.
+        learning_rate: step size: a number; a schedule of `ps.optimizers`, computed on the servers; or a function of the
+            number of previous steps, such as optax's schedules, which every worker computes itself.
+        momentum: decay of the momentum; None for none.
+        nesterov: True for Nesterov momentum.
+        accumulator_dtype: None: slots have the parameter's dtype, float32 for half precision.
+        options: as in `ps.optimizers.Optimizer`, for example `global_clipnorm` for `optax.clip_by_global_norm`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: a number is out of its range, or another dtype of slots is asked for.
+        TypeError: an argument is not a number.
+        ValueError: a number is out of its range, or another dtype of slots is requested.
     """
     _refuse_dtype("accumulator_dtype", accumulator_dtype)
     return Sgd(learning_rate, 0.0 if momentum is None else momentum, nesterov, **options)
@@ -185,21 +192,26 @@ def adam(
     nesterov: bool = False,
     **options: Unpack[Options],
 ) -> Adam:
-    """Adaptive moments.
+    """Gradient descent by decayed means of gradients and of their squares.
 
     Source: `optax.adam`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
 
     Args:
-        learning_rate: as of `sgd`.
-        b1, b2: decay of the first and second moment.
+        learning_rate: as in `sgd`.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
         eps: added to the root.
         eps_root: added under the root.
         mu_dtype: None, as `accumulator_dtype` of `sgd`.
         nesterov: True for Nesterov momentum.
-        options: as of `sgd`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError, ValueError: as `sgd`.
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
     """
     _refuse_dtype("mu_dtype", mu_dtype)
     return Adam(learning_rate, b1, b2, eps, eps_root, nesterov, **options)
@@ -223,14 +235,24 @@ def adamw(
     Source: `optax.adamw`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 
     Args:
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov: as of `adam`.
-        weight_decay: fraction of them, times the learning rate, by which parameters are made smaller.
-        mask: a pytree like the parameters with True where they decay, or a function that returns one, given the
-            parameters; None for all. `TrainState` goes by it.
-        options: as of `sgd`.
+        learning_rate: as in `adam`.
+        b1: as in `adam`.
+        b2: as in `adam`.
+        eps: as in `adam`.
+        eps_root: as in `adam`.
+        mu_dtype: as in `adam`.
+        weight_decay: fraction of the parameters, times the learning rate, that is subtracted from them.
+        mask: a pytree like the parameters with True where they decay, or a function that takes the parameters and
+            returns one; None for all. `TrainState` applies it.
+        nesterov: as in `adam`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError, ValueError: as `sgd`.
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
     """
     _refuse_dtype("mu_dtype", mu_dtype)
     named = {"name": "adamw", **options}
@@ -240,41 +262,47 @@ def adamw(
 def adagrad(
     learning_rate: Rate, initial_accumulator_value: float = 0.1, eps: float = 1e-7, **options: Unpack[Options]
 ) -> Adagrad:
-    """Divides by the root of the sum of all squared gradients.
+    """Divides gradients by the root of the sum of all squared gradients.
 
     Source: `optax.adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
 
     Args:
-        learning_rate: as of `sgd`.
+        learning_rate: as in `sgd`.
         initial_accumulator_value: initial value of the sum.
-        eps: keeps the division away from zero.
-        options: as of `sgd`.
+        eps: small number against division by zero.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
 
     Raises:
-        TypeError, ValueError: as `sgd`.
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
     """
     return Adagrad(learning_rate, initial_accumulator_value, eps, **options)
 
 
 def _refuse_dtype(name: str, dtype: object) -> None:
     if dtype is not None:
-        raise InvalidArgument(f"{name} is {dtype!r}; slots are of the parameter's dtype, of half precision float32")
+        raise InvalidArgument(
+            f"{name} is {dtype!r}, which is not supported; slots have the parameter's dtype, or float32 for "
+            "half precision"
+        )
 
 
 def check_transformation(tx: object) -> None:
-    """Raises `TypeError`, with what to write, for a transformation of optax itself."""
+    """Raises `TypeError` for a transformation of optax itself, with the optimizer to use instead."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         raise InvalidType(
-            "tx is a transformation of optax, a Python function that servers cannot run; write psj.optimizers."
-            f"{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the same arguments, or take "
-            "one of "
-            "ps.optimizers; for optax.clip_by_global_norm(x) give it global_clipnorm=x"
+            "tx is an optax transformation, a Python function that servers cannot run; use "
+            f"psj.optimizers.{', psj.optimizers.'.join(NAMES[:-1])} or psj.optimizers.{NAMES[-1]} with the "
+            "same arguments, or one of ps.optimizers. Replace optax.clip_by_global_norm(x) with "
+            "global_clipnorm=x"
         )
 
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"psj.optimizers has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of "
-        "ps.optimizers by "
-        "Keras's, among them Adamax, Lamb, Lion, Nadam and RMSprop"
+        f"psj.optimizers has no {name!r}; available are {', '.join(NAMES)}, with optax's formulas. "
+        "ps.optimizers has more, with Keras's formulas, such as Adamax, Lamb, Lion, Nadam and RMSprop"
     )

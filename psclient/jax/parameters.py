@@ -60,11 +60,11 @@ class Parameters:
         self, strategy: Strategy, tx: Optimizer, params: Tree, tables: Sequence[Any], name: str, reduction: Reduction
     ) -> None:
         if reduction not in get_args(Reduction):
-            raise InvalidArgument(f"reduction is {reduction!r}; known are {', '.join(map(repr, get_args(Reduction)))}")
+            raise InvalidArgument(f"reduction is {reduction!r}; use one of {', '.join(map(repr, get_args(Reduction)))}")
         if tx.variables:
             raise InvalidArgument(
-                f"tx is the {type(tx).__name__} {tx.name!r} of another TrainState, or has made steps itself, and it "
-                "counts them; create one for each state"
+                f"tx is the {type(tx).__name__} {tx.name!r} of another TrainState, or has already made "
+                "steps, which it counts; create one optimizer for each state"
             )
         self.strategy, self.tx, self.tables, self.reduction = strategy, tx, tuple(tables), reduction
         self.version = 0
@@ -132,8 +132,9 @@ class Parameters:
         leaves = self._alike(grads, "the gradients")
         if any(map(is_traced, leaves)):
             raise InvalidType(
-                "apply_gradients is called on traced gradients, in jax.jit, grad or scan: it makes a round with "
-                "servers, once for each call; compile the function that computes the gradients, and call it outside"
+                "apply_gradients was called on traced gradients, in jax.jit, grad or scan, but it sends "
+                "gradients to servers; compile only the function that computes the gradients, and call "
+                "apply_gradients outside"
             )
         share = self._share()
         if share != 1.0 and leaves:
@@ -147,12 +148,12 @@ class Parameters:
         for one, d in rows.items():
             if not isinstance(one, Rows):
                 raise InvalidType(
-                    f"a key of rows is a {type(one).__name__}; write rows={{rows: d}}, with what psj.lookup returned"
+                    f"a key of rows is a {type(one).__name__}; use rows={{rows: d}}, with the result of psj.lookup"
                 )
             if id(one.table) in found:
                 raise InvalidArgument(
-                    f"{one.table.name!r} was looked up twice for this step; look all ids up at once, "
-                    "rows.inverse has the shape of what is given"
+                    f"{one.table.name!r} was looked up twice for this step; look up all ids in one call "
+                    "(rows.inverse has the shape of the ids)"
                 )
             found[id(one.table)] = one.gradient(d, share), one.table
         return list(found.values())
@@ -186,13 +187,13 @@ def strategy_of(given: Strategy | None) -> Strategy:
         ValueError: it has several replicas in this process.
     """
     if given is None and not context.has_strategy():
-        raise InvalidCall("there is no strategy; give strategy=ps.ParameterServerStrategy(), or enter its scope")
+        raise InvalidCall("no strategy is active; pass strategy=ps.ParameterServerStrategy(), or enter its scope")
     strategy: Any = context.get_strategy() if given is None else given
     count = len(strategy.extended.worker_devices)
     if count > 1:
         raise InvalidArgument(
-            f"the strategy has {count} replicas in this process, and JAX uses all local devices as one; give it one, "
-            "such as devices=['cpu:0'], and shard arrays over JAX's devices"
+            f"the strategy has {count} replicas in this process, but JAX uses all local devices as one; use "
+            "one replica, such as devices=['cpu:0'], and shard arrays over JAX's devices"
         )
     return strategy  # type: ignore[no-any-return]
 
@@ -203,5 +204,5 @@ def check_optimizer(tx: Any) -> Optimizer:
         return tx
     check_transformation(tx)
     raise InvalidType(
-        f"tx is a {type(tx).__name__}; give one of psj.optimizers or ps.optimizers, such as psj.optimizers.sgd(0.1)"
+        f"tx is a {type(tx).__name__}; use one of psj.optimizers or ps.optimizers, such as psj.optimizers.sgd(0.1)"
     )

@@ -26,14 +26,14 @@ GROWTH = 5, 4
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a table, each once, and the place of each among the ids that were asked for.
+    """Rows of a table, each once, with the index of each looked-up id.
 
-    `rows.values[rows.inverse]` is the row of each id. Differentiate by `rows.values`, and give the gradient to
-    `state.apply_gradients(rows={rows: d})`.
+    `rows.values[rows.inverse]` is the row of each id. Differentiate with respect to `rows.values`, and give the
+    gradient to `state.apply_gradients(rows={rows: d})`.
 
     Attributes:
-        values: (P, *row shape), the rows, each once; from row `count` on zeros, which no place leads to.
-        inverse: int32 of the shape of the ids, the place of each in `values`.
+        values: (P, *row shape), the rows, each once; from row `count` on zeros, which no index refers to.
+        inverse: int32 of the shape of the ids: the index of each id's row in `values`.
         found: the rows as they were looked up, on the host.
     """
 
@@ -55,26 +55,28 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """The number of rows, without those that are zeros."""
+        """The number of rows, without padding."""
         return len(self.found.ids)
 
     def gradient(self, d: Any, share: float = 1.0) -> IndexedSlices:
         """Returns the table's gradient, on the host.
 
         Args:
-            d: the gradient by `values`, of their shape.
+            d: the gradient with respect to `values`, of their shape.
             share: a number by which it is multiplied.
 
         Raises:
-            TypeError: it is traced.
-            ValueError: it has another shape.
+            TypeError: `d` is traced.
+            ValueError: `d` has another shape.
         """
         if is_traced(d):
-            raise InvalidType(f"the gradient of rows of {self.table.name!r} is traced; call this outside of jax.jit")
+            raise InvalidType(
+                f"the gradient of rows of {self.table.name!r} is traced; call this function outside of jax.jit"
+            )
         if tuple(np.shape(d)) != tuple(self.values.shape):
             raise InvalidArgument(
-                f"the gradient of rows of {self.table.name!r} has shape {tuple(np.shape(d))}, and their values "
-                f"{tuple(self.values.shape)}; differentiate by rows.values"
+                f"the gradient of rows of {self.table.name!r} has shape {tuple(np.shape(d))}, but their "
+                f"values have {tuple(self.values.shape)}; differentiate with respect to rows.values"
             )
         (whole,) = to_host([d])
         own = whole[: self.count]
@@ -82,28 +84,28 @@ class Rows:
 
 
 def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
-    """Looks up rows of a table by their ids, as arrays of JAX. In replica and cross-replica context.
+    """Looks up rows of a table by their ids, as JAX arrays. In replica and cross-replica context.
 
     Args:
-        table: a variable, a partitioned variable, a dynamic table or one of a group.
+        table: a variable, a sharded variable, a dynamic table or one of a group.
         ids: integers of any shape, of NumPy or JAX; may repeat.
-        pad: True to fill the rows up with zeros, so that there are few shapes: 16 rows, and then 1.25 times as many
-            each. False for as many rows as there are different ids.
+        pad: True to pad the rows with zeros to one of a few sizes, 16 and then each 1.25 times the one before, so that
+            compiled functions see few shapes. False for exactly the number of different ids.
 
     Returns:
         The rows.
 
     Raises:
-        TypeError: `table` is none; the ids are no integers, or traced.
-        ValueError: an id is no row of the table.
+        TypeError: `table` is not a table; or the ids are not integers, or traced.
+        ValueError: an id is not a row of the table.
         RuntimeError: called in an update function.
     """
     if not isinstance(table, RowReadable):
-        raise InvalidType(f"rows are looked up in a variable or a table, and not in a {type(table).__name__}")
+        raise InvalidType(f"rows can be looked up in a variable or a table, not in a {type(table).__name__}")
     if is_traced(ids):
         raise InvalidType(
-            f"the ids of rows of {table.name!r} are traced: a lookup asks a server; look rows up before, and give "
-            "rows.values and rows.inverse to the function that is compiled"
+            f"the row ids of {table.name!r} are traced, but a lookup sends a request to a server; look rows "
+            "up before, and pass rows.values and rows.inverse to the compiled function"
         )
     found = table.lookup(ids)
     values = to_numpy(found.values)

@@ -20,20 +20,34 @@ NO_ROWS: Mapping[Rows, Any] = MappingProxyType({})
 
 
 class TrainState:
-    """Parameters after some number of steps. Made by `create`, and by `apply_gradients` of the state before.
-
-        state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optimizers.adam(1e-3),
-        strategy=strategy) loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, batch)
-        state = state.apply_gradients(grads=grads)
+    """Parameters after a number of steps. `create` makes the first state, `apply_gradients` the next one.
 
     A state is a pytree of `step` and `params`, so that it may be given to compiled functions. Its values are fetched
-    when they are looked at, and then stay. Servers have one value of each parameter, that of the newest state: an
-    older one keeps its values, if somebody has looked at them, and cannot make steps.
+    when they are first read, and then stay. Servers store only the values of the newest state: an older one keeps its
+    values if they were read before, and cannot make steps.
 
     Source: `flax.training.train_state.TrainState`. There is no `opt_state`: slots are on the servers, `tx.variables`.
 
     Attributes:
-        apply_fn: the model's function, for whoever needs it.
+        apply_fn: the model's function; stored for the script.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import psclient as ps
+        >>> import psclient.jax as psj
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> params = {"w": jnp.array([1.0, 2.0])}
+        >>> state = psj.TrainState.create(
+        ...     apply_fn=None, params=params, tx=psj.optimizers.sgd(0.5), strategy=strategy
+        ... )
+        >>> def loss_fn(params, x):
+        ...     return jnp.sum(params["w"] * x)
+        >>> loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, jnp.ones(2))
+        >>> state = state.apply_gradients(grads=grads)
+        >>> state.params["w"].tolist()
+        [0.5, 1.5]
+        >>> strategy.close()
     """
 
     def __init__(
@@ -60,28 +74,32 @@ class TrainState:
         reduction: Reduction = "mean",
         name: str = "params",
     ) -> TrainState:
-        """Creates a variable for each parameter, and the optimizer's slots; by all processes alike.
+        """Creates a variable for each parameter, and the optimizer's slots; in the same way in all processes.
 
-        The parameters of the first process count. In cross-replica context, or outside of every scope.
+        The parameters of the first process are used. In cross-replica context, or outside of every scope.
 
         Args:
             apply_fn: the model's function, which becomes an attribute; None for none.
             params: a pytree of arrays of float16, bfloat16, float32 or float64. The leaf at `dense`, `kernel` becomes
                 the variable "params/dense/kernel".
-            tx: an optimizer of `psj.optimizers`, by optax's formulas, or of `ps.optimizers`, by Keras's.
-            strategy: where they live; None for the strategy of the scope. It has one replica in this process.
-            tables: tables whose rows are trained with it, so that their slots are there from the beginning.
-            reduction: "mean" if each worker's gradients are those of the mean over its own examples: they count as
-                many times as it has examples, and the result is the mean over all. For a batch whose size is not
-                known, as of no `psj.Loader`, or of one without shards, all workers count alike. "sum" adds them up, as
-                `ps.optimizers` do: the loss is then divided by the global batch size.
+            tx: an optimizer of `psj.optimizers`, with optax's formulas, or of `ps.optimizers`, with Keras's.
+            strategy: the strategy that owns the variables, with one replica in this process; None for that of the
+                scope.
+            tables: tables whose rows are trained with it, so that their slots exist from the beginning.
+            reduction: "mean" if each worker's gradients are those of the mean over its own examples: they are weighted
+                by its number of examples, and the result is the mean over all. If that number is not known, as without
+                a `psj.Loader` or for a loader without shards, all workers have the same weight. "sum" adds them up, as
+                `ps.optimizers` do: divide the loss by the global batch size.
             name: the first part of the variables' names.
+
+        Returns:
+            The first state.
 
         Raises:
             RuntimeError: there is no strategy.
-            TypeError: `tx` is no optimizer of these, such as one of optax; a parameter is no array.
-            ValueError: `tx` is another state's; a parameter is of integers, complex, or of float64 which JAX does not
-                have switched on; the strategy has several replicas here.
+            TypeError: `tx` is not one of these optimizers, for example one of optax; or a parameter is not an array.
+            ValueError: another state uses `tx`; a parameter is of integers, complex, or of float64 without
+                `jax_enable_x64`; the strategy has several replicas here.
             VariableMismatch: another process has parameters of other names or shapes.
         """
         home = Parameters(strategy_of(strategy), check_optimizer(tx), params, tables, name, reduction)
@@ -91,16 +109,16 @@ class TrainState:
 
     @property
     def params(self) -> Tree:
-        """The parameters, a pytree of JAX's arrays on its default device; waits for the step that made them.
+        """The parameters, a pytree of JAX arrays on its default device; waits for the step that made them.
 
         Raises:
-            RuntimeError: this state is not the newest, and nobody has looked at its values while it was.
+            RuntimeError: this state is not the newest, and its values were not read while it was.
         """
         return self._fetched.params
 
     @property
     def step(self) -> int:
-        """The number of steps that were applied, those before a restore included; as `params`."""
+        """The number of steps, those before a restore included; fetched as `params`."""
         return self._fetched.step
 
     @property
@@ -109,8 +127,8 @@ class TrainState:
             self._values = self._parameters.read()
         if self._values is None:
             raise InvalidCall(
-                "this TrainState is not the newest, and its parameters are gone; go on with what apply_gradients "
-                "returned: state = state.apply_gradients(grads=grads)"
+                "this TrainState is outdated and its parameters were freed; use the state that "
+                "apply_gradients returned: state = state.apply_gradients(grads=grads)"
             )
         return self._values
 
@@ -121,7 +139,7 @@ class TrainState:
 
     @property
     def tx(self) -> Optimizer:
-        """The optimizer, whose steps servers make."""
+        """The optimizer, whose steps run on the servers."""
         return self._parameters.tx
 
     @property
@@ -137,22 +155,22 @@ class TrainState:
     # ---- Steps ----
 
     def apply_gradients(self, *, grads: Tree, rows: Mapping[Rows, Any] = NO_ROWS) -> TrainState:
-        """Makes a step on the servers, with the gradients of all workers, in one round; returns the state after it.
+        """Makes a step on the servers, with the gradients of all workers, in one round; returns the next state.
 
-        It returns when the gradients are computed and sent. In any context but an update function, by all workers of a
-        synchronous job.
+        It returns when the gradients are computed and sent. In any context except an update function, by all workers of
+        a synchronous job.
 
         Args:
-            grads: a pytree like `params`, of gradients of this worker's examples; see `reduction` of `create`.
-            rows: gradients of rows of tables, by what `psj.lookup` returned: `{rows: gradient by rows.values}`.
+            grads: a pytree like `params`, with gradients of this worker's examples; see `reduction` of `create`.
+            rows: gradients of rows of tables, by the results of `psj.lookup`: `{rows: gradient by rows.values}`.
 
         Returns:
-            The new state, whose values are fetched when they are looked at.
+            The new state, whose values are fetched when they are read.
 
         Raises:
             RuntimeError: this state is not the newest.
-            TypeError: it is called in `jax.jit`; a key of `rows` is no result of `psj.lookup`.
-            ValueError: the gradients are in another structure than the parameters, or one has another shape; a table
+            TypeError: called in `jax.jit`; or a key of `rows` is not a result of `psj.lookup`.
+            ValueError: the gradients have another structure than the parameters, or one has another shape; or a table
                 was looked up twice.
         """
         self._check_newest("apply_gradients")
@@ -170,20 +188,21 @@ class TrainState:
         return self._after(self.apply_fn)
 
     def replace(self, **changes: Any) -> TrainState:
-        """Returns a state with other parameters, or with another function. By all processes alike.
+        """Returns a state with other parameters, or with another function. In the same way in all processes.
 
         Args:
             changes: `params`, which are assigned to the variables, in a round; `apply_fn`.
 
         Raises:
-            TypeError: something else is to be replaced.
+            TypeError: another argument is given.
             RuntimeError: this state is not the newest.
-            ValueError: the parameters are in another structure, or one has another shape.
+            ValueError: the parameters have another structure, or one has another shape.
         """
         if others := changes.keys() - {"params", "apply_fn"}:
             raise InvalidType(
-                f"replace({', '.join(sorted(others))}=...): params and apply_fn can be replaced; steps and slots are "
-                "on the servers, where a checkpoint restores them, and tx stays"
+                f"replace({', '.join(sorted(others))}=...) is not supported; only params and apply_fn can "
+                "be replaced. Steps and slots are on the servers and restored by checkpoints; tx cannot "
+                "change"
             )
         self._check_newest("replace")
         if "params" in changes:
@@ -196,15 +215,14 @@ class TrainState:
     def _check_newest(self, what: str) -> None:
         if self._version is None:
             raise InvalidCall(
-                f"{what} is called on a state that a function of pytrees has made, such as jax.jit or jax.tree.map: "
-                "the servers do not have its values; call it on what create or apply_gradients returned, and assign "
-                "values by state.replace(params=...)"
+                f"{what} was called on a state made by a pytree function, such as jax.jit or jax.tree.map, "
+                "whose values are not on the servers; call it on the result of create or apply_gradients, "
+                "and assign values with state.replace(params=...)"
             )
         if self._version != self._parameters.version:
             raise InvalidCall(
-                f"{what} is called on a state of which there is a newer one, and servers have one value of each "
-                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads); or, "
-                "if an exception has come between, with state = state.newest()"
+                f"{what} was called on an outdated state, but servers keep only the newest parameters; use "
+                "state = state.apply_gradients(grads=grads), or state = state.newest() after an exception"
             )
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ def first_value(leaf: Leaf) -> Array:
     """
     if is_traced(leaf.value):
         raise InvalidType(
-            f"{leaf.name} is traced: variables are created on servers; create the state outside of jax.jit"
+            f"{leaf.name} is traced, but variables are created on servers; create the state outside of jax.jit"
         )
     value = leaf.value if hasattr(leaf.value, "dtype") else _number(leaf)
     name = str(value.dtype)
@@ -71,18 +71,18 @@ def first_value(leaf: Leaf) -> Array:
         raise InvalidArgument(f"{leaf.name} is of {name}, {_WHY.get(_kind(value), _ELSE)}")
     if name == "float64" and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise InvalidArgument(
-            f"{leaf.name} is of float64, and JAX would compute in float32; give float32, or call "
-            "jax.config.update('jax_enable_x64', True) before"
+            f"{leaf.name} is of float64, but JAX would compute in float32; use float32, or call "
+            "jax.config.update('jax_enable_x64', True) first"
         )
     return np.asarray(value)
 
 
 _WHY = {
     "c": "and servers train real numbers; make two parameters of its real and imaginary part",
-    "i": "and steps are fractions; keep integers out of the parameters, and pass them to the function beside",
+    "i": "which cannot hold fractional steps; keep integers out of the parameters, and pass them as another argument",
 }
 _WHY |= dict.fromkeys("ub", _WHY["i"])
-_ELSE = f"and parameters are of {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; keep it beside, in a tree of its own"
+_ELSE = f"and parameters must be of {', '.join(FLOATS[:-1])} or {FLOATS[-1]}; keep it in a separate tree"
 
 
 def _kind(value: Any) -> str:
@@ -92,7 +92,7 @@ def _kind(value: Any) -> str:
 
 def _number(leaf: Leaf) -> Any:
     if not isinstance(leaf.value, int | float | complex):
-        raise InvalidType(f"{leaf.name} is a {type(leaf.value).__name__}; parameters are arrays of floating dtype")
+        raise InvalidType(f"{leaf.name} is a {type(leaf.value).__name__}; parameters must be arrays of floating dtype")
     return jax.numpy.asarray(leaf.value)
 
 
@@ -122,8 +122,8 @@ def check_alike(given: Tree, names: Iterable[str], structure: Any, prefix: str, 
     differences = (("lack", known - there), ("have", there - known))
     parts = [f"{what} {verb} {', '.join(sorted(some))}" for verb, some in differences if some]
     raise InvalidArgument(
-        f"{' and '.join(parts) or f'{what} are in other containers than the parameters: {found}'}; give a tree of the "
-        f"structure of the parameters, {structure}"
+        f"{' and '.join(parts) or f'{what} are in other containers than the parameters: {found}'}; pass a "
+        f"tree with the structure of the parameters, {structure}"
     )
 
 

@@ -32,25 +32,26 @@ def run(
     placement: str = PLACEMENTS[0],
     **options: Any,
 ) -> None:
-    """Runs a script on a cluster of actors, to its end; what tasks print is printed here, with their names.
+    """Runs a script on a cluster of Ray actors until it ends; prints the tasks' output with their names.
 
-    To be called in a driver of Ray, after `ray.init`. It leaves no task, actor or placement group behind. The processes
-    of tasks run beside their actors, and know nothing of Ray.
+    Call it in a Ray driver, after `ray.init`. It leaves no task, actor or placement group behind. The processes of
+    tasks run beside their actors, and do not use Ray themselves.
 
     Args:
         script: the path of the script, in Ray's `working_dir`, or in the driver's directory on every node.
         args: its arguments.
         ps: number of servers.
         workers: number of workers.
-        ps_resources: what a server takes, as Ray names it, such as `{"CPU": 2, "memory": 8e9}`; None for a CPU.
-        worker_resources: what a worker takes, such as `{"CPU": 4, "GPU": 1}`; None for a CPU.
-        placement: how tasks lie on nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        options: more of a cluster, as the keys of its YAML file: `replication_factor=2`, `restarts=3`, `chief="none"`.
+        ps_resources: resources of a server, as Ray names them, such as `{"CPU": 2, "memory": 8e9}`; None for a CPU.
+        worker_resources: resources of a worker, such as `{"CPU": 4, "GPU": 1}`; None for a CPU.
+        placement: placement of tasks on nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        options: more options of a cluster, the keys of its YAML file: `replication_factor=2`, `restarts=3`,
+            `chief="none"`.
 
     Raises:
-        ConfigError: Ray is not installed or not initialised, or has no room; a node cannot run tasks; an option is
-            malformed.
-        PSError: a task failed; with its name, and its last words.
+        ConfigError: Ray is not installed, not initialised or does not have the resources; a node cannot run tasks; or
+            an option is malformed.
+        PSError: a task failed; the message has its name and its last output.
     """
     given = {name: value for name, value in (("ps", ps_resources), ("worker", worker_resources)) if value is not None}
     resources = Resources(**given, placement=placement)

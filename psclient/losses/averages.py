@@ -15,30 +15,30 @@ def compute_average_loss(
 ) -> Value:
     """Returns the sum of a replica's losses, divided by the size of the global batch.
 
-    The sum of what all replicas get, or the sum of their gradients, is that of the mean over the global batch.
-    In replica context; with `global_batch_size` in any.
+    The sum of the results of all replicas is the mean over the global batch; the sum of their gradients is its
+    gradient. In replica context; with `global_batch_size` in any context.
 
     Source: `tf.nn.compute_average_loss`.
 
     Args:
         per_example_loss: the losses of this replica's examples, an array of shape (N, ...).
-        sample_weight: a number for each loss, for each row of them, or for all, by which losses are multiplied.
+        sample_weight: factors for the losses: a number for each loss, for each row of them, or for all.
         global_batch_size: number of examples of all replicas; None for N times the number of all replicas, which is
-            the size of the batch where each replica has as many. Give it where the last batch may be smaller.
+            correct if each replica has the same number of examples. Give it if the last batch may be smaller.
 
     Returns:
         A number, float64 for float64 losses, else float32, on their device; 0 if the global batch has no example.
 
     Raises:
         RuntimeError: in cross-replica context without `global_batch_size`.
-        ValueError: the losses have no dimensions, the weights do not fit them, or `global_batch_size` is no whole
-            number of at least 0.
+        ValueError: the losses have no dimensions, the weights do not fit them, or `global_batch_size` is not an integer
+            of at least 0.
     """
     losses = floating(as_array(read(per_example_loss)))
     if not losses.ndim:
         raise ValueError(
-            "per_example_loss has no dimensions; give one loss for each example, such as the losses of predictions of "
-            "shape (N, 1)"
+            "per_example_loss has no dimensions; pass one loss per example, such as the losses of "
+            "predictions of shape (N, 1)"
         )
     if global_batch_size is None:
         global_batch_size = losses.shape[0] * context.require_replica("compute_average_loss").num_replicas_in_sync
@@ -54,7 +54,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Value) -> Value:
-    """Returns the sum of penalties, divided by the number of all replicas, each of which computes the same ones.
+    """Returns the sum of penalties, divided by the number of all replicas, each of which computes the same penalties.
 
     In replica context.
 

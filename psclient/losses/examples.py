@@ -41,9 +41,9 @@ def binary_crossentropy(
     Args:
         y_true: labels between 0 and 1, an array of shape (N, ..., D).
         y_pred: probabilities of class 1, or logits, of the same shape; for (N, 1) the labels may be of shape (N,).
-            Probabilities are kept 1e-7 away from 0 and 1.
+            Probabilities are clipped to be 1e-7 away from 0 and 1.
         from_logits: True if `y_pred` has logits.
-        label_smoothing: from 0 to 1, by how much labels are moved towards 0.5.
+        label_smoothing: from 0 to 1, how far labels are moved towards 0.5.
 
     Returns:
         An array of shape (N, ...), float64 for float64 predictions, else float32, on the device of the predictions.
@@ -74,10 +74,10 @@ def categorical_crossentropy(
 
     Args:
         y_true: labels, such as one-hot ones, an array of shape (N, ..., C).
-        y_pred: probabilities, or logits, of the same shape. Probabilities are divided by their sum, and kept 1e-7 away
-            from 0 and 1.
+        y_pred: probabilities, or logits, of the same shape. Probabilities are divided by their sum, and clipped to be
+            1e-7 away from 0 and 1.
         from_logits: True if `y_pred` has logits.
-        label_smoothing: from 0 to 1, by how much labels are moved towards 1 / C.
+        label_smoothing: from 0 to 1, how far labels are moved towards 1 / C.
 
     Returns:
         An array of shape (N, ...), float64 for float64 predictions, else float32, on the device of the predictions.
@@ -100,21 +100,21 @@ def categorical_crossentropy(
 
 
 def sparse_categorical_crossentropy(y_true: Value, y_pred: Value, from_logits: bool = False) -> AnyArray:
-    """Returns the cross entropy of labels that are numbers of classes. In any context.
+    """Returns the cross entropy of labels that are class numbers. In any context.
 
     Source: `tf.keras.losses.sparse_categorical_crossentropy`.
 
     Args:
-        y_true: numbers of classes from 0 to C - 1, an array of shape (N, ...) or (N, ..., 1).
-        y_pred: probabilities, or logits, of shape (N, ..., C). Probabilities are kept 1e-7 away from 0 and 1, and
-            divided by their sum.
+        y_true: class numbers from 0 to C - 1, an array of shape (N, ...) or (N, ..., 1).
+        y_pred: probabilities, or logits, of shape (N, ..., C). Probabilities are clipped to be 1e-7 away from 0 and 1,
+            and divided by their sum.
         from_logits: True if `y_pred` has logits.
 
     Returns:
         An array of shape (N, ...), float64 for float64 predictions, else float32, on the device of the predictions.
 
     Raises:
-        ValueError: the shapes do not fit, or a label is no number of a class.
+        ValueError: the shapes do not fit, or a label is not a class number.
     """
     labels, predictions = class_pair(y_true, y_pred)
     predictions = floating(predictions)
@@ -124,7 +124,7 @@ def sparse_categorical_crossentropy(y_true: Value, y_pred: Value, from_logits: b
         with np.errstate(invalid="ignore"):  # A NaN is refused below.
             index = labels.astype(np.int64)
         if not bool(((index == labels) & (index >= 0) & (index < classes)).all()):
-            raise ValueError(f"a label is no whole number from 0 to {classes - 1}, as there are {classes} classes")
+            raise ValueError(f"a label is not an integer from 0 to {classes - 1}, but there are {classes} classes")
         logits = predictions if from_logits else xp.log(xp.clip(predictions, EPSILON, 1 - EPSILON))
         return -xp.take_along_axis(_log_softmax(logits), index[..., None], axis=-1)[..., 0]
 
@@ -132,7 +132,7 @@ def sparse_categorical_crossentropy(y_true: Value, y_pred: Value, from_logits: b
 def _floating_pair(y_true: Value, y_pred: Value) -> tuple[AnyArray, AnyArray]:
     labels, predictions = pair(y_true, y_pred)
     if not predictions.ndim:
-        raise ValueError("the loss of an example is over its last dimension, and a number has none; give arrays")
+        raise ValueError("a loss is computed over the last dimension of an example, but got a number; pass arrays")
     predictions = floating(predictions)
     return labels.astype(predictions.dtype), predictions
 

@@ -63,8 +63,8 @@ def class_pair(y_true: Value, y_pred: Value) -> tuple[AnyArray, AnyArray]:
         labels = labels[..., 0]
     if not predictions.ndim or labels.shape != predictions.shape[:-1]:
         raise ValueError(
-            f"labels of shape {given.shape} do not fit predictions of shape {predictions.shape}; give the number of a "
-            "class for each row of predictions"
+            f"labels of shape {given.shape} do not match predictions of shape {predictions.shape}; pass one "
+            "class number for each row of predictions"
         )
     return labels, predictions
 
@@ -88,8 +88,8 @@ def broadcast_weights(sample_weight: Value, values: AnyArray) -> AnyArray:
         return xp.broadcast_to(weights, values.shape)
     except ValueError:
         raise ValueError(
-            f"weights of shape {shape} do not fit values of shape {values.shape}; give one for each value, or one for "
-            "each row of them"
+            f"weights of shape {shape} do not match values of shape {values.shape}; pass one weight for "
+            "each value, or for each row of values"
         ) from None
 
 

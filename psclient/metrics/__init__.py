@@ -1,10 +1,10 @@
-"""Metrics that all replicas fill and that are combined when they are read: their state is ON_READ variables.
+"""Metrics that all replicas update and that are combined when they are read: their state is ON_READ variables.
 
     mean = ps.metrics.Mean()                 # in strategy.scope()
     mean.update_state(losses)                # in the function given to strategy.run
     mean.result()                            # outside of it: over all replicas of all workers, asynchronous ones too
 
-Names and meanings are those of `tf.keras.metrics`; sums are kept in float64, so that long epochs are counted.
+Names and meanings are those of `tf.keras.metrics`; sums are float64, so that they stay exact in long epochs.
 
 base          `Metric`, and what its subclasses share
 averages      sums and means of values, of squared errors

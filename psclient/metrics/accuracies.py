@@ -35,7 +35,7 @@ class Accuracy(Mean):
 
 
 class BinaryAccuracy(Mean):
-    """The fraction of predictions that are on the side of the threshold on which their labels are.
+    """The fraction of predictions that are on the same side of a threshold as their labels.
 
     Source: `tf.keras.metrics.BinaryAccuracy`.
 
@@ -44,7 +44,7 @@ class BinaryAccuracy(Mean):
         threshold: predictions above it are 1, all others 0.
 
     Raises:
-        ValueError: the threshold is no number.
+        ValueError: the threshold is not a number.
     """
 
     def __init__(self, name: str | None = None, *, threshold: float = 0.5) -> None:
@@ -71,7 +71,7 @@ class BinaryAccuracy(Mean):
 
 
 class SparseCategoricalAccuracy(Mean):
-    """The fraction of predictions whose greatest number is that of the label's class.
+    """The fraction of predictions whose largest element is that of the label's class.
 
     Source: `tf.keras.metrics.SparseCategoricalAccuracy`.
 
@@ -83,8 +83,8 @@ class SparseCategoricalAccuracy(Mean):
         """Compares predictions with labels. In replica context.
 
         Args:
-            y_true: numbers of classes, an array of shape (N, ...) or (N, ..., 1).
-            y_pred: probabilities or logits, of shape (N, ..., C); of several greatest ones the first counts.
+            y_true: class numbers, an array of shape (N, ...) or (N, ..., 1).
+            y_pred: probabilities or logits, of shape (N, ..., C); of equal largest elements the first counts.
             sample_weight: as in `Mean`, for values of shape (N, ...).
 
         Raises:

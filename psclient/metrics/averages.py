@@ -25,11 +25,11 @@ class Sum(Metric):
         self._total = self.add_variable("total")
 
     def update_state(self, values: Value, sample_weight: Value = None) -> None:
-        """Adds values. In replica context.
+        """Adds values to the sum. In replica context.
 
         Args:
             values: an array of numbers, of any shape.
-            sample_weight: a number for each value, or for each row of them; None counts each once.
+            sample_weight: a weight for each value, or for each row of values; None for 1 each.
 
         Raises:
             ValueError: the weights do not fit the values.
@@ -49,6 +49,18 @@ class Mean(Metric):
 
     Args:
         name: prefix of its variables' names.
+
+    Examples:
+        >>> import psclient as ps
+        >>> strategy = ps.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     mean = ps.metrics.Mean()
+        >>> def step():
+        ...     replica = ps.get_replica_context().replica_id_in_sync_group
+        ...     mean.update_state([replica, replica + 2.0])
+        >>> strategy.run(step)
+        >>> float(mean.result())
+        1.5
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -57,11 +69,11 @@ class Mean(Metric):
         self._count = self.add_variable("count")
 
     def update_state(self, values: Value, sample_weight: Value = None) -> None:
-        """Takes values into the mean. In replica context.
+        """Adds values to the mean. In replica context.
 
         Args:
             values: an array of numbers, of any shape.
-            sample_weight: a number for each value, or for each row of them; None counts each once.
+            sample_weight: a weight for each value, or for each row of values; None for 1 each.
 
         Raises:
             ValueError: the weights do not fit the values.
@@ -79,15 +91,15 @@ class Mean(Metric):
 class MeanSquaredError(Mean):
     """The weighted mean of squared differences between predictions and labels.
 
-    Source: `tf.keras.metrics.MeanSquaredError`, which counts a batch of one dimension as one value; here each of its
-    values counts.
+    Source: `tf.keras.metrics.MeanSquaredError`, which counts a batch of one dimension as one value; here each value
+    counts.
 
     Args:
         name: prefix of its variables' names.
     """
 
     def update_state(self, y_true: Value, y_pred: Value, sample_weight: Value = None) -> None:  # type: ignore[override]
-        """Takes squared errors into the mean. In replica context.
+        """Adds squared errors to the mean. In replica context.
 
         Args:
             y_true: labels, an array of numbers.

@@ -14,10 +14,10 @@ from pswire.model.tensor import Array
 
 
 class Metric:
-    """Base of all metrics. Create it inside `strategy.scope()`, on every process alike.
+    """Base of all metrics. Create it inside `strategy.scope()`, in the same way on every process.
 
-    A metric of one's own creates its sums with `add_variable`, adds to them in `update_state`, and computes
-    `result` from `totals()`.
+    A custom metric creates its sums with `add_variable`, adds to them in `update_state`, and computes `result` from
+    `totals()`.
 
     Args:
         name: prefix of the names of its variables; by default that of its class.
@@ -30,11 +30,14 @@ class Metric:
         self._strategy = context.get_strategy()
 
     def add_variable(self, name: str, shape: tuple[int, ...] = ()) -> Variable:
-        """Creates a sum of float64 that each replica fills by itself.
+        """Creates a sum of float64 with a separate value in each replica.
 
         Args:
             name: second part of the variable's name, after the metric's.
             shape: shape of the sum.
+
+        Returns:
+            The variable.
         """
         variable: Variable = Variable(
             np.zeros(shape),
@@ -53,8 +56,8 @@ class Metric:
     def totals(self) -> list[Array]:
         """Returns the values of its variables: in replica context this replica's, else the sums over all replicas.
 
-        In cross-replica context this is one round for all of them, made by every process alike; where workers are
-        asynchronous servers have the sums, and any process may ask for them.
+        In cross-replica context this is one round for all variables, made by every process; with asynchronous workers
+        the servers have the sums, and each process may read them independently.
         """
         strategy = self._strategy
         if context.is_default(strategy) or context.local_replica(strategy) is not None:
@@ -67,11 +70,11 @@ class Metric:
         return [to_numpy(total) for total in sums]
 
     def update_state(self, *values: Value, **keys: Value) -> None:
-        """Takes a batch into account. In replica context."""
+        """Adds a batch to the metric. In replica context."""
         raise NotImplementedError
 
     def result(self) -> Value:
-        """Returns the metric's value, in the contexts of `totals`."""
+        """Returns the metric's value. In the contexts of `totals`."""
         raise NotImplementedError
 
     def __call__(self, *values: Value, **keys: Value) -> Value:
@@ -80,8 +83,11 @@ class Metric:
         return self.result()
 
     def reset_state(self) -> None:
-        """Begins anew. In replica context for this replica; in cross-replica context for all, where workers are
-        asynchronous also if one process alone calls it."""
+        """Sets all variables of the metric to zero.
+
+        In replica context it resets this replica's values, in cross-replica context those of all replicas. With
+        asynchronous workers the call of one process resets the values of all processes.
+        """
         for v in self.variables:
             v.assign(np.zeros(v.shape))
 

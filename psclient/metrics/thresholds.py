@@ -19,18 +19,18 @@ MARGIN = 1e-7
 class AUC(Metric):
     """The area under the ROC or the precision-recall curve, approximated by a Riemann sum over thresholds.
 
-    Source: `tf.keras.metrics.AUC`; the interpolation of precision-recall: Davis and Goadrich, "The relationship
-    between precision-recall and ROC curves", 2006.
+    Source: `tf.keras.metrics.AUC`; the interpolation of precision-recall: Davis and Goadrich, "The relationship between
+    precision-recall and ROC curves", 2006.
 
     Args:
         num_thresholds: number of thresholds, evenly from 0 to 1.
         curve: "ROC" or "PR".
         summation_method: "interpolation", "minoring" or "majoring".
         name: prefix of its variables' names.
-        thresholds: between 0 and 1, in place of `num_thresholds`; 0 and 1 are added.
+        thresholds: between 0 and 1, instead of `num_thresholds`; 0 and 1 are added.
 
     Raises:
-        ValueError: an argument has none of these values.
+        ValueError: an argument has another value.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class AUC(Metric):
         thresholds: Sequence[float] | None = None,
     ) -> None:
         if curve not in ("ROC", "PR"):
-            raise ValueError(f"curve {curve!r} is unknown; write 'ROC' or 'PR'")
+            raise ValueError(f"curve {curve!r} is unknown; use 'ROC' or 'PR'")
         if summation_method not in ("interpolation", "minoring", "majoring"):
             raise ValueError(
-                f"summation_method {summation_method!r} is unknown; write 'interpolation', 'minoring' or 'majoring'"
+                f"summation_method {summation_method!r} is unknown; use 'interpolation', 'minoring' or 'majoring'"
             )
         if thresholds is not None and not all(0 <= threshold <= 1 for threshold in thresholds):
             raise ValueError(f"thresholds must lie between 0 and 1: {list(thresholds)}")
         if thresholds is None and num_thresholds < 2:
-            raise ValueError(f"a curve over {num_thresholds} thresholds has no area; take at least 2")
+            raise ValueError(f"a curve over {num_thresholds} thresholds has no area; use at least 2")
         super().__init__(name)
         inner = (
             sorted(thresholds) if thresholds is not None else np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
@@ -169,7 +169,7 @@ class Precision(Share):
     Source: `tf.keras.metrics.Precision`, without `top_k` and `class_id`.
 
     Args:
-        thresholds: one or several numbers between 0 and 1; predictions above one are positive. None is 0.5.
+        thresholds: one or several numbers between 0 and 1; predictions above a threshold are positive. None is 0.5.
         name: prefix of its variables' names.
 
     Raises:
@@ -185,7 +185,7 @@ class Recall(Share):
     Source: `tf.keras.metrics.Recall`, without `top_k` and `class_id`.
 
     Args:
-        thresholds: one or several numbers between 0 and 1; predictions above one are positive. None is 0.5.
+        thresholds: one or several numbers between 0 and 1; predictions above a threshold are positive. None is 0.5.
         name: prefix of its variables' names.
 
     Raises:
@@ -198,7 +198,7 @@ class Recall(Share):
 def check_probabilities(predictions: AnyArray) -> None:
     """Raises `ValueError` unless all predictions are between 0 and 1."""
     if predictions.size and not bool(((predictions >= 0) & (predictions <= 1)).all()):
-        raise ValueError("predictions must lie between 0 and 1; give probabilities, not logits")
+        raise ValueError("predictions must be between 0 and 1; pass probabilities, not logits")
 
 
 def _interpolated_pr(true: Value, false: Value, missed: Value) -> float:

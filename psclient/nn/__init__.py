@@ -1,11 +1,11 @@
-"""Embeddings: rows of a variable by their ids, and bags of them, with the gradients by the rows.
+"""Embeddings: looks up rows of a variable by their ids, and bags of rows; each result computes the gradient by rows.
 
     rows = ps.nn.embedding_lookup(table, ids)                        # in the function given to strategy.run
     loss, d = forward_and_backward(rows.values, rows.inverse)        # d: the gradient by rows.values
     optimizer.apply_gradients([(rows.gradient(d), table)])
 
-Names and results are those of `tf.nn`. There is no automatic differentiation: a lookup knows how to make the gradient
-of its variable of the gradient by what it returned.
+Names and results are those of `tf.nn`. There is no automatic differentiation: `gradient` turns the gradient with
+respect to the looked-up values into the gradient of the variable.
 
 embedding      the lookups
 bags           sums and means of bags of rows

@@ -41,11 +41,11 @@ NORMS: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]] | Non
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Of each example the combined rows of its ids. `np.asarray(bags)` is what `tf.nn.embedding_lookup_sparse` returns.
+    """The combined rows of each example's ids. `np.asarray(bags)` is the result of `tf.nn.embedding_lookup_sparse`.
 
     Attributes:
-        rows: the rows, each once; `rows.inverse` has the place in `values` of each id of the bags, one bag after
-            another.
+        rows: the rows, each once; `rows.inverse` has for each id of the bags, one bag after another, its index in
+            `values`.
         row_splits: int64[B + 1] on the host, the index of each bag's first id, and the end.
     """
 
@@ -58,24 +58,24 @@ class Bags:
 
     @classmethod
     def of(cls, rows: LookedUpRows, bags: IdBags, combiner: Combiner) -> Bags:
-        """Makes bags of the rows of their ids."""
+        """Makes bags from the rows of their ids."""
         dtype = computed_in(rows.dtype)
         weights = None if bags.weights is None else bags.weights.astype(dtype)
         return cls(rows, bags.splits, weights, _norms(bags, weights, combiner, dtype))
 
     @property
     def ids(self) -> Int64s:
-        """int64[U] on the host, the places of the rows in increasing order."""
+        """int64[U] on the host, the indices of the rows in increasing order."""
         return self.rows.ids
 
     @property
     def values(self) -> AnyArray:
-        """(U, *row shape), the row at each place, on the device of the replica that asked."""
+        """(U, *row shape), the rows, on the device of the replica that looked them up."""
         return self.rows.values
 
     @property
     def inverse(self) -> AnyArray:
-        """Integers (n,): the place in `values` of each id of the bags."""
+        """Integers (n,): for each id of the bags its index in `values`."""
         return self.rows.inverse
 
     @property
@@ -85,11 +85,11 @@ class Bags:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Dtype of the rows, as NumPy has it."""
+        """NumPy dtype of the rows."""
         return self.rows.dtype
 
     def combine(self) -> AnyArray:
-        """Returns the sum or mean of each bag, (B, *row shape), on the device of the values; of an empty bag zeros."""
+        """Returns the sum or mean of each bag, (B, *row shape), on the device of the values; zeros for an empty bag."""
         values = self.rows.values
         device = device_of(values)
         with device_scope(device):
@@ -106,14 +106,14 @@ class Bags:
         return np.asarray(self.numpy(), dtype=dtype)
 
     def gradient(self, d: Value) -> IndexedSlices:
-        """Returns the gradient of the variable, with each place once. In any context.
+        """Returns the gradient of the variable, with each index once. In any context.
 
         Args:
-            d: the gradient by the bags, (B, *row shape).
+            d: the gradient with respect to the bags, (B, *row shape).
 
         Raises:
-            ValueError: it has another shape.
-            TypeError: it is no array of real numbers.
+            ValueError: `d` has another shape.
+            TypeError: `d` is not an array of real numbers.
         """
         given = as_array(read(d))
         if tuple(given.shape) != self.shape:

@@ -27,10 +27,10 @@ def clip_rows(rows: LookedUpRows, max_norm: float | None) -> LookedUpRows:
     if max_norm is None:
         return rows
     if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real):
-        raise TypeError(f"max_norm is a number or None, and not {max_norm!r}")
+        raise TypeError(f"max_norm must be a number or None, not {max_norm!r}")
     longest = float(max_norm)
     if not 0 < longest < float("inf"):
-        raise ValueError(f"max_norm is {max_norm!r}; give a positive number, or None for rows as they are")
+        raise ValueError(f"max_norm is {max_norm!r}; use a positive number, or None for rows without clipping")
     check_floating(rows, "max_norm")
     device = device_of(rows.values)
     with device_scope(device):

@@ -48,20 +48,20 @@ class IdBags:
         """
         values, splits = _split("ids", ids)
         if values.dtype.kind not in "iu":
-            raise TypeError(f"the ids of bags are integers, and not {values.dtype}")
+            raise TypeError(f"the ids of bags must be integers, not {values.dtype}")
         if weights is None:
             return cls(values, splits, None)
         found, others = _split("weights", weights)
         if found.dtype.kind not in "fiu" and found.dtype.name != "bfloat16":
-            raise TypeError(f"the weights of bags are numbers, and not {found.dtype}")
+            raise TypeError(f"the weights of bags must be numbers, not {found.dtype}")
         if isinstance(ids, SparseTensor) != isinstance(weights, SparseTensor) or not np.array_equal(others, splits):
             raise ValueError(
-                f"bags of ids and of weights do not fit: {len(values)} ids in {len(splits) - 1} bags and {len(found)} "
-                f"weights in {len(others) - 1}; give a weight for each id, in the same form"
+                f"bags of ids and weights do not match: {len(values)} ids in {len(splits) - 1} bags, but "
+                f"{len(found)} weights in {len(others) - 1}; pass one weight for each id, in the same form"
             )
         both = isinstance(ids, SparseTensor) and isinstance(weights, SparseTensor)
         if both and not np.array_equal(ids.indices, weights.indices):
-            raise ValueError("the weights of bags are in other places than the ids; give both the same indices")
+            raise ValueError("the weights of bags have other indices than the ids; use the same indices for both")
         return cls(values, splits, found)
 
     def __len__(self) -> int:
@@ -109,8 +109,8 @@ def _split(what: str, given: Any) -> tuple[Array, Int64s]:
         if values.ndim == 1:
             return values, np.append(0, np.cumsum(lengths))
     raise TypeError(
-        f"bags of {what} are a ps.SparseTensor, or a list with a sequence of {what} for each example; not "
-        f"{type(given).__name__}"
+        f"bags of {what} must be a ps.SparseTensor, or a list with a sequence of {what} for each example, "
+        f"not {type(given).__name__}"
     )
 
 

@@ -22,12 +22,12 @@ def check_floating(rows: LookedUpRows, what: str) -> None:
         what: what needs that, for the message.
     """
     if computed_in(rows.dtype).kind != "f":
-        raise TypeError(f"{what} is for rows of floats, and variable {rows.variable.name!r} is of {rows.dtype}")
+        raise TypeError(f"{what} supports rows of floats, but variable {rows.variable.name!r} is of {rows.dtype}")
 
 
 def take_gradient(d: Value, beside: AnyArray) -> AnyArray:
     """Returns a gradient in the dtype of an array, on its device; raises `TypeError` if it is no real numbers."""
     given = as_array(read(d))
     if not np.can_cast(given.dtype, beside.dtype, "same_kind"):
-        raise TypeError(f"a gradient of {given.dtype} does not fit rows of {beside.dtype}")
+        raise TypeError(f"a gradient of {given.dtype} does not match rows of {beside.dtype}")
     return to_device(given, device_of(beside)).astype(beside.dtype, copy=False)

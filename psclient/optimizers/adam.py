@@ -20,12 +20,13 @@ class Moments(Optimizer):
 
     Args:
         learning_rate: step size.
-        beta_1, beta_2: decay of the first and second moment.
-        epsilon: keeps the division away from zero.
+        beta_1: decay of the first moment.
+        beta_2: decay of the second moment.
+        epsilon: small number against division by zero.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: a decay is not at least 0 and less than 1, or epsilon less than 0.
+        ValueError: a decay is not at least 0 and less than 1, or epsilon is negative.
     """
 
     slots: tuple[str, ...] = ("m", "v")
@@ -54,15 +55,30 @@ class Moments(Optimizer):
 
 
 class Adam(Moments):
-    """Adaptive moments.
+    """Gradient descent by decayed means of gradients and of their squares.
 
     Source: `keras.optimizers.Adam`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, in the form of
-    its section 2.1's last paragraph.
+    the last paragraph of its section 2.1.
 
     Args:
-        learning_rate, beta_1, beta_2, epsilon: as in `Moments`.
+        learning_rate: step size.
+        beta_1: decay of the first moment.
+        beta_2: decay of the second moment.
+        epsilon: small number against division by zero.
         amsgrad: True to divide by the largest second moment so far; Reddi et al., 2018.
         options: as in `Optimizer`.
+
+    Raises:
+        ValueError: a decay is not at least 0 and less than 1, or epsilon is negative.
+
+    Examples:
+        >>> import psclient as ps
+        >>> with ps.MirroredStrategy().scope():
+        ...     w = ps.Variable([1.0, 2.0])
+        ...     optimizer = ps.optimizers.Adam(learning_rate=0.5)
+        ...     optimizer.apply_gradients([([1.0, 1.0], w)])
+        ...     w.numpy().round(3)
+        array([0.5, 1.5], dtype=float32)
     """
 
     _slot_of = {"amsgrad": "v_hat"}
@@ -81,6 +97,7 @@ class Adam(Moments):
         self.amsgrad = bool(amsgrad)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adam or AdamW."""
         m, s, *largest = slots
         first, second = self._corrections(iterations)
         rate = (self.learning_rate * np.sqrt(second) / first).astype(gradient.dtype)
@@ -91,12 +108,16 @@ class Adam(Moments):
 
 
 class LazyAdam(Adam):
-    """Adam that leaves rows as they are, with their moments, where a gradient of rows does not have them.
+    """Adam that does not change rows, and their moments, that a sparse gradient does not contain.
 
-    Source: `tfa.optimizers.LazyAdam`. With gradients that are whole arrays it is `Adam`.
+    Source: `tfa.optimizers.LazyAdam`. For dense gradients it is `Adam`.
 
     Args:
-        learning_rate, beta_1, beta_2, epsilon, amsgrad: as in `Adam`.
+        learning_rate: as in `Adam`.
+        beta_1: as in `Adam`.
+        beta_2: as in `Adam`.
+        epsilon: as in `Adam`.
+        amsgrad: as in `Adam`.
         sparse: as in `Optimizer`.
         options: as in `Optimizer`.
     """
@@ -115,14 +136,17 @@ class LazyAdam(Adam):
 
 
 class AdamW(Adam):
-    """Adam with weight decay.
+    """Adam with decoupled weight decay.
 
     Source: `keras.optimizers.AdamW`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 
     Args:
         learning_rate: step size.
         weight_decay: as in `Optimizer`.
-        beta_1, beta_2, epsilon, amsgrad: as in `Adam`.
+        beta_1: as in `Adam`.
+        beta_2: as in `Adam`.
+        epsilon: as in `Adam`.
+        amsgrad: as in `Adam`.
         options: as in `Optimizer`.
     """
 
@@ -140,14 +164,22 @@ class AdamW(Adam):
 
 
 class Adamax(Moments):
-    """Adam with the largest gradient, decayed, in place of the second moment.
+    """Adam with the largest decayed gradient instead of the second moment.
 
     Source: `keras.optimizers.Adamax`; Kingma and Ba, 2015, section 7.1.
+
+    Args:
+        learning_rate: step size.
+        beta_1: as in `Adam`.
+        beta_2: as in `Adam`.
+        epsilon: as in `Adam`.
+        options: as in `Optimizer`.
     """
 
     slots = ("m", "u")
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adamax."""
         m, u = slots
         rate = (self.learning_rate / self._corrections(iterations)[0]).astype(gradient.dtype)
         m.assign_add((1 - self.beta_1) * (gradient - m))
@@ -159,13 +191,20 @@ class Nadam(Moments):
     """Adam with Nesterov momentum.
 
     Source: `keras.optimizers.Nadam`; Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
+
+    Args:
+        learning_rate: step size.
+        beta_1: as in `Adam`.
+        beta_2: as in `Adam`.
+        epsilon: as in `Adam`.
+        options: as in `Optimizer`.
     """
 
     slots = ("m", "v", "product")
     _running = True
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """The product of the momenta so far is one number."""
+        """Returns zeros for the moments, and one number for the product of the momenta so far."""
         return np.ones(()) if slot == "product" else super().initial_slot(slot, v)
 
     def _momentum(self, step: Value) -> Value:
@@ -176,6 +215,7 @@ class Nadam(Moments):
         return number * self._momentum(iterations.astype(np.float64))
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Nadam."""
         m, s, product = slots
         t = iterations.astype(np.float64)
         now, next = self._momentum(t), self._momentum(t + 1)
@@ -187,14 +227,22 @@ class Nadam(Moments):
 
 
 class Lamb(Moments):
-    """Adam whose step is as long, relative to the variable, as the learning rate says.
+    """Adam with a step whose length, relative to the variable, is the learning rate.
 
     Source: `keras.optimizers.Lamb`; You et al., "Large Batch Optimization for Deep Learning", 2020.
+
+    Args:
+        learning_rate: step size.
+        beta_1: as in `Adam`.
+        beta_2: as in `Adam`.
+        epsilon: as in `Adam`.
+        options: as in `Optimizer`.
     """
 
     _by_row = False  # the lengths are those of whole variables
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of LAMB."""
         m, s = slots
         first, second = (correction.astype(gradient.dtype) for correction in self._corrections(iterations))
         self._move(gradient, m, s)

@@ -15,18 +15,18 @@ from pswire.model.tensor import Array
 
 
 class Adagrad(Optimizer):
-    """Divides by the root of the sum of all squared gradients.
+    """Divides gradients by the root of the sum of all squared gradients.
 
     Source: `keras.optimizers.Adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
 
     Args:
         learning_rate: step size.
         initial_accumulator_value: initial value of the sum.
-        epsilon: keeps the division away from zero.
+        epsilon: small number against division by zero.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: the sum begins with less than 0, or epsilon is less.
+        ValueError: `initial_accumulator_value` or epsilon is negative.
     """
 
     slots = ("accumulator",)
@@ -43,22 +43,26 @@ class Adagrad(Optimizer):
         self.initial_accumulator_value, self.epsilon = initial_accumulator_value, epsilon
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value`, of the variable's shape."""
+        """Returns `initial_accumulator_value`, of the variable's shape."""
         return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adagrad."""
         (total,) = slots
         total.assign_add(gradient * gradient)
         v.assign_sub(self.learning_rate * gradient / np.sqrt(total + self.epsilon))
 
 
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum for each row, of the means of its squared gradients: for tables, whose state is 1/width.
+    """Adagrad with one sum for each row, of the means of its squared gradients: its state is 1/width of the table.
 
     Source: `torchrec`'s and FBGEMM's `EXACT_ROWWISE_ADAGRAD`; `fbgemm_gpu.split_embedding_configs`.
 
     Args:
-        learning_rate, initial_accumulator_value, epsilon, options: as in `Adagrad`.
+        learning_rate: as in `Adagrad`.
+        initial_accumulator_value: as in `Adagrad`.
+        epsilon: as in `Adagrad`.
+        options: as in `Optimizer`.
     """
 
     def __init__(
@@ -71,11 +75,12 @@ class RowwiseAdagrad(Adagrad):
         super().__init__(learning_rate, initial_accumulator_value, epsilon, **options)
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value`, one for each row, with the variable's rank."""
+        """Returns `initial_accumulator_value`, one for each row, with the variable's rank."""
         whole = super().initial_slot(slot, v)
         return whole[tuple(slice(None) if axis == 0 else slice(0, 1) for axis in range(whole.ndim))].copy()
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adagrad with one accumulator per row."""
         (total,) = slots
         axes = tuple(range(1, len(gradient.shape)))
         squares = np.square(gradient)
@@ -84,18 +89,18 @@ class RowwiseAdagrad(Adagrad):
 
 
 class Adadelta(Optimizer):
-    """Divides by the size of recent gradients, and multiplies by that of recent steps.
+    """Divides gradients by the size of recent gradients, and multiplies them by that of recent steps.
 
     Source: `keras.optimizers.Adadelta`; Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
 
     Args:
         learning_rate: step size; 1.0 is the paper's.
         rho: decay of both sizes.
-        epsilon: keeps the division away from zero.
+        epsilon: small number against division by zero.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: the decay is not between 0 and 1, or epsilon is less than 0.
+        ValueError: the decay is not between 0 and 1, or epsilon is negative.
     """
 
     slots = ("gradients", "steps")
@@ -108,6 +113,7 @@ class Adadelta(Optimizer):
         self.rho, self.epsilon = rho, epsilon
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Adadelta."""
         gradients, steps = slots
         gradients.assign(self.rho * gradients + (1 - self.rho) * gradient * gradient)
         step = np.sqrt(steps + self.epsilon) / np.sqrt(gradients + self.epsilon) * gradient
@@ -116,7 +122,7 @@ class Adadelta(Optimizer):
 
 
 class RMSprop(Optimizer):
-    """Divides by the root of the mean of recent squared gradients.
+    """Divides gradients by the root of the mean of recent squared gradients.
 
     Source: `keras.optimizers.RMSprop`; Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012.
 
@@ -124,12 +130,12 @@ class RMSprop(Optimizer):
         learning_rate: step size.
         rho: decay of the mean.
         momentum: decay of the momentum; 0 for none.
-        epsilon: keeps the division away from zero.
-        centered: True to divide by the root of the variance in place of that of the mean of squares.
+        epsilon: small number against division by zero.
+        centered: True to divide by the root of the variance instead of that of the mean of squares.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: momentum or the decay is not between 0 and 1, or epsilon is less than 0.
+        ValueError: momentum or the decay is not between 0 and 1, or epsilon is negative.
     """
 
     slots: tuple[str, ...] = ("squares", "mean", "momentum")
@@ -151,6 +157,7 @@ class RMSprop(Optimizer):
         self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of RMSprop."""
         kept = dict(zip(self.slots, slots, strict=True))
         squares = kept["squares"]
         squares.assign(self.rho * squares + (1 - self.rho) * gradient * gradient)
@@ -173,15 +180,16 @@ class Ftrl(Optimizer):
 
     Args:
         learning_rate: step size.
-        learning_rate_power: exponent by which it falls with the sum of squared gradients; at most 0.
+        learning_rate_power: exponent by which it decreases with the sum of squared gradients; at most 0.
         initial_accumulator_value: initial value of that sum.
-        l1_regularization_strength, l2_regularization_strength: penalties on the weights.
-        l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
-        beta: makes the learning rate begin smaller.
+        l1_regularization_strength: L1 penalty on the weights.
+        l2_regularization_strength: L2 penalty on the weights.
+        l2_shrinkage_regularization_strength: L2 penalty on the current weights in each step.
+        beta: reduces the first learning rates.
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: one of these is less than 0, or the power is more.
+        ValueError: a number is negative, or the power is positive.
     """
 
     slots = ("accumulator", "linear")
@@ -214,11 +222,12 @@ class Ftrl(Optimizer):
         self.beta = beta
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value` for the sum of squares, zeros for the other."""
+        """Returns `initial_accumulator_value` for the sum of squares, zeros for the other slot."""
         zeros = super().initial_slot(slot, v)
         return np.full_like(zeros, self.initial_accumulator_value) if slot == "accumulator" else zeros
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of FTRL."""
         total, linear = slots
         l1, l2 = self.l1_regularization_strength, self.l2_regularization_strength
         rate, weights = self.learning_rate, v.astype(gradient.dtype)

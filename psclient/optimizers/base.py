@@ -38,44 +38,43 @@ _NOT_KERAS = {"sparse": "exact", "catch_up": "replay"}
 class Optimizer(Described):
     """Base of all optimizers. Create it inside `strategy.scope()`.
 
-    Source: `keras.optimizers.Optimizer`, whose names, defaults and formulas these are.
+    Source: `keras.optimizers.Optimizer`, with its names, defaults and formulas.
 
     Attributes:
-        slots: names of the state that each variable has beside it, in the order in which `update` takes it.
-        learning_rate: may be changed between steps; that makes no new program, and neither does any other number that
-            an optimizer has as an attribute. What says which state there is stays as it was created: `name`, `slots`,
-            `use_ema`, `gradient_accumulation_steps`, with that `sparse`, and whether the loss scale is a dynamic one.
+        slots: names of the state that each variable has, in the order in which `update` takes it.
+        learning_rate: may be changed between steps, as any other number that is an attribute, without a new trace.
+            Attributes that determine which state exists are fixed at creation: `name`, `slots`, `use_ema`,
+            `gradient_accumulation_steps` (and with it `sparse`), and whether the loss scale is dynamic.
 
     Args:
-        learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
-            one on all processes.
+        learning_rate: step size: a number, a schedule, or a function without arguments that returns a number, the same
+            in all processes.
         name: prefix of the names of slots.
-        weight_decay: fraction of them, times the learning rate, by which variables are made smaller before each step.
-        clipnorm: greatest norm of each gradient; larger ones are made smaller.
-        clipvalue: greatest size of an element of a gradient; larger ones are cut to it.
-        global_clipnorm: greatest norm of all gradients together. Where variables live on several
-            servers a step then takes two rounds.
-        use_ema: keeps an exponential moving average of each variable; see `average`.
+        weight_decay: fraction of the variables, times the learning rate, that is subtracted from them before each step.
+        clipnorm: largest norm of each gradient; larger gradients are scaled down.
+        clipvalue: largest magnitude of an element of a gradient; larger elements are clipped.
+        global_clipnorm: largest norm of all gradients together. With variables on several servers a step then takes two
+            rounds.
+        use_ema: True to keep an exponential moving average of each variable; see `average`.
         ema_momentum: fraction of the average that stays in each step.
-        ema_overwrite_frequency: number of steps after which variables become their averages; None for never.
+        ema_overwrite_frequency: number of steps after which variables are set to their averages; None for never.
         loss_scale_factor: number by which the loss was multiplied, so that gradients are divided by it; or a
             `DynamicLossScale`. See `scale_loss`.
-        gradient_accumulation_steps: number of calls whose gradients are averaged for one step. A schedule then goes by
+        gradient_accumulation_steps: number of calls whose gradients are averaged for one step. A schedule then counts
             calls.
-        sparse: what a step is to the rows that a gradient of rows does not have. "exact": what it is for the whole
-            gradient, made up when a row is touched, read or saved; each value has the same bits. "lazy": nothing, also
-            where the optimizer would go on with momentum or decay; with `gradient_accumulation_steps` a row takes part
-            in a step if the sum of the gradients of one of its calls is not zero there. "dense": what it is for the
-            whole gradient, which is made. A step that is not elementwise, as of `Lamb`, is dense, and cannot be lazy.
-            Dynamic tables have no dense steps, and refuse what needs one.
-        catch_up: how an exact step is made up. "replay": one after the other, with the same bits. "closed_form": many
-            as one, within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and
-            `Adadelta` have one.
+        sparse: how a step treats rows that a sparse gradient does not contain. "exact": as for the dense gradient,
+            deferred until the row is updated, read or saved, with the same bits. "lazy": not at all, even if the
+            optimizer would continue with momentum or decay; with `gradient_accumulation_steps` a row takes part in a
+            step if the sum of the gradients of one of its calls is not zero there. "dense": as for the dense gradient,
+            which is made. Steps that are not elementwise, such as those of `Lamb`, are dense and cannot be lazy.
+            Dynamic tables cannot have dense steps and raise an error.
+        catch_up: how deferred exact steps are applied. "replay": one after another, with the same bits. "closed_form":
+            many at once, within a few millionths; for `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and `Adadelta`.
 
     Raises:
         ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`
             or `catch_up`.
-        TypeError: the learning rate is no number, schedule or function, or another number is no number.
+        TypeError: the learning rate is not a number, schedule or function, or another argument is not a number.
     """
 
     slots: tuple[str, ...] = ()
@@ -161,7 +160,8 @@ class Optimizer(Described):
         slot = self._slot_of.get(name)
         if slot is not None and value and slot not in self.slots:
             raise AttributeError(
-                f"{name} needs a slot {slot!r}, and this {type(self).__name__} was created without; create another one"
+                f"{name} needs a slot {slot!r}, but this {type(self).__name__} was created without it; "
+                "create another one"
             )
         scale = name == "loss_scale_factor" and any(
             isinstance(factor, DynamicLossScale) for factor in (value, self.loss_scale_factor)
@@ -170,8 +170,8 @@ class Optimizer(Described):
         fixed = name in self._fixed or (once_built and self._state.built)
         if (scale or fixed) and value is not (old := getattr(self, name)) and (scale or value != old):
             raise AttributeError(
-                f"{name} of this {type(self).__name__} is {old!r} and stays so, since it says what the optimizer "
-                "keeps; create another one"
+                f"{name} of this {type(self).__name__} is {old!r} and cannot be changed, because it "
+                "determines the optimizer's state; create another one"
             )
 
     def _slots_with(self, name: str, value: object) -> tuple[str, ...]:
@@ -186,12 +186,14 @@ class Optimizer(Described):
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of now, a number: of a schedule, that of the next step.
+        """The current learning rate, a number; for a schedule, that of the next step.
 
-        It may be set between steps, to whatever the constructor takes. In an update function, what stands for it.
+        It may be set between steps, to any value that the constructor takes. In an update function it is a stand-in for
+        the number.
 
         Raises:
-            TypeError, ValueError: on setting, it is no learning rate, or not finite.
+            TypeError: on setting, the value is not a learning rate.
+            ValueError: on setting, the value is not finite.
         """
         if "_state" not in vars(self):
             return self._learning_rate
@@ -212,17 +214,17 @@ class Optimizer(Described):
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         """Updates one variable; runs on the server.
 
-        It is traced once, and not again for another learning rate: what it does must depend on its arguments and on
-        attributes of `self` that are numbers, words, functions or tuples of these. It sees no others.
+        It is traced once, and not again for another learning rate: its result must depend only on its arguments and on
+        attributes of `self` that are numbers, strings, functions or tuples of these. It sees no other attributes.
 
         Args:
-            v: the variable, or what stands for it in a trace.
+            v: the variable, or in a trace a stand-in for it.
             gradient: the sum over all replicas, of the variable's shape; float32 for a variable of half precision.
-            iterations: steps applied, this one included.
-            slots: this variable's slots.
+            iterations: the number of steps, this one included.
+            slots: the slots of the variable.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} does not say what a step is; write update(self, v, gradient, iterations, *slots)"
+            f"{type(self).__name__} does not define a step; implement update(self, v, gradient, iterations, *slots)"
         )
 
     def _advanced(self, number: Value, iterations: Value) -> Value:
@@ -240,7 +242,7 @@ class Optimizer(Described):
         Args:
             slot: one of the names in `slots`.
             v: the variable that the slot belongs to. For a dynamic table one row of it, of shape (1, *row shape), with
-                its name and dtype: the slot of each key begins with what is returned, which is the same number
+                its name and dtype: the slot of each key begins with the returned value, which must be the same number
                 everywhere.
         """
         return np.zeros(v.shape, state_dtype(v.dtype))
@@ -251,7 +253,7 @@ class Optimizer(Described):
         return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an optimizer like this one; `sparse`, `catch_up` if not by default."""
+        """Returns the arguments of the constructor; `sparse` and `catch_up` only if they are not the defaults."""
         config = super().get_config()
         return {name: value for name, value in config.items() if name not in _NOT_KERAS or value != _NOT_KERAS[name]}
 
@@ -261,16 +263,16 @@ class Optimizer(Described):
     # ---- State ----
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates the optimizer's state for variables; `apply_gradients` does it if need be.
+        """Creates the optimizer's state for variables; `apply_gradients` does it if needed.
 
-        In any context but an update function, by all replicas of all workers alike.
+        In any context except an update function, in the same way in all replicas of all workers.
 
         Args:
             variables: trainable variables of one strategy.
 
         Raises:
-            ValueError: there are none, or one is not trainable, or of integers, or not of the optimizer's strategy.
-            TypeError: one of them is no variable.
+            ValueError: no variables; or one is not trainable, of integers, or not of the optimizer's strategy.
+            TypeError: an element is not a variable.
         """
         wholes = without_views([values.container(v) for v in variables])
         self._check_variables(wholes)
@@ -293,7 +295,7 @@ class Optimizer(Described):
 
     @property
     def variables(self) -> list[Variable]:
-        """All that the optimizer keeps: counts, slots, averages; empty before `build` or the first step."""
+        """All state of the optimizer: counts, slots, averages; empty before `build` or the first step."""
         return list(self._state)
 
     def __repr__(self) -> str:
@@ -305,7 +307,7 @@ class Optimizer(Described):
 
     @property
     def iterations(self) -> Variable:
-        """Steps applied, int64; mirrored on every server that has a variable.
+        """The number of steps, int64; mirrored on every server that has a variable.
 
         Raises:
             RuntimeError: before `build` or the first step.
@@ -314,7 +316,7 @@ class Optimizer(Described):
 
     @property
     def skipped_steps(self) -> Variable:
-        """Steps that were left out because gradients were not finite, int64.
+        """The number of steps that were skipped because gradients were not finite, int64.
 
         Raises:
             RuntimeError: before `build` or the first step, or without a `DynamicLossScale`.
@@ -323,7 +325,7 @@ class Optimizer(Described):
 
     @property
     def loss_scale(self) -> Variable:
-        """The dynamic loss scale of now, float32.
+        """The current dynamic loss scale, float32.
 
         Raises:
             RuntimeError: before `build` or the first step, or without a `DynamicLossScale`.
@@ -331,7 +333,7 @@ class Optimizer(Described):
         return self._state.shared("loss_scale")
 
     def average(self, v: Variable) -> Variable:
-        """The moving average of a variable, of its shape; float32 for one of half precision. In any context.
+        """Returns the moving average of a variable, of its shape; float32 for half precision. In any context.
 
         Raises:
             RuntimeError: without `use_ema`, or before `build` or the first step.
@@ -341,7 +343,7 @@ class Optimizer(Described):
         return cast(Variable, self._state.of(values.container(v)).average)
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives variables the values of their averages; without `use_ema` they stay what they are.
+        """Sets variables to their averages; without `use_ema` it does nothing.
 
         In cross-replica context, or outside of every scope.
 
@@ -357,11 +359,11 @@ class Optimizer(Described):
     def exclude_from_weight_decay(
         self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
     ) -> None:
-        """Leaves variables out of weight decay. In any context, by all processes alike.
+        """Excludes variables from weight decay. In any context, in the same way in all processes.
 
         Args:
-            var_list: the variables to leave out.
-            var_names: regular expressions; a variable whose name has one in it is left out.
+            var_list: the variables to exclude.
+            var_names: regular expressions; a variable whose name contains a match is excluded.
         """
         self._excluded.add(map(values.container, var_list or ()), var_names or ())
 
@@ -369,9 +371,9 @@ class Optimizer(Described):
         return bool(self.weight_decay) and v not in self._excluded
 
     def scale_loss(self, loss: Value) -> Value:
-        """The loss, multiplied by the loss scale; the gradients of that go into `apply_gradients`.
+        """Returns the loss multiplied by the loss scale; give the gradients of the result to `apply_gradients`.
 
-        In replica context; without `loss_scale_factor` it is the loss itself.
+        In replica context. Without `loss_scale_factor` it returns the loss itself.
 
         Args:
             loss: a number or an array.
@@ -391,13 +393,13 @@ class Optimizer(Described):
         cut = [v for v in variables if len(shards_of(v)) > 1 and not self._by_row]
         if cut:
             raise ValueError(
-                f"{type(self).__name__} needs all of a variable for each step, and {cut[0].name!r} is in shards; "
-                "create it in a strategy whose variable_partitioner leaves it whole"
+                f"{type(self).__name__} needs the whole variable in each step, but {cut[0].name!r} is split "
+                "into shards; create it in a strategy whose variable_partitioner does not split it"
             )
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(
-                f"this {type(self).__name__} keeps state in another strategy than that of {variables[0].name!r}; "
-                "create one optimizer for each strategy"
+                f"this {type(self).__name__} has state in another strategy than that of "
+                f"{variables[0].name!r}; create one optimizer for each strategy"
             )
 
     # ---- Steps ----
@@ -405,18 +407,31 @@ class Optimizer(Described):
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Value, Variable]]) -> None:
         """Sums gradients over all replicas of all workers, and updates the variables.
 
-        In replica context, where all replicas of all workers call it; or in cross-replica context, or outside of
-        every scope, with per-replica gradients.
+        Call it in replica context in all replicas of all workers; or in cross-replica context or outside of every
+        scope, with per-replica gradients.
 
         Args:
-            grads_and_vars: (gradient, variable) pairs; each gradient of its variable's shape. That of a dynamic table
-                is `IndexedSlices` by its keys; those of tables of one group become one.
+            grads_and_vars: (gradient, variable) pairs; each gradient has its variable's shape. The gradient of a
+                dynamic table is an `IndexedSlices` by its keys; those of tables of one group become one.
 
         Raises:
-            ValueError: there are no pairs, a gradient is None or of another shape than its variable, a variable is
-                not trainable, or not of the optimizer's strategy; or an option of the optimizer needs a whole variable,
-                which a dynamic table is not.
-            TypeError: there is no variable in a pair.
+            ValueError: no pairs; a gradient is None or of another shape than its variable; a variable is not trainable,
+                or not of the optimizer's strategy; or an option of the optimizer needs the dense gradient of a dynamic
+                table.
+            TypeError: a pair has no variable.
+
+        Examples:
+            >>> import numpy as np
+            >>> import psclient as ps
+            >>> strategy = ps.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     w = ps.Variable([1.0, 2.0])
+            ...     optimizer = ps.optimizers.SGD(learning_rate=0.25)
+            >>> def step():
+            ...     optimizer.apply_gradients([(np.ones(2, np.float32), w)])
+            >>> strategy.run(step)
+            >>> w.numpy()  # the sum of two gradients, times 0.25, is subtracted
+            array([0.5, 1.5], dtype=float32)
         """
         pairs = list(grads_and_vars)
         grads, variables = join_views([gradient for gradient, _ in pairs], [values.container(v) for _, v in pairs])
@@ -468,7 +483,7 @@ class Optimizer(Described):
         def __getattr__(self, name: str) -> NoReturn:
             if not (is_view(self) or "_state" in vars(self)):
                 raise AttributeError(
-                    f"{type(self).__name__} has no attribute {name!r}; its __init__ has to call "
-                    "super().__init__(learning_rate, **options)"
+                    f"{type(self).__name__} has no attribute {name!r}; call super().__init__(learning_rate, "
+                    "**options) in its __init__"
                 )
             super().__getattr__(name)

@@ -26,20 +26,22 @@ def check_variables(variables: Sequence[Any]) -> None:
         TypeError: one of them is no variable.
     """
     if not variables:
-        raise ValueError("the optimizer is given no variables; give at least one, with its gradient")
+        raise ValueError("the optimizer got no variables; pass at least one, with its gradient")
     for v in variables:
         if not isinstance(v, Variable):
             raise TypeError(
-                f"a {type(v).__name__} stands where a variable should; give (gradient, variable) pairs, with the "
-                "same variables in all replicas"
+                f"expected a variable, but got a {type(v).__name__}; pass (gradient, variable) pairs, with "
+                "the same variables in all replicas"
             )
         if not v.trainable:
-            raise ValueError(f"variable {v.name!r} is not trainable; create it so, or leave it out")
+            raise ValueError(f"variable {v.name!r} is not trainable; create it with trainable=True, or leave it out")
         if v.dtype.kind in "iub":
-            raise ValueError(f"variable {v.name!r} is of {v.dtype}, and steps are fractions; take a floating dtype")
+            raise ValueError(
+                f"variable {v.name!r} is of {v.dtype}, which cannot hold fractional steps; use a floating dtype"
+            )
         v._check_strategy(variables[0].strategy)
     if len(set(map(id, variables))) < len(variables):
-        raise ValueError("a variable stands in several pairs; add up its gradients first")
+        raise ValueError("a variable is in several pairs; add up its gradients first")
 
 
 def check_tables(optimizer: Any, tables: Sequence[TableVariable]) -> None:
@@ -56,7 +58,7 @@ def check_tables(optimizer: Any, tables: Sequence[TableVariable]) -> None:
         if refuses(getattr(optimizer, option)):
             raise ValueError(f"{which} with {option}={getattr(optimizer, option)!r}: {why}")
     if not optimizer._by_row:
-        raise ValueError(f"{which}: its steps need all of a variable, and a table has no whole; take another optimizer")
+        raise ValueError(f"{which}: its steps need the whole variable, but a table has no size; use another optimizer")
 
 
 def check_lazy(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -64,19 +66,19 @@ def check_lazy(optimizer: Any, variables: Sequence[Any]) -> None:
     if not optimizer._by_row:
         name = getattr(variables[0], "name", None) if variables else None
         raise ValueError(
-            f"a {type(optimizer).__name__} cannot train {name!r} with sparse='lazy': its steps need all of a variable, "
-            "so that there is none of some rows; take 'exact' or 'dense', or another optimizer"
+            f"a {type(optimizer).__name__} cannot train {name!r} with sparse='lazy', because its steps need "
+            "the whole variable; use 'exact' or 'dense', or another optimizer"
         )
 
 
 _NOT_FOR_TABLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("use_ema", bool, "the average of a row would begin with the row's first value, and slots begin with one number"),
+    ("use_ema", bool, "the average of a row would begin with the row's first value, but slots start with one number"),
     (
         "gradient_accumulation_steps",
         bool,
         "rows without a gradient in the last of these calls would miss the step; make the batch larger",
     ),
-    ("sparse", lambda sparse: sparse == "dense", "a table has no whole; take 'exact' or 'lazy'"),
+    ("sparse", lambda sparse: sparse == "dense", "a table has no size; use 'exact' or 'lazy'"),
 )
 """Options that tables do not have, with a test of their values, and the reason."""
 
@@ -104,24 +106,24 @@ def _check_gradient(gradient: object, v: Variable) -> None:
     for own in values.local_results(gradient):
         if isinstance(v, TableVariable) and own is not None and not isinstance(own, IndexedSlices):
             raise ValueError(
-                f"the gradient of table {v.name!r} is a {type(own).__name__}; give rows.gradient(d) of what was looked "
-                "up, or ps.IndexedSlices(rows, keys)"
+                f"the gradient of table {v.name!r} is a {type(own).__name__}; pass rows.gradient(d) for "
+                "rows that were looked up, or ps.IndexedSlices(rows, keys)"
             )
         if isinstance(own, IndexedSlices):
             own = own._with_shape(v.shape, lambda: f"the gradient of {place_of(v)}")
         if own is None:
-            raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
+            raise ValueError(f"the gradient of variable {v.name!r} is None; pass zeros, or leave the pair out")
         if is_torch(own) or not hasattr(own, "dtype"):
             try:
                 own = as_array(own)
             except TypeError as error:
-                raise TypeError(f"the gradient of variable {v.name!r} is no array: {error}") from error
+                raise TypeError(f"the gradient of variable {v.name!r} is not an array: {error}") from error
         shape = tuple(own.shape)
         if shape != v.shape:
-            raise ValueError(f"the gradient of variable {v.name!r} has shape {shape}, and the variable {v.shape}")
+            raise ValueError(f"the gradient of variable {v.name!r} has shape {shape}, but the variable has {v.shape}")
         if np.iscomplexobj(own) and v.dtype.kind != "c":
             raise ValueError(
-                f"the gradient of variable {v.name!r} is complex, and the variable {v.dtype}; give gradient.real"
+                f"the gradient of variable {v.name!r} is complex, but the variable is {v.dtype}; pass gradient.real"
             )
 
 
@@ -143,7 +145,7 @@ class Exclusions:
             TypeError: the names are one word, of which each letter would be a name.
         """
         if isinstance(names, str):
-            raise TypeError(f"var_names is {names!r}, and must be a list of names; write var_names=[{names!r}]")
+            raise TypeError(f"var_names is {names!r}, but must be a list of names; use var_names=[{names!r}]")
         self._variables |= {id(v): v for v in variables}
         self._names |= {re.compile(name).pattern for name in names}
 

@@ -18,27 +18,28 @@ class Described(Configured):
     """Base of objects that are made of the arguments of their constructor, which they keep as attributes."""
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments with which the constructor makes another one like it. In any context.
+        """Returns the arguments with which the constructor makes an equal object. In any context.
 
         Returns:
-            Numbers, words, None, lists of these; of another such object a dict with its `class_name` and `config`.
+            Numbers, strings, None, and lists of these; for another such object a dict with its `class_name` and
+            `config`.
 
         Raises:
-            ValueError: an argument is no such value, such as a function.
-            NotImplementedError: the class keeps an argument under another name, and has no `get_config` of its own.
+            ValueError: an argument is another kind of value, such as a function.
+            NotImplementedError: the class stores an argument under another name, and has no `get_config` of its own.
         """
         return {name: _plain(name, self._argument(name)) for name in self._arguments()}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: CustomObjects | None = None) -> Self:
-        """Makes one from what `get_config` gave, or Keras's own. In the contexts of the constructor.
+        """Makes an object from the result of `get_config`, or from a Keras config. In the contexts of the constructor.
 
         Args:
-            config: the arguments of the constructor, by name; what is left out has its default.
+            config: the arguments of the constructor, by name; missing ones have their defaults.
             custom_objects: classes that are not of this package, by name.
 
         Raises:
-            ValueError: a class is not known by its name.
+            ValueError: the name of a class is not known.
             TypeError: the constructor has no such argument.
         """
         return cls(**{name: _made(value, custom_objects or {}) for name, value in config.items()})
@@ -54,7 +55,8 @@ class Described(Configured):
         """Returns an argument as it is kept."""
         if not hasattr(self, name):
             raise NotImplementedError(
-                f"{type(self).__name__} does not keep its argument {name!r} under that name; write its get_config"
+                f"{type(self).__name__} does not store its argument {name!r} as an attribute of that name; "
+                "implement its get_config"
             )
         return getattr(self, name)
 
@@ -69,8 +71,8 @@ def _plain(name: str, value: object) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise ValueError(
-        f"{name} is {value!r}, and a config has numbers and words only; leave it out of the config, and give it to the "
-        "constructor"
+        f"{name} is {value!r}, but a config can contain only numbers and strings; leave it out of the "
+        "config, and pass it to the constructor"
     )
 
 
@@ -81,7 +83,7 @@ def _made(value: Any, custom: CustomObjects) -> Any:
     known = {kind.__name__: kind for kind in _subclasses(Described) if kind.__module__.startswith(f"{__package__}.")}
     kind: Any = custom.get(name) or known.get(name)
     if kind is None:
-        raise ValueError(f"class {name!r} is not known here; give it in custom_objects={{{name!r}: ...}}")
+        raise ValueError(f"class {name!r} is not known; pass it as custom_objects={{{name!r}: ...}}")
     return kind.from_config(value["config"], **({"custom_objects": custom} if issubclass(kind, Described) else {}))
 
 

@@ -12,20 +12,21 @@ _SINGLE = Range("a float32 of more than 0", lambda x: float(_FLOAT32.tiny) <= x 
 
 
 class DynamicLossScale(Described):
-    """Keeps small gradients of half precision away from zero: `Optimizer(..., loss_scale_factor=DynamicLossScale())`.
+    """Keeps small gradients of half precision from underflow: `Optimizer(..., loss_scale_factor=DynamicLossScale())`.
 
-    The loss is multiplied by the scale, and the gradients divided by it. A step whose gradients are not all finite is
-    left out and counted in `optimizer.skipped_steps`, and halves the scale; it doubles after a while without such.
+    The loss is multiplied by the scale, and the gradients are divided by it. A step with gradients that are not finite
+    is skipped, counted in `optimizer.skipped_steps`, and halves the scale. The scale doubles after a number of steps
+    without a skipped one.
 
     Source: `keras.optimizers.LossScaleOptimizer`.
 
     Args:
         initial_scale: the first scale.
-        dynamic_growth_steps: after how many steps in a row it doubles.
+        dynamic_growth_steps: number of consecutive steps after which it doubles.
 
     Raises:
-        ValueError: one of them is not more than 0, or the scale beyond float32, or the steps no whole number.
-        TypeError: the scale is no number.
+        ValueError: an argument is not positive, the scale is not a float32, or the number of steps not an integer.
+        TypeError: the scale is not a number.
     """
 
     def __init__(self, initial_scale: float = 32768.0, dynamic_growth_steps: int = 2000) -> None:

@@ -65,7 +65,7 @@ def check_rate(rate: object) -> Any:
     if isinstance(rate, LearningRateSchedule) or callable(rate):
         return rate
     if not is_number(rate):
-        raise TypeError(f"learning_rate is {rate!r}; give a number, a schedule, or a function that returns a number")
+        raise TypeError(f"learning_rate is {rate!r}; use a number, a schedule, or a function that returns a number")
     return check_number("learning_rate", rate)
 
 
@@ -80,9 +80,9 @@ def rate_now(rate: object) -> Any:
         return rate
     found = rate()
     if not is_number(found):
-        raise TypeError(f"the function given as learning_rate returned {found!r}; it has to return a number")
+        raise TypeError(f"the function passed as learning_rate returned {found!r}; it must return a number")
     if not is_finite(found):
-        raise ValueError(f"the function given as learning_rate returned {found!r}; it has to return a finite number")
+        raise ValueError(f"the function passed as learning_rate returned {found!r}; it must return a finite number")
     return float(found)
 
 
@@ -113,6 +113,8 @@ def _kept(name: str, value: object, range: Range) -> Any:
 def _check_together(options: Mapping[str, object]) -> None:
     clips = [name for name in _CLIPS if options[name] is not None]
     if len(clips) > 1:
-        raise ValueError(f"gradients are clipped in one way, and {' and '.join(clips)} are given; keep one")
+        raise ValueError(
+            f"gradients can be clipped in only one way, but {' and '.join(clips)} were passed; use one of them"
+        )
     if options["ema_overwrite_frequency"] is not None and not options["use_ema"]:
-        raise ValueError("ema_overwrite_frequency is given, and there is no average; add use_ema=True")
+        raise ValueError("ema_overwrite_frequency needs an average; add use_ema=True")

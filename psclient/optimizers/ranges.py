@@ -57,7 +57,7 @@ def check_number(name: str, value: Any, range: Range = FINITE) -> float:
         ValueError: the value is out of the range.
     """
     if not is_number(value):
-        raise TypeError(f"{name} is {value!r}; give a number")
+        raise TypeError(f"{name} is {value!r}; use a number")
     if not is_finite(value):
         raise ValueError(f"{name} is {value!r}, and must be finite")
     if not range.holds(value):

@@ -1,7 +1,7 @@
-"""Learning rates that depend on the number of steps applied: Keras's schedules, and a linear warm-up.
+"""Learning rates that depend on the number of steps: Keras's schedules, and a linear warm-up.
 
-A schedule is computed beside the count of steps, on the server, so that all processes use the same rate, also those
-that come late or restore a checkpoint. On a plain number it gives the rate of that step.
+Servers compute a schedule from their count of steps, so that all processes use the same rate, also those that join late
+or restore a checkpoint. Called with a number, a schedule returns the rate of that step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, chec
 
 
 class LearningRateSchedule(Described):
-    """Base of all schedules: a subclass keeps numbers as attributes and computes the rate in `__call__`.
+    """Base of all schedules: a subclass stores numbers as attributes and computes the rate in `__call__`.
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
@@ -27,14 +27,14 @@ class LearningRateSchedule(Described):
         """Returns the learning rate of a step.
 
         Args:
-            step: number of steps applied before, or what stands for it in an update function: take NumPy
-                functions, and `np.where` in place of `if`.
+            step: number of steps before this one, or a stand-in for it in an update function: use NumPy functions, and
+                `np.where` instead of `if`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
+        raise NotImplementedError(f"{type(self).__name__} does not define the rate; implement __call__(self, step)")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: CustomObjects | None = None) -> Self:
-        """As of optimizers; the `name` that Keras's schedules have is left out where the constructor takes none."""
+        """Makes a schedule as optimizers are made; ignores Keras's `name` if the constructor does not take one."""
         known = cls._arguments()
         kept = {name: value for name, value in config.items() if name != "name" or name in known}
         return super().from_config(kept, custom_objects)
@@ -47,13 +47,15 @@ class Constant(LearningRateSchedule):
         learning_rate: the rate.
 
     Raises:
-        ValueError, TypeError: the rate is not finite, or no number; so do all schedules with all their numbers.
+        ValueError: the rate is not finite; all schedules check all their numbers.
+        TypeError: the rate is not a number; all schedules check all their numbers.
     """
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = check_number("learning_rate", learning_rate)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         return np.full_like(_float(step), self.learning_rate)
 
 
@@ -86,6 +88,7 @@ class ExponentialDecay(_Decay):
     """
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         return self.initial_learning_rate * self.decay_rate ** self._decays(step)
 
 
@@ -95,10 +98,14 @@ class InverseTimeDecay(_Decay):
     Source: `keras.optimizers.schedules.InverseTimeDecay`.
 
     Args:
-        initial_learning_rate, decay_steps, decay_rate, staircase: as in `ExponentialDecay`.
+        initial_learning_rate: as in `ExponentialDecay`.
+        decay_steps: as in `ExponentialDecay`.
+        decay_rate: as in `ExponentialDecay`.
+        staircase: as in `ExponentialDecay`.
     """
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         return self.initial_learning_rate / (1 + self.decay_rate * self._decays(step))
 
 
@@ -117,13 +124,14 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __init__(self, boundaries: Sequence[float], values: Sequence[float]) -> None:
         if len(values) != len(boundaries) + 1:
-            raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, and not {len(values)}")
+            raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}")
         if list(boundaries) != sorted(set(boundaries)):
             raise ValueError(f"boundaries must increase: {list(boundaries)}")
         self.boundaries = tuple(check_number("a boundary", boundary) for boundary in boundaries)
         self.values = tuple(check_number("a value", value) for value in values)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step = _float(step)
         rate = np.full_like(step, self.values[0])
         for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
@@ -158,6 +166,7 @@ class PolynomialDecay(LearningRateSchedule):
         self.power, self.cycle = check_number("power", power, AT_LEAST_0), bool(cycle)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step, whole = _float(step), self.decay_steps
         if self.cycle:
             whole = np.maximum(np.ceil(step / self.decay_steps), 1.0) * self.decay_steps
@@ -194,6 +203,7 @@ class CosineDecay(LearningRateSchedule):
         self.warms = warmup_target is not None and warmup_steps > 0
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step = _float(step)
         if self.warmup_target is None:
             return self._decayed(step, self.initial_learning_rate)
@@ -209,15 +219,15 @@ class CosineDecay(LearningRateSchedule):
 
 
 class CosineDecayRestarts(LearningRateSchedule):
-    """`CosineDecay` that begins anew each time it ends, longer and lower.
+    """`CosineDecay` that restarts each time it ends, longer and lower.
 
     Source: `keras.optimizers.schedules.CosineDecayRestarts`; Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
         initial_learning_rate: the rate at step 0.
         first_decay_steps: number of steps of the first cosine.
-        t_mul: factor of each cosine's length over that of the one before.
-        m_mul: factor of each cosine's first rate over that of the one before.
+        t_mul: length of each cosine, as a multiple of the one before.
+        m_mul: first rate of each cosine, as a multiple of the one before.
         alpha: the rate at the end of each, as a fraction of the initial rate.
     """
 
@@ -236,6 +246,7 @@ class CosineDecayRestarts(LearningRateSchedule):
         self.grows = self.t_mul != 1
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         done = _float(step) / self.first_decay_steps
         if self.grows:
             restarts = np.floor(np.log(1 - done * (1 - self.t_mul)) / np.log(np.full_like(done, self.t_mul)))
@@ -249,11 +260,11 @@ class CosineDecayRestarts(LearningRateSchedule):
 
 
 class LinearWarmup(LearningRateSchedule):
-    """A straight line to another schedule's first rate, and then that schedule from its beginning.
+    """Increases the rate linearly to another schedule's first rate, and then follows that schedule from its beginning.
 
     Args:
         schedule: the schedule after the warm-up; a number for a constant rate.
-        warmup_steps: number of steps of the line.
+        warmup_steps: number of steps of the warm-up.
         initial_learning_rate: the rate at step 0.
     """
 
@@ -265,6 +276,7 @@ class LinearWarmup(LearningRateSchedule):
         self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
 
     def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step."""
         step = _float(step)
         after = self.schedule(np.maximum(step - self.warmup_steps, 0.0))
         rise = (self.schedule(np.zeros_like(step)) - self.initial_learning_rate) * (step / self.warmup_steps)

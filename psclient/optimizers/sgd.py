@@ -19,12 +19,21 @@ class SGD(Optimizer):
 
     Args:
         learning_rate: step size.
-        momentum: decay of the momentum; 0 for none, then there is no slot.
-        nesterov: True if the step looks ahead: `v += momentum * m - rate * g`.
+        momentum: decay of the momentum; 0 for none, without a slot.
+        nesterov: True for Nesterov momentum: `v += momentum * m - rate * g`.
         options: as in `Optimizer`.
 
     Raises:
         ValueError: momentum is not between 0 and 1.
+
+    Examples:
+        >>> import psclient as ps
+        >>> with ps.MirroredStrategy().scope():
+        ...     w = ps.Variable([1.0, 2.0])
+        ...     optimizer = ps.optimizers.SGD(learning_rate=0.5, momentum=0.9)
+        ...     optimizer.apply_gradients([([1.0, 1.0], w)])
+        ...     w.numpy()
+        array([0.5, 1.5], dtype=float32)
     """
 
     slots: tuple[str, ...] = ("momentum",)
@@ -43,6 +52,7 @@ class SGD(Optimizer):
         self.slots = ("momentum",) if self.momentum else ()
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of gradient descent, with momentum if there is any."""
         step = self.learning_rate * gradient
         for m in slots:
             m.assign(self.momentum * m - step)
@@ -51,7 +61,7 @@ class SGD(Optimizer):
 
 
 class Lion(Optimizer):
-    """The sign of a mixture of gradient and momentum.
+    """Updates by the sign of a mixture of gradient and momentum.
 
     Source: `keras.optimizers.Lion`; Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
 
@@ -79,6 +89,7 @@ class Lion(Optimizer):
         self.beta_1, self.beta_2 = beta_1, beta_2
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of Lion."""
         (m,) = slots
         v.assign_sub(self.learning_rate * np.sign(self.beta_1 * m + (1 - self.beta_1) * gradient))
         m.assign(self.beta_2 * m + (1 - self.beta_2) * gradient)

@@ -154,11 +154,11 @@ class State:
     def shared(self, name: str) -> Variable:
         """One of what steps share; raises `RuntimeError` if there is none."""
         if name not in self._first:
-            raise RuntimeError(f"this optimizer keeps no {name}: that comes with loss_scale_factor=DynamicLossScale()")
+            raise RuntimeError(f"this optimizer has no {name}; use loss_scale_factor=DynamicLossScale()")
         if not self._shared:
             raise RuntimeError(
-                "the optimizer has no state yet in this process; call optimizer.build(variables) in strategy.scope(), "
-                "as a coordinator does for what its workers train, or apply gradients first"
+                "the optimizer has no state in this process; call optimizer.build(variables) in "
+                "strategy.scope() (a coordinator does this for its workers), or apply gradients first"
             )
         return (self._first_of(False) or self._shared[0])[name]
 
@@ -173,7 +173,7 @@ class State:
     def of(self, v: Variable) -> Own:
         """Returns what a variable has beside it; raises `RuntimeError` if it has nothing yet."""
         if not self.has(v):
-            raise RuntimeError(f"the optimizer keeps nothing of {v.name!r} yet; apply gradients first, or call build")
+            raise RuntimeError(f"the optimizer has no state for {v.name!r}; apply gradients first, or call build")
         return self._own[id(v)]
 
     @staticmethod

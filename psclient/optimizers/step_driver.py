@@ -299,14 +299,14 @@ class StepDriver:
         alone = strategy.backend.group.alone or bool(own)
         if len(own) < len(variables) and own and self._measures:
             raise ValueError(
-                f"global_clipnorm and DynamicLossScale need all gradients of a step, and that of {own[0].name!r}, "
-                "which has consistency=ps.Async(), is each worker's own; give such variables an optimizer of their "
-                "own, or use clipnorm"
+                "global_clipnorm and DynamicLossScale need all gradients of a step, but each worker "
+                f"applies that of {own[0].name!r} separately (consistency=ps.Async()); use another "
+                "optimizer for such variables, or clipnorm"
             )
         if alone and isinstance(self._rule.loss_scale_factor, DynamicLossScale):
             raise ValueError(
-                "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "
-                "gradient's division; give loss_scale_factor a number"
+                "with DynamicLossScale, another asynchronous worker may change the scale before a gradient "
+                "is divided by it; use a number as loss_scale_factor"
             )
         apart = [v for v in variables if len({shard.place for shard in shards_of(v)}) > 1]
         places = {shard.place for v in variables for shard in shards_of(v)}
@@ -318,13 +318,14 @@ class StepDriver:
             return False
         if alone and of_one:
             raise ValueError(
-                f"clipnorm needs all of the gradient of {apart[0].name!r}, whose shards are on several servers, which "
-                "asynchronous workers mix with those of others; use clipvalue, or create the variable whole"
+                f"clipnorm needs the whole gradient of {apart[0].name!r}, but its shards are on several "
+                "servers, which asynchronous workers update in different orders; use clipvalue, or create "
+                "the variable without shards"
             )
         if alone:
             raise ValueError(
-                "global_clipnorm and DynamicLossScale need all gradients of a step, which asynchronous workers on "
-                "several servers mix with those of others; use clipnorm, or one server"
+                "global_clipnorm and DynamicLossScale need all gradients of a step, but asynchronous "
+                "workers update several servers in different orders; use clipnorm, or one server"
             )
         return True
 

@@ -98,7 +98,11 @@ def measure_norm(
     """Measures a shard's gradient, which is clipped by the norm of the whole one: the sum of its squares, float64.
 
     Args:
-        v, optimizer, gradient, accumulator, scale: as in `measure`.
+        v: as in `measure`.
+        optimizer: as in `measure`.
+        gradient: as in `measure`.
+        accumulator: as in `measure`.
+        scale: as in `measure`.
     """
     whole = _whole(optimizer, _unscaled(v, optimizer, gradient, scale), accumulator)
     return {"squares": np.sum(np.square(whole)).astype(np.float64)}
@@ -204,7 +208,10 @@ def apply(
     """Makes a step of one variable; nothing of it, where `begun` says so.
 
     Args:
-        v, optimizer, gradient, accumulator: as in `measure`.
+        v: as in `measure`.
+        optimizer: as in `measure`.
+        gradient: as in `measure`.
+        accumulator: as in `measure`.
         begun: the result of `begin`.
         norm: norm of all gradients, where they are clipped by it; of a shard, which is clipped by the norm of its
             variable's gradient, that; else None.

@@ -116,7 +116,9 @@ def events(settings: CommandSettings, number: int | None) -> int:
     with connected(settings) as servers:
         found = [one for one in servers.events() if number in (None, one.task.index)]
     if number is not None and not found:
-        raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
+        raise ConfigError(
+            f"{Task('ps', number)} is not at any of the addresses; name all servers of the job in --address"
+        )
     problems = [Problem(why_silent(one), str(one.task), one.error.message) for one in found if one.error]
     said = {
         "servers": [

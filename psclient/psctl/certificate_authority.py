@@ -84,7 +84,7 @@ class Authority:
         with _says(folder / ROOT_KEY):
             self._key = load_pem_private_key((folder / ROOT_KEY).read_bytes(), None)
         if self._root.not_valid_after_utc < datetime.now(UTC):
-            raise ConfigError(f"{folder / ROOT} has expired; remove {out}, and make all certificates anew")
+            raise ConfigError(f"{folder / ROOT} has expired; remove {out}, and make all certificates again")
 
     def issue(self, name: str, renew: bool, also: Sequence[str] = ()) -> Issued:
         """Makes the files of a task, if they are not there.
@@ -99,7 +99,7 @@ class Authority:
         """
         folder = _directory(self._out / name)
         if not renew:
-            _refuse_half(folder, (CERTIFICATE, KEY), "--renew makes both anew")
+            _refuse_half(folder, (CERTIFICATE, KEY), "make both again with --renew")
         made = renew or not (folder / KEY).exists()
         if made:
             key = ec.generate_private_key(ec.SECP256R1())
@@ -110,12 +110,12 @@ class Authority:
                 _write(folder / file, data)
         certificate = load(PemFile(str(folder / CERTIFICATE), (folder / CERTIFICATE).read_bytes()))[0]
         if certificate.issuer != self._root.subject or (folder / ROOT).read_bytes() != self._pem:
-            raise ConfigError(f"{folder} is of another CA than {self._out / CA}; --renew makes it anew")
+            raise ConfigError(f"{folder} was signed by another CA than {self._out / CA}; make it again with --renew")
         shown = names(certificate)
         if also and shown != {name, *also}:
             raise ConfigError(
-                f"{folder} is of {', '.join(sorted(shown))}, and the cluster has {', '.join(also)} now; remove this "
-                "directory to make it anew"
+                f"{folder} belongs to {', '.join(sorted(shown))}, but the cluster now has {', '.join(also)}; remove "
+                f"this directory to make it again"
             )
         return Issued(folder, made, certificate.not_valid_after_utc)
 
@@ -193,7 +193,7 @@ def _refuse_half(folder: Path, files: tuple[str, str], what: str) -> None:
     there = [file for file in files if (folder / file).exists()]
     if len(there) == 1:
         (other,) = set(files) - set(there)
-        raise ConfigError(f"{folder} has {there[0]} and not {other}; {what}")
+        raise ConfigError(f"{folder} has {there[0]} but not {other}; {what}")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -214,4 +214,4 @@ def _says(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError):
-        raise ConfigError(f"{path} has no private key in PEM without a password") from None
+        raise ConfigError(f"{path} does not contain a PEM private key without a password") from None

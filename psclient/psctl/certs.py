@@ -104,7 +104,7 @@ def certs(
         {"certificates": rows},
         *(f"{'made' if one.made else 'kept'} {one.path}, good until {one.until:%Y-%m-%d}" for one in made),
         f"\nFor every process:\n  {environment}",
-        f"The key of the CA, {out / CA / ROOT_KEY}, belongs on no machine of the cluster.",
+        f"Do not copy the CA's key, {out / CA / ROOT_KEY}, to machines of the cluster.",
     )
 
 
@@ -115,7 +115,7 @@ def _tasks(
         text = read_small(cluster).decode() if cluster else tf_config_text()
         tasks = _of_cluster(TFConfig(text).cluster_spec())
         if not tasks:
-            raise ConfigError("no tasks are named; write --ps 2 --workers 2, --cluster FILE, or set TF_CONFIG")
+            raise ConfigError("no tasks are given; write --ps 2 --workers 2, --cluster FILE, or set TF_CONFIG")
         return [*tasks, *([Task(EVALUATOR, 0)] if evaluator else [])]
     if cluster is not None:
         raise ConfigError("--cluster names the tasks already; leave out --ps and --workers")

@@ -52,7 +52,7 @@ def ls(settings: CommandSettings, directory: str) -> int:
     root = storage_at(directory)
     require(root, directory, "a directory of checkpoints")
     listed = FoundCheckpoint.within(root)
-    damaged = dict.fromkeys(listed.aside, "it was set aside")
+    damaged = dict.fromkeys(listed.aside, "a damaged checkpoint that was renamed")
     found: list[SavedCheckpoint] = []
     for name in listed.whole:
         try:
@@ -123,9 +123,9 @@ def verify(settings: CommandSettings, path: str) -> int:
     if faults:
         made = table(("file", "fault"), ((each["file"], each["fault"]) for each in faults))
         return settings.tell(said, f"{found.full} is damaged", made, wrong=True)
-    note = f"; {without} of them have no checksum, as older versions wrote them" if without else ""
-    bases = f", with what it has the changes to: {', '.join(base.name for base in found.bases)}" if found.bases else ""
-    return settings.tell(said, f"{found.full} is whole: {count} variables{note}{bases}")
+    note = f"; {without} of them have no checksum, because an older version wrote them" if without else ""
+    bases = f", together with its bases: {', '.join(base.name for base in found.bases)}" if found.bases else ""
+    return settings.tell(said, f"{found.full} is complete: {count} variables{note}{bases}")
 
 
 @checkpoint.command(
@@ -173,16 +173,16 @@ def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
     """Write all variables into one file, OUT.safetensors or OUT.npz."""
     write = EXPORTS.get(out.suffix)
     if write is None:
-        raise ConfigError(f"{out} has no known ending; write {' or '.join(EXPORTS)}")
+        raise ConfigError(f"{out} has an unknown extension; use {' or '.join(EXPORTS)}")
     if out.exists() and not force:
-        raise ConfigError(f"{out} is there already; give another name, or --force to replace it")
+        raise ConfigError(f"{out} already exists; give another name, or --force to replace it")
     if not out.parent.is_dir():
-        raise ConfigError(f"there is no directory {out.parent} to write {out.name} into; make it first")
+        raise ConfigError(f"there is no directory {out.parent} for {out.name}; create it first")
     found = open_saved(path)
     write(found, out)
     wide = widened(found.manifest) if out.suffix == ".npz" else []
     if wide and not settings.json:
-        click.echo(f"NumPy's files know no bfloat16; as float32, exactly: {', '.join(wide)}", err=True)
+        click.echo(f"NumPy files cannot hold bfloat16; saved as float32, without loss: {', '.join(wide)}", err=True)
     count = len(found.manifest.variables)
     said = {"path": found.full, "file": str(out), "tensors": count, "widened": wide}
     return settings.tell(said, f"{count} variables of {found.full} are in {out}")
@@ -207,9 +207,9 @@ def compact_checkpoint(settings: CommandSettings, path: str) -> int:
     nbytes = sum(whole.manifest.files.values())
     said = {"path": found.full, "bases": bases, "nbytes": nbytes}
     if not bases:
-        return settings.tell(said, f"{found.full} is whole already")
+        return settings.tell(said, f"{found.full} is already complete")
     needless = ", ".join(bases)
-    return settings.tell(said, f"{found.full} is whole, {size(nbytes)}; it does not need {needless} any more")
+    return settings.tell(said, f"{found.full} is now complete, {size(nbytes)}; it no longer needs {needless}")
 
 
 def _told_of(found: SavedCheckpoint, name: str) -> str:

@@ -41,15 +41,15 @@ def tf_config(patient: Patient) -> Iterator[Finding]:
             yield ok("it is not set; the servers are those of --address")
         else:
             advice = "set TF_CONFIG in each process of a cluster, or name the servers with --address"
-            yield warn("it is not set: a script starts a server of its own, on its machine", advice)
+            yield warn("it is not set, so a script starts its own server on its machine", advice)
         return
     try:
         config = parse_tf_config(patient.tf_config)
     except ConfigError as error:
-        yield fail(error.message, "correct it, in all processes")
+        yield fail(error.message, "correct it in all processes")
         return
     if config is None:
-        yield warn("it names no cluster: a script starts a server of its own", "write the cluster into it")
+        yield warn("it has no cluster, so a script starts its own server", "add the cluster to it")
         return
     yield ok(f"this process is {config.task}, of a cluster of {config.cluster.describe()}")
     yield from _addresses(config.cluster)
@@ -62,7 +62,7 @@ def _local_cluster(patient: Patient) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail(f"{patient.local}: {error.message}", "start the cluster again")
         return
-    yield ok(f"it is not read; --local names {patient.local}, a cluster of {cluster.describe()}")
+    yield ok(f"it is not used; --local names {patient.local}, a cluster of {cluster.describe()}")
     yield from _addresses(cluster)
 
 
@@ -71,14 +71,16 @@ def _addresses(cluster: ClusterSpec) -> Iterator[Finding]:
     for address, count in Counter(address for _, address in servers).items():
         if count > 1:
             same = " and ".join(str(task) for task, other in servers if other == address)
-            yield fail(f"{same} have one address, {address}", "give each server an address of its own")
+            yield fail(f"{same} have one address, {address}", "give each server its own address")
     for task, address in servers:
         if check_address(address, "TF_CONFIG")[1] == 0:
-            yield fail(f"{task} has port 0: nobody can find it", "write the port on which it listens")
+            yield fail(f"{task} has port 0, so other processes cannot find it", "give the port on which it listens")
     near = [is_loopback(check_address(address, "TF_CONFIG")[0]) for _, address in servers]
     if any(near) and not all(near):
         task = servers[near.index(True)][0]
-        yield warn(f"{task} is at a loopback address, and others are not", "write an address that all hosts can reach")
+        yield warn(
+            f"{task} has a loopback address, but other servers have not", "give an address that all hosts can reach"
+        )
 
 
 # ---- Names and ports ----
@@ -94,8 +96,8 @@ def _resolve(found: Looked, host: str, port: int, patient: Patient) -> Iterator[
     try:
         places = sorted({str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError) as error:
-        advice = "correct the name, or wait until it is known: a pod has one once its headless service does"
-        yield fail(f"{who}: the name {host!r} is not known here ({error})", advice)
+        advice = "correct the name, or wait until it can be resolved: a pod has one after its headless service"
+        yield fail(f"{who}: the name {host!r} cannot be resolved ({error})", advice)
     else:
         yield ok(f"{who}: {host}" + ("" if places == [host] else f" is {', '.join(places)}"))
 
@@ -110,10 +112,10 @@ def _connect(found: Looked, host: str, port: int, patient: Patient) -> Iterator[
     if isinstance(error, ConnectionRefusedError):
         yield fail(f"{who}: nothing listens at {found.address}", "start it, or correct its address")
     elif error is not None:
-        advice = "look for a firewall, a NetworkPolicy or a wrong address between here and there"
+        advice = "check firewalls and NetworkPolicies between this machine and the server, and the address"
         yield fail(f"{who}: no connection to {found.address} ({error.strerror or error})", advice)
     else:
-        yield ok(f"{who}: {found.address} can be connected to")
+        yield ok(f"{who}: {found.address} accepts connections")
         yield from _transports(found, host, patient)
 
 
@@ -125,11 +127,11 @@ def _transports(found: Looked, host: str, patient: Patient) -> Iterator[Finding]
     error = _refused(host, port, patient.seconds)
     if error is not None:
         text = f"{who}: no connection to its data port {port} ({error.strerror or error}), so rounds go over gRPC"
-        yield warn(text, "open that port; the server's --data-port says which one it is, --transport grpc does without")
+        yield warn(text, "open that port, which the server's --data-port sets, or use --transport grpc")
     else:
-        yield ok(f"{who}: its data port {port} can be connected to (tcp transport)")
+        yield ok(f"{who}: its data port {port} accepts connections (tcp transport)")
     if process.data_path and os.path.exists(process.data_path):
-        yield ok(f"{who}: it shares memory with us (shm transport)")
+        yield ok(f"{who}: it shares memory with this process (shm transport)")
 
 
 def _refused(host: str, port: int, seconds: float) -> OSError | None:
@@ -168,19 +170,19 @@ def tls(patient: Patient) -> Iterator[Finding]:
         advice = (
             "make certificates with psctl certs, and give them to all processes (PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA)"
         )
-        yield warn("there is none: whoever reaches the servers reads and changes the variables", advice)
+        yield warn("there is none, so any host that reaches the servers can read and change the variables", advice)
     for found, _, _ in patient.places():
         why = mismatch(found.address, security, certificate_name(task_name(found.task)))
         if why:
             yield fail(f"{short(str(found.task))}: {why}", "")
         elif security.tls and found.status:
-            yield ok(f"{short(str(found.task))}: it shows its certificate, and takes ours")
+            yield ok(f"{short(str(found.task))}: it has a valid certificate, and accepts ours")
 
 
 def _validity(security: Security, name: str) -> Finding:
-    text = f"our certificate is {name}'s, good until {datetime.fromtimestamp(security.expiry, UTC):%Y-%m-%d}"
+    text = f"our certificate is for {name}, and valid until {datetime.fromtimestamp(security.expiry, UTC):%Y-%m-%d}"
     if ends_soon(security.expiry):
-        return warn(text, "psctl certs OUT --renew makes new ones; start the processes again with them")
+        return warn(text, "run psctl certs OUT --renew, and restart the processes with the new certificates")
     return ok(text)
 
 
@@ -209,7 +211,7 @@ def clock(patient: Patient) -> Iterator[Finding]:
         text = f"{who}: its clock is {abs(found.skew):.2g} s {'ahead of' if ahead else 'behind'} ours"
         if abs(found.skew) - found.took / 2 > MOST_SKEW:
             text = f"{who}: its clock is {duration(abs(found.skew))} {'ahead of' if ahead else 'behind'} ours"
-            yield warn(text, "set both clocks (NTP); leases do not mind, times of logs and certificates do")
+            yield warn(text, "synchronize both clocks (NTP); they affect certificates and log times, not training")
         else:
             yield ok(text)
 
@@ -226,10 +228,10 @@ def versions(patient: Patient) -> Iterator[Finding]:
 def _compared(who: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Finding]:
     other = {name for name in ours.keys() & theirs.keys() if _matters(name, ours[name], theirs[name])}
     for name in sorted(other):
-        text = f"{who}: it has {name} {theirs[name]}, and we have {ours[name]}"
-        yield warn(text, f"install one version of {name} everywhere")
+        text = f"{who}: it has {name} {theirs[name]}, but this machine has {ours[name]}"
+        yield warn(text, f"install the same version of {name} everywhere")
     if not other:
-        yield ok(f"{who}: it has paramserver {theirs.get('paramserver', '')}, and nothing that is too different")
+        yield ok(f"{who}: it has paramserver {theirs.get('paramserver', '')}, which is compatible")
 
 
 def _matters(name: str, here: str, there: str) -> bool:

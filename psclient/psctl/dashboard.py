@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
-from pswire.cluster import is_loopback, join_address
+from pswire.cluster import check_address, is_loopback, join_address
 from pswire.errors import ConfigError
 from pswire.flags import Command
 from pswire.security.link_codes import GOOD_SECONDS, make_code
@@ -51,19 +51,32 @@ class Link:
     examples=(
         ("Print links to all pages of a job on this machine", "psctl dashboard --local"),
         ("Print a link to the page of server 0", "psctl dashboard --server ps:0"),
+        (
+            "The chief's page, by a port that Docker, kubectl or ssh forwards",
+            "psctl dashboard --chief --forwarded 127.0.0.1:9091",
+        ),
     ),
 )
 @click.option("--server", metavar="SERVER", help="Only the page of this server, such as ps:0.")
 @click.option("--chief", "of_chief", is_flag=True, help="Only the chief's page, which shows all servers.")
+@click.option(
+    "--forwarded",
+    metavar="HOST:PORT",
+    help="Address by which your browser reaches the page, where a port is forwarded. Needs --chief or --server.",
+)
 @options
 @settings
-def dashboard(settings: CommandSettings, server: str | None, of_chief: bool) -> int:
+def dashboard(settings: CommandSettings, server: str | None, of_chief: bool, forwarded: str | None) -> int:
     """Print links to the status pages of a job.
 
     Open a link in a browser: the page shows tasks, rounds, bytes, variables, checkpoints and refused callers, and
     updates itself. A link is read-only and valid for one hour. Do not share it: it needs no further password.
     """
     number = None if server is None else _number(server)
+    if forwarded is not None:
+        check_address(forwarded, "--forwarded")
+        if of_chief == (number is not None):
+            raise ConfigError("--forwarded is the address of one page: give --chief or --server as well, and not both")
     with connected(settings) as servers:
         looked = servers.look()
     view = view_of(looked)
@@ -77,6 +90,8 @@ def dashboard(settings: CommandSettings, server: str | None, of_chief: bool) -> 
         found += _of_servers(view.servers, number, code)
     if not found:
         raise ConfigError(_nothing(view, number, of_chief))
+    if forwarded is not None:
+        found = [_at(link, forwarded) for link in found]
     said = {"pages": [asdict(link) for link in found], "seconds": GOOD_SECONDS if code else None}
     return settings.tell(said, *_lines(found, bool(code)))
 
@@ -85,7 +100,7 @@ def _number(text: str) -> int:
     """Reads `ps:0`, `ps-0` or `0`."""
     found = _SERVER.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{text!r} is no server; write ps:0, or 0")
+        raise ConfigError(f"{text!r} is not a server; write ps:0, or 0")
     return int(found[1])
 
 
@@ -120,16 +135,23 @@ def _link(task: str, url: str, code: str) -> Link:
     return Link(task, f"{url}?code={code}" if code else url, local)
 
 
+def _at(link: Link, address: str) -> Link:
+    """The same page, at the address of a forwarded port, which is for the browser's machine to know."""
+    return Link(link.task, urlsplit(link.url)._replace(netloc=address).geturl(), local=False)
+
+
 def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
     width = max(len(short(link.task)) for link in links)
     for link in links:
         yield f"{short(link.task):<{width}}  {link.url}"
     if has_code:
-        yield "good for one hour; whoever has a link can look, so keep it to yourself"
+        yield "valid for one hour; anyone with a link can open the page, so keep it secret"
     else:
-        yield "the job has no token: these pages are shown on the machine of their task alone, and to everybody there"
+        yield "the job has no token, so each page is shown only on the machine of its task, to all of its users"
     if any(link.url.startswith("https:") for link in links):
-        yield "https: a browser knows neither the job's CA nor the names of tasks, and warns; see docs/security.md"
+        yield (
+            "https: a browser warns, because it does not know the job's CA and the names of tasks; see docs/security.md"
+        )
     if any(link.local for link in links):
         yield "127.0.0.1 is the machine of that task; from elsewhere forward the port: ssh -L PORT:127.0.0.1:PORT HOST"
 
@@ -137,14 +159,14 @@ def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
 def _nothing(view: JobView, number: int | None, of_chief: bool) -> str:
     """Why there is no link, and what to do."""
     if of_chief:
-        return f"the chief tells of no status page; {NO_PORT}"
+        return f"the chief has no status page; {NO_PORT}"
     if number is None:
-        return f"no task of this job has a metrics port, and so no status page; {NO_PORT}"
+        return f"no task of this job has a metrics port, so there is no status page; {NO_PORT}"
     task = f"ps-{number}"
     found = next((each for each in view.servers if short(each.task) == task), None)
     if found is None:
-        return f"there is no {task} among the {len(view.servers)} servers that were asked"
+        return f"{task} is not among the {len(view.servers)} servers that were asked"
     if not found.incarnation:
         said = next((each.message for each in view.problems if each.task == found.task), found.state)
         return f"{task} does not answer: {said}"
-    return f"{task} has no metrics port, and so no status page; {NO_PORT}"
+    return f"{task} has no metrics port, so it has no status page; {NO_PORT}"

@@ -94,4 +94,4 @@ def _shown(found: Mapping[str, Sequence[Finding]]) -> tuple[Table, str]:
     ]
     counts = {level: sum(each.level == level for findings in found.values() for each in findings) for level in COLOURS}
     said = ", ".join(f"{count} {level}" for level, count in counts.items())
-    return table(("check", "", "what there is, and what to do"), rows), said
+    return table(("check", "", "result, and what to do"), rows), said

@@ -68,7 +68,7 @@ def _failure(error: grpc.RpcError) -> str:
     details = error.details() or "" if isinstance(error, grpc.Call) else ""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     if code == grpc.StatusCode.UNIMPLEMENTED:
-        return "what answers there knows no health service: it is no server of this version; correct the address"
+        return "the process there has no health service, so it is not a server of this version; correct the address"
     return reason(details, details or code.name.lower())
 
 

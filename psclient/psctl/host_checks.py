@@ -88,24 +88,27 @@ def _limit(path: Path) -> int:
 
 
 def shared_memory(patient: Patient) -> Iterator[Finding]:
-    """Returns whether the shm transport can be used: its sockets are in a directory, its data in memory without a
-    name."""
+    """Returns whether the shm transport can be used: sockets in a directory, data in anonymous shared memory."""
     host = patient.host
     if host.segments:
-        yield fail(f"there is no memory to share ({host.segments})", "allow memfd_create, or use --transport tcp")
+        yield fail(f"shared memory is not available ({host.segments})", "allow memfd_create, or use --transport tcp")
     else:
         yield ok("processes can share memory")
     if host.shared_free < 0 or not host.shared_writable:
-        what = "is not there" if host.shared_free < 0 else "may not be written"
-        advice = "mount a tmpfs there that this user may write; containers of one host need the same one (--ipc)"
-        yield warn(f"{host.shared} {what}: only processes with one temporary directory have a shm transport", advice)
+        what = "does not exist" if host.shared_free < 0 else "is not writable"
+        advice = "mount a writable tmpfs there; containers of one host need the same one (--ipc)"
+        yield warn(
+            f"{host.shared} {what}, so the shm transport works only between processes with the same temporary "
+            f"directory",
+            advice,
+        )
     elif host.shared_free < 1 << 20:
-        yield warn(f"{host.shared} is full", "remove what is in it; the transport's sockets are there")
+        yield warn(f"{host.shared} is full", "remove files from it; it holds the transport's sockets")
     else:
-        yield ok(f"{host.shared} may be written, {size(host.shared_free)} free")
+        yield ok(f"{host.shared} is writable, {size(host.shared_free)} free")
     if 0 < host.memory_limit < 2 * SHARED_BYTES:
-        text = f"this container may use {size(host.memory_limit)}, and memory that is shared counts"
-        yield warn(text, "give servers here less: --shared-memory 128MiB, or 0 for no shm transport")
+        text = f"this container can use {size(host.memory_limit)}, which includes shared memory"
+        yield warn(text, "lower --shared-memory of servers here, such as 128MiB, or 0 for no shm transport")
 
 
 def gpu(patient: Patient) -> Iterator[Finding]:
@@ -114,16 +117,16 @@ def gpu(patient: Patient) -> Iterator[Finding]:
     if gpus.names:
         yield ok(f"CuPy {gpus.cupy}, CUDA {gpus.runtime}, driver {gpus.driver}: {', '.join(gpus.names)}")
     elif gpus.cupy and nvidia:
-        yield fail(f"CuPy {gpus.cupy} finds no GPU, though there is a driver: {gpus.error}", "look at nvidia-smi")
+        yield fail(f"CuPy {gpus.cupy} finds no GPU, although there is a driver: {gpus.error}", "check nvidia-smi")
     elif gpus.cupy:
         advice = "install the driver, or start the container with its GPUs (--gpus all)"
-        yield warn(f"CuPy {gpus.cupy} is installed, and there is no GPU: {gpus.error}", advice)
+        yield warn(f"CuPy {gpus.cupy} is installed, but there is no GPU: {gpus.error}", advice)
     elif gpus.error:
         yield fail(gpus.error, "install paramserver[gpu] again, or remove CuPy")
     elif nvidia:
-        yield warn("there is a GPU, and no CuPy", "install paramserver[gpu]")
+        yield warn("there is a GPU, but CuPy is not installed", "install paramserver[gpu]")
     else:
-        yield ok("there is none; arrays are NumPy's")
+        yield ok("there is none; servers use NumPy")
 
 
 def open_files(patient: Patient) -> Iterator[Finding]:
@@ -132,7 +135,9 @@ def open_files(patient: Patient) -> Iterator[Finding]:
     if count < FEW_FILES:
         yield fail(f"a process may open {count} files", "raise the limit: ulimit -n 65536")
     elif count < ENOUGH_FILES:
-        yield warn(f"a process may open {count} files, too few for a server of many workers", "ulimit -n 65536")
+        yield warn(
+            f"a process can open {count} files, which is too few for a server with many workers", "ulimit -n 65536"
+        )
     else:
         yield ok(f"a process may open {count} files")
 
@@ -141,14 +146,14 @@ def memory(patient: Patient) -> Iterator[Finding]:
     """Returns whether there is memory for variables and contributions."""
     host = patient.host
     text = f"{size(host.memory)} are free"
-    text += f", and this container may use {size(host.memory_limit)}" if host.memory_limit else ""
+    text += f", and this container can use {size(host.memory_limit)}" if host.memory_limit else ""
     least = min(host.memory, host.memory_limit or host.memory)
     if not host.memory:
-        yield ok("this system does not tell how much is free")
+        yield ok("the free memory is not known on this system")
     elif least < LITTLE_MEMORY:
         yield fail(text, "end other processes, or give the container more")
     elif least < ENOUGH_MEMORY:
-        yield warn(text, "a server holds its variables, old values of checkpoints, and contributions on their way")
+        yield warn(text, "a server needs memory for variables, for old values of checkpoints, and for gradients")
     else:
         yield ok(text)
 

@@ -1,5 +1,4 @@
-"""What is done about a running job: it is ended (`psctl job delete`), or its servers move (`move`, `drain`,
-`rebalance`).
+"""Changes a running job: ends it (`psctl job delete`) or moves its servers (`move`, `drain`, `rebalance`).
 
 Servers go to processes that wait for a place, as `psserver --join` does. The chief moves them, one after the other,
 each where a step begins; these commands ask for it, and wait until it is done.
@@ -54,7 +53,7 @@ waits = click.option(
 @click.group(
     cls=Group,
     section=CHANGE,
-    examples=(("Discard a job whose processes are gone", "psctl job delete --address 10.0.0.7:2222"),),
+    examples=(("Discard a job whose processes have ended", "psctl job delete --address 10.0.0.7:2222"),),
     no_args_is_help=False,
 )
 def job() -> None:
@@ -62,7 +61,7 @@ def job() -> None:
 
 
 @job.command(
-    cls=Command, examples=(("Discard a job whose processes are gone", "psctl job delete --address 10.0.0.7:2222"),)
+    cls=Command, examples=(("Discard a job whose processes have ended", "psctl job delete --address 10.0.0.7:2222"),)
 )
 @options
 @settings
@@ -96,7 +95,7 @@ class JobPlaces:
     def __init__(self, statuses: Sequence[ServerStatus]) -> None:
         newest = newest_of(statuses)
         if newest is None:
-            raise ConfigError("no job runs on these servers: nothing is to be moved")
+            raise ConfigError("no job runs on these servers, so they cannot be moved")
         found = {s.server: s for s in statuses if s.incarnation in newest.incarnations}
         self.servers: Mapping[int, ServerStatus] = {server: found[server] for server in sorted(found)}
         self.count = len(newest.incarnations)
@@ -176,8 +175,8 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
         free = [standby.address for standby in places.free() if standby.domain != domain]
         if not free:
             raise ConfigError(
-                f"no process of another domain than {domain!r} waits for the place of {Task('ps', servers[0])}; start "
-                "one on another machine with psserver --join"
+                f"there is no standby server for {Task('ps', servers[0])} outside domain {domain!r}; start one on "
+                f"another machine with psserver --join"
             )
         return servers[0], free[0]
 
@@ -219,7 +218,7 @@ def _server(text: str) -> int:
     job, colon, index = text.partition(":")
     task = Task(job, int(index)) if colon and job == "ps" and index.isdecimal() else _task(text)
     if task.job != "ps":
-        raise ConfigError(f"{task} is no server; write ps:0")
+        raise ConfigError(f"{task} is not a server; write ps:0")
     return task.index
 
 
@@ -227,7 +226,7 @@ def _task(text: str) -> Task:
     try:
         return Task.parse(text)
     except ConfigError:
-        raise ConfigError(f"{text!r} is no server, nor a domain of one; write ps:0") from None
+        raise ConfigError(f"{text!r} is neither a server nor the domain of a server; write ps:0") from None
 
 
 def _move_each(told: CommandSettings, choose: Choose, wait: float) -> int:
@@ -237,11 +236,11 @@ def _move_each(told: CommandSettings, choose: Choose, wait: float) -> int:
         while (chosen := choose(places := _look(servers), bool(done))) is not None:
             server, to = chosen
             if server not in range(places.count):
-                raise ConfigError(f"the job has {places.count} servers, and no {Task('ps', server)}")
+                raise ConfigError(f"the job has {places.count} servers, so there is no {Task('ps', server)}")
             address = servers.move(server, to)
             _await(servers, server, address, wait)
             done.append({"task": str(Task("ps", server)), "to": address})
-    text = "\n".join(f"{each['task']} has moved to {each['to']}" for each in done) or "no server has to move"
+    text = "\n".join(f"{each['task']} has moved to {each['to']}" for each in done) or "no server needs to move"
     return told.tell({"moved": done}, text)
 
 
@@ -273,11 +272,13 @@ def _await(servers: Servers, server: int, address: str, wait: float) -> None:
                 return
             absent = 0 if address in places.standbys or places.moved.get(server) == address else absent + 1
             if absent > 2:
-                raise ConfigError(f"{task} stays where it is: the process at {address} waits no more; see its log")
+                raise ConfigError(
+                    f"{task} was not moved, because the standby server at {address} has ended; see its log"
+                )
         if time.monotonic() > until:
             raise RoundTimeout(
-                f"{task} has not moved to {address} within {wait:g} s; it moves where a step of the job begins: see "
-                "the chief's log, and psctl status",
+                f"{task} has not moved to {address} within {wait:g} s; a server moves between two steps of the job: "
+                f"see the chief's log and psctl status",
                 str(task),
             )
         time.sleep(LOOK_SECONDS)

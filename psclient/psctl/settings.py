@@ -78,7 +78,7 @@ class CommandSettings:
         if self.local is None:
             return None
         if self.addresses:
-            raise ConfigError("--local and --address name servers both; leave one of them out")
+            raise ConfigError("--local and --address both name servers; leave one of them out")
         return choose(self.local)
 
     def tell(self, said: Mapping[str, object], *shown: RenderableType, wrong: bool = False) -> int:
@@ -156,7 +156,7 @@ def cluster_of(text: str) -> ObservedCluster:
     spec = TFConfig(text).cluster_spec()
     servers = {task: spec.address(task) for task in spec.tasks("ps")}
     if not servers:
-        raise ConfigError("no servers are named; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG")
+        raise ConfigError("no servers are given; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG")
     for task, address in servers.items():
         check_address(address, f"TF_CONFIG: {task}")
     return ObservedCluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))

@@ -82,7 +82,7 @@ def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
     is_flag=True,
     help="Print minimum, maximum, mean, standard deviation, and number of non-finite values.",
 )
-@click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write the value into a NumPy file.")
+@click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write the value to a NumPy file.")
 @options
 @settings
 def read(settings: CommandSettings, name: str, stats: bool, npy: Path | None) -> int:
@@ -91,7 +91,7 @@ def read(settings: CommandSettings, name: str, stats: bool, npy: Path | None) ->
     NAME is a name that psctl vars lists. Training does not wait.
     """
     if npy is not None and not npy.parent.is_dir():
-        raise ConfigError(f"there is no directory {npy.parent} to write {npy.name} into; make it first")
+        raise ConfigError(f"there is no directory {npy.parent} for {npy.name}; create it first")
     with connected(settings) as servers:
         known = {variable.spec.name: variable for variable in servers.variables()}
         refuse_unknown([name], known, "variable")
@@ -116,7 +116,7 @@ def _lines(said: Mapping[str, Any], value: Array) -> Iterator[str]:
     for key, number in said.get("stats", {}).items():
         yield f"{key:>10}  {number if isinstance(number, int | str) or number is None else format(number, '.6g')}"
     if "file" in said:
-        yield f"written into {said['file']}"
+        yield f"written to {said['file']}"
 
 
 def _write(path: Path, value: Array) -> Path:

@@ -1,7 +1,7 @@
-"""Summaries for TensorBoard: `ps.summary`, with the names of `tf.summary`. Event files are tensorboardX's.
+"""Summaries for TensorBoard: `ps.summary`, with the names of `tf.summary`. tensorboardX writes the event files.
 
-summaries    what is written: `scalar`, `histogram`, `image`, `text`
-writer       event files, and which of them is the default
+summaries    `scalar`, `histogram`, `image`, `text`
+writer       event files, and the default writer
 encoding     summaries as protocol buffers, as TensorFlow 2 writes them
 png          images as bytes
 """

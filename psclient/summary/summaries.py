@@ -17,20 +17,20 @@ DEFAULT_BUCKETS = 30
 
 
 def scalar(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
-    """Writes one number to the writer whose `as_default` this is in. In any context.
+    """Writes one number to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.scalar`.
 
     Args:
         name: name of the curve.
         data: a number, a variable, or an array without dimensions.
-        step: the point's place on the curve; by default that of `as_default`.
-        description: a text in Markdown that TensorBoard shows.
+        step: the position on the curve; by default that of `as_default`.
+        description: Markdown text that TensorBoard shows.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
         ValueError: there is no step, or the data have dimensions.
@@ -48,9 +48,9 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 def histogram(
     name: str, data: Any, step: int | None = None, buckets: int | None = None, description: str | None = None
 ) -> bool:
-    """Writes the distribution of numbers to the writer whose `as_default` this is in. In any context.
+    """Writes the distribution of numbers to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.histogram`.
 
@@ -58,14 +58,14 @@ def histogram(
         name: name of the histogram.
         data: numbers, an array of any shape, or a variable; those that are not finite are left out.
         step: as in `scalar`.
-        buckets: number of buckets, all of one width, between the least and the greatest number; None for 30.
+        buckets: number of buckets of equal width between the smallest and the largest number; None for 30.
         description: as in `scalar`.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
-        ValueError: there is no step, the number of buckets is no whole number of at least 0, or the data are no real
+        ValueError: there is no step, the number of buckets is not an integer of at least 0, or the data are not real
             numbers.
     """
 
@@ -73,7 +73,7 @@ def histogram(
         count = DEFAULT_BUCKETS if buckets is None else _whole("histogram", name, "buckets", buckets)
         values = to_numpy(data)
         if np.iscomplexobj(values):
-            raise ValueError(f"histogram({name!r}) takes real numbers; give the real part, or the absolute values")
+            raise ValueError(f"histogram({name!r}) needs real numbers; pass the real part, or absolute values")
         values = values.astype(np.float64)
         return tensor_summary(name, "histograms", buckets_of(values[np.isfinite(values)], count), description)
 
@@ -81,25 +81,25 @@ def histogram(
 
 
 def image(name: str, data: Any, step: int | None = None, max_outputs: int = 3, description: str | None = None) -> bool:
-    """Writes images to the writer whose `as_default` this is in. In any context.
+    """Writes images to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.image`.
 
     Args:
         name: name of the images.
         data: an array of shape (images, height, width, channels), with 1 (gray), 2 (gray and alpha), 3 (red, green,
-            blue) or 4 (and alpha) channels: uint8, or floating numbers from 0 to 1, beyond which they are cut.
+            blue) or 4 (and alpha) channels: uint8, or floats, which are clipped to 0 to 1.
         step: as in `scalar`.
-        max_outputs: number of images that are written at most, the first ones.
+        max_outputs: the largest number of images that are written, the first ones.
         description: as in `scalar`.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
-        ValueError: there is no step, the data have another shape or dtype, or `max_outputs` is no whole number of at
+        ValueError: there is no step, the data have another shape or dtype, or `max_outputs` is not an integer of at
             least 0.
     """
 
@@ -108,8 +108,8 @@ def image(name: str, data: Any, step: int | None = None, max_outputs: int = 3, d
         pixels = to_numpy(data)
         if pixels.ndim != 4 or pixels.shape[-1] not in COLOR_TYPES or not all(pixels.shape[1:3]):
             raise ValueError(
-                f"image({name!r}) is given an array of shape {pixels.shape}; give (images, height, width, channels) "
-                "with 1 to 4 channels"
+                f"image({name!r}) got an array of shape {pixels.shape}; pass (images, height, width, "
+                "channels) with 1 to 4 channels"
             )
         height, width = pixels.shape[1:3]
         encoded = [encode_png(_bytes_of(name, each)) for each in pixels[:count]]
@@ -120,24 +120,24 @@ def image(name: str, data: Any, step: int | None = None, max_outputs: int = 3, d
 
 
 def text(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:
-    """Writes text to the writer whose `as_default` this is in. In any context.
+    """Writes text to the default writer. In any context.
 
-    Of the replicas of a `run` the first one alone writes.
+    In `strategy.run` only the first replica writes.
 
     Source: `tf.summary.text`.
 
     Args:
         name: name of the text.
-        data: a str, in Markdown, or UTF-8 bytes; or a nested list or array of them, shown as a table.
+        data: a str in Markdown, or UTF-8 bytes; or a nested list or array of them, shown as a table.
         step: as in `scalar`.
         description: as in `scalar`.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written; False without a writer.
 
     Raises:
         ValueError: there is no step.
-        TypeError: the data are no text, or rows of different lengths.
+        TypeError: the data are not text, or have rows of different lengths.
     """
 
     def make() -> Any:
@@ -150,7 +150,7 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
 
 def _whole(kind: str, name: str, argument: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise ValueError(f"{kind}({name!r}) has {argument}={value!r}, and it must be a whole number of at least 0")
+        raise ValueError(f"{kind}({name!r}) has {argument}={value!r}, which must be an integer of at least 0")
     return int(value)
 
 
@@ -159,7 +159,7 @@ def _bytes_of(name: str, pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if pixels.dtype == np.uint8:
         return pixels
     if not np.issubdtype(pixels.dtype, np.floating):
-        raise ValueError(f"image({name!r}) is of {pixels.dtype}; give uint8, or floating numbers from 0 to 1")
+        raise ValueError(f"image({name!r}) is of {pixels.dtype}; pass uint8, or floating numbers from 0 to 1")
     # A pixel that is not a number becomes black: a picture of what went wrong is better than none.
     return (np.nan_to_num(np.clip(pixels.astype(np.float64), 0, 1)) * 255.5).astype(np.uint8)
 
@@ -169,4 +169,4 @@ def _encoded(name: str, word: object) -> bytes:
         return word.encode()
     if isinstance(word, bytes):
         return word
-    raise TypeError(f"text({name!r}) is given a {type(word).__name__}; give str, or lists of str of one length")
+    raise TypeError(f"text({name!r}) got a {type(word).__name__}; pass a str, or lists of str of equal length")

@@ -33,7 +33,7 @@ class SummaryWriter:
 
     @contextmanager
     def as_default(self, step: int | None = None) -> Iterator[SummaryWriter]:
-        """Within it summaries are written here; what was written is in the file after it. In any context.
+        """Makes this the default writer within a `with` statement, and flushes it at its end. In any context.
 
         Args:
             step: the step for calls of `scalar`, `histogram`, `image` and `text` without one.
@@ -46,12 +46,15 @@ class SummaryWriter:
             self.flush()
 
     def write(self, make: Callable[[], Any], step: int) -> bool:
-        """Adds one summary; returns whether it was written. For `scalar` and its like.
+        """Adds one summary, for `scalar` and the other functions.
 
         Args:
-            make: returns the summary, a protocol buffer; called if there is a file, and not under the lock: encoding
-                an image takes its time.
+            make: returns the summary, a protocol buffer. It is called only if there is a file, and without the lock,
+                because encoding an image takes time.
             step: the summary's step.
+
+        Returns:
+            True if it was written.
         """
         if self._events is None:
             return False
@@ -66,7 +69,7 @@ class SummaryWriter:
             return True
 
     def flush(self) -> None:
-        """Writes held summaries to the file."""
+        """Writes buffered summaries to the file."""
         with self._lock:
             self._flush()
 
@@ -76,7 +79,7 @@ class SummaryWriter:
             self._pending, self._flushed = 0, time.monotonic()
 
     def close(self) -> None:
-        """Flushes, and ends the file; what comes after it is not written. Does nothing the second time."""
+        """Flushes and closes the file; later summaries are not written. A second call does nothing."""
         with self._lock:
             events, self._events = self._events, None
         if events is not None:
@@ -97,15 +100,18 @@ _current: ContextVar[tuple[SummaryWriter, int | None] | None] = ContextVar("summ
 def create_file_writer(
     logdir: str, max_queue: int = 10, flush_millis: int = 120_000, filename_suffix: str = ""
 ) -> SummaryWriter:
-    """Opens an event file in a directory, which TensorBoard shows. In any context.
+    """Opens an event file in a directory, for TensorBoard. In any context.
 
     Source: `tf.summary.create_file_writer`.
 
     Args:
-        logdir: the directory, made if it is not there.
-        max_queue: number of summaries that are held before they are written.
-        flush_millis: milliseconds after which the next summary has those that are held written.
+        logdir: the directory, created if it does not exist.
+        max_queue: number of summaries that are buffered.
+        flush_millis: milliseconds after which the next summary flushes the buffer.
         filename_suffix: last part of the file's name.
+
+    Returns:
+        The writer.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -116,8 +122,8 @@ def create_file_writer(
         from tensorboardX.record_writer import directory_check
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "summaries are written by tensorboardX, which is not installed: pip install 'paramserver[summary]', or "
-            "take ps.summary.create_noop_writer()"
+            "summaries need tensorboardX, which is not installed; run pip install -e '.[summary]' in the clone, "
+            "or use ps.summary.create_noop_writer()"
         ) from error
     directory_check(logdir)
     suffix = f".{os.getpid()}.{next(_numbers)}{filename_suffix}"  # else two of one second would share a file
@@ -125,7 +131,7 @@ def create_file_writer(
 
 
 def create_noop_writer() -> SummaryWriter:
-    """A writer that writes nothing, for processes in which `strategy.is_main_process` is False. In any context.
+    """Returns a writer that writes nothing, for processes whose `strategy.is_main_process` is False. In any context.
 
     Source: `tf.summary.create_noop_writer`.
     """
@@ -154,12 +160,12 @@ def write(kind: str, name: str, step: int | None, make: Callable[[], Any]) -> bo
     writer, default = current
     at = default if step is None else step
     if at is None:
-        raise ValueError(f"{kind}({name!r}) needs a step; write {kind}(name, data, step), or as_default(step)")
+        raise ValueError(f"{kind}({name!r}) needs a step; use {kind}(name, data, step), or as_default(step)")
     return writer.write(make, int(at))
 
 
 def flush(writer: SummaryWriter | None = None) -> None:
-    """Writes held summaries to the file: of a writer, or of the one whose `as_default` this is in.
+    """Writes buffered summaries of a writer, by default of the default writer, to its file.
 
     Source: `tf.summary.flush`.
     """

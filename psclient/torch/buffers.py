@@ -29,7 +29,7 @@ def check_mode(mode: object) -> Mode:
         if mode == word:
             found: Mode = word
             return found
-    raise InvalidArgument(f"buffers is {mode!r}; it is one of 'first', 'mean' and 'own'")
+    raise InvalidArgument(f"buffers is {mode!r}; use 'first', 'mean' or 'own'")
 
 
 class BufferCell(Cell):
@@ -138,8 +138,8 @@ def _created(name: str, buffer: torch.Tensor) -> Variable:
         spec_of(first)
     except (TypeError, InvalidRequest):
         raise InvalidArgument(
-            f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "
-            "it in another dtype"
+            f"buffer {name!r} is {buffer.dtype}, a dtype that servers do not support; register it with "
+            "persistent=False, or use another dtype"
         ) from None
     made: Any = Variable(
         first,

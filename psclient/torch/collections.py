@@ -22,18 +22,19 @@ from pswire.model.tensor import Array
 
 @dataclass
 class EmbeddingBagConfig:
-    """A table, by TorchRec's names; `torchrec.modules.embedding_configs.EmbeddingBagConfig` serves as well.
+    """The configuration of a table, with TorchRec's names; TorchRec's own `EmbeddingBagConfig` may be used as well.
 
     Attributes:
         name: the table's name.
         embedding_dim: the size of a row.
-        feature_names: the features whose ids are of this table.
-        num_embeddings: number of rows; 0 for a dynamic table, of which any 64-bit number is an id.
+        feature_names: the features with ids of this table.
+        num_embeddings: number of rows; 0 for a dynamic table, which takes any 64-bit number as an id.
         pooling: "SUM" or "MEAN" of the rows of a bag.
         data_type: "FP32", "FP16", "BF16" or "FP64": the dtype of the table.
-        init_fn: of a table of a size, gives first values: changes the tensor that it is given, or returns another.
-        weight_init_min, weight_init_max: first values are uniform between them; of None `±1 / sqrt(num_embeddings)`.
-        table: a table that is there already; None to create it.
+        init_fn: for a table with a number of rows, sets initial values: changes the given tensor, or returns another.
+        weight_init_min: lower bound of uniform initial values; None for `-1 / sqrt(num_embeddings)`.
+        weight_init_max: upper bound of uniform initial values; None for `1 / sqrt(num_embeddings)`.
+        table: an existing table; None to create it.
     """
 
     name: str
@@ -49,7 +50,7 @@ class EmbeddingBagConfig:
 
 
 class KeyedJaggedTensor:
-    """Ids of several features, of each a bag for each example: what TorchRec's class of this name is for this package.
+    """Ids of several features, with a bag for each example: as TorchRec's class of this name.
 
     Args:
         keys: names of the features.
@@ -81,11 +82,11 @@ class KeyedJaggedTensor:
 
 
 class KeyedTensor:
-    """The bags of several features, side by side, as TorchRec's class of this name has them.
+    """The bags of several features, side by side, as TorchRec's class of this name.
 
     Args:
         keys: names of the features.
-        parts: of each the bags, (B, dim).
+        parts: for each feature the bags, (B, dim).
     """
 
     def __init__(self, keys: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
@@ -112,28 +113,29 @@ class KeyedTensor:
 
 
 class EmbeddingBagCollection(LookupModule):
-    """Bags of several features, whose tables are on servers, with the face of TorchRec's module of this name.
+    """Bags of several features with tables on servers, with the API of TorchRec's module of this name.
 
         tables = [EmbeddingBagConfig(name="users", embedding_dim=64, feature_names=["user"])]
         bags = pst.EmbeddingBagCollection(tables)(features)  # in strategy.scope(), the first time
         bags["user"]                                         # (B, 64)
 
-    Create it in `strategy.scope()`, on every worker alike: it creates its tables. `features` is TorchRec's
-    `KeyedJaggedTensor`, this package's, or whatever has `keys()`, `values()` and `lengths()`.
+    Create it in `strategy.scope()`, in the same way on every worker: it creates its tables. `features` is TorchRec's
+    `KeyedJaggedTensor`, this package's, or any object with `keys()`, `values()` and `lengths()`.
 
     Args:
-        tables: their configurations.
+        tables: the configurations of the tables.
         is_weighted: True if ids have weights, by which rows are multiplied.
 
     Raises:
-        ValueError: a name stands there twice, or there is no such pooling or data type; a table without a size has an
-            `init_fn`.
+        ValueError: a name is repeated, the pooling or data type is not known, or a dynamic table has an `init_fn`.
     """
 
     def __init__(self, tables: Sequence[Any], is_weighted: bool = False) -> None:
         super().__init__()
         if len({config.name for config in tables}) < len(tables):
-            raise InvalidArgument("two tables of a collection have one name; their features may be of one table")
+            raise InvalidArgument(
+                "two tables of a collection have the same name; use one table for all its features, or another name"
+            )
         self._configs = list(tables)
         self._modes = [_pooling(config) for config in tables]
         self._tables = [TableRows.of(_table(config)) for config in tables]
@@ -147,7 +149,7 @@ class EmbeddingBagCollection(LookupModule):
 
     @property
     def rows(self) -> list[TableRows]:
-        """Those of its tables."""
+        """The looked-up rows of its tables."""
         return self._tables
 
     def embedding_bag_configs(self) -> list[Any]:
@@ -155,12 +157,12 @@ class EmbeddingBagCollection(LookupModule):
         return self._configs
 
     def prefetch(self, *features: Any) -> None:
-        """Says which features will be looked up next, so that their rows come with the next round; see `Loader`."""
+        """Requests the rows of the features that are looked up next, together with the next round; see `Loader`."""
         for rows, ids in self._ids(features):
             rows.table.prefetch(*ids)
 
     def prefetch_hint(self, *features: Any) -> None:
-        """Says which features will be looked up after that, so that servers read their rows from their disks."""
+        """Announces the features that are looked up after the next ones, so that servers read their rows from disk."""
         for rows, ids in self._ids(features):
             rows.table.prefetch_hint(*ids)
 
@@ -243,22 +245,22 @@ def _check_lengths(
     count, whole = len(values), int(lengths.sum())
     if not keys or len(lengths) % len(keys):
         raise InvalidArgument(
-            f"features of {len(keys)} keys have {len(lengths)} lengths; give one for each feature and example: as many "
-            "for each key"
+            f"features with {len(keys)} keys have {len(lengths)} lengths; pass one length for each feature "
+            "and example, the same number for each key"
         )
     if whole != count or (len(lengths) and int(lengths.min()) < 0):
         raise InvalidArgument(
-            f"the lengths of {', '.join(map(repr, keys))} add up to {whole}, and there are {count} values; give the "
-            "number of ids of each feature and example, none of them below 0"
+            f"the lengths of {', '.join(map(repr, keys))} add up to {whole}, but there are {count} values; "
+            "pass the number of ids of each feature and example, at least 0"
         )
     if weights is not None and len(weights) != count:
-        raise InvalidArgument(f"there are {len(weights)} weights for {count} values; give one for each")
+        raise InvalidArgument(f"there are {len(weights)} weights for {count} values; pass one weight for each value")
 
 
 def _pooling(config: Any) -> str:
     word = _word(config.pooling).lower()
     if word not in ("sum", "mean"):
-        raise InvalidArgument(f"table {config.name!r} has pooling {config.pooling!r}; it is SUM or MEAN")
+        raise InvalidArgument(f"table {config.name!r} has pooling {config.pooling!r}; use SUM or MEAN")
     return word
 
 
@@ -284,12 +286,12 @@ def _table(config: Any) -> Any:
     word, init = _word(getattr(config, "data_type", "FP32")), getattr(config, "init_fn", None)
     dtype = DATA_TYPES.get(word)
     if dtype is None:
-        raise InvalidArgument(f"table {config.name!r} has data_type {word}; it is one of {', '.join(DATA_TYPES)}")
+        raise InvalidArgument(f"table {config.name!r} has data_type {word}; use one of {', '.join(DATA_TYPES)}")
     if not config.num_embeddings:
         if init is not None:
             raise InvalidArgument(
-                f"table {config.name!r} has an init_fn and no size, so that servers make its rows; give it a table=... "
-                "of ps.dynamic_embedding.get_variable with one of ps.initializers"
+                f"table {config.name!r} has an init_fn but no size, so its rows are created on the servers; "
+                "pass table=... from ps.dynamic_embedding.get_variable, with one of ps.initializers"
             )
         return get_variable(config.name, config.embedding_dim, value_dtype=DTYPES[dtype])
     most = 1 / math.sqrt(config.num_embeddings)

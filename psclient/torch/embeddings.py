@@ -48,11 +48,11 @@ class TableRows:
         """
         if not isinstance(table, RowReadable) or not table.shape:
             raise InvalidType(
-                f"the rows of a {type(table).__name__} cannot be looked up; give a ps.Variable, or a table of "
-                "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
+                f"rows of a {type(table).__name__} cannot be looked up; pass a ps.Variable, or a table from "
+                "ps.dynamic_embedding.get_variable, created in strategy.scope()"
             )
         if np.dtype(table.dtype) not in [np.dtype(each) for each in DTYPES.values()]:
-            raise InvalidType(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
+            raise InvalidType(f"table {table.name!r} is of {table.dtype}; only floating dtypes can be trained")
         found = cls._known.get(id(table))
         if found is None:
             found = cls._known[id(table)] = cls(table)
@@ -73,7 +73,7 @@ class TableRows:
         """
         if not isinstance(ids, torch.Tensor):
             raise InvalidType(
-                f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)"
+                f"ids of {self.table.name!r} are a {type(ids).__name__}; pass a tensor: torch.tensor(ids)"
             )
         found = self.table.lookup(on_host(ids))
         rows = to_torch(np.array(to_numpy(found.values))).to(ids.device)
@@ -132,11 +132,11 @@ class LookupModule(torch.nn.Module):
 
     @property
     def rows(self) -> list[TableRows]:
-        """Those of each of its tables."""
+        """The looked-up rows of each of its tables."""
         raise NotImplementedError
 
     def prefetch(self, *features: Any) -> None:
-        """Says what `forward` will be given next, so that its rows come with the next round; see `Loader`."""
+        """Requests the rows of the next call of `forward`, together with the next round; see `Loader`."""
         raise NotImplementedError
 
     @property
@@ -145,7 +145,7 @@ class LookupModule(torch.nn.Module):
         return any(rows.table._takes_hints for rows in self.rows)
 
     def prefetch_hint(self, *features: Any) -> None:
-        """Says what `forward` will be given after that, so that servers read its rows meanwhile; see `Loader`."""
+        """Announces the call of `forward` after the next one, so that servers read its rows from disk."""
         raise NotImplementedError
 
 
@@ -153,23 +153,25 @@ class OfOneTable(LookupModule):
     """Base of modules of one table.
 
     Args:
-        table: a variable of rows on servers, such as of `ps.dynamic_embedding.get_variable`, or a partitioned one.
+        table: a variable on servers with a row for each id, such as one of `ps.dynamic_embedding.get_variable`, or a
+            sharded one.
         padding_idx: an id whose row has no gradient; None for none.
 
     Attributes:
         table: the table.
 
     Raises:
-        TypeError: it is no such table.
+        TypeError: `table` is not such a table.
     """
 
     def __init__(self, table: Any = None, *sizes: Any, padding_idx: int | None = None, **others: Any) -> None:
         super().__init__()
         if sizes or others or table is None or isinstance(table, int):
             raise InvalidType(
-                f"{type(self).__name__} takes a table in place of sizes and {', '.join(others) or 'options'}: "
-                "give a ps.Variable of shape (num_embeddings, embedding_dim), or a table of "
-                "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
+                f"{type(self).__name__} takes a table instead of sizes and "
+                f"{', '.join(others) or 'options'}; pass a ps.Variable of shape (num_embeddings, "
+                "embedding_dim), or a table from ps.dynamic_embedding.get_variable, created in "
+                "strategy.scope()"
             )
         self._rows = TableRows.of(table)
         self.gate = self._rows.gate
@@ -182,7 +184,7 @@ class OfOneTable(LookupModule):
 
     @property
     def rows(self) -> list[TableRows]:
-        """Those of its table."""
+        """The looked-up rows of its table."""
         return [self._rows]
 
     @property
@@ -191,11 +193,11 @@ class OfOneTable(LookupModule):
         return int(np.prod(self.table.shape[1:]))
 
     def prefetch(self, *features: Any) -> None:
-        """Says which ids will be looked up next, so that their rows come with the next round; see `Loader`."""
+        """Requests the rows of the ids that are looked up next, together with the next round; see `Loader`."""
         self.table.prefetch(*[to_numpy(each) for each in features])
 
     def prefetch_hint(self, *features: Any) -> None:
-        """Says which ids will be looked up after that, so that servers read their rows meanwhile; see `Loader`."""
+        """Announces the ids that are looked up after the next ones, so that servers read their rows from disk."""
         self.table.prefetch_hint(*[to_numpy(each) for each in features])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -223,16 +225,29 @@ class OfOneTable(LookupModule):
 
 
 class Embedding(OfOneTable):
-    """Rows of a table by their ids, with the face of `torch.nn.Embedding`.
+    """Looks up rows of a table by their ids, with the API of `torch.nn.Embedding`.
 
-        users = pst.Embedding(ps.dynamic_embedding.get_variable("users", dim=64))
-        users(torch.tensor([[3, 5], [5, 9]]))  # (2, 2, 64)
-
-    The optimizer of the module that has it trains the rows. Ids that a `Loader` has named are here before they are
-    asked for; all others are looked up by a call to the servers. Any 64-bit number is an id of a dynamic table.
+    The optimizer of the module that contains it trains the rows. Rows that a `Loader` has prefetched are present; all
+    others are fetched from the servers. Any 64-bit number is an id of a dynamic table.
 
     Args:
-        table, padding_idx: as of `OfOneTable`.
+        table: a variable on servers with a row for each id, such as one of `ps.dynamic_embedding.get_variable`, or a
+            sharded one.
+        padding_idx: an id whose row has no gradient; None for none.
+
+    Raises:
+        TypeError: `table` is not such a table.
+
+    Examples:
+        >>> import torch
+        >>> import psclient as ps
+        >>> import psclient.torch as pst
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> with strategy.scope():
+        ...     users = pst.Embedding(ps.dynamic_embedding.get_variable("users", dim=64))
+        >>> users(torch.tensor([[3, 5], [5, 9]])).shape
+        torch.Size([2, 2, 64])
+        >>> strategy.close()
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -248,15 +263,17 @@ class Embedding(OfOneTable):
 
 
 class EmbeddingBag(OfOneTable):
-    """Sums, means or greatest numbers of bags of rows, with the face of `torch.nn.EmbeddingBag`.
+    """Computes sums, means or maxima of bags of rows, with the API of `torch.nn.EmbeddingBag`.
 
     Args:
-        table, padding_idx: as of `OfOneTable`.
+        table: as in `Embedding`.
+        padding_idx: as in `Embedding`.
         mode: "sum", "mean" or "max".
-        include_last_offset: True if the end of the last bag is an offset as well.
+        include_last_offset: True if the offsets include the end of the last bag.
 
     Raises:
-        ValueError: rows are no vectors, or there is no such mode.
+        ValueError: rows are not vectors, or another mode.
+        TypeError: as `Embedding`.
     """
 
     def __init__(
@@ -270,9 +287,9 @@ class EmbeddingBag(OfOneTable):
     ) -> None:
         super().__init__(table, *sizes, padding_idx=padding_idx, **others)
         if mode not in ("sum", "mean", "max"):
-            raise InvalidArgument(f"mode is {mode!r}; it is one of 'sum', 'mean' and 'max'")
+            raise InvalidArgument(f"mode is {mode!r}; use 'sum', 'mean' or 'max'")
         if len(self.table.shape) != 2:
-            raise InvalidArgument(f"bags are of rows that are vectors, and those of {self.table.name!r} are not")
+            raise InvalidArgument(f"bags need rows that are vectors, but rows of {self.table.name!r} are not")
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
@@ -285,8 +302,8 @@ class EmbeddingBag(OfOneTable):
 
         Args:
             input: integers, (B, n) for bags of n, or (N,) with offsets.
-            offsets: where each bag begins in `input`.
-            per_sample_weights: the weight of each id, for "sum" alone.
+            offsets: the index in `input` at which each bag begins.
+            per_sample_weights: the weight of each id; only for "sum".
         """
         rows, places, padding = self._look_up(input)
         return functional.embedding_bag(

@@ -22,20 +22,20 @@ from psclient.torch.parameters import Trained
 from pswire.model.tensor import Array, address_of
 
 CHANGED = (
-    "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does; it is this "
-    "worker's alone, and a step takes it as backward() has left it; to clip by the norm of all workers' gradients give "
-    "the optimizer global_clipnorm=..., and change a gradient of your own in a hook: parameter.register_hook(...)"
+    "the gradient of {} changed between backward() and step(), as with torch.nn.utils.clip_grad_norm_, but "
+    "step() uses the gradient from backward(). To clip by the norm over all workers use "
+    "global_clipnorm=...; change gradients in a hook: parameter.register_hook(...)"
 )
 
 SECOND = (
-    "the gradient of {} was computed by a second backward() before step(), and that of the first one had left for the "
-    "servers while backward() went on; put all but the last backward() of a step in `with optimizer.no_sync():`, or "
-    "create the optimizer without overlap=True: then gradients leave in step()"
+    "a second backward() before step() computed a gradient of {}, but the first one was already sent to "
+    "the servers; put all but the last backward() of a step in `with optimizer.no_sync():`, or create the "
+    "optimizer without overlap=True"
 )
 
 LEFT = (
-    "gradients had left for the servers while backward() went on, {}, and nobody can take them back; make a step after "
-    "each backward(), or create the optimizer without overlap=True: then all leave in step()"
+    "gradients were already sent to the servers during backward(), {}, and cannot be withdrawn; call "
+    "step() after each backward(), or create the optimizer without overlap=True, which sends them in step()"
 )
 
 

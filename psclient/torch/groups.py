@@ -129,8 +129,8 @@ class Groups(Configured):
         """
         if isinstance(self.first._learning_rate, LearningRateSchedule):
             raise InvalidArgument(
-                "a schedule of ps.optimizers is for one group of parameters; give a number as learning rate, and let a "
-                "scheduler of torch.optim.lr_scheduler change it"
+                "a schedule of ps.optimizers supports only one parameter group; pass a number as learning "
+                "rate, and use a scheduler of torch.optim.lr_scheduler"
             )
         number, made = len(self._made), copy.copy(self.first)
         setattr(self, f"rule_{number}", made)
@@ -249,22 +249,23 @@ def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tup
     if isinstance(optimizer, Optimizer):
         if options:
             raise InvalidType(
-                f"{', '.join(sorted(options))} given beside a {type(optimizer).__name__}, which has its arguments; "
-                "give them to it, or a class of torch.optim in its place"
+                f"{', '.join(sorted(options))} cannot be passed together with a {type(optimizer).__name__} "
+                "instance; pass them to its constructor, or pass a class of torch.optim instead"
             )
         return optimizer, {name: value_of(optimizer, name) for name in (LR, *keys_of(optimizer))}
     if isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidType(
-            f"a {type(optimizer).__name__} of torch would update parameters here; give its class and its arguments: "
-            f"pst.Optimizer(module, torch.optim.{type(optimizer).__name__}, lr=...)"
+            f"a {type(optimizer).__name__} instance would update parameters in this process instead of on "
+            "servers; pass its class and arguments: pst.Optimizer(module, "
+            f"torch.optim.{type(optimizer).__name__}, lr=...)"
         )
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise InvalidType(
-            f"{optimizer!r} is no optimizer; give one of ps.optimizers, or a class such as torch.optim.AdamW"
+            f"{optimizer!r} is not an optimizer; pass one of ps.optimizers, or a class such as torch.optim.AdamW"
         )
     kind = rule_class(optimizer)
     if options.get("differentiable"):
-        raise InvalidArgument("differentiable=True needs the step in this process, and servers make it; leave it out")
+        raise InvalidArgument("differentiable=True is not supported, because servers make the steps; leave it out")
     own = {name: options[name] for name in OURS & options.keys()}
     given = {name: value for name, value in options.items() if name not in own}
     (theirs,) = optimizer([{"params": []}], **given).param_groups  # torch checks the arguments, and adds defaults

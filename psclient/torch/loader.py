@@ -20,32 +20,49 @@ from pswire.errors import InvalidArgument, InvalidType
 
 
 class Loader(BaseLoader):
-    """The batches of a loader, shared among workers: of each global batch this worker's part, as tensors.
+    """Iterates over this worker's part of each global batch, as tensors.
 
-        loader = DataLoader(data, batch_size=512, shuffle=True, generator=torch.Generator().manual_seed(0))
-        for epoch in (batches := pst.Loader(loader, optimizer)).epochs(10):
-            for x, y in batches:
-                ...
+    Every worker goes through the same global batches, and gets its own part of each, as in
+    `strategy.experimental_distribute_dataset`. The optimizer weights this worker's gradients by its number of examples,
+    so that their mean is that over the global batch. A worker without a part of a short batch gets its previous batch
+    once more, with weight 0.
 
-    Every worker goes through the same global batches, and has its own part of each, as of
-    `strategy.experimental_distribute_dataset`. The optimizer weighs this worker's gradients by its part of the
-    examples, so that a mean of them is one over the global batch. A worker without a part of a short batch gets
-    its batch before that once more, and its gradients count nothing.
-
-    One batch is kept back: its ids are named before the round of the batch in use, so that its rows come with that.
+    The loader reads one batch ahead: the rows for the next batch are fetched together with the round of the current
+    one.
 
     Args:
-        loader: gives global batches, nests of tensors or arrays whose first dimension counts examples, and of lists of
-            texts, anew each time: a `DataLoader`, a `ps.ArrayDataset`, a list. A `DataLoader` that shuffles needs a
-            generator with a seed; a step of workers whose global batches differ raises `Diverged`.
-        optimizer: whose steps are made with the batches; or several.
-        prefetch: for modules of this package, whose rows are looked up, a function that returns what the module will be
-            given, given a batch as the loop has it.
+        loader: an iterable of global batches that starts again each time: a `DataLoader`, a `ps.ArrayDataset`, a list.
+            Batches are nests of tensors or arrays whose first dimension counts examples, and of lists of strings. A
+            `DataLoader` that shuffles needs a generator with a seed; a step of workers with different global batches
+            raises `Diverged`.
+        optimizer: the optimizer that makes steps with the batches; or several.
+        prefetch: maps modules of this package with rows to functions that take a batch of the loop and return the
+            module's input.
 
     Raises:
-        TypeError: the loader can be gone through only once; there is no optimizer of this package; or a key of
-            `prefetch` is no module whose rows are looked up, or a value no function.
-        ValueError: optimizers are of different strategies.
+        TypeError: the loader can be iterated only once; an optimizer is not one of this package; or a key of `prefetch`
+            is not a module with rows, or a value not a function.
+        ValueError: the optimizers belong to different strategies.
+
+    Examples:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> import psclient as ps
+        >>> import psclient.torch as pst
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> net = torch.nn.Linear(2, 1)
+        >>> optimizer = pst.Optimizer(net, torch.optim.SGD, lr=0.1, strategy=strategy)
+        >>> data = TensorDataset(torch.ones(8, 2), torch.zeros(8, 1))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> loader = DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+        >>> batches = pst.Loader(loader, optimizer)
+        >>> for epoch in batches.epochs(2):
+        ...     for x, y in batches:
+        ...         optimizer.zero_grad()
+        ...         loss = torch.nn.functional.mse_loss(net(x), y)
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> strategy.close()
     """
 
     def __init__(
@@ -57,21 +74,25 @@ class Loader(BaseLoader):
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for each in self._optimizers:
             if not isinstance(each, Optimizer):
-                raise InvalidType(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
+                raise InvalidType(
+                    f"a {type(each).__name__} is not a distributed optimizer; pass a psclient.torch.Optimizer"
+                )
         for module, ids in (prefetch or {}).items():
             if not isinstance(module, LookupModule):
                 raise InvalidType(
-                    f"prefetch has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
-                    "psclient.torch.Embedding"
+                    f"prefetch has a key of type {type(module).__name__}; use modules whose rows are looked "
+                    "up, such as psclient.torch.Embedding"
                 )
             if not callable(ids):
                 raise InvalidType(
-                    f"prefetch has {ids!r} for a {type(module).__name__}; give a function that returns the ids of a "
-                    'batch: prefetch={module: lambda batch: batch["user"]}'
+                    f"prefetch has {ids!r} for a {type(module).__name__}; pass a function that returns the "
+                    'ids of a batch: prefetch={module: lambda batch: batch["user"]}'
                 )
         strategies = {id(each.strategy): each.strategy for each in self._optimizers}
         if len(strategies) != 1:
-            raise InvalidArgument("a loader is for optimizers of one strategy")
+            raise InvalidArgument(
+                "the optimizers of a loader belong to different strategies; use one loader for each strategy"
+            )
         (self._strategy,) = strategies.values()
         self._loader = loader
         named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}

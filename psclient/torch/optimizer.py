@@ -43,49 +43,60 @@ _OWNERS: Any = WeakTensorKeyDictionary()
 
 
 class Optimizer(Unpicklable, torch.optim.Optimizer):
-    """An optimizer of torch whose `step` is a round: gradients go to the servers, parameters come back into place.
+    """A torch optimizer with the parameters on servers: `step` sends gradients and updates the parameters in place.
 
-        optimizer = pst.Optimizer(net, ps.optimizers.Adam(1e-3), strategy=strategy)
-        optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=1e-3, weight_decay=0.01)  # in strategy.scope()
+    The parameters of the module are variables on servers, by their names; all workers begin with those of the first. A
+    step waits once, for its round. Everything else is as with torch's optimizers: `zero_grad`, closures, `param_groups`
+    (all hyperparameters may be changed between steps), and torch's learning rate schedulers.
 
-    The parameters of the module are variables on servers, by their names; all workers begin with those of the first.
-    A step waits once, for its round. Everything else is as with torch's optimizers: `zero_grad`, closures,
-    `param_groups`, of which all hyperparameters may be changed between steps, and torch's schedulers of learning rates.
-
-    Gradients are averaged over workers, each by its part of the examples if batches come from a `Loader`. A parameter
-    to which no worker has a gradient stays as it is.
+    Gradients are averaged over workers, weighted by their numbers of examples if batches come from a `Loader`. A
+    parameter without a gradient in any worker keeps its value.
 
     Every worker makes the same calls. In cross-replica context, or outside of every scope.
 
     Args:
         module: has the parameters, and modules of this package whose rows are trained.
-        optimizer: one of `ps.optimizers`, or a class of `torch.optim`, whose formula servers run then.
-        params: what is trained of the module, as torch's optimizers take it: parameters, or groups of parameters with
-            hyperparameters of their own; modules such as `Embedding` may stand among parameters. None for all.
+        optimizer: one of `ps.optimizers`, or a class of `torch.optim`, whose formula the servers then run.
+        params: the trained part of the module, as torch's optimizers take it: parameters, or groups of parameters with
+            their own hyperparameters; modules such as `Embedding` may be among the parameters. None for all.
         strategy: the strategy that owns the variables; None for that of the scope.
-        buffers: of all persistent buffers, such as BatchNorm's means. "first": each step gives all workers those of the
-            first, as DDP does before each forward. "mean": floating ones are averaged over workers in each step. "own":
-            they stay each worker's own, as they always do where workers are asynchronous. They are in checkpoints in
-            any case, as of the first worker.
+        buffers: how to treat all persistent buffers, such as BatchNorm's means. "first": each step gives all workers
+            those of the first, as DDP does before each forward. "mean": floating-point buffers are averaged over
+            workers in each step. "own": each worker keeps its own, as always with asynchronous workers. Checkpoints
+            have those of the first worker in any case.
         reduction: "mean" of the workers' gradients, or their "sum".
-        overlap: True to send gradients while backward goes on, where there is more than 4 MiB of them. What was sent
-            counts: a step has to follow each backward.
-        prefix: of the names of variables.
+        overlap: True to send gradients during backward if there are more than 4 MiB of them. A step has to follow each
+            backward, because sent gradients count.
+        prefix: prefix of the names of variables.
         options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `catch_up`,
-            as of `ps.optimizers`, which no class of torch has.
+            as in `ps.optimizers`, which classes of torch do not have.
 
     Attributes:
         strategy: the strategy that owns the variables.
-        rule: what servers run: the first group's optimizer, which has the state of all.
+        rule: the optimizer that servers run: that of the first group, with the state of all groups.
 
     Raises:
         ValueError: there is no strategy; another optimizer trains one of the parameters; a parameter is of integers,
-            complex, or not of the module; servers do not run that class.
-        TypeError: an argument is of another kind; or the strategy has no servers, or several replicas in this process.
+            complex, or not of the module; servers cannot run the class.
+        TypeError: an argument has another type; or the strategy has no servers, or several replicas in this process.
         VariableMismatch: workers have different modules.
+
+    Examples:
+        >>> import torch
+        >>> import psclient as ps
+        >>> import psclient.torch as pst
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> net = torch.nn.Linear(2, 1)
+        >>> optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=1e-3, weight_decay=0.01, strategy=strategy)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss = net(torch.ones(4, 2)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> strategy.close()
     """
 
-    _pickle_remedy = "save its state_dict(), or make another one there, with a strategy of that process"
+    _pickle_remedy = "save its state_dict(), or create another one there, with a strategy of that process"
     _step_supports_amp_scaling = True
     param_groups: list[dict[str, Any]]  # torch has it so; without torch nobody else says it
 
@@ -104,9 +115,9 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     ) -> None:
         self.strategy = _checked_strategy(strategy)
         if not isinstance(module, torch.nn.Module):
-            raise InvalidType(f"a {type(module).__name__} is no module; give the torch.nn.Module that is trained")
+            raise InvalidType(f"a {type(module).__name__} is not a module; pass the torch.nn.Module that is trained")
         if reduction not in ("mean", "sum"):
-            raise InvalidArgument(f"reduction is {reduction!r}; it is one of 'mean' and 'sum'")
+            raise InvalidArgument(f"reduction is {reduction!r}; use 'mean' or 'sum'")
         mode, self._prefix = check_mode(buffers), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = Groups(self.rule)
@@ -145,12 +156,12 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         self._sparse, self._limited = sparse_of(module), limited_of(module)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters, which all workers add alike; see `torch.optim.Optimizer.add_param_group`.
+        """Adds a group of parameters, in the same way in all workers; see `torch.optim.Optimizer.add_param_group`.
 
-        Layers that were added to the module are trained from here on; their buffers are in checkpoints then.
+        Layers that were added to the module are trained from here on, and their buffers are in checkpoints.
 
         Args:
-            param_group: "params": parameters of the module, and modules such as `Embedding`; and hyperparameters.
+            param_group: "params" with parameters of the module and modules such as `Embedding`; and hyperparameters.
         """
         number = len(self.param_groups)
         given = param_group["params"]
@@ -186,20 +197,22 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             name = name_of(self._paths.get(id(p), ("", p))[0])
             if not name:
                 raise InvalidArgument(
-                    f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
-                    "parameters of the module, the module that has it, or add its layer to the module before"
+                    f"a parameter of shape {tuple(p.shape)} does not belong to the module and has no name; "
+                    "pass parameters of the module, pass the module that contains it, or add its layer to "
+                    "the module first"
                 )
             check_parameter(name, p)
             if id(p) in self._limited and self.strategy.num_replicas_in_sync > 1:
                 raise InvalidArgument(
-                    f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, by which forward() changes rows in "
-                    "place, in each worker those of its own batch; leave max_norm out, and limit what was looked up: "
-                    "rows * (limit / rows.norm(dim=-1, keepdim=True).clamp(min=limit))"
+                    f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, with which forward() "
+                    "changes rows in place, differently in each worker; leave max_norm out, and limit the "
+                    "rows that were looked up: rows * (limit / rows.norm(dim=-1, "
+                    "keepdim=True).clamp(min=limit))"
                 )
             _check_free(p, self, f"parameter {name!r}")
         for module in tables:
             if id(module) not in self._lookups:
-                raise InvalidArgument(f"a {type(module).__name__} is no part of the module whose rows are trained")
+                raise InvalidArgument(f"a {type(module).__name__} is not part of the module whose rows are trained")
             for rows in module.rows:
                 _check_free(rows.gate, self, f"what is looked up in {rows.table.name!r}")
 
@@ -213,8 +226,9 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
                 each = Trained(path, p, v, id(p) in self._sparse)
                 if each.by_rows and p.nbytes >= LARGE_TABLE:
                     log.warning(
-                        "parameter %r has sparse gradients: their rows travel, but the whole parameter, %.1f MB, comes "
-                        "back in each step; take psclient.torch.Embedding or EmbeddingBag, whose rows alone travel",
+                        "parameter %r has sparse gradients, but each step receives the whole parameter, "
+                        "%.1f MB; use psclient.torch.Embedding or EmbeddingBag to receive only the rows in "
+                        "use",
                         each.name,
                         p.nbytes / 1e6,
                     )
@@ -265,7 +279,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     # ---- Steps ----
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step, which is a round that every worker makes, and waits for it.
+        """Makes a step: a round that every worker makes. Waits for it.
 
         Args:
             closure: computes the loss and its gradients, and returns the loss; called once.
@@ -276,7 +290,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         Raises:
             RuntimeError: gradients were changed after backward; a parameter has another shape, dtype or device than
                 before; the scaler is torch's own.
-            PSError: the round failed, or the session is over.
+            PSError: the round failed, or the session has ended.
         """
         loss = None
         if closure is not None:
@@ -288,10 +302,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes within are added up here, and nothing is sent: as `no_sync` of DDP.
+        """Adds up the gradients of backward passes within, and sends nothing: as `no_sync` of DDP.
 
-        The last backward of a step is outside; or `step` follows, and sends what was added up. A block that is used
-        twice, under `torch.utils.checkpoint`, has two such passes with `use_reentrant=True`: take False.
+        The last backward of a step is outside; or `step` follows, and sends the sum. For a block that is used twice,
+        under `torch.utils.checkpoint`, `use_reentrant=True` has two such passes: use `use_reentrant=False`.
         """
         before, self._steps.gradients.accumulating = self._steps.gradients.accumulating, True
         try:
@@ -300,10 +314,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             self._steps.gradients.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`.
+        """Clears the gradients; see `torch.optim.Optimizer.zero_grad`.
 
         Raises:
-            RuntimeError: they have left for the servers while backward went on, and no step has followed.
+            RuntimeError: the gradients were sent during backward, and no step has followed.
         """
         super().zero_grad(set_to_none)
         self._steps.forget()
@@ -335,8 +349,8 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             return None, False
         if not self._in_scaler:
             raise InvalidCall(
-                "torch's own GradScaler decides in each worker for itself whether a step overflows; take "
-                "psclient.torch.GradScaler, which decides for all of them"
+                "torch's GradScaler decides in each worker separately whether a step overflows; use "
+                "psclient.torch.GradScaler, which decides for all workers"
             )
         scale = getattr(self, "grad_scale", None)
         return (1.0 if scale is None else float(scale)), bool(found)
@@ -354,7 +368,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; the host if there are none."""
+        """The device of the parameters; the host if there are none."""
         return next((each.device for each in self._trained.values()), torch.device("cpu"))
 
     def _begin_batch(self, examples: int, total: int) -> None:
@@ -373,7 +387,10 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     # ---- State ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, fetched from the servers, in torch's form; of torch's rules it fits torch's optimizers."""
+        """Fetches the state from the servers and returns it in torch's form.
+
+        If the optimizer is a class of torch, torch's own optimizer can load it.
+        """
         self.state.update(self._slots.fetch(self._steps.trained))
         try:
             found: dict[str, Any] = super().state_dict()
@@ -382,18 +399,18 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         return {**found, ITERATIONS: self._slots.iterations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Assigns the state on the servers, which all workers do alike; also what a torch optimizer has saved.
+        """Sets the state on the servers, in the same way in all workers; also a state that a torch optimizer has saved.
 
         Raises:
-            ValueError: it is of other parameters or groups, or of another optimizer.
+            ValueError: the state is that of other parameters or groups, or of another optimizer.
         """
         groups, before = state_dict["param_groups"], self.param_groups
         numbers = {name for name, value in self.defaults.items() if not isinstance(value, bool)}
         for group in groups:
             if lacks := sorted(numbers - group.keys()):
                 raise InvalidArgument(
-                    f"the state has a group of parameters without {', '.join(lacks)}; load it into an optimizer of the "
-                    "kind that has saved it"
+                    f"the saved state has a parameter group without {', '.join(lacks)}; load it into an "
+                    "optimizer of the kind that saved it"
                 )
         words = {name: value for name, value in self.defaults.items() if name not in numbers}
         super().load_state_dict({"state": {}, "param_groups": [words | group for group in groups]})
@@ -412,21 +429,21 @@ def _checked_strategy(strategy: Strategy | None) -> Strategy:
     if strategy is None:
         if not context.has_strategy():
             raise InvalidArgument(
-                "there is no strategy; create the optimizer in strategy.scope(), or give it strategy=..., which is a "
-                "ps.ParameterServerStrategy"
+                "no strategy is active; create the optimizer in strategy.scope(), or pass "
+                "strategy=ps.ParameterServerStrategy()"
             )
         strategy = context.get_strategy()
     if not isinstance(strategy, Strategy):
-        raise InvalidType(f"a {type(strategy).__name__} is no strategy; give a ps.ParameterServerStrategy")
+        raise InvalidType(f"a {type(strategy).__name__} is not a strategy; pass a ps.ParameterServerStrategy")
     if not isinstance(strategy.backend, RemoteBackend):
         raise InvalidType(
-            f"a module is trained by parameter servers, and a {type(strategy).__name__} has none; take a "
-            "ps.ParameterServerStrategy, which starts a server of its own where there is no cluster"
+            f"modules are trained by parameter servers, but a {type(strategy).__name__} has none; use a "
+            "ps.ParameterServerStrategy, which starts its own server if there is no cluster"
         )
     if len(strategy.extended.worker_devices) > 1:
         raise InvalidType(
-            f"a module is on one device, and the strategy has {len(strategy.extended.worker_devices)} replicas in this "
-            "process; give it one of devices=[...], and start a worker for each device"
+            f"a module is on one device, but the strategy has {len(strategy.extended.worker_devices)} "
+            "replicas in this process; pass one device in devices=[...], and start a worker for each device"
         )
     return strategy
 
@@ -457,8 +474,8 @@ def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
         owner = _owner(tensor)
     if owner not in (None, optimizer):
         raise InvalidArgument(
-            f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
-            "out here with params=[...], or add it there as a group"
+            f"{what} is already trained by another psclient.torch optimizer; leave it out here with "
+            "params=[...], or add it to that optimizer as a group"
         )
 
 
@@ -470,9 +487,9 @@ def _children_of(module: torch.nn.Module) -> dict[str, Any]:
         owner = _owner(tensor)
         if owner is None:
             raise InvalidArgument(
-                f"a checkpoint is given a module whose parameter {name_of(name)!r} no psclient.torch.Optimizer trains, "
-                "so that no server has it; create the optimizer before, with all parameters, or save the module by "
-                "torch.save"
+                f"parameter {name_of(name)!r} of a module in a checkpoint is not trained by a "
+                "psclient.torch.Optimizer, so it is not on the servers; create the optimizer first, with "
+                "all parameters, or save the module with torch.save"
             )
         owners[id(owner)] = owner
         found |= {} if isinstance(tensor, Gate) else {name_of(name): owner._variable_of(tensor)}

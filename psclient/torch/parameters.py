@@ -34,6 +34,7 @@ class Gate(torch.nn.Parameter):
     """
 
     def __new__(cls) -> Gate:
+        """Creates an empty tensor."""
         return super().__new__(cls, torch.empty(0))  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -94,8 +95,8 @@ class Trained:
         ):
             if now != before:
                 raise InvalidCall(
-                    f"parameter {self.name!r} has {what} {now}, and had {before} when its optimizer was created; "
-                    "change a module before, or create another optimizer after it"
+                    f"parameter {self.name!r} has {what} {now}, but had {before} when its optimizer was "
+                    "created; change the module before, or create another optimizer afterwards"
                 )
 
     def check_in(self, module: torch.nn.Module) -> None:
@@ -107,8 +108,8 @@ class Trained:
         if now is not self.tensor:
             self.check(now)
             raise InvalidCall(
-                f"parameter {self.name!r} of the module is another one than its optimizer trains; a layer was replaced "
-                "after the optimizer was created; create another optimizer after it"
+                f"parameter {self.name!r} of the module was replaced after its optimizer was created; "
+                "create another optimizer"
             )
 
 
@@ -132,19 +133,19 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
     what = f"parameter {name!r}"
     if tensor.is_meta:
         raise InvalidArgument(
-            f"{what} is on the meta device, and has no values; give it some before: module.to_empty(...)"
+            f"{what} is on the meta device and has no values; set its values first, with module.to_empty(...)"
         )
     if torch.nn.parameter.is_lazy(tensor):
-        raise InvalidArgument(f"{what} has no shape yet; call the lazy module once before its optimizer is created")
+        raise InvalidArgument(f"{what} has no shape yet; call the lazy module once before creating its optimizer")
     if tensor.is_complex():
         raise InvalidArgument(
-            f"{what} is {tensor.dtype}, and parameters on servers are real; keep real and imaginary parts, and make "
-            "them one by torch.view_as_complex in forward"
+            f"{what} is {tensor.dtype}, but parameters on servers must be real; use real and imaginary "
+            "parts, and combine them with torch.view_as_complex in forward"
         )
     if tensor.dtype not in DTYPES:
         raise InvalidArgument(
-            f"{what} is {tensor.dtype}, and steps are fractions; register it as a buffer, or make it one of "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+            f"{what} is {tensor.dtype}, which cannot hold fractional steps; register it as a buffer, or use "
+            f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
         )
 
 

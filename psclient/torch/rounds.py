@@ -110,9 +110,9 @@ class StepRounds:
             self._groups.driver.record(self._strategy, settings, out.gradients, out.variables)
             if out.skips and section.marks:
                 raise InvalidArgument(
-                    "a GradScaler leaves a step out as a whole where any worker's gradient is not finite, and for "
-                    "variables with consistency=ps.Async() no worker waits to know that; train these by an optimizer "
-                    "without a scaler"
+                    "a GradScaler skips a step on all workers if any gradient is not finite, but variables "
+                    "with consistency=ps.Async() do not wait for all workers; train these with an "
+                    "optimizer without a scaler"
                 )
 
         backend.replay(self._cache, self._key(out, settings), settings.numbers, local, record)

@@ -96,6 +96,7 @@ class SGD(TorchRule):
         return (STEP, "momentum_buffer") if self.dampening else ("momentum_buffer",)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `torch.optim.SGD`."""
         step = self._gradient(v, gradient)
         if slots and self.momentum:
             t, (momentum,) = self._count(iterations, slots, 1)
@@ -128,6 +129,7 @@ class Adam(TorchRule):
         return (STEP, "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `torch.optim.Adam` or `AdamW`."""
         beta_1, beta_2 = self.betas
         t, (first, second, *greatest) = self._count(iterations, slots, 3 if self.amsgrad else 2)
         step = -gradient if self.maximize else gradient
@@ -172,6 +174,7 @@ class Adagrad(TorchRule):
         return first if slot == STEP else np.full_like(first, self.initial_accumulator_value)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `torch.optim.Adagrad`."""
         step = self._gradient(v, gradient)
         t, (total,) = self._count(iterations, slots, 1)
         total.assign_add(step * step)
@@ -203,6 +206,7 @@ class RMSprop(TorchRule):
         return ("square_avg", *momentum, *(("grad_avg",) if self.centered else ()))
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of `torch.optim.RMSprop`."""
         own = dict(zip(self.slots, slots, strict=True))
         step, squares = self._gradient(v, gradient), own["square_avg"]
         squares.assign(self.alpha * squares + (1 - self.alpha) * step * step)
@@ -245,7 +249,8 @@ def rule_class(theirs: Any) -> type[TorchRule]:
     if found is None:
         known = ", ".join(kind.__name__ for kind in RULES)
         raise InvalidArgument(
-            f"servers do not run {getattr(theirs, '__module__', '')}.{getattr(theirs, '__name__', theirs)}; of torch's "
-            f"optimizers they run {known}; else give one of ps.optimizers, or a subclass with a few lines of your own"
+            f"{getattr(theirs, '__module__', '')}.{getattr(theirs, '__name__', theirs)} is not supported; "
+            f"servers run {known} of torch.optim. Otherwise use one of ps.optimizers, or write a subclass "
+            "of one"
         )
     return found

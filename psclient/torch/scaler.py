@@ -11,11 +11,11 @@ from psclient.torch.optimizer import Optimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """Torch's scaler of losses, for optimizers of this package as well: an overflow of one worker is one of all.
+    """Torch's loss scaler, also for optimizers of this package: an overflow in one worker counts in all workers.
 
-    Such a step changes nothing, on no worker, and all of them halve their scales; so scales stay the same everywhere.
+    Such a step changes nothing in any worker, and all workers halve their scales; so scales stay the same everywhere.
 
-    Source: `torch.amp.GradScaler`, whose arguments these are.
+    Source: `torch.amp.GradScaler`, with the same arguments.
     """
 
     def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +26,7 @@ class GradScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(of, *args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Makes a step, unless gradients of some worker have NaN or infinity."""
+        """Makes a step, unless gradients of a worker have NaN or infinity."""
         if not (isinstance(optimizer, Optimizer) and self.is_enabled()):
             return super().step(optimizer, *args, **kwargs)
         with optimizer._under_scaler():

@@ -85,9 +85,9 @@ class SlotState:
         unknown = given.keys() - slots.keys() - {STEP}
         if unknown:
             raise InvalidArgument(
-                f"the state of parameter {each.name!r} has {', '.join(sorted(unknown))}, and servers keep "
-                f"{', '.join(slots) or 'nothing'} for a {type(self._groups.of(each.variable)).__name__}; load it into "
-                "an optimizer of the kind that has saved it"
+                f"the saved state of parameter {each.name!r} has {', '.join(sorted(unknown))}, but a "
+                f"{type(self._groups.of(each.variable)).__name__} on servers has {', '.join(slots) or 'nothing'}; "
+                "load it into an optimizer of the kind that saved it"
             )
         if STEP in slots and isinstance(self._groups.of(each.variable), SGD):
             given[STEP] = np.int64(MOMENTUM in given)  # whether the next gradient is dampened
@@ -98,7 +98,8 @@ class SlotState:
             array = on_host(value).astype(slot.dtype)
             if array.shape != slot.shape:
                 raise InvalidArgument(
-                    f"the state of parameter {each.name!r} has {name} of shape {array.shape}, and servers {slot.shape}"
+                    f"the saved state of parameter {each.name!r} has {name} of shape {array.shape}, but the "
+                    f"servers have {slot.shape}"
                 )
             slot.assign(array)
 

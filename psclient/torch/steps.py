@@ -309,18 +309,21 @@ class Steps:
         why = ""
         if missing := self.gradients.missing(trained):
             why = (
-                f"backward has failed, or has given no gradient to {names_of(missing)}, which it seemed to come to; if "
-                "an autograd function returns None for it, create the optimizer without overlap=True"
+                f"backward failed, or computed no gradient for {names_of(missing)}; if an autograd function "
+                "returns None for it, create the optimizer without overlap=True"
             )
         elif scale is not None:
-            why = "a GradScaler is used for the first time; use it from the first step on, or leave overlap=True out"
+            why = "a GradScaler was used for the first time; use it from the first step on, or remove overlap=True"
         else:
             self._refresh()
             if self._rounds.changed:
-                why = "a learning rate was changed between backward() and step(); change it before, or after the step"
+                why = (
+                    "a learning rate was changed between backward() and step(); change it before backward() or "
+                    "after step()"
+                )
         if why:
             self._under_way = section
-            self._refuse(f"gradients had left for the servers when {why}")
+            self._refuse(f"gradients were already sent to the servers when {why}")
         INTERRUPTS.release()
         return section
 

@@ -1,4 +1,4 @@
-"""Checkpoints, by the names of `tf.train`."""
+"""Checkpoints, with the names of `tf.train`."""
 
 from psclient.train.checkpoint import Checkpoint
 from psclient.train.iterator import checkpoints_iterator

@@ -28,24 +28,37 @@ log = logging.getLogger("psclient")
 
 
 class Checkpoint:
-    """Saves and restores variables, optimizers, metrics and other state, by the paths at which they are reached.
+    """Saves and restores variables, optimizers, metrics and other state, by the paths at which they are found.
 
-    Variables are found in lists, tuples, dicts and the attributes of objects; of an optimizer all that it keeps, of an
-    object with `state_dict` and `load_state_dict` what these say, and random generators. A dataset that is given by
-    name goes on where it stood. With servers a checkpoint has all variables of the job beside; what is not tracked is
-    not restored, but for variables that are created after a restore, which get the value that has their name.
+    Variables are found in lists, tuples, dicts and the attributes of objects. Of an optimizer all state is saved, of an
+    object with `state_dict` and `load_state_dict` the state that these exchange; random generators are saved as well. A
+    dataset that is given by name continues where it was. With servers a checkpoint also has all other variables of the
+    job. State that is not tracked is not restored, except variables that are created after a restore: they begin with
+    the value that has their name.
 
-    Every process of a synchronous job makes the same calls, in cross-replica context or outside of every scope. Of
+    Every process of a synchronous job makes the same calls, in cross-replica context or outside of every scope. With
     asynchronous processes only the one whose `strategy.is_main_process` is True saves.
 
     Source: `tf.train.Checkpoint`.
 
     Args:
         root: an object whose attributes, keys or indices are tracked as if they were given by name.
-        objects: objects that are tracked, by the first part of their paths; each becomes an attribute.
+        objects: objects to track, by the first part of their paths; each becomes an attribute.
 
     Raises:
-        ValueError: an object has nothing to save; variables are of different strategies.
+        ValueError: an object has nothing to save, or variables belong to different strategies.
+
+    Examples:
+        >>> import tempfile
+        >>> import psclient as ps
+        >>> with ps.MirroredStrategy().scope():
+        ...     w = ps.Variable([1.0, 2.0])
+        >>> checkpoint = ps.train.Checkpoint(w=w)
+        >>> path = checkpoint.save(tempfile.mkdtemp() + "/ckpt")
+        >>> _ = w.assign([0.0, 0.0])
+        >>> _ = checkpoint.restore(path)
+        >>> w.numpy()
+        array([1., 2.], dtype=float32)
     """
 
     def __init__(self, root: object = None, **objects: object) -> None:
@@ -54,7 +67,7 @@ class Checkpoint:
         for name, thing in objects.items():
             check_trackable(name, thing)
             if hasattr(type(self), name) or name.startswith("_"):
-                raise ValueError(f"Checkpoint({name}=...): this name is taken; choose another one")
+                raise ValueError(f"Checkpoint({name}=...): this name is reserved; choose another one")
             setattr(self, name, thing)
         self._root = root
         self._strategy = context.get_strategy() if context.has_strategy() else None
@@ -76,16 +89,17 @@ class Checkpoint:
 
     @property
     def strategy(self) -> Any:
-        """The strategy whose variables these are: of whose scope it was made, else that of the variables.
+        """The strategy of the scope in which it was made, else that of its variables.
 
         Raises:
-            ValueError: there are variables of several strategies.
+            ValueError: the variables belong to several strategies.
         """
         found = {id(v.strategy): v.strategy for v in self._explore().variables.values()}
         found |= {} if self._strategy is None else {id(self._strategy): self._strategy}
         if len(found) > 1:
             raise ValueError(
-                "a checkpoint is given variables of different strategies; create all of them in one strategy's scope"
+                "the variables of a checkpoint belong to different strategies; create all of them in one "
+                "strategy's scope"
             )
         if self._strategy is None and found:
             (self._strategy,) = found.values()
@@ -103,7 +117,7 @@ class Checkpoint:
 
     @property
     def backend(self) -> CheckpointBackend:
-        """The backend that keeps the checkpoints of this strategy."""
+        """The backend that stores checkpoints for this strategy."""
         if self._backend is None:
             self._backend = backend_of(self.strategy)
         return self._backend
@@ -113,20 +127,19 @@ class Checkpoint:
     def save(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
         """Saves a checkpoint with the next number. In cross-replica context, or outside of every scope.
 
-        It returns when the values are frozen; by default the servers write on while training goes on.
+        It returns when the values are frozen; by default the servers write them while training continues.
 
         Args:
             file_prefix: such as "run/ckpt": a path below the servers' checkpoint root, with `/` between its parts;
-                without servers a path of this process.
-            options: the way to write it; None for the defaults.
+                without servers a local path.
+            options: how to write it; None for the defaults.
 
         Returns:
-            The path that `restore` takes, such as "run/ckpt-3"; of an asynchronous process that does not save, its
-            directory.
+            The path for `restore`, such as "run/ckpt-3"; in an asynchronous process that does not save, its directory.
 
         Raises:
-            CheckpointError: none can be saved at such a path; the checkpoint before could not be written, or is still
-                being written, and `if_busy="refuse"`; without `enable_async` also that this one could not be written.
+            CheckpointError: the path is not valid; the checkpoint before could not be written, or is still being
+                written with `if_busy="refuse"`; without `enable_async` also if this one could not be written.
             TypeError: the state of an object cannot be written as JSON.
         """
         self.backend.check_path(f"{file_prefix}-1")
@@ -146,7 +159,8 @@ class Checkpoint:
         """Does what `save` does, with a given number.
 
         Args:
-            file_prefix, options: as `save` takes them.
+            file_prefix: as `save` takes them.
+            options: as `save` takes them.
             number: last part of the checkpoint's name.
             delete: names of checkpoints beside it that are to be deleted when this one is complete.
             note: more JSON beside the states of objects; its keys begin with a dot.
@@ -163,13 +177,13 @@ class Checkpoint:
         return path
 
     def write(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
-        """Saves a checkpoint at a path, without a number; else as `save`, counter aside.
+        """Saves a checkpoint at a path, without a number and without counting; else as `save`.
 
-        The newest checkpoint of its directory, from which a job goes on, stays what it was, where there is one.
+        It does not become the newest checkpoint of its directory if there is one already.
 
         Args:
             file_prefix: path of the checkpoint, as in `save`.
-            options: the way to write it; None for the defaults.
+            options: how to write it; None for the defaults.
 
         Returns:
             The checkpoint's path.
@@ -194,7 +208,7 @@ class Checkpoint:
                 self.sync()
 
     def sync(self) -> None:
-        """Waits until what was saved is complete. In any process that saves, in any context but a replica's.
+        """Waits until saved checkpoints are complete. In any process that saves, in any context except a replica's.
 
         Raises:
             CheckpointError: a checkpoint could not be written; raised once.
@@ -204,33 +218,32 @@ class Checkpoint:
     # ---- Restoring ----
 
     def restore(self, save_path: str | None, options: CheckpointOptions | None = None) -> LoadStatus:
-        """Reads a checkpoint into what is tracked. In cross-replica context, or outside of every scope.
+        """Reads a checkpoint into the tracked objects. In cross-replica context, or outside of every scope.
 
-        Values go by paths, and of a checkpoint without paths by the names of variables. A variable that is created
-        later begins with the value that has its name. A process that joins a running job changes nothing: the
-        variables on the servers are newer.
+        Values are matched by path; in a checkpoint without paths by the names of variables. A variable that is created
+        later begins with the value that has its name. A process that joins a running job changes nothing: the variables
+        on the servers are newer.
+
+        For a directory, a damaged checkpoint is skipped with a warning, and the one before is restored; the damaged one
+        is then renamed, for example to "ckpt-7.damaged". A file that cannot be read may be intact, and raises an error.
+
+        Values that are only in the program or only in the checkpoint are listed in one warning of the process in which
+        `strategy.is_main_process` is True, at the end of the first step: when `strategy.run` is called a second time,
+        or the strategy is closed. `expect_partial` of the status silences it. If nothing matches, the warning comes at
+        once.
 
         Args:
-            save_path: a result of `save`, or a directory, whose newest checkpoint is meant; None for no checkpoint.
-            options: the way to read it; None for the defaults.
-
-        Of a directory a damaged checkpoint is passed over for the one before it, with a warning, and once that is
-        restored it is kept aside, under a name such as "ckpt-7.damaged". Where a file cannot be read, nobody knows
-        whether it is damaged, and that is raised.
-
-        What this program tracks and the checkpoint does not have, or the other way round, is told in one warning, by
-        the process in which `strategy.is_main_process` is True, at the end of the first step: when
-        `strategy.run` is called a second time, or the strategy is closed. `expect_partial` of the status silences it.
-        Where nothing at all fits, that is told at once.
+            save_path: a result of `save`, or a directory for its newest checkpoint; None for no checkpoint.
+            options: how to read it; None for the defaults.
 
         Returns:
-            The status: tells which values have found their places.
+            The status, to check which values were matched.
 
         Raises:
             NoCheckpoint: there is none; nothing has changed.
-            DamagedCheckpoint: the checkpoint is not as it was saved; of a directory, none that may be meant is.
+            DamagedCheckpoint: the checkpoint differs from what was saved; for a directory, all checkpoints do.
             CheckpointError: the checkpoint cannot be read, or the one saved before could not be written.
-            VariableMismatch: the checkpoint has a variable with another shape, or, without `cast`, with another dtype.
+            VariableMismatch: a variable has another shape in the checkpoint, or, without `cast`, another dtype.
         """
         if save_path is None:
             return NothingRestored()
@@ -250,7 +263,7 @@ class Checkpoint:
         leads = self.strategy.is_main_process
         if opened.damaged and leads:
             log.warning(
-                "%r is restored, and not what is newer and damaged, which is set aside as *.damaged: %s",
+                "%r was restored instead of a newer checkpoint that is damaged and was renamed to *.damaged: %s",
                 opened.path,
                 listed(opened.damaged),
             )
@@ -262,12 +275,13 @@ class Checkpoint:
         return status
 
     def read(self, save_path: str, options: CheckpointOptions | None = None) -> LoadStatus:
-        """As `restore`, for what `write` has written.
+        """Reads a checkpoint that `write` has written; as `restore`.
 
         Source: `tf.train.Checkpoint.read`.
 
         Args:
-            save_path, options: as `restore` takes them.
+            save_path: as in `restore`.
+            options: as in `restore`.
         """
         return self.restore(save_path, options)
 

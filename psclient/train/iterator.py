@@ -23,25 +23,25 @@ def checkpoints_iterator(
     timeout: float | None = None,
     timeout_fn: Callable[[], bool] | None = None,
 ) -> Iterator[str]:
-    """Yields the newest checkpoint in a directory, and waits for another one; those in between are left out.
+    """Yields the newest checkpoint in a directory, then waits for the next one; those in between are skipped.
 
-    In any context; no servers are asked, so the directory is one of this process. The log says every
-    `PS_REPORT_INTERVAL` for what it waits.
+    In any context. It reads the directory itself, without servers. The log reports every `PS_REPORT_INTERVAL` that it
+    waits.
 
     Source: `tf.train.checkpoints_iterator`.
 
     Args:
         checkpoint_dir: a local path or an fsspec URL; it need not exist yet.
-        min_interval_secs: least seconds from one checkpoint to the next.
-        timeout: seconds to wait for a new one; None for ever.
-        timeout_fn: called after each timeout; True ends the iteration. Without it the first timeout does.
+        min_interval_secs: smallest number of seconds between two checkpoints.
+        timeout: seconds to wait for a new one; None without limit.
+        timeout_fn: called after each timeout; True ends the iteration. Without it the first timeout ends it.
 
     Yields:
-        A path for `Checkpoint.restore`. An older one may be deleted by the job while it is read.
+        A path for `Checkpoint.restore`. The job may delete an older checkpoint while it is being read.
 
     Raises:
-        ConfigError: the URL is of an unknown kind, or needs a package that is not installed.
-        CheckpointError: the place cannot be read.
+        ConfigError: the kind of URL is not known, or needs a package that is not installed.
+        CheckpointError: the directory cannot be read.
     """
     last: str | None = None
     directory = storage_at(checkpoint_dir)

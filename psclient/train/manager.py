@@ -34,21 +34,22 @@ NOTE = ".manager"
 
 
 def latest_checkpoint(checkpoint_dir: str, strategy: Strategy | None = None) -> str | None:
-    """Finds the newest complete checkpoint in a directory, None where there is none. In any context.
+    """Finds the newest complete checkpoint in a directory, None if there is none. In any context.
 
-    Processes of one job may find another one each, where one of them saves meanwhile; a script that all of them run
-    gives `restore` the directory itself.
+    Processes of one job may get different results while one of them saves; in a script that all of them run, give the
+    directory itself to `restore`. A checkpoint with a damaged manifest is skipped with a warning.
 
     Source: `tf.train.latest_checkpoint`.
 
     Args:
-        checkpoint_dir: a path below the servers' checkpoint root; without servers a directory of this process.
+        checkpoint_dir: a path below the servers' checkpoint root; without servers a local directory.
         strategy: the strategy whose servers are asked; by default the current one.
 
-    One whose manifest is damaged is passed over with a warning.
+    Returns:
+        The checkpoint's path, or None.
 
     Raises:
-        DamagedCheckpoint: the manifests of all that may be meant are damaged.
+        DamagedCheckpoint: the manifests of all checkpoints are damaged.
         CheckpointError: the directory cannot be read.
     """
     try:
@@ -56,39 +57,55 @@ def latest_checkpoint(checkpoint_dir: str, strategy: Strategy | None = None) -> 
     except NoCheckpoint:
         return None
     if found.damaged:
-        log.warning("%r is the newest checkpoint that is not damaged: %s", found.path, listed(found.damaged))
+        log.warning("%r is the newest undamaged checkpoint: %s", found.path, listed(found.damaged))
     return found.path
 
 
 class CheckpointManager:
     """Keeps the newest checkpoints of a directory, and deletes older ones when a new one is complete.
 
-    Every process of a synchronous job makes the same calls. What is kept stands in the newest checkpoint, so that a
-    script that starts again goes on with the list.
+    Every process of a synchronous job makes the same calls. The list of kept checkpoints is in the newest one, so that
+    a script that restarts continues with it.
 
     Source: `tf.train.CheckpointManager`.
 
     Args:
-        checkpoint: saves and restores what it tracks.
+        checkpoint: the `Checkpoint` that saves and restores.
         directory: path of the directory, as in `Checkpoint.save`.
-        max_to_keep: number of checkpoints that are kept; None for all.
-        keep_checkpoint_every_n_hours: of those that are to be deleted one in so many hours is kept for good.
+        max_to_keep: number of checkpoints to keep; None for all.
+        keep_checkpoint_every_n_hours: one of the checkpoints to be deleted in this number of hours is kept permanently.
         checkpoint_name: the first part of their names.
-        step_counter: a variable, or what `int` makes a number of, that counts the steps.
-        checkpoint_interval: `save` saves only when so many steps have passed since it did last.
-        init_fn: called by `restore_or_initialize` where there is no checkpoint.
-        delta_interval: as `checkpoint_interval`, and between whole checkpoints deltas are saved: of a dynamic table
-            only the rows that have changed since the checkpoint before, and the keys that it has dropped. All else is
-            whole in each checkpoint. What a delta needs is kept as long as the delta is, beyond `max_to_keep`.
-        full_every: one of so many checkpoints is whole, the first included; 20 where there is a `delta_interval`, else
-            1: each of them.
+        step_counter: a variable, or a value that `int` accepts, that counts the steps.
+        checkpoint_interval: `save` saves only if this number of steps has passed since the last save.
+        init_fn: called by `restore_or_initialize` if there is no checkpoint.
+        delta_interval: as `checkpoint_interval`, but saves deltas between full checkpoints: of a dynamic table only the
+            rows that have changed since the checkpoint before, and the keys that were removed. Everything else is
+            complete in each checkpoint. Checkpoints that a delta needs are kept as long as the delta, beyond
+            `max_to_keep`.
+        full_every: one of this number of checkpoints is full, beginning with the first; 20 with a `delta_interval`,
+            else 1.
 
     Attributes:
-        checkpoint, directory, checkpoint_interval: the constructor's arguments; the interval is that of all saves.
+        checkpoint: the constructor's argument.
+        directory: the constructor's argument.
+        checkpoint_interval: the number of steps between saves, full or delta.
 
     Raises:
-        ValueError: `max_to_keep` or `full_every` is not positive, the name has a slash, or there are an interval
-            without a counter, or both intervals.
+        ValueError: `max_to_keep` or `full_every` is not positive; the name has a slash; an interval without a counter;
+            or both intervals.
+
+    Examples:
+        >>> import tempfile
+        >>> import psclient as ps
+        >>> with ps.MirroredStrategy().scope():
+        ...     w = ps.Variable([1.0, 2.0])
+        >>> checkpoint = ps.train.Checkpoint(w=w)
+        >>> manager = ps.train.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=2)
+        >>> for _ in range(3):
+        ...     path = manager.save()
+        >>> [path.rpartition("/")[2] for path in manager.checkpoints]
+        ['ckpt-2', 'ckpt-3']
+        >>> path = manager.restore_or_initialize()
     """
 
     def __init__(
@@ -105,16 +122,20 @@ class CheckpointManager:
         full_every: int | None = None,
     ) -> None:
         if max_to_keep is not None and max_to_keep <= 0:
-            raise ValueError(f"max_to_keep={max_to_keep} keeps nothing; give a positive number, or None for all")
+            raise ValueError(
+                f"max_to_keep={max_to_keep} would keep no checkpoint; use a positive number, or None to keep all"
+            )
         if full_every is not None and full_every <= 0:
-            raise ValueError(f"full_every={full_every} makes no checkpoint whole; give a positive number")
+            raise ValueError(f"full_every={full_every} would never make a full checkpoint; use a positive number")
         if delta_interval is not None and checkpoint_interval is not None:
-            raise ValueError("delta_interval is the interval of all saves; leave checkpoint_interval out")
+            raise ValueError("delta_interval already sets the interval of all saves; leave checkpoint_interval out")
         interval = checkpoint_interval if delta_interval is None else delta_interval
         if interval is not None and step_counter is None:
-            raise ValueError("an interval counts steps; give step_counter, such as optimizer.iterations")
+            raise ValueError("an interval counts steps, so pass step_counter, such as optimizer.iterations")
         if "/" in checkpoint_name:
-            raise ValueError(f"checkpoint_name={checkpoint_name!r} has a slash; what is before it belongs to directory")
+            raise ValueError(
+                f"checkpoint_name={checkpoint_name!r} contains a slash; put the part before it into directory"
+            )
         self.checkpoint = checkpoint
         self.directory = directory.rstrip("/") if directory else "."
         self.checkpoint_interval = interval
@@ -145,14 +166,14 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The managed checkpoints, oldest first; what is kept for good is not among them."""
+        """The managed checkpoints, oldest first, without those that are kept permanently."""
         self._recover()
         self._forget_failed()
         return [self._path(name) for name in self._kept]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest; None where there is none."""
+        """The newest checkpoint; None if there is none."""
         return next(reversed(self.checkpoints), None)
 
     def _path(self, name: str) -> str:
@@ -178,7 +199,9 @@ class CheckpointManager:
         try:
             note = _Note.of(newest.manifest.state.get(NOTE, {}))
         except Malformed as error:
-            log.warning("%s has a list of checkpoints that is malformed (%s): it begins anew", newest.path, error)
+            log.warning(
+                "the list of checkpoints in %s is malformed (%s) and was replaced by an empty one", newest.path, error
+            )
             note = _Note({}, (), None, {})
         self._kept, self._bases = {**note.kept}, {**note.bases}
         if newest.manifest.base is not None:
@@ -201,15 +224,15 @@ class CheckpointManager:
         check_interval: bool = True,
         options: CheckpointOptions | None = None,
     ) -> str | None:
-        """Saves a checkpoint, and lets go of the oldest. In cross-replica context, or outside of every scope.
+        """Saves a checkpoint, and deletes the oldest. In cross-replica context, or outside of every scope.
 
         Args:
             checkpoint_number: last part of its name; by default the value of `checkpoint.save_counter`.
-            check_interval: True to save only when `checkpoint_interval` steps have passed.
-            options: the way to write it; None for the defaults.
+            check_interval: True to save only if `checkpoint_interval` steps have passed.
+            options: how to write it; None for the defaults.
 
         Returns:
-            The checkpoint's path; None where the interval has not passed, or this asynchronous process does not save.
+            The checkpoint's path; None if the interval has not passed, or this asynchronous process does not save.
 
         Raises:
             CheckpointError: as `Checkpoint.save`.
@@ -266,7 +289,7 @@ class CheckpointManager:
         return [*found]
 
     def sync(self) -> None:
-        """Waits until what was saved is complete, and what it replaces deleted; as `Checkpoint.sync`."""
+        """Waits until saved checkpoints are complete, and the ones they replace are deleted; as `Checkpoint.sync`."""
         try:
             self.checkpoint.sync()
         finally:
@@ -305,8 +328,8 @@ class CheckpointManager:
             pass  # Broken ones are deleted as well.
         if name not in self._remaining:
             log.info(
-                "%s was to be deleted and is still there: variables that are created later need it, or the log of the "
-                "servers says what is wrong; its deletion is ordered with each save",
+                "%s could not be deleted yet: later variables need it, or a server failed (see the "
+                "servers' logs); deletion is retried with each save",
                 self._path(name),
             )
         self._remaining.add(name)
@@ -346,18 +369,19 @@ class CheckpointManager:
         return tuple(name for name in surplus if name not in preserved)
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint; where there is none, calls `init_fn`. In the contexts of `save`.
+        """Restores the newest checkpoint; if there is none, calls `init_fn`. In the contexts of `save`.
 
-        One that is damaged is passed over for the one before it, with a warning, and kept aside: it is renamed, such as
-        to "ckpt-7.damaged", and from then on neither restored, counted nor deleted.
+        A damaged checkpoint is skipped with a warning, and the one before is restored. The damaged one is renamed, for
+        example to "ckpt-7.damaged", and from then on neither restored, counted nor deleted.
 
         Returns:
-            The path of what was restored; None where there is none. A process that joins a running job, whose variables
-            are newer than any checkpoint, gets the directory, and changes nothing.
+            The path of the restored checkpoint; None if there is none. A process that joins a running job, whose
+            variables are newer than any checkpoint, gets the directory, and changes nothing.
 
         Raises:
-            DamagedCheckpoint: all that may be meant are damaged; `init_fn` is not called.
-            CheckpointError, VariableMismatch: as `Checkpoint.restore`.
+            DamagedCheckpoint: all checkpoints are damaged; `init_fn` is not called.
+            CheckpointError: as `Checkpoint.restore`.
+            VariableMismatch: as `Checkpoint.restore`.
         """
         self._check_path()
         try:
@@ -395,7 +419,7 @@ class _Note:
         said, kept = strict_json.fields(state), dict[str, float]()
         for pair in strict_json.items(said.get("checkpoints", [])):
             if len(strict_json.items(pair)) != 2:
-                raise Malformed("it is no list of names and times")
+                raise Malformed("it is not a list of names and times")
             if name := _name(strict_json.text(pair[0])):
                 kept[name] = strict_json.number(pair[1])
         doomed = map(strict_json.text, strict_json.items(said.get("deleting", [])))

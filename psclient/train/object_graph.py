@@ -115,8 +115,8 @@ def check_trackable(name: str, thing: object) -> None:
     """Raises `ValueError` where an object has nothing that could be saved."""
     if isinstance(thing, (*_PLAIN, *_CLOSED)):
         raise ValueError(
-            f"Checkpoint({name}=...) is given {thing!r:.80}, of which there is nothing to save; give variables, lists "
-            "and dicts of them, objects that have them, optimizers, metrics, or objects with state_dict"
+            f"Checkpoint({name}=...) got {thing!r:.80}, which has nothing to save; pass variables, lists "
+            "and dicts of them, objects that contain them, optimizers, metrics, or objects with state_dict"
         )
 
 
@@ -169,13 +169,13 @@ def _named(path: str, thing: object) -> Iterator[tuple[str, Any]]:
     names = set[str]()
     for name, child in children(thing):
         if name in names:
-            raise ValueError(f"{path!r} has two keys that are both {name!r} in a path, such as 1 and '1'; rename one")
+            raise ValueError(
+                f"{path!r} has two keys that become the same name {name!r} in a path, such as 1 and '1'; rename one"
+            )
         names.add(name)
         yield f"{path}/{_escaped(name)}", child
     if isinstance(thing, set | frozenset) and not all(isinstance(item, (*_PLAIN, *_CLOSED)) for item in thing):
-        raise ValueError(
-            f"{path!r} is a set, whose items have no names by which they come back; make it a list or dict"
-        )
+        raise ValueError(f"{path!r} is a set, whose items have no names to restore them by; use a list or dict")
 
 
 def _escaped(name: str) -> str:

@@ -16,13 +16,13 @@ class CheckpointOptions:
     Source: `tf.train.CheckpointOptions`.
 
     Attributes:
-        enable_async: True if `save` and `write` return when the values are frozen, while servers go on writing. What
-            goes wrong then is raised by the next save, or by `Checkpoint.sync`.
-        if_busy: while the checkpoint before is being written, "wait" for it, or "refuse", with a `CheckpointError`.
-        cast: True to cast restored values to the dtypes of the variables; else another dtype is refused.
+        enable_async: True if `save` and `write` return when the values are frozen, while servers are still writing. An
+            error is then raised by the next save, or by `Checkpoint.sync`.
+        if_busy: while the checkpoint before is being written, "wait" for it, or "refuse" with a `CheckpointError`.
+        cast: True to cast restored values to the dtypes of the variables; else another dtype is an error.
 
     Raises:
-        ValueError: `if_busy` is neither.
+        ValueError: `if_busy` is another word.
     """
 
     enable_async: bool = True
@@ -31,7 +31,7 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         if self.if_busy not in get_args(IfBusy):
-            raise ValueError(f"if_busy {self.if_busy!r} is unknown; write 'wait' or 'refuse'")
+            raise ValueError(f"if_busy {self.if_busy!r} is unknown; use 'wait' or 'refuse'")
 
 
 DEFAULT = CheckpointOptions()

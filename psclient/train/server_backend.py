@@ -50,9 +50,7 @@ class ServerBackend:
         """As `CheckpointBackend.check_free`; it is asked in a round, so that all processes go the same way."""
         if options.if_busy == "refuse" and self._busy():
             path = self._checkpoints.saving
-            raise CheckpointError(
-                f"checkpoint {path!r} is still being written; save less often, or take if_busy='wait'"
-            )
+            raise CheckpointError(f"checkpoint {path!r} is still being written; save less often, or use if_busy='wait'")
 
     def _busy(self) -> bool:
         """Returns whether a checkpoint is being written, as the process knows that asks for them."""
@@ -72,8 +70,8 @@ class ServerBackend:
         order = content.order()
         if len(order) > PART_BYTES // 2:
             raise ValueError(
-                f"the states and paths in checkpoint {path!r} take {len(order):,} bytes of JSON, and at most "
-                f"{PART_BYTES // 2:,} can be sent; keep in variables what is large"
+                f"the states and paths in checkpoint {path!r} have {len(order):,} bytes of JSON, but at "
+                f"most {PART_BYTES // 2:,} can be sent; keep large data in variables"
             )
         self._checkpoints.save(path, order)
 
@@ -93,7 +91,7 @@ class ServerBackend:
         """As `CheckpointBackend.restore`: a round of all, but for a process that comes back to a running job."""
         self._remote.settle()
         if self._remote.group.outside:
-            log.info("this process comes back to a running job: its variables stay as they are")
+            log.info("this process rejoins a running job, so restore keeps the current values of variables")
             return None
         self.sync()
         if self._remote.group.late:

@@ -87,9 +87,9 @@ def to_json(path: str, state: object) -> Any:
         return strict_json.shallow(_written(state, ""))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            f"state_dict() of {path!r} cannot be saved: {error}; keep arrays in variables, and let state_dict give "
-            "numbers, words, lists and dicts; a module or optimizer of PyTorch is saved by the "
-            "psclient.torch.Optimizer that trains it: Checkpoint(optimizer=optimizer)"
+            f"state_dict() of {path!r} cannot be saved: {error}; keep arrays in variables, and return "
+            "numbers, strings, lists and dicts. PyTorch modules and optimizers are saved through their "
+            "psclient.torch.Optimizer: Checkpoint(optimizer=optimizer)"
         ) from error
 
 
@@ -130,13 +130,13 @@ def _written(value: Any, where: str) -> Any:
         return {f"{TAG}complex": [_written(value.real, where), _written(value.imag, where)]}
     if isinstance(value, np.generic) or kind is np.ndarray:
         return {f"{TAG}array": _written_array(np.asarray(value), kind is np.ndarray, where)}
-    raise TypeError(f"{_at(where)}a {kind.__qualname__} would not come back as it is")
+    raise TypeError(f"{_at(where)}a {kind.__qualname__} cannot be restored unchanged")
 
 
 def _written_array(array: Any, whole: bool, where: str) -> list[Any]:
     if array.dtype.kind not in "biufc" or array.nbytes > MOST_BYTES:
         what = f"an array {array.dtype}{[*array.shape]}"
-        raise TypeError(f"{_at(where)}{what} would not come back as it is, or is larger than {MOST_BYTES} bytes")
+        raise TypeError(f"{_at(where)}{what} cannot be restored unchanged, or is larger than {MOST_BYTES} bytes")
     plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return [array.dtype.name, [*array.shape], base64.b64encode(plain.tobytes()).decode(), whole]
 
@@ -162,4 +162,4 @@ def _read(kind: str, said: Any) -> Any:
         dtype = np.dtype(said[0])
         found = np.frombuffer(base64.b64decode(said[2]), dtype.newbyteorder("<")).astype(dtype).reshape(said[1])
         return found if said[3] else found[()]
-    raise ValueError(f"a checkpoint has a state of the type {kind!r}, which this version does not know")
+    raise ValueError(f"the checkpoint contains a state of type {kind!r}, which this version does not support")

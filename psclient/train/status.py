@@ -21,21 +21,22 @@ SHOWN = 10
 
 
 class LoadStatus:
-    """The result of `Checkpoint.restore`: tells, as of each call, which values of a checkpoint have found their place.
+    """The result of `Checkpoint.restore`: checks, as of each call, which values of a checkpoint were matched.
 
     Source: the load status of `tf.train.Checkpoint.restore`.
 
     Args:
         path: path of the checkpoint.
-        manifest: the checkpoint's table of contents; None where nothing was restored, and nothing had to be.
-        explore: returns what is tracked now.
-        given: the variables that got a value when it was restored, with the names of their tensors.
-        backend: tells which variables that were created since began with a restored value.
-        damaged: names of checkpoints beside it that were passed over, with what is wrong.
+        manifest: the checkpoint's table of contents; None if nothing was or had to be restored.
+        explore: returns the objects that are tracked now.
+        given: the variables that were restored, with the names of their tensors.
+        backend: knows which variables created since then began with a restored value.
+        damaged: names of skipped checkpoints in its directory, with the damage.
 
     Attributes:
-        path, damaged: the constructor's arguments.
-        restored: False where nothing has changed, since this process has come back to a running job.
+        path: the constructor's argument.
+        damaged: the constructor's argument.
+        restored: False if nothing has changed because this process has come back to a running job.
     """
 
     def __init__(
@@ -59,62 +60,62 @@ class LoadStatus:
         self._told: tuple[list[str], list[str]] = [], []
 
     def assert_consumed(self) -> Self:
-        """Checks that each value of the checkpoint is some object's, and each object has got its value.
+        """Checks that each value of the checkpoint was matched by an object, and each tracked object by a value.
 
         Returns:
             The status itself.
 
         Raises:
-            AssertionError: a value or an object is left over; both lists are in it.
+            AssertionError: a value or an object is unmatched; the message has both lists.
         """
         unused, without = self._unused(), self._without()
         if unused or without:
             raise AssertionError(
-                f"of the checkpoint {self.path!r} nothing tracked takes {_listed(unused)}; it has nothing for "
-                f"{_listed(without)}"
+                f"the checkpoint {self.path!r} and this program differ; not used by the program: {_listed(unused)}; "
+                f"not in the checkpoint: {_listed(without)}"
             )
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Checks that all that is tracked now has got its value; the checkpoint may have more.
-
-        Returns:
-            Itself.
-
-        Raises:
-            AssertionError: something has got none; also what the checkpoint has and nobody takes is in it.
-        """
-        without = self._without()
-        if without:
-            raise AssertionError(
-                f"the checkpoint {self.path!r} has nothing for {_listed(without)}; what it has and nothing tracked "
-                f"takes: {_listed(self._unused())}"
-            )
-        return self
-
-    def assert_nontrivial_match(self) -> Self:
-        """Checks that anything at all but the count of saves has got its value.
+        """Checks that each tracked object was matched by a value; the checkpoint may have more.
 
         Returns:
             The status itself.
 
         Raises:
-            AssertionError: no value has found its place.
+            AssertionError: an object is unmatched; the message also has the unmatched values.
+        """
+        without = self._without()
+        if without:
+            raise AssertionError(
+                f"the checkpoint {self.path!r} does not contain {_listed(without)}; not used by the "
+                f"program: {_listed(self._unused())}"
+            )
+        return self
+
+    def assert_nontrivial_match(self) -> Self:
+        """Checks that at least one value was matched, the count of saves aside.
+
+        Returns:
+            The status itself.
+
+        Raises:
+            AssertionError: no value was matched.
         """
         tracked = self._explore()
         found = [path for path, v in tracked.variables.items() if path != COUNTER and self._has_value(v)]
         if self._manifest and not found and not set(tracked.stateful) & set(self._manifest.state):
             raise AssertionError(
-                f"nothing of the checkpoint {self.path!r} was restored: it has {_listed(self._unused())}, and what is "
-                f"tracked is {_listed(self._without())}"
+                f"nothing was restored from the checkpoint {self.path!r}: it contains "
+                f"{_listed(self._unused())}, but the program has {_listed(self._without())}"
             )
         return self
 
     def expect_partial(self) -> Self:
-        """Says that some of it may find no place: there is no warning of that at the end of the first step.
+        """Silences the warning about unmatched values at the end of the first step.
 
         Returns:
-            Itself.
+            The status itself.
         """
         self._partial = True
         return self
@@ -139,16 +140,19 @@ class LoadStatus:
         except AssertionError:
             if without := self._without():
                 self._told = self._unused(), without
-                log.warning("%s. Is it the checkpoint of another program?", self._mismatch(*self._told))
+                log.warning("%s. Check whether the checkpoint is from another program", self._mismatch(*self._told))
 
     def warn(self) -> None:
-        """Warns of what has found no place by now, if there is anything that nobody was told of, or expects."""
+        """Warns of unmatched values, if they were neither reported before nor expected."""
         try:
             lists = self._unused(but_later=True), self._without()
         except ValueError:  # what was tracked is there no more, such as the optimizer of a module
             return
         if any(lists) and not self._partial and lists != self._told:
-            log.warning("%s. If that is meant, expect_partial() of the status silences this", self._mismatch(*lists))
+            log.warning(
+                "%s. If this is intended, call expect_partial() on the status to silence this warning",
+                self._mismatch(*lists),
+            )
 
     def _mismatch(self, unused: list[str], without: list[str]) -> str:
         return (
@@ -201,7 +205,7 @@ class NothingRestored(LoadStatus):
 
     def assert_consumed(self) -> Self:
         """Raises `AssertionError`: nothing was restored."""
-        raise AssertionError("restore(None) restores nothing; there was no checkpoint")
+        raise AssertionError("restore(None) restores nothing, because there was no checkpoint")
 
     assert_existing_objects_matched = assert_nontrivial_match = assert_consumed
 

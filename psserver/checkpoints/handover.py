@@ -136,9 +136,7 @@ class Handover:
                 try:
                     self._place.remove(f"{order.path}/{file_name}")
                 except Exception as error:  # object stores have errors of their own; all is read
-                    log.warning(
-                        "cannot remove %s, which is not needed any more: %s", f"{saved.full}/{file_name}", error
-                    )
+                    log.warning("cannot remove %s, which is no longer needed: %s", f"{saved.full}/{file_name}", error)
         return _HandedOver(values, parts, later, checkpoint, shard)
 
     def _put(
@@ -150,12 +148,14 @@ class Handover:
         now: float,
     ) -> list[Effect]:
         if found is None:
-            error = error or PSError("nothing was read")
+            error = error or PSError("the server's own copy of its variables could not be read")
             return [Fail(future, error), *self._lost(error, now)]
         self._store.commit(found.values)
         for table in found.tables:
             table.put()
         self._restores.adopt(found.checkpoint, found.later)
         self._rounds.backlog.has_read(order.returns)
-        log.info("%s has its variables, with %d rounds to make up", self._store.task, len(self._rounds.backlog))
+        log.info(
+            "%s has read its variables; it still has to apply %d rounds", self._store.task, len(self._rounds.backlog)
+        )
         return [Reply(future, found.shard)]

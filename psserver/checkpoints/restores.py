@@ -171,7 +171,7 @@ class Restores:
             error = _given_up(wish.path, wish.turn)
         if error is not None or prepared is None:
             self._tally.restores["failed"] += 1
-            return [Fail(wish.future, error or PSError("a restore without values"))]
+            return [Fail(wish.future, error or PSError("the restore contains no values"))]
         self._prepared = prepared
         return [Reply(wish.future, prepared.saved.reply)]
 
@@ -205,7 +205,7 @@ class Restores:
         # Every asynchronous process runs this round, and only the first restores: later ones must not undo pushes.
         if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
             return {}
-        raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._store.task))
+        raise InvalidRequest(f"the restore of {commit.path!r} was not prepared on this server", str(self._store.task))
 
     def ran(self, job: ReadyRound) -> list[Effect]:
         """Lets go of prepared values after a round that committed them, or that shows that their restore was given up.
@@ -319,14 +319,14 @@ def _makers(job: ReadyRound) -> set[int]:
 def _another(path: str, asked: str) -> PSError:
     """Returns the error for an asynchronous process that restores another checkpoint than the first process did."""
     return InvalidRequest(
-        f"restore {path!r} is not what another process restores first: {asked!r}. Asynchronous processes restore the "
-        "same checkpoints, each in the same order"
+        f"this process restores {path!r}, but another process restored {asked!r} first. Asynchronous processes must "
+        f"restore the same checkpoints in the same order"
     )
 
 
 def _given_up(path: str, turn: Turn) -> PSError:
     """Returns the error for a restore that another process has left for a later one; `Diverged` in synchronous mode."""
-    why = f"restore {path!r} was given up by a process that has begun a later one"
+    why = f"the restore of {path!r} was cancelled, because another process began a later restore"
     if turn.generation:
         return Diverged(f"the processes do not run the same program: {why}")
     return InvalidRequest(why)

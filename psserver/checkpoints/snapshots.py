@@ -144,7 +144,7 @@ class Snapshots:
         try:
             return self._freeze(job, save)
         except Exception as bug:  # our bug: the round is done, and the checkpoint alone has failed
-            log.exception("round %d was not held for %s", job.round, save.order.path)
+            log.exception("the values of round %d could not be kept for %s", job.round, save.order.path)
             return [Fail(save.shard, self._error(f"internal error: {bug!r}; see the server's log"))]
 
     def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
@@ -215,7 +215,10 @@ class Snapshots:
             return []  # the values are not frozen yet, or all parts are written, or it would save the same
         if spare is None:
             save.shard, lost = Future(), Task("ps", server)
-            why = f"{lost} was lost while it was written, and the values of then are not held any more; save again"
+            why = (
+                f"{lost} was lost while the checkpoint was written, and its values of that round are no longer "
+                "kept; save again"
+            )
             return [Fail(save.shard, self._error(why))]
         values = {name: value for name, value in spare.values.items() if name in led}
         again = replace(spare, values=values, tables={name: t for name, t in spare.tables.items() if name in led})
@@ -256,7 +259,7 @@ class Snapshots:
             self._bases.note(save.order.path, save.rounds)
             return effects
         self._bases.forget(save.order.path)
-        effects.append(Fail(save.shard, self._error(f"it was given up: {entry.error}")))
+        effects.append(Fail(save.shard, self._error(f"the checkpoint was cancelled: {entry.error}")))
         if save.frozen is not None:
             effects.append(Work("files", self._remove, (save.frozen,)))
         return effects
@@ -275,11 +278,11 @@ class Snapshots:
             return None
         refused = self._rounds.refused.get(plan_id)
         if refused is not None:
-            return self._error(f"its section was refused: {refused.message}")
+            return self._error(f"the compiled step that saves it was rejected: {refused.message}")
         if self._rounds.closed > save.closed:
             return self._error(
-                f"the round that was to be saved as {save.order.path!r} failed, or those who began it are gone; "
-                "save again"
+                f"the round to be saved as {save.order.path!r} failed, or the workers that began it were lost; save "
+                f"again"
             )
         return None
 
@@ -340,7 +343,7 @@ class Snapshots:
         """
         save = self._saves.get(plan_id)
         if save is None or (manifest and save.frozen is None):
-            return [Fail(future, self._error("no checkpoint of this plan is being written here"))]
+            return [Fail(future, self._error("this server is not writing the checkpoint that was asked for"))]
         if not manifest:
             return [Run(save.shard.add_done_callback, (partial(_follow, future),))]
         if save.manifest is not None:
@@ -355,7 +358,9 @@ class Snapshots:
     def _let_go(self, save: _Save, frozen: Frozen, name: str) -> tuple[None, bool]:
         """Releases the array of a variable whose bytes are written; answers True if a waiting round may run."""
         if save not in self._saves.values():
-            raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
+            raise CheckpointError(
+                "the checkpoint is no longer wanted, because it was cancelled or the job was restarted"
+            )
         # Rounds look again only once this may let one run: a look at many small variables takes longer than a write.
         waited = self._excess > 0
         if name not in frozen.values:  # of a dynamic table, which lets go of its rows by itself
@@ -393,7 +398,7 @@ class Snapshots:
         try:
             remove_shard(self._place, frozen)
         except Exception as error:  # object stores have errors of their own
-            log.warning("cannot remove the part of %s, which failed: %s", frozen.order.path, error)
+            log.warning("cannot remove the part of the failed checkpoint %s: %s", frozen.order.path, error)
 
 
 def _name_in_file(variable: PlacedVariable) -> str:

@@ -185,12 +185,12 @@ def _check(checkpoint: SavedCheckpoint, wanted: Wanted) -> None:
         if not fits or (there.dtype != row.dtype and not wanted.cast):
             wish = "restore it with CheckpointOptions(cast=True)" if fits else "create the table as it was saved"
             raise VariableMismatch(
-                f"the checkpoint {full} has {name!r} as {there}, and table {wanted.name!r} rows of {row}; {wish}"
+                f"the checkpoint {full} holds {name!r} as {there}, but table {wanted.name!r} has rows of {row}; {wish}"
             )
         if owners.get(name) != (wanted.saved if table else None):
             raise VariableMismatch(
-                f"the checkpoint {full} does not have {name!r} beside {wanted.saved!r}; a table and what lies beside "
-                "its rows are restored together"
+                f"the checkpoint {full} does not contain {name!r}, which belongs to {wanted.saved!r}; restore a "
+                f"table together with its slot variables"
             )
     if table is not None:
         check_keys(checkpoint, table.name, wanted.name, wanted.spec)
@@ -208,8 +208,8 @@ def check_keys(checkpoint: SavedCheckpoint, saved: str, name: str, spec: TableSp
         ours, theirs = getattr(spec, what), getattr(checkpoint.manifest.tables[saved].spec, what)
         if ours != theirs:
             raise VariableMismatch(
-                f"the checkpoint {checkpoint.full} has table {saved!r} with {what} {theirs!r}, and table {name!r} has "
-                f"{ours!r}; create the table as it was saved"
+                f"the checkpoint {checkpoint.full} holds table {saved!r} with {what} {theirs!r}, but table {name!r} "
+                f"has {ours!r}; create the table as it was saved"
             )
 
 
@@ -241,7 +241,7 @@ def _fill_from_array(checkpoint: SavedCheckpoint, wanted: Wanted, table: Table) 
         there = checkpoint.manifest.tensors[name].spec
         if there.shape[0] != total:
             raise VariableMismatch(
-                f"the checkpoint {checkpoint.full} has {name!r} as {there}, and {wanted.saved!r} with {total} rows"
+                f"the checkpoint {checkpoint.full} holds {name!r} as {there}, and {wanted.saved!r} with {total} rows"
             )
         step = max(1, PIECE_BYTES // row.nbytes)
         for first in range(0, total, step):

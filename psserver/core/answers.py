@@ -126,7 +126,7 @@ class Answers:
                 if error := record.error or broken:
                     raise error
                 if not (record.is_for(said.session) or said.closure):
-                    raise Fenced(f"round {said.round} was made without this session; restart the process")
+                    raise Fenced(f"round {said.round} was completed without this process; restart it")
                 rows = (looked_up or {}).get(said.session) if said.lookups else ()
                 if said.lookups or said.want not in payloads:
                     missing = [id for id in said.want if id not in fresh]
@@ -173,7 +173,7 @@ class Answers:
 
 def _reply(said: Contribution, record: Record, payload: Payload, over: int) -> RoundReply:
     if record.generation is None:
-        raise PSError("a round without a generation")
+        raise PSError("the round has no generation")
     return RoundReply(
         said.round,
         record.generation,

@@ -26,6 +26,6 @@ class ChunkStimuli:
     def assign_batches(self, now: float, session: int, ask: ChunkAsk) -> Outcome:
         """Answers a worker that asks for batches of a dataset."""
         if self.server != 0:
-            raise InvalidRequest("batches are handed out by server 0", str(self.task))
+            raise InvalidRequest("only server 0 assigns batches", str(self.task))
         self._admission.check(session, now)
         return self.rounds.chunks.assign_batches(session, self.registry.task(session), ask), []

@@ -59,6 +59,6 @@ class ClosureStimuli:
     def _who(self, session: int, now: float) -> Task:
         """Returns the task of a session that may have to do with closures; raises `PSError` if it may not."""
         if self.server != 0:
-            raise InvalidRequest("closures are scheduled at server 0", str(self.task))
+            raise InvalidRequest("only server 0 schedules closures", str(self.task))
         self._admission.check(session, now)
         return self.registry.task(session)

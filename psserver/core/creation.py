@@ -72,8 +72,8 @@ class Creation:
         there = self._log.name(task, variable.id, variable.spec, variable.servers)
         if there != variable:
             raise VariableMismatch(
-                f"{task} creates variable {variable.spec} on servers {variable.servers[:8]}, in this order; others "
-                f"created it on {there.servers}. Give every process the same ps_strategy"
+                f"{task} creates variable {variable.spec} on servers {variable.servers[:8]}, in this order, but "
+                f"other processes created it on {there.servers}. Give every process the same ps_strategy"
             )
 
     def _declare(self, variable: PlacedVariable) -> None:

@@ -166,7 +166,9 @@ class Digests:
             return []  # the job was started anew
         self.hashes = False
         if found is None:
-            log.warning("%s could not hash its values after round %d: %s", self._store.task, round, error)
+            log.warning(
+                "%s could not compute checksums of its variables after round %d: %s", self._store.task, round, error
+            )
         for (pair, _), hashes in zip(asked, found or (), strict=False):
             ids = sorted(hashes)
             pair.mine = pair.untold = Digest(round, tuple(ids), tuple(hashes[id] for id in ids))
@@ -216,12 +218,12 @@ class Digests:
         if not pair.warned:
             pair.warned = True
             log.warning(
-                "%s has other values than %s after round %d: of %s. One of the two computes otherwise, or its memory "
-                "is bad",
+                "%s and its copy on %s have different values of %s after round %d. The two machines compute "
+                "differently, or one has faulty memory",
                 self._store.task,
                 Task("ps", server),
-                round,
                 pair.difference.told,
+                round,
             )
 
     @property

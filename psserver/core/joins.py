@@ -65,8 +65,8 @@ class Indices:
         mine = next((index for index, kept in self._kept.items() if kept.key == key), None)
         if mine is None and len(self._kept) >= self._limit:
             raise ConfigError(
-                f"{self._limit} workers join this job just now, and no more may; wait until they are there, or start "
-                "the servers with a larger --max-sessions"
+                f"{self._limit} workers are joining this job, which is the limit; wait until they have joined, or "
+                f"start the servers with a larger --max-sessions"
             )
         if mine is None or wanted not in (None, mine):
             mine = self._new(wanted, first, open)
@@ -87,8 +87,8 @@ class Indices:
             )
         if wanted in open or wanted in self._kept:
             raise TaskTaken(
-                f"another process is {task} of this job; end it first, or join with the certificate of another worker "
-                "(psctl certs OUT --extra-workers N makes them)",
+                f"{task} is already in this job; end that process first, or join with the certificate of another "
+                f"worker (psctl certs OUT --extra-workers N makes them)",
                 str(task),
             )
         return wanted
@@ -105,9 +105,9 @@ class JoinStimuli:
     def enlist(self, now: float, task: Task | None, key: int) -> Outcome:
         """Gives a process that joins the job the task that it is to be, or keeps that for it."""
         if task is not None and task.job != WORKER:
-            raise InvalidRequest(f"{task} is no worker, and only workers join a running job", str(self.task))
+            raise InvalidRequest(f"{task} is not a worker; only workers can join a running job", str(self.task))
         if not key:
-            raise InvalidRequest("who joins a job names itself by a number drawn by lot", str(self.task))
+            raise InvalidRequest("a process that joins a job must identify itself by a random number", str(self.task))
         self._check_joinable()
         states = self.members.states(now)
         open = {each.member.task.index for each in states if each.state == "open" and each.member.task.job == WORKER}
@@ -118,6 +118,6 @@ class JoinStimuli:
     def _check_joinable(self) -> None:
         log, here = self.log, str(self.task)
         if log.servers and not log.keeps:
-            raise InvalidRequest("another server keeps the sessions, and gives places to workers", here)
+            raise InvalidRequest("this server does not keep the sessions, so workers cannot join here", here)
         if log.over or log.lost is not None:
-            raise InvalidRequest("the job is over: nobody can join it", here)
+            raise InvalidRequest("the job is over, so workers cannot join it", here)

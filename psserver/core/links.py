@@ -50,7 +50,7 @@ class Links:
         missed.reason = reason
         if not missed.told and self._rounds.votes.kept(server) > self._rounds.strands[None].last:
             missed.told = True
-            log.warning("rounds wait: %s does not reach %s (%s)", self._task, Task("ps", server), reason)
+            log.warning("rounds wait, because %s cannot reach %s (%s)", self._task, Task("ps", server), reason)
 
     def missed(self, now: float) -> tuple[MissedPeer, ...]:
         """Returns the servers for which there are votes and no connection."""

@@ -126,7 +126,7 @@ class Log:
     def servers(self) -> int:
         """The job's number of servers; raises `InvalidRequest` while there is no job."""
         if not self.incarnations:
-            raise InvalidRequest("no chief has begun a job on this server yet", str(self._store.task))
+            raise InvalidRequest("the chief has not started a job on this server yet", str(self._store.task))
         return len(self.incarnations)
 
     # ---- By the chief ----
@@ -210,7 +210,7 @@ class Log:
             self._rounds.last = back.round - 1
             self._rounds.votes.close(self._rounds.last)
             self._rounds.backlog.begin(back.generation)
-            log.info("%s is back, and takes part from round %d on", self._store.task, back.round)
+            log.info("%s was readmitted, and takes part from round %d on", self._store.task, back.round)
         return self._introduce()
 
     def _lose(self, entry: Gone) -> list[Effect]:
@@ -240,7 +240,7 @@ class Log:
         try:
             self._store.declare(variable)
         except PSError as error:
-            log.warning("%s; who creates it here is told the same", error)
+            log.warning("cannot create a variable: %s", error)
 
     def _named(self) -> set[int]:
         """Returns the numbers of all variables in the log."""
@@ -251,7 +251,7 @@ class Log:
         try:
             self._verify(prepared)
         except PSError as error:
-            log.warning("refuses a plan: %s", error)
+            log.warning("rejected a compiled step: %s", error)
             effects = self._rounds.refuse(prepared, error)
         else:
             effects = self._rounds.approve(prepared)
@@ -289,22 +289,24 @@ class Log:
             there = self._store.variables[ordinal if known is None else known]
             if there.spec != spec or there.id != ordinal:
                 raise VariableMismatch(
-                    f"{task} creates variable {spec} as its number {ordinal}; {self._creators[there.id]} created "
-                    f"{there.spec} as number {there.id}. Every process must create the same variables in the "
-                    "same order"
+                    f"{task} creates variable {spec} as number {ordinal}, but {self._creators[there.id]} created "
+                    f"{there.spec} as number {there.id}. Every process must create the same variables in the same "
+                    f"order"
                 )
             if set(servers) != set(there.servers):
                 raise VariableMismatch(
-                    f"{task} creates variable {spec} on servers {servers}; {self._creators[there.id]} created it on "
-                    f"{there.servers}. Give every process the same ps_strategy, and create variables beside the same "
-                    "others"
+                    f"{task} creates variable {spec} on servers {servers}, but {self._creators[there.id]} created it "
+                    f"on {there.servers}. Give every process the same ps_strategy and the same colocate_vars_with"
                 )
             return there
         if ordinal > len(self._creators):
-            raise Diverged(f"{task} creates its variable number {ordinal}, and the job has {len(self._creators)}")
+            raise Diverged(
+                f"{task} creates variable number {ordinal}, but the job has only {len(self._creators)} "
+                f"variables. Every process must create the same variables in the same order"
+            )
         count = self.servers
         if not are_some_of(servers, count):
-            raise InvalidRequest(f"servers {servers[:8]} of {count}; name each once")
+            raise InvalidRequest(f"servers {servers[:8]} are not distinct servers of a job with {count} servers")
         if ordinal >= MAX_VARIABLES:
             raise InvalidRequest(f"a job has at most {MAX_VARIABLES} variables; put several into one tensor")
         variable = PlacedVariable(ordinal, spec, servers)
@@ -323,7 +325,7 @@ class Log:
         """
         newest = self._rounds.generation
         if newest is None or not 0 < start.generation <= newest.number:
-            raise InvalidRequest(f"generation {start.generation} is not known here; no member begins in it")
+            raise InvalidRequest(f"generation {start.generation} is not known on this server")
         for item in self.entries:
             if isinstance(item, Started) and item.start.generation == start.generation:
                 if item.start != start:
@@ -356,13 +358,13 @@ class Log:
         if plan.snapshot is not None:
             if len(self._snapshots) + saves >= MAX_SAVES:
                 raise InvalidRequest(
-                    f"{MAX_SAVES} checkpoints were ordered and are not complete; is the chief running? Wait for each "
-                    "with checkpoint.sync() before the next one is saved"
+                    f"{MAX_SAVES} checkpoints are not complete yet, which is the limit; check that the chief runs, "
+                    f"and call checkpoint.sync() before the next save"
                 )
         elif len(self._rounds.plans) - self._ordered + len(self.proposed) - saves >= MAX_PLANS:
             raise InvalidRequest(
-                f"{MAX_PLANS} different sections were run; a section whose shapes change every time cannot be "
-                "reused: pad the shapes, or reduce over an axis first"
+                f"the job has run {MAX_PLANS} different compiled steps, which is the limit; a step is compiled again "
+                f"when its shapes change: pad the batches, or reduce over an axis first"
             )
 
     def _verify(self, prepared: PreparedPlan) -> None:
@@ -374,8 +376,8 @@ class Log:
             need += self._second_bytes(prepared)
         if need > limit:
             raise MemoryLimit(
-                f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
-                f"or make several sections of it ({PlanText(plan, self._store.variables)})",
+                f"a compiled step needs {human(need)} while it runs, and the limit is {human(limit)}; raise "
+                f"--memory-limit, or split the step ({PlanText(plan, self._store.variables)})",
                 str(self._store.task),
             )
 
@@ -390,4 +392,6 @@ class Log:
         approved = self._rounds.plans.get(plan_id)
         plan = approved.plan if approved else self.proposed.get(plan_id)
         # Proposals are kept on server 0 only; the other servers know approved plans.
-        return PlanText(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"
+        if plan is None:
+            return f"a compiled step that is not approved yet ({plan_id.hex()[:8]})"
+        return PlanText(plan, self._store.variables)

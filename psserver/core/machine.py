@@ -241,7 +241,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             self.members.forgive(gap)
         for task in self.members.expire(now) if self.log.keeps else ():
             self.tally.lost += 1
-            log.warning("lost %s: no sign of life for %.0f s", task, self.members.lease)
+            log.warning("removed %s: no heartbeat for %.0f s (PS_SESSION_TIMEOUT)", task, self.members.lease)
         return None, []
 
     # ---- Variables ----
@@ -264,7 +264,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     def _check_job(self, job: int) -> None:
         if job != self._job:
-            raise ServerLost("the job was started anew; restart the process", str(self.task))
+            raise ServerLost("the job was restarted; restart this process", str(self.task))
 
     def pull(self, now: float, session: int, asked: Asked, future: Future[PullReply]) -> Outcome[None]:
         """Adds a read of variables, and of rows, after a round. Readers without a session may call it as well."""
@@ -345,12 +345,12 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         gives = self.log.keeps and (self.members.token or self.log.entries)
         newest = self.members.token if gives else max(self._token, token)
         if token != newest or token == 0:
-            raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
+            raise Fenced("a newer chief has taken over the job, so this chief must end")
         self._token = token
 
     def _restart(self) -> list[Effect]:
         """Begins a new job: drops the state of the last one, and fails the calls that still wait in it."""
-        error = ServerLost("the job was started anew; restart the process", str(self.task))
+        error = ServerLost("the job was restarted; restart this process", str(self.task))
         ended = {member.session for member in self.rounds.generation.members} if self.rounds.generation else set()
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
@@ -374,7 +374,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         if record is not None:
             self.waiters.add(Owed(contribution.session, future, record, contribution))
         elif len(set(contribution.want)) != len(contribution.want):
-            raise InvalidRequest("a variable is wanted twice")
+            raise InvalidRequest("a variable is requested twice")
         else:
             self.store.check_rows(contribution.lookups, contribution.hints)
             tensors = self.store.tables_of(read.variable for read in (*contribution.lookups, *contribution.hints))
@@ -415,7 +415,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""
-        return None, self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
+        return None, self._abandon(ServerLost("the server is shutting down", str(self.task)), lambda session: True)
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
         """Fails all calls that wait; a watch only if `watches` holds for its session."""

@@ -51,11 +51,13 @@ class PeerStimuli:
         """
         if incarnation in self.log.lost_incarnations:
             self._check_there(server)
-            raise ServerGone("the job goes on with another process in its place", str(Task("ps", server)))
+            raise ServerGone("another process has replaced this server in the job", str(Task("ps", server)))
         if server in self.log.gone:
-            raise Unreachable(f"it does not know yet that {Task('ps', server)} is back", str(self.task))
+            raise Unreachable(f"it does not know yet that {Task('ps', server)} was readmitted", str(self.task))
         if server == self.server:
-            raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
+            raise InvalidRequest(
+                f"another server introduces itself as {self.task}, which is this server", str(self.task)
+            )
         self.registry.enter(incarnation, Task("ps", server))
         return None, []
 
@@ -86,7 +88,9 @@ class PeerStimuli:
     def _check_there(self, server: int) -> None:
         """Raises `ServerGone` for a server without which the job goes on."""
         if server in self.log.gone:
-            raise ServerGone(f"the job goes on without it: it {self.log.gone[server]}", str(Task("ps", server)))
+            raise ServerGone(
+                f"the job goes on without this server, because it {self.log.gone[server]}", str(Task("ps", server))
+            )
 
     def outlive(self, now: float, error: ServerGone) -> Outcome:
         """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
@@ -96,7 +100,7 @@ class PeerStimuli:
 
     def _cannot_read(self, now: float, error: PSError) -> list[Effect]:
         """Ends this server, which the others count on, and which could not read its variables."""
-        why = f"it could not read the variables that were handed over to it: {error.message}"
+        why = f"it could not read its variables: {error.message}"
         return self.outlive(now, ServerGone(why, str(self.task)))[1]
 
     def _left_behind(self, now: float, index: int, entries: Sequence[LogEntry]) -> list[Effect]:
@@ -111,7 +115,9 @@ class PeerStimuli:
         new = gone(entries)[len(gone(self.log.entries[index:])) :]
         if not new or not self.log.incarnations or self.log.away:
             return []  # it is a new process, and the log tells of those before
-        return self.outlive(now, ServerGone(f"the job goes on without it: it {new[-1].reason}", str(self.task)))[1]
+        return self.outlive(
+            now, ServerGone(f"the job goes on without this server, because it {new[-1].reason}", str(self.task))
+        )[1]
 
     def meet(self, now: float, server: int) -> Outcome:
         """Another server is connected anew: what was said to it may be lost."""

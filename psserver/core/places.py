@@ -45,20 +45,20 @@ class PlaceStimuli:
         if token:
             return self._leave_to(server, address, token)
         if not self.log.incarnations or self.log.over:
-            raise ConfigError("no job runs on this server: nothing is to be moved", str(self.task))
+            raise ConfigError("no job runs on this server, so it cannot be moved", str(self.task))
         if not self.store.copied:
             raise ConfigError(
-                "servers move only in a job whose variables have copies; start it with PS_REPLICATION_FACTOR=2",
+                "a server can move only if its variables have copies; start the job with PS_REPLICATION_FACTOR=2",
                 str(self.task),
             )
         if server >= self.log.servers:
-            raise InvalidRequest(f"the job has {self.log.servers} servers, and none with index {server}")
+            raise InvalidRequest(f"the job has {self.log.servers} servers, so there is no server {server}")
         return self._standbys.give(server, address, now), []
 
     def _leave_to(self, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
         self._check_token(token)
         if server != self.server:
             raise InvalidRequest(f"this is {self.task}, not {Task('ps', server)}", str(self.task))
-        log.warning("%s has moved to %s, and ends here", self.task, address)
+        log.warning("%s has moved to %s; this process ends", self.task, address)
         self.moved_to = address
         return address, [Reply(self.left, None), Reply(self.done, None)]

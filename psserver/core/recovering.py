@@ -77,7 +77,7 @@ class Recovering:
             return []  # the job was started anew
         self.keeps, effects = None, self._rounds.unused(job)
         if found is None:
-            failed = self._fail(job, error or PSError("it was not kept"))
+            failed = self._fail(job, error or PSError("the round's gradients could not be kept"))
             record, waiters = self._rounds.fail(job, failed)
         else:
             record, waiters = self._rounds.complete(job, found[1])
@@ -94,7 +94,7 @@ class Recovering:
             return
         self._nonfinite.judge(job, execution.found, self._tally)
         if not backlog.behind:
-            log.info("all rounds that were put off are made, the last is round %d", job.round)
+            log.info("recovered: all rounds up to round %d are applied", job.round)
 
 
 def _keep(job: ReadyRound) -> tuple[ReadyRound, Given]:

@@ -270,7 +270,7 @@ class Runner:
         self._store.end_loan()
         self._execution = self._awaits = self._ballot = None
         self._answers.drop()
-        log.info("round %d is made once more: a member was lost while it was made", ballot.job.round)
+        log.debug("round %d is repeated, because a worker was lost during it", ballot.job.round)
         ends = [] if ran is None else [Run(ran.close)]
         return [*self._rounds.again(ballot.job, attempt, agreed), *ends, *self.next()]
 
@@ -410,7 +410,7 @@ class Runner:
             # Of what several servers have agreed on, none may do otherwise.
             if (execution.halfway or job.voters) and self.broken is None:
                 error = self._fail_halfway(job, error)
-            log.warning("round %d failed, which its workers are told in full: %.160s", job.round, error)
+            log.warning("round %d failed; its workers raise the whole error: %.160s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
         traced = self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
@@ -434,7 +434,6 @@ def _takes_tables(job: ReadyRound, store: Store) -> bool:
 
 def _halfway(job: ReadyRound, error: PSError) -> PSError:
     return ServerLost(
-        f"round {job.round} failed halfway, so that some variables have its update and others have not ({error}); "
-        "restart from a checkpoint",
+        f"round {job.round} failed after it had updated some of the variables ({error}); restart from a checkpoint",
         error.task,
     )

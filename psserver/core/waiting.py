@@ -136,7 +136,7 @@ class Waiters:
                 row = Ahead(row.session, row.future, row.record, row.said)
             case Read(asked=Asked(variables=ids)):
                 if len(set(ids)) != len(ids):
-                    raise InvalidRequest("a variable is asked for twice")
+                    raise InvalidRequest("a variable is requested twice")
                 if self._rounds.backlog.awaits:
                     row = replace(row, checked=False)
                 else:
@@ -178,7 +178,7 @@ class Waiters:
         found: dict[tuple[int, int], OpenRound] = {}
         for row in self.rows[Ahead]:
             said = row.said
-            section = f"{self._log.describe(said.plan_id)}; applied, and ahead of others"
+            section = f"{self._log.describe(said.plan_id)}; applied, and waits for slower workers"
             missing = tuple(sorted(member.task for member in self._rounds.clocks.behind(said.session, said.round)))
             found[said.session, said.round] = OpenRound(said.round, section, missing, True)
         return tuple(found.values())
@@ -202,8 +202,10 @@ class Waiters:
         return self._may_go(row.said)
 
     def _may_go(self, said: Contribution) -> bool:
-        """Returns whether the answer of a round need not wait for the clocks of others; what a worker makes beside
-        the rounds that it counts never does."""
+        """Returns whether the answer of a round need not wait for the clocks of others.
+
+        A round that a worker makes beside those that it counts never waits.
+        """
         return said.alone or self._rounds.clocks.answers(said.session, said.round)
 
     def _can_go(self, row: Owed) -> bool:
@@ -220,7 +222,9 @@ class Waiters:
         """
         answers: list[Effect] = []
         if self._superseded:
-            error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
+            error = InvalidRequest(
+                f"this process already has {MAX_CALLS} later calls that wait; make fewer calls at a time"
+            )
             answers += [Fail(future, error) for future in self._superseded]
             self._superseded = []
         answers += self.due(ended, ends)

@@ -247,8 +247,8 @@ class Contributions:
     def _check_equal(self, what: str, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:
         if _bytes(pieces) != _bytes(expected):
             raise Diverged(
-                f"{what} differs: {self.senders[0].task} has {_show(expected)}, {sender.task} has {_show(pieces)}; "
-                "give it the same value on every worker, or reduce it first"
+                f"{what} must be equal on all workers, but {self.senders[0].task} has {_show(expected)} and "
+                f"{sender.task} has {_show(pieces)}; give it the same value on every worker, or reduce it first"
             )
 
     def reached(self, reductions: Numbers) -> int:
@@ -439,15 +439,14 @@ def _check_ids(ids: Array, task: Task, reduction: Reduction) -> None:
     size = reduction.tensor.shape[0]
     if len(ids) and not (ids[0] >= 0 and ids[-1] < size and bool((ids[1:] > ids[:-1]).all())):
         target = reduction.target or "a reduction"
-        raise ProgramError(f"the ids that {task} sent for {target} are not rows of {size} in increasing order")
+        raise ProgramError(f"{target}: the row ids from {task} must increase and be below {size}")
 
 
 def _check_places(data: Array, task: Task, reduction: Reduction) -> None:
     if reduction.codec is not None and not decoding.are_places(reduction.codec, data, reduction.tensor):
         target = reduction.target or "a reduction"
         raise ProgramError(
-            f"the places that {task} sent for {target} are not those of {reduction.tensor.size} elements in increasing "
-            "order"
+            f"{target}: the element indices from {task} must increase and be below {reduction.tensor.size}"
         )
 
 
@@ -455,7 +454,8 @@ def _check_times(ids: Array, task: Task, reduction: Reduction) -> None:
     times = ids[1]
     if times.size and not (times.min() >= 1 and times.max() <= MAX_COUNT):
         raise ProgramError(
-            f"{task} says for {reduction.target or 'a reduction'} that a key came {times.min()} to {times.max()} times"
+            f"{reduction.target or 'a reduction'}: the key counts from {task} are between {times.min()} and "
+            f"{times.max()}, which is not possible"
         )
 
 

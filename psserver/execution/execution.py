@@ -283,7 +283,7 @@ class Execution:
     def _check_contributed(self, contributed: bool) -> None:
         """Raises `ProgramError` if all contributors are lost and some data is missing: no variable may change."""
         if self.contributions.abandoned and not contributed:
-            raise ProgramError("all who contribute were lost before their contributions were whole")
+            raise ProgramError("all workers of the round were lost before their gradients had arrived completely")
 
     def _make(self, at: int, stop: int, alone: Set[int], spare: Spare) -> dict[int | Ref, Array]:
         """Runs some of the outline's steps; returns values that are final."""

@@ -173,8 +173,8 @@ class NonfiniteVariables:
             return None
         tally.nonfinite_contributions += len(job.accused)
         return NonfiniteError(
-            f"round {job.round} was not applied: {self.refusal(job)} (nonfinite='raise'); look at that step's loss "
-            "and gradients"
+            f"round {job.round} was not applied: {self.refusal(job)} (nonfinite='raise'); check that step's loss and "
+            f"gradients"
         )
 
     def judge(self, job: ReadyRound, found: NonfiniteValues, tally: ServerCounters) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ class NonfiniteVariables:
             lines += [f"round {job.round}: {line}"] if line else []
         if len(lines) > MAX_LINES:
             more = len(lines) - MAX_LINES
-            lines[MAX_LINES:] = [f"round {job.round}: the same is so of the updates of {more} more variables"]
+            lines[MAX_LINES:] = [f"round {job.round}: the same holds for {more} more variables"]
         for line in lines:
             log.warning("%s", line)
         return tuple(lines)
@@ -222,9 +222,9 @@ class NonfiniteVariables:
         lines = []
         for reduction, senders in sorted(tasks.items()):
             target = job.plan.reductions[reduction].target or f"reduction {reduction}"
-            lines.append(f"the contribution of {_some(list(map(str, sorted(senders))))} for {target}")
+            lines.append(f"the gradients of {_some(list(map(str, sorted(senders))))} for {target}")
         more = len(lines) - MAX_NAMES
-        lines[MAX_NAMES:] = [f"those for {more} more"] if more > 0 else []
+        lines[MAX_NAMES:] = [f"and in {more} more gradients"] if more > 0 else []
         return f"NaN or infinity in {'; '.join(lines)}"
 
     def _line(self, application: Application, senders: Sequence[Task], found: NonfiniteValues) -> str:
@@ -235,14 +235,14 @@ class NonfiniteVariables:
         self.ids.update(fresh)
         names = [repr(self._store.variables[id].spec.name) for id in fresh]
         why = (
-            f"the contribution of {_some(list(map(str, senders)))} has NaN or infinity, and was applied"
+            f"the gradients of {_some(list(map(str, senders)))} contained NaN or infinity, and were applied"
             if senders
-            else "its update gave NaN or infinity, and all contributions were finite: a number was too large, "
-            "something was divided by zero, or an operand such as the learning rate was not finite"
+            else "the update produced NaN or infinity from finite gradients; likely causes are an overflow, a "
+            "division by zero, or a learning rate that is not finite"
         )
         return (
-            f"{'variable' if len(names) == 1 else 'variables'} {_some(names)}: {why}. The values stay so: look at that "
-            "step's loss and gradients, and restore a checkpoint from before"
+            f"{'variable' if len(names) == 1 else 'variables'} {_some(names)}: {why}. Check that step's loss and "
+            f"gradients, and restore an earlier checkpoint"
         )
 
 

@@ -79,7 +79,7 @@ class StepVariables:
             if value is None or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
                 found = "none" if value is None else str(TensorSpec(value.dtype.name, value.shape))
                 raise ProgramError(
-                    f"variable {id} should have a value of {TensorSpec(dtype.name, shape)} here, and has {found}"
+                    f"variable {id} must have a value of {TensorSpec(dtype.name, shape)} here, but has {found}"
                 )
 
     @property

@@ -84,20 +84,20 @@ class Access:
         """
         found = self.registry.find(hello.session)
         if found is None or not hmac.compare_digest(found.transport_token, hello.token):
-            raise InvalidRequest("a connection has not shown whose it is")
+            raise InvalidRequest("the connection did not send a valid session token")
         self.check(VERBS["Push"], hello, names)
         return found
 
     def check_held(self, session: int, shown: Registered | None) -> None:
         """Raises `Fenced` if a transport was opened for a session that its own task has readmitted."""
         if self.registry.find(session) not in (shown, None):  # of one that is not here any more others say so
-            raise Fenced("this transport is of a session that was readmitted by its own task")
+            raise Fenced("this connection belongs to a session that its own task has opened again")
 
     def voter(self, session: int) -> int:
         """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""
         found = self.registry.find(session)
         if found is None or found.task.job != "ps":
-            raise Forbidden("only a server that has introduced itself votes here", self._server)
+            raise Forbidden("only a server that has introduced itself can vote here", self._server)
         return found.task.index
 
     def check(self, verb: Verb, request: Any, names: Names) -> None:
@@ -114,15 +114,15 @@ class Access:
     def _check_token(self, given: str | bytes | None) -> None:
         if given is None:
             raise Unauthenticated(
-                "this server asks for the token of its job, and the call has none; give the process PS_TOKEN_FILE or "
-                "PS_TOKEN, the same as the server's",
+                "the call has no token, and this server requires the token of its job; give the process the same "
+                "PS_TOKEN_FILE or PS_TOKEN as the server",
                 self._server,
             )
         said = given if isinstance(given, bytes) else given.encode(errors="replace")
         if not hmac.compare_digest(said, self._bearer):
             raise Unauthenticated(
-                "the call has the token of another job, or an old one; give the process the server's PS_TOKEN_FILE "
-                "or PS_TOKEN, and start it again",
+                "the call has the token of another job, or an old one; restart the process with the same "
+                "PS_TOKEN_FILE or PS_TOKEN as the server",
                 self._server,
             )
 
@@ -136,8 +136,8 @@ class Access:
     def _check_joiner(self, names: frozenset[str], request: Any) -> None:
         if not request.HasField("task"):
             raise Forbidden(
-                f"with certificates a worker joins as the task that its own names, which is {_whose(names)}, and this "
-                "one has not said which; install the same version of paramserver for both",
+                f"a worker with a certificate must join as the task that its certificate names ({_whose(names)}), "
+                f"but this worker named no task; install the same version of paramserver on both sides",
                 self._server,
             )
         self._check_names(names, messages.TASK.from_pb(request.task))
@@ -145,8 +145,8 @@ class Access:
     def _check_names(self, names: frozenset[str], task: Task) -> None:
         if task_name(task) not in names:
             raise Forbidden(
-                f"the caller says that it is {task}, and its certificate is {_whose(names)}; start {task} with the "
-                f"certificate of {certificate_name(task_name(task))} (--tls-cert, PS_TLS_CERT)",
+                f"the caller is {task}, but its certificate is {_whose(names)}; start {task} with the certificate of "
+                f"{certificate_name(task_name(task))} (--tls-cert, PS_TLS_CERT)",
                 self._server,
             )
 
@@ -159,8 +159,8 @@ class Access:
             )
         if task_name(found.task) not in names:
             raise Forbidden(
-                f"session {request.session} is {found.task}'s, and the caller's certificate is {_whose(names)}; a "
-                "process uses its own session alone",
+                f"session {request.session} belongs to {found.task}, but the caller's certificate is "
+                f"{_whose(names)}; a process can use only its own session",
                 self._server,
             )
 
@@ -171,8 +171,8 @@ class Access:
     def _check_chief(self, names: frozenset[str], request: Any) -> None:
         if not any(name.startswith("chief-") or name == "worker-0" for name in names):
             raise Forbidden(
-                "only a chief task, or worker 0 where there is none, approves plans and commits checkpoints, and the "
-                f"caller's certificate is {_whose(names)}; start the chief with its own (psctl certs makes chief-0)",
+                "only the chief, or worker 0 in a cluster without a chief, may do this, but the caller's certificate "
+                f"is {_whose(names)}; start the chief with the certificate chief-0 of psctl certs",
                 self._server,
             )
 
@@ -182,8 +182,8 @@ class Access:
     def _check_standby(self, names: frozenset[str], request: Any) -> None:
         if not any(name.startswith("ps-") for name in names):
             raise Forbidden(
-                f"who waits for the place of a server needs a server's certificate, and this is {_whose(names)}; psctl "
-                "certs --extra-ps makes some",
+                f"a standby server needs the certificate of a server, but this one is {_whose(names)}; psctl certs "
+                f"--extra-ps makes such certificates",
                 self._server,
             )
 
@@ -194,7 +194,8 @@ class Access:
     def _check_known(self, names: frozenset[str], request: Any) -> None:
         if not names:
             raise Forbidden(
-                f"the caller's certificate is {_whose(names)}; give it one of psctl certs: that of a task, or admin's",
+                f"the caller's certificate is {_whose(names)}; use the certificate of a task, or admin's, from psctl "
+                f"certs",
                 self._server,
             )
 

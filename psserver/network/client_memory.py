@@ -33,9 +33,9 @@ def take_segment(sock: socket.socket, limit: int) -> Segment:
     byte, files, _, _ = socket.recv_fds(sock, 1, 1)
     try:
         if not byte:
-            raise ConnectionResetError("it was closed at once")
+            raise ConnectionResetError("the connection was closed at once")
         if len(files) != 1:
-            raise InvalidRequest("no memory was handed over")
+            raise InvalidRequest("the client did not send a shared memory segment")
         return Segment.take(files[0], limit)
     finally:
         for file in files:

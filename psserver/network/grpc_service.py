@@ -276,7 +276,9 @@ class Service(grpc.GenericRpcHandler):
         self._transports.end(self._ended())
 
     def _ended(self) -> ServerLost:
-        return ServerLost("was stopped; its variables are gone; start it and restart from a checkpoint", self._task)
+        return ServerLost(
+            "was stopped, and its variables are lost; start it again, and restart the job from a checkpoint", self._task
+        )
 
     # ---- What every call goes through ----
 
@@ -309,7 +311,7 @@ class Service(grpc.GenericRpcHandler):
         for key, value in metadata:
             if key == INCARNATION_KEY and value != self._incarnation:
                 raise ServerLost(
-                    "was replaced by a new process; its variables are gone; restart from a checkpoint",
+                    "was replaced by a new process, and its variables are lost; restart the job from a checkpoint",
                     self._task,
                 )
 
@@ -433,7 +435,7 @@ class Service(grpc.GenericRpcHandler):
                     self._access.check(VERBS["Pull"], header.pull, names)
                     await self._pull(header.pull, calls, first)
                 case _:
-                    raise InvalidRequest("a frame of a stream has a header that begins nothing")
+                    raise InvalidRequest("a frame of a stream has an unexpected header")
         except PSError as error:
             return error
         except Exception:  # as in `_told`
@@ -525,7 +527,7 @@ async def _rest(context: Call, assembly: Assembly, in_flight: int) -> None:
             break
         frame = Frame.decode(message)
         if frame.header or frame.data is None:
-            raise InvalidRequest("a frame within a stream has a header, or no part")
+            raise InvalidRequest("a frame within a stream has a header or has no data")
         assembly.add(frame.offset, frame.data)
     assembly.check_whole()
 

@@ -120,19 +120,22 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
     """
     offers, limits = Offers(config, config.join), config.timeouts
     where, heard, limit = ", ".join(config.join), time.monotonic(), limits.start_timeout
-    silent = Reminder(limits.report_interval, lambda: log.warning("no server answers at %s; asks on", where))
+    silent = Reminder(limits.report_interval, lambda: log.warning("no server answers at %s; still trying", where))
     try:
         while True:
             offered = offers.say(NOWHERE)
             now = time.monotonic()
             if offered is None and now - heard > limit and offers.knows_job and until_done:
                 log.warning(
-                    "no server answers at %s for %g s: their job is over, or lost; waits no longer", where, limit
+                    "no server at %s has answered for %g s, so the job is over or lost; this standby server ends",
+                    where,
+                    limit,
                 )
                 return NOWHERE, offers.addresses
             if offered is None and now - heard > limit:
                 raise ConfigError(
-                    f"no server answers at {where} for {limit:g} s; name a job's servers in --join, in their order"
+                    f"no server at {where} has answered for {limit:g} s; check that the job runs, and that --join "
+                    f"names its servers in order"
                 )
             if offered is None:
                 silent.look()
@@ -185,7 +188,7 @@ class StandingOffer:
                         self._over()
                         return
                 except FINAL as error:
-                    log.warning("a server refuses this process: %s", error)
+                    log.warning("a server rejected this standby server: %s", error)
                 self._closed.wait(PAUSE_SECONDS)
         finally:
             self._offers.close()
@@ -202,5 +205,5 @@ def _answer(future: Any) -> Offered | None:
         if isinstance(answer, FINAL):
             raise answer from None
         if answer is not None:
-            log.warning("a server does not let this process wait: %s", answer)
+            log.warning("a server cannot accept this standby server now: %s", answer)
         return None

@@ -194,7 +194,7 @@ class Link:
                 carrier = transport
             else:
                 carrier = CallCarrier(stub(channel, VERBS["Vote"].path, (False, False)), self._metadata)
-            log.info("%s votes at %s, transport %s", self._config.task, self._task, carrier.transport)
+            log.debug("%s is connected to %s over %s", self._config.task, self._task, carrier.transport)
             self._carrier = carrier
             self._connected = True
             # From now on votes are sent at once; those before are said again by the machine.
@@ -232,7 +232,10 @@ class Link:
                 raise
         except (OSError, InvalidRequest) as error:
             log.info(
-                "%s votes over gRPC at %s: its transport cannot be reached (%s)", self._config.task, self._task, error
+                "%s uses gRPC to %s, because the tcp transport cannot be reached (%s)",
+                self._config.task,
+                self._task,
+                error,
             )
             return None
         return transport
@@ -261,7 +264,7 @@ class TransportCarrier:
         while (left := deadline - time.monotonic()) > 0:
             for message in self._link.receive():
                 if message.kind is not Kind.WELCOME:
-                    raise InvalidRequest(f"it answered {message.kind.name}")
+                    raise InvalidRequest(f"it sent {message.kind.name} in place of WELCOME")
                 self._link.trust()
                 return
             self._wait(False, left)

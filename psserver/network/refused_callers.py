@@ -75,8 +75,8 @@ class RefusedCallers:
             tells, untold = self._may_tell((host, reason), now), self._untold
             self._untold = 0 if tells else untold + 1
         if tells:
-            more = f"; {untold} more were refused since the last such line" if untold else ""
-            log.warning("%s refuses a caller at %s (%s, %s): %s%s", self._task, host, what, reason, why, more)
+            more = f"; {untold} more were rejected since the last such line" if untold else ""
+            log.warning("%s rejected a caller at %s (%s, %s): %s%s", self._task, host, what, reason, why, more)
 
     def _may_tell(self, key: tuple[str, Reason], now: float) -> bool:
         self._told = {other: then for other, then in self._told.items() if now - then < QUIET_SECONDS}

@@ -45,8 +45,8 @@ LOOK_SECONDS = 5.0
 """Seconds between two looks at the files of certificates; each new connection looks as well."""
 
 EXPOSED = (
-    "whoever reaches this machine could read and change the variables; give --tls-cert, --tls-key, --tls-ca and "
-    "--token-file (psctl certs makes them), or --insecure where nobody else is on the network"
+    "any host that reaches this port could read and change the variables; give --tls-cert, --tls-key, --tls-ca and "
+    "--token-file (psctl certs makes them), or --insecure on a private network"
 )
 
 
@@ -284,7 +284,7 @@ def _check_exposed(config: ServerConfig) -> None:
     missing = [what for what, given in (("TLS", config.security.tls), ("a token", config.security.token)) if not given]
     if not missing:
         return
-    text = f"{config.task} listens to other machines on {config.host} without {' and '.join(missing)}: {EXPOSED}"
+    text = f"{config.task} would accept other machines on {config.host} without {' and '.join(missing)}: {EXPOSED}"
     if not config.insecure:
         raise ConfigError(text)
     log.warning("INSECURE: %s", text)

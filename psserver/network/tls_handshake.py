@@ -36,7 +36,7 @@ class Handshake:
         self._over = over
         sock.setblocking(False)
         self._sealed = Sealed(sock, context)
-        self._late = self._loop.call_later(SECONDS, self.close, "it takes too long")
+        self._late = self._loop.call_later(SECONDS, self.close, "it took too long")
         self._loop.add_reader(sock, self._step)
 
     def close(self, why: str) -> None:

@@ -187,7 +187,7 @@ class Connection:
             self._memory.close()
         self._assemblies.clear()
         self._transports.connections.remove(self)
-        log.debug("a transport of session %s is closed: %s", self.session, why)
+        log.debug("a connection of session %s is closed: %s", self.session, why)
         if self._shared and self.session is not None and not gone:
             # Its client may still read answers in our memory; it closes its side afterwards.
             with contextlib.suppress(OSError):
@@ -238,7 +238,7 @@ class Connection:
         except OSError as error:
             self.close(str(error))
         except Exception:  # a bug of ours, or no memory: the client goes another way
-            log.exception("a transport is closed")
+            log.exception("a connection is closed after an internal error")
             self.close("internal error")
 
     def _take_turn(self) -> int:
@@ -323,7 +323,7 @@ class Connection:
             case Kind.VOTE:
                 self._vote(message)
             case _:
-                raise InvalidRequest(f"a client sends no {message.kind.name}")
+                raise InvalidRequest(f"a client must not send {message.kind.name}")
 
     def _hello(self, message: Message) -> None:
         hello = parse(pb.TransportHello, message.header)
@@ -390,7 +390,7 @@ class Connection:
         """Takes another server's vote, which has no answer."""
         vote = parse(pb.ServerVote, message.header)
         if vote.session != self.session:
-            raise InvalidRequest(f"this transport is of session {self.session}, not of {vote.session}")
+            raise InvalidRequest(f"this connection belongs to session {self.session}, not to {vote.session}")
         self._transports.access.check(VOTE, vote, self.names)
         self._transports.core.hear(self._transports.access.voter(vote.session), messages.said_from_pb(vote))
 
@@ -401,15 +401,15 @@ class Connection:
             PSError: why the call is refused.
         """
         if header.session != self.session:
-            raise Fenced(f"this transport is of session {self.session}, not of {header.session}")
+            raise Fenced(f"this connection belongs to session {self.session}, not to {header.session}")
         self._transports.access.check_held(header.session, self._registered)
         self._transports.access.check(verb, header, self.names)
         if self._transports.ended is not None:
             raise self._transports.ended
         if len(self._under_way) >= MAX_CALLS:
             raise InvalidRequest(
-                f"{MAX_CALLS} calls of this session wait on its transport already; wait for some of them before the "
-                "next",
+                f"{MAX_CALLS} calls of this session wait on this connection, which is the limit; wait for some of "
+                f"them before the next one",
                 self._transports.task,
             )
 

@@ -92,7 +92,7 @@ class TransportServer:
         self.leaving: set[Connection] = set()
         """Closed connections whose clients may still read this server's memory."""
         self.ended: PSError | None = None
-        """The error that refuses every call once the server ends; None until then."""
+        """The error that refuses every call once the server is shutting down; None until then."""
         self.encoder = RoundEncoder()
         """Of the answers on all transports."""
         self._resting = False
@@ -102,7 +102,7 @@ class TransportServer:
         found = self.access.admit_transport(hello, connection.names)
         others = [other for other in self.connections if other.session == hello.session]
         if len(others) >= MAX_CONNECTIONS:
-            others[0].close("its client has opened too many others")
+            others[0].close("its client has opened too many connections")
         return found
 
     def refuse(self, connection: Connection, error: PSError) -> None:
@@ -110,7 +110,7 @@ class TransportServer:
         if connection.session is None:
             self.access.refused.note("connect", connection.peer, "transport", error.message)
         else:
-            said = "a transport of session %d is closed, since what came is refused: %s"
+            said = "a connection of session %d is closed, because it sent an invalid message: %s"
             log.warning(said, connection.session, error.message)
         connection.close(error.message)
 
@@ -118,7 +118,7 @@ class TransportServer:
         """Closes all other connections of a session: its client has given them up, and perhaps could not say so."""
         for other in [other for other in self.connections if other.session == connection.session]:
             if other is not connection:
-                other.close("its client has opened another")
+                other.close("its client has opened a new connection")
 
     def outbox(self) -> tuple[SharedArena, int]:
         """Returns the memory for answers to clients that share memory, and its file; raises `OSError` on failure."""
@@ -131,8 +131,8 @@ class TransportServer:
         """Returns the assembly for a message's payload; raises `MemoryLimit` for one that announces too much."""
         if size > self.max_payload_bytes:
             raise MemoryLimit(
-                f"a message of {size} bytes is above this server's limit of {self.max_payload_bytes}; "
-                "give the server more memory, or spread the variables over more servers",
+                f"a message of {size} bytes exceeds this server's limit of {self.max_payload_bytes}; give the server "
+                f"more memory, or add servers",
                 self.task,
             )
         return Assembly(size, self.traffic[transport])
@@ -172,7 +172,7 @@ class TransportServer:
         strangers: list[Handshake | Connection] = list(self._handshakes)
         strangers += [connection for connection in self.connections if connection.session is None]
         if len(strangers) >= MAX_STRANGERS:
-            strangers[0].close("too many connections that say nothing")
+            strangers[0].close("too many idle connections")
         peer = SAME_HOST if shared else join_address(*address[:2])
         if self._tls is None or shared:
             self.connections.append(Connection(self, sock, shared, peer))
@@ -190,7 +190,7 @@ class TransportServer:
     def _rest(self, listener: socket.socket, shared: bool, error: OSError) -> None:
         """Stops accepting for a moment: a waiting client would keep the loop busy with failing accepts."""
         if not self._resting:
-            log.warning("%s lets nobody in for now (%s)", self.task, error.strerror)
+            log.warning("%s cannot accept connections for now (%s)", self.task, error.strerror)
         self._resting = True
         loop = asyncio.get_running_loop()
         loop.remove_reader(listener)
@@ -212,9 +212,9 @@ class TransportServer:
         if self.path:
             Path(self.path).unlink(missing_ok=True)
         for handshake in list(self._handshakes):
-            handshake.close("the server ends")
+            handshake.close("the server is shutting down")
         for connection in list(self.connections):
-            connection.close("the server ends", gone=True)
+            connection.close("the server is shutting down", gone=True)
         for connection in self.leaving:
             loop.remove_reader(connection.sock)
             connection.drop()

@@ -42,10 +42,10 @@ class PlanText(str):
         ]
         operands = enumerate(plan.operands)
         yield [[f"operand {i}{_in_brackets(one.label)} is {one.tensor}{_places(one.servers)}"] for i, one in operands]
-        yield [[f"{describe_ref(ref, variables)} comes back"] for ref in plan.returned]
+        yield [[f"{describe_ref(ref, variables)} is returned"] for ref in plan.returned]
         made = plan.snapshot
         yield [[f"a checkpoint {made.path!r} of round {made.round} is made"]] if made else []
-        yield [[f"what NaN and infinity do to it is {plan.nonfinite!r}"]] if plan.nonfinite != "apply" else []
+        yield [[f"nonfinite is {plan.nonfinite!r}"]] if plan.nonfinite != "apply" else []
         read = plan.restore
         yield [[f"{read.path!r} is restored, {read.turn}, choice {read.choice}"]] if read else []
 
@@ -76,7 +76,7 @@ def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, 
     for target, value in program.assigns:
         yield f"{name} assigns #{value} to {describe_ref(apply.args[target], variables)}"
     for value in program.outputs:
-        yield f"{name} gives back #{value}"
+        yield f"{name} returns #{value}"
 
 
 def _computed(node: Node, program: Program) -> str:
@@ -92,13 +92,13 @@ def compared(sections: Sequence[str]) -> list[str]:
     first = next(_differences(known), None)
     if first is None:
         return list(sections)
-    return [f"{section} [where they first differ: {line}]" for section, line in zip(known, first, strict=True)]
+    return [f"{section} [first difference: {line}]" for section, line in zip(known, first, strict=True)]
 
 
 def _differences(sections: Sequence[PlanText]) -> Iterator[tuple[str, ...]]:
     """Yields the lines in which sections differ. Reductions, updates and so on are compared by number."""
     for parts in zip(*(section.parts() for section in sections), strict=True):
         for ones in zip_longest(*parts, fillvalue=()):
-            for lines in zip_longest(*ones, fillvalue="nothing more"):
+            for lines in zip_longest(*ones, fillvalue="nothing"):
                 if len(set(lines)) > 1:
                     yield lines

@@ -183,23 +183,24 @@ class PreparedPlan:
         reductions = self.plan.reductions
         if said.alone and (self.orders or not (self.is_alone or (sender is not None and sender.alone))):
             raise InvalidRequest(
-                "a round of one worker alone is of variables that were created with ps.Async(), and this section "
-                "does something else; all workers make it together"
+                "a round of a single worker may use only variables created with ps.Async(), but this compiled step "
+                "uses others; all workers must run it together"
             )
         if said.parts and not self.plan.sums:
-            raise InvalidRequest("what is contributed to this section may not be summed before it is here")
+            raise InvalidRequest("gradients of this compiled step cannot be summed before they reach the server")
         if not said.observes and (len(said.rows) != len(self.plan.rows) or max(said.rows, default=0) > MAX_ROWS):
             raise InvalidRequest(
-                f"a contribution says {said.rows[:8]} rows to a section with {len(self.plan.rows)} reductions of rows; "
-                f"each may have {MAX_ROWS}"
+                f"a push has row counts {said.rows[:8]} for a compiled step with {len(self.plan.rows)} reductions of "
+                f"rows; the limit is {MAX_ROWS} rows each"
             )
         fits = len(said.weights) == len(reductions)
         expected = self.layout(said).size if fits else -1
         if size != expected:
             here = sum(self.server in reduction.servers for reduction in reductions)
             raise InvalidRequest(
-                f"a contribution of {size} bytes and {len(said.weights)} weights does not fit a section of "
-                f"{f'{expected} bytes and ' if fits else ''}{len(reductions)} reductions, {here} of them here"
+                f"a push of {size} bytes and {len(said.weights)} weights does not fit a compiled step with "
+                f"{f'{expected} bytes and ' if fits else ''}{len(reductions)} reductions, {here} of them on this "
+                f"server"
             )
 
     @cached_property

@@ -16,16 +16,16 @@ def check_sum(said: Contribution) -> None:
     """Raises `InvalidRequest` if a contribution cannot be the sum of its parts."""
     parts, sessions = said.parts, {part.session for part in said.parts}
     if len(sessions) < len(parts) or said.session not in sessions:
-        raise InvalidRequest("a sum of contributions has each of its senders once, and who sends it among them")
+        raise InvalidRequest("a sum of pushes must name each sender once, including the process that sends it")
     if not said.host or all(part.observes for part in parts):
-        raise InvalidRequest("a sum is of the contributions of one host, of which one or more count")
+        raise InvalidRequest("a sum must contain pushes of one host, at least one of them with a weight")
     if any((part.generation, part.round, part.plan_id, part.host) != _round_of(said) for part in parts):
-        raise InvalidRequest("a sum has contributions to other rounds, or of other hosts")
+        raise InvalidRequest("a sum contains pushes to different rounds or from different hosts")
     if said.observes or any(_is_special(part) for part in (said, *parts)) or any(part.parts for part in parts):
-        raise InvalidRequest("a sum has contributions that no sum may have")
+        raise InvalidRequest("a sum contains pushes that cannot be summed")
     weights = [part.weights for part in parts]
     if {len(each) for each in weights} != {len(said.weights)} or said.weights != total_weights(weights):
-        raise InvalidRequest(f"the weights {said.weights[:8]} of a sum are not those of its parts")
+        raise InvalidRequest(f"the weights {said.weights[:8]} of a sum differ from those of its parts")
 
 
 def total_weights(weights: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -70,11 +70,11 @@ class Script:
     def _check(self, inputs: Sequence[Any]) -> None:
         expected = self.program.inputs
         if len(inputs) != len(expected):
-            raise ProgramError(f"the program has {len(expected)} inputs, and {len(inputs)} are given")
+            raise ProgramError(f"the program has {len(expected)} inputs, but got {len(inputs)}")
         for index, ((dtype, shape), array) in enumerate(zip(self._inputs, inputs, strict=True)):
             if array.dtype != dtype or array.shape != shape:
                 given = TensorSpec(array.dtype.name, tuple(array.shape))
-                raise ProgramError(f"input {index} of the program is {expected[index].spec}, and {given} is given")
+                raise ProgramError(f"input {index} of the program must be {expected[index].spec}, but got {given}")
 
 
 def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:

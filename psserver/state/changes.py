@@ -38,15 +38,15 @@ def as_all(opens: Member, others: Iterable[Member], generations: Mapping[int, Ge
         first, now = models[0], models[-1]
         if opens.consistency not in (first.consistency, now.consistency):
             raise ConfigError(
-                f"{opens.task} runs with {opens.consistency}, and the job began with {first.consistency} and has "
-                f"{now.consistency} by now; give every process of the job the consistency with which it began"
+                f"{opens.task} runs with {opens.consistency}, but the job began with {first.consistency} and now "
+                f"has {now.consistency}; give every process the consistency with which the job began"
             )
         return replace(opens, consistency=now.consistency)
     other = next((other for other in others if other.task != opens.task), opens)
     if opens.consistency != other.consistency:
         raise ConfigError(
-            f"{opens.task} runs with {opens.consistency}, and {other.task} with {other.consistency}; "
-            "give every process of the job the same consistency"
+            f"{opens.task} runs with {opens.consistency}, but {other.task} with {other.consistency}; give every "
+            f"process of the job the same consistency"
         )
     return opens
 
@@ -74,7 +74,7 @@ def differing(asked: Sequence[Asked], generations: Mapping[int, Generation]) -> 
     for member, _, round in asked:
         if not member.alone and round >= change.round:
             calls = f"calls {_call(change)} before round {change.round}"
-            return _diverged((first.task, calls), (member.task, f"makes round {round} first"))
+            return _diverged((first.task, calls), (member.task, f"runs round {round} first"))
     return None
 
 
@@ -85,8 +85,8 @@ def _call(change: Change) -> str:
 def _diverged(*does: tuple[Task, str]) -> Diverged:
     told = ", and ".join(f"{task} {what}" for task, what in does)
     return Diverged(
-        f"the processes do not run the same program: {told}. Every process must call set_consistency at the same place "
-        "of its program, with the same value"
+        f"the processes do not run the same program: {told}. Every process must call set_consistency at the same "
+        f"step with the same value"
     )
 
 
@@ -115,7 +115,9 @@ def go_on(
         return effects
     for key, strand in strands.items():
         for number in [number for number in strand.open if (key, number) != running]:
-            effects += strand.open.pop(number).fail(Fenced("the job changed its consistency without this process"))
+            effects += strand.open.pop(number).fail(
+                Fenced("the job changed its consistency without this process; restart the process")
+            )
     turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in generation.members)
     for key in (None, *(member.task for member in generation.members)):
         strand = strands.setdefault(key, Strand())

@@ -187,14 +187,14 @@ class ChunkQueue:
         if ask.number == number:
             return answer
         if ask.number < number:
-            raise InvalidRequest(f"question {ask.number} about dataset {ask.dataset} comes after question {number}")
+            raise InvalidRequest(f"request {ask.number} for dataset {ask.dataset} arrived after request {number}")
         if ask.want > MAX_CHUNKS or len(worker.held) + ask.want > MAX_HELD:
             raise InvalidRequest(
-                f"{task} asks for {ask.want} chunks and has {len(worker.held)}; at most {MAX_CHUNKS} are handed out at "
-                f"a time, and {MAX_HELD} held"
+                f"{task} asks for {ask.want} chunks and holds {len(worker.held)}; the limits are {MAX_CHUNKS} per "
+                f"request, and {MAX_HELD} held"
             )
         if max(ask.epoch, ask.count, *(max(each.epoch, each.index) for each in ask.begins), 0) > MAX_NUMBER:
-            raise InvalidRequest(f"{task} names a batch or a pass above {MAX_NUMBER}")
+            raise InvalidRequest(f"{task} names a batch or an epoch above {MAX_NUMBER}")
         dataset = self._dataset(task, ask)
         for ticket in ask.done:
             self._do(session, worker, ticket)
@@ -217,7 +217,9 @@ class ChunkQueue:
         found = self._datasets.get(ask.dataset)
         if found is None or ask.restores > found.restores:
             if found is None and len(self._datasets) >= MAX_DATASETS:
-                raise InvalidRequest(f"batches of {MAX_DATASETS} datasets are handed out, and of no more")
+                raise InvalidRequest(
+                    f"the job assigns batches of {MAX_DATASETS} datasets, which is the limit; reuse a dataset"
+                )
             for worker in (*self._workers.values(), *self._ended.values()):
                 worker.held = {t: held for t, held in worker.held.items() if held.dataset != ask.dataset}
             begins = {each.epoch: each for each in ask.begins if each.dataset == ask.dataset}
@@ -229,8 +231,8 @@ class ChunkQueue:
             found = self._datasets[ask.dataset] = _Dataset(ask.count, max(ask.restores, 1), passes, newest)
         if ask.count != found.count:
             raise ConfigError(
-                f"dataset {ask.dataset} has {ask.count} batches in a pass for {task}, and {found.count} for others; "
-                "with AutoShardPolicy.DYNAMIC each worker needs the same one, since it knows batches by their numbers",
+                f"dataset {ask.dataset} has {ask.count} batches per epoch on {task}, but {found.count} on other "
+                f"workers; with AutoShardPolicy.DYNAMIC, give every worker the same dataset",
                 str(task),
             )
         return found
@@ -291,7 +293,7 @@ class ChunkQueue:
         for session in [session for session in self._ended if not self._busy(session)]:
             worker = self._ended.pop(session)
             if worker.held:
-                log.info("%s has ended; %d batches that it had are handed out again", worker.task, len(worker.held))
+                log.debug("%s has ended; its %d unfinished batches are assigned again", worker.task, len(worker.held))
             for ticket in list(worker.held):
                 self._give_back(worker, ticket)
 

@@ -55,13 +55,13 @@ class ClosuresOver:
             InvalidRequest: it makes too many rounds, or its worker makes none of its own.
         """
         if member.consistency != ASYNC or name.number <= 0:
-            raise InvalidRequest("closures are run by asynchronous workers, and numbered from 1")
+            raise InvalidRequest("only asynchronous workers run closures, which are numbered from 1")
         self.learn(name.version, name.newest, name.begun)
         self.forget(strands)
         if self.over(name.number):
-            raise Fenced(f"closure {name.number} is over: another worker has run it; restart the process")
+            raise Fenced(f"another worker has already run closure {name.number}; restart the process")
         if not 0 <= said.round < CLOSURE_ROUNDS:
-            raise InvalidRequest(f"a closure makes at most {CLOSURE_ROUNDS} rounds; let a function do less")
+            raise InvalidRequest(f"a closure can run at most {CLOSURE_ROUNDS} rounds; split the function")
 
 
 def take_over(strand: Strand, push: Push, member: Member, runs: bool, effects: list[Effect]) -> bool:
@@ -88,12 +88,12 @@ def take_over(strand: Strand, push: Push, member: Member, runs: bool, effects: l
             continue
         others = [part.said.closure for part in pending.parts.values()]
         if any(other is not None and other.version > name.version for other in others):
-            raise Fenced(f"closure {name.number} was handed to another worker; restart the process")
+            raise Fenced(f"closure {name.number} was assigned to another worker; restart the process")
         if runs and number == push.said.round:
             same_closure(pending.plan_id, push.said)
             pending.waiters.append((push.said, push.future))
             return True
-        effects += pending.fail(Fenced(f"closure {name.number} was handed to another worker"))
+        effects += pending.fail(Fenced(f"closure {name.number} was assigned to another worker"))
         del strand.open[number]
     return False
 
@@ -106,7 +106,7 @@ def same_closure(plan_id: bytes, said: Contribution) -> bool:
     """
     if said.closure is not None and plan_id != said.plan_id:
         raise ProgramError(
-            f"closure {said.closure.number} was run before, by a worker that was lost, and made another section in its "
-            f"round {said.round}; a function that is scheduled makes the same sequence of sections each time"
+            f"closure {said.closure.number} ran a different compiled step in its round {said.round} than on a worker "
+            f"that was lost; a scheduled function must run the same steps each time"
         )
     return said.closure is not None

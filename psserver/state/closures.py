@@ -71,7 +71,7 @@ class _Content:
 
     def piece(self, offset: int) -> Piece:
         if offset > self.size:
-            raise InvalidRequest(f"there is nothing at {offset} of {self.size} bytes")
+            raise InvalidRequest(f"offset {offset} is not within the {self.size} bytes")
         return Piece(self.size, offset, bytes(memoryview(self.data)[offset : offset + PIECE_BYTES]))
 
 
@@ -143,7 +143,13 @@ class _Calls(Generic[Q]):
         gone = mine[: max(len(mine) - limit + 1, 0)] if limit else []
         for row in gone:
             self._rows.remove(row)
-        return [Fail(row[2], InvalidRequest(f"{limit} calls of this session wait since")) for row in gone]
+        return [
+            Fail(
+                row[2],
+                InvalidRequest(f"this process already has {limit} later calls that wait; make fewer calls at a time"),
+            )
+            for row in gone
+        ]
 
     def fail(self, error: PSError, session: int | None = None) -> list[Effect]:
         """Fails the calls of a session, or all."""
@@ -212,13 +218,13 @@ class Closures:
             PSError: why the order is refused.
         """
         if task.job != "chief":
-            raise InvalidRequest(f"{task} is no coordinator: the chief schedules closures, and runs the script")
+            raise InvalidRequest(f"{task} cannot schedule closures; only the chief can, and it runs the script")
         if order.functions:
             return self._begin(_Coordinator(session, task, _checked(order.functions)), future)
         if self._coordinator is None or self._coordinator.session != session:
-            raise InvalidRequest(f"{task} has not begun to coordinate")
+            raise InvalidRequest(f"{task} has not registered as the coordinator")
         if order.told > self._failures:
-            raise InvalidRequest(f"{task} was told of {order.told} failures, and there were {self._failures}")
+            raise InvalidRequest(f"{task} acknowledges {order.told} failures, but there were {self._failures}")
         if order.told == self._failures:
             self._failure = None
         for closure in filter(None, map(self._closures.get, order.dropped)):
@@ -232,7 +238,7 @@ class Closures:
         """A coordinator begins; what is left of another is dropped."""
         effects: list[Effect] = []
         if self._coordinator is not None and self._coordinator.session != coordinator.session:
-            effects += self._forsake(PSError("another coordinator has begun; restart this process"))
+            effects += self._forsake(PSError("another coordinator has started; restart this process"))
         if self._coordinator is None:
             self._known.clear()
             self._failures, self._failure = 0, None
@@ -267,8 +273,8 @@ class Closures:
                 return True  # not taken: the coordinator has to be told first
             if self._nbytes + order.arguments.size > CLOSURE_BYTES and not self._open:
                 raise MemoryLimit(
-                    f"the results that RemoteValues hold have {human(self._nbytes)}, and server 0 holds at most "
-                    f"{human(CLOSURE_BYTES)} of closures; fetch them, and let go of them"
+                    f"results of closures take {human(self._nbytes)}, and the limit of server 0 is "
+                    f"{human(CLOSURE_BYTES)}; fetch their RemoteValues, and drop these"
                 )
             if len(self._queue) >= MAX_QUEUED or self._nbytes + order.arguments.size > CLOSURE_BYTES:
                 return False
@@ -315,7 +321,7 @@ class Closures:
             PSError: why it is refused.
         """
         if task.job != "worker":
-            raise InvalidRequest(f"{task} is no worker, and runs no closures")
+            raise InvalidRequest(f"{task} is not a worker, so it cannot run closures")
         checked = _checked(functions)
         worker = self._workers.pop(session, None) or _Worker(task, ())  # to the end of the line
         worker.functions = checked
@@ -330,7 +336,7 @@ class Closures:
             return [Reply(future, self._given(held, offset))]
         effects: list[Effect] = []
         if worker.waits is not None:
-            effects.append(Fail(worker.waits, InvalidRequest(f"{task} has asked again")))
+            effects.append(Fail(worker.waits, InvalidRequest(f"{task} has sent a newer request")))
         worker.waits = future
         return effects + self._answers()
 
@@ -405,7 +411,7 @@ class Closures:
             InvalidRequest: there is none.
         """
         if number not in self._closures:
-            raise InvalidRequest(f"there is no result of closure {number}: it was dropped, or its coordinator is gone")
+            raise InvalidRequest(f"closure {number} has no result: it was dropped, or its coordinator was lost")
         return self._fetching.add(session, (number, offset), future, MAX_FETCHES) + self._answers()
 
     # ---- Ends ----
@@ -433,7 +439,7 @@ class Closures:
             self._running.discard(closure.number)
             self._settle(closure, "cancelled", self._failure)
         elif closure.losses >= CLOSURE_LOSSES:
-            text = f"{closure.losses} workers were lost while they ran it, the last of them this one"
+            text = f"{closure.losses} workers were lost while they ran it; this one was the last"
             self._end(closure, Failure(closure.function, "WorkerLost", text, str(task)))
         else:
             self._running.discard(closure.number)
@@ -521,15 +527,17 @@ def _bounded(told: ClosureResult, held: int) -> ClosureResult:
     if told.kind or held + told.result.size <= CLOSURE_BYTES:
         return told
     text = (
-        f"its result has {human(told.result.size)}, and server 0 holds at most {human(CLOSURE_BYTES)} of closures; let "
-        "go of RemoteValues, or keep large results in variables"
+        f"its result has {human(told.result.size)}, and server 0 holds at most {human(CLOSURE_BYTES)} of results; "
+        f"drop RemoteValues, or keep large results in variables"
     )
     return ClosureResult(told.number, kind="MemoryLimit", text=text)
 
 
 def _checked(functions: Sequence[str]) -> tuple[str, ...]:
     if len(functions) > MAX_FUNCTIONS or any(len(name) > 2 * MAX_NAME for name in functions):
-        raise InvalidRequest(f"at most {MAX_FUNCTIONS} functions are registered, with names of {MAX_NAME} characters")
+        raise InvalidRequest(
+            f"a coordinator can register at most {MAX_FUNCTIONS} functions, with names of at most {MAX_NAME} characters"
+        )
     return tuple(functions)
 
 
@@ -537,15 +545,17 @@ def _check_order(order: ClosureOrder, last: int) -> None:
     """Raises `PSError` for a closure that cannot be scheduled whatever waits; `last` is the last that was."""
     piece = order.arguments
     if order.number > last + 1:
-        raise InvalidRequest(f"closure {order.number} is scheduled, and the last was {last}")
+        raise InvalidRequest(f"closure {order.number} was scheduled after closure {last}")
     if len(order.function) > MAX_NAME or len(piece.data) > PIECE_BYTES or len(order.needs) > MAX_QUEUED:
-        raise InvalidRequest("a closure with too long a name, too large a piece, or too many needs")
+        raise InvalidRequest(
+            "the name of the closure is too long, its data is too large, or it depends on too many others"
+        )
     if any(not 0 < number < order.number for number in order.needs):
-        raise InvalidRequest(f"closure {order.number} needs {order.needs[:8]}, which are not before it")
+        raise InvalidRequest(f"closure {order.number} depends on {order.needs[:8]}, which are not earlier closures")
     if piece.size > CLOSURE_BYTES:
         raise MemoryLimit(
-            f"the arguments of {order.function} have {human(piece.size)}, and at most {human(CLOSURE_BYTES)} are held; "
-            "put them into variables, or let workers load them"
+            f"the arguments of {order.function} have {human(piece.size)}, and the limit is {human(CLOSURE_BYTES)}; "
+            f"put them into variables, or let workers load them"
         )
 
 
@@ -554,10 +564,10 @@ def _registries(worker: _Worker, coordinator: _Coordinator) -> ConfigError:
     mine, theirs = set(worker.functions), set(coordinator.functions)
 
     def told(only: set[str]) -> str:
-        return ", ".join(sorted(only)[:8]) or "none that the other lacks"
+        return ", ".join(sorted(only)[:8]) or "none"
 
     return ConfigError(
-        f"{worker.task} and the coordinator {coordinator.task} have registered different functions: {worker.task} has "
-        f"{told(mine - theirs)}, and {coordinator.task} has {told(theirs - mine)}; let both import the same module, "
-        "with the same arguments"
+        f"{worker.task} and the coordinator {coordinator.task} have registered different functions: only "
+        f"{worker.task} has {told(mine - theirs)}; only {coordinator.task} has {told(theirs - mine)}. Import the "
+        f"same modules in both"
     )

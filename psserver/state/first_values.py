@@ -124,10 +124,10 @@ class FirstValues:
         variables = self._known(ids)
         if layout([variable.spec.tensor for variable in variables])[1] != payload.size:
             raise InvalidRequest(
-                f"a payload of {payload.size} bytes has not the first values of {len(ids)} variables",
+                f"a payload of {payload.size} bytes does not hold the initial values of {len(ids)} variables",
                 str(self._store.task),
             )
-        effects = [] if known is None else self.fail(session, InvalidRequest("other first values came after these"))
+        effects = [] if known is None else self.fail(session, InvalidRequest("newer initial values have arrived"))
         wanted = {id for id in ids if not self._store.initialized(id)}
         if not wanted:
             return [*effects, Run(payload.discard), Reply(future, TAKEN)]
@@ -140,7 +140,7 @@ class FirstValues:
         found = [self._store.variables.get(id) for id in ids]
         variables = [one for one in found if one is not None and self._store.server in one.servers]
         if len(variables) < len(ids) or len(set(ids)) < len(ids):
-            raise InvalidRequest("first values are of variables held here, each once", str(self._store.task))
+            raise InvalidRequest("initial values must name variables of this server, each once", str(self._store.task))
         return variables
 
     def next(self) -> list[Effect]:

@@ -75,7 +75,7 @@ class HeldTable:
         """Returns rows as they were, as a new array; those before are let go of."""
         with self._lock:
             if self.array is None or self._rows is None:
-                raise ValueError("a held table is read once")
+                raise ValueError("a held table can be read only once")
             found = self.array[first:stop].copy()
             places = self._places[first:stop]
             there = np.flatnonzero(places)

@@ -110,8 +110,8 @@ class StoredTable:
         bad = np.flatnonzero((buckets < held.start) | (buckets >= held.stop))
         if bad.size:
             raise InvalidRequest(
-                f"key {self.keys(bits)[bad[0]]} of table {self.part.table!r} is of bucket {buckets[bad[0]]}, and "
-                f"{self.name!r} has {held.start} to {held.stop - 1}",
+                f"key {self.keys(bits)[bad[0]]} of table {self.part.table!r} is in bucket {buckets[bad[0]]}, but "
+                f"{self.name!r} has buckets {held.start} to {held.stop - 1}",
                 str(self._task),
             )
 
@@ -126,8 +126,8 @@ class StoredTable:
         held = self.part.buckets
         if not held.start <= asked.first < asked.first + asked.count <= held.stop:
             raise InvalidRequest(
-                f"{asked.count} buckets from {asked.first} on are not all in {self.name!r}, which has {held.start} to "
-                f"{held.stop - 1}",
+                f"{asked.count} buckets from {asked.first} on are not all in {self.name!r}, which has buckets "
+                f"{held.start} to {held.stop - 1}",
                 str(self._task),
             )
         keys = self.table.keys(range(asked.first, asked.first + asked.count)).view(np.int64)

@@ -41,12 +41,14 @@ class KnownTables:
         """
         if len(variable.servers) != 1 + copied:
             where = "on a server and its copy" if copied else "on one server"
-            raise self._refusal(variable, f"is on servers {variable.servers[:8]}; a part of a table is {where}")
+            raise self._refusal(
+                variable, f"is on servers {variable.servers[:8]}, but a part of a table must be {where}"
+            )
         for rival in self.rivals(variable, part):
             raise self._refusal(
                 variable,
-                f"has buckets {part.first} to {part.buckets.stop - 1} of {part.whole!r}, and {rival.spec.name!r} has "
-                "some of them, or is of another table; give each table a name of its own",
+                f"has buckets {part.first} to {part.buckets.stop - 1} of {part.whole!r}, but {rival.spec.name!r} has "
+                f"some of them or is another table; give each table its own name",
             )
         if part.slot is None:
             self._check_rows(variable, part)
@@ -57,17 +59,17 @@ class KnownTables:
         self._check_limit(variable, part.spec, ())
         server = max(variable.servers, key=self._counts.__getitem__)
         if self._counts[server] >= MAX_PARTS:
-            raise self._refusal(
-                variable, f"is one part of a table too many on server {server}, which has {MAX_PARTS}; group tables"
-            )
+            raise self._refusal(variable, f"exceeds the limit of {MAX_PARTS} tables on server {server}; group tables")
 
     def _check_beside(self, variable: PlacedVariable, part: TablePart) -> None:
         rows = self.rows_of(variable, part)
         if rows is None:
-            raise self._refusal(variable, f"lies beside the table {part.table!r}, of which no such part is there")
+            raise self._refusal(
+                variable, f"belongs to table {part.table!r}, but this server has no such part of that table"
+            )
         others = self._beside[rows].values()
         if len(others) >= MAX_BESIDE:
-            raise self._refusal(variable, f"is one too many beside the table {part.table!r}, which has {MAX_BESIDE}")
+            raise self._refusal(variable, f"exceeds the limit of {MAX_BESIDE} slot variables of table {part.table!r}")
         slots = [each.slot for _, each in (*others, (variable, part)) if each.slot is not None]
         self._check_limit(variable, part.spec, slots)
 

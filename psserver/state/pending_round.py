@@ -276,7 +276,7 @@ class PendingRound:
         if said.parts:
             self._check_sum(said, found)
         if found is not None and (said.parts or not found.summed) and not _is_again(found.within or found, push):
-            raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
+            raise InvalidRequest(f"round {said.round} of this session was sent again with different data")
         self.waiters.append((said, push.future))
         if found is None:
             shares = shares_of(said, payload, members) if said.parts else [MemberShare(members[0], said, payload)]
@@ -296,12 +296,12 @@ class PendingRound:
     def _check_sum(self, said: Contribution, found: MemberShare | None) -> None:
         """Raises `PushAgain` for a sum beside contributions that its host's workers have sent by themselves."""
         if self.attempt and found is None:  # it may be of some whom other servers have not, and would be cut again
-            raise PushAgain(f"round {said.round} is made once more; each worker has to push by itself")
+            raise PushAgain(f"round {said.round} is repeated; each worker must push by itself")
         sessions = {part.session for part in said.parts}
         there = found.summed if found is not None else frozenset[int]()
         near = {session for session, part in self.parts.items() if part.said.host == said.host} | there
         if (sessions & self.parts.keys() or near) and not near == there == sessions:
-            raise PushAgain(f"round {said.round} has contributions of this host already that are in no sum")
+            raise PushAgain(f"round {said.round} already has pushes of this host that are not part of a sum")
 
     def _tear_for(self, said: Contribution, runs: bool) -> list[Effect]:
         """Drops a sum that is of no use beside a contribution of its host: it has not come whole, or is without it.
@@ -317,7 +317,7 @@ class PendingRound:
 
     def tear(self, sessions: frozenset[int]) -> list[Effect]:
         """Drops a sum, or a contribution; whoever waits for it is asked to push again, each by itself."""
-        error = PushAgain("what was sent for several workers of a host is not used; each has to push by itself")
+        error = PushAgain("the sum of several workers of this host is not used; each worker must push by itself")
         shares = [self.parts.pop(session) for session in sessions]
         dropped = [Run(share.payload.discard) for share in shares if share.within is None]
         return [*dropped, *(effect for session in sorted(sessions) for effect in self.fail_session(session, error))]
@@ -329,12 +329,11 @@ class PendingRound:
         self.attempt, self.agreed, self.whole = attempt, agreed, True
         self.parts.clear()
         waiters, self.waiters = self.waiters, []
-        error = PushAgain("a member of the round was lost; the contribution has to be sent once more")
+        error = PushAgain("a worker of the round was lost; send the push again")
         return [Fail(future, error) for _, future in waiters]
 
     def begin_anew(self, plan_id: bytes, generation: int) -> list[tuple[Member, Future[RoundReply]]]:
-        """Takes another plan and generation; returns whose contributions it had, with the answers that they wait
-        for."""
+        """Takes another plan and generation; returns the members that contributed, each with its pending answer."""
         dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
         self.parts.clear()
         self.waiters.clear()

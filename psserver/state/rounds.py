@@ -48,7 +48,7 @@ from pswire.model.status import OpenRound, WorkerProgress
 from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
 
-LATER = "a later section; it made none here"
+LATER = "a later step (it skipped this round)"
 """The section, in words, of a member that has left out a round."""
 
 
@@ -151,7 +151,7 @@ class Rounds:
     def check(self, session: int) -> None:
         """Raises `Fenced` for a session that a generation has left out."""
         if session in self.fenced:
-            raise Fenced("this session was ended by a new generation; restart the process to take part again")
+            raise Fenced("this process is not a member of the new generation; restart it to take part again")
 
     def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> list[Effect]:
         """Takes a contribution at time `now`. Its future is answered when the round is over, or fails at once."""
@@ -180,7 +180,7 @@ class Rounds:
             return
         member = _member(generation, said)
         if member is None:
-            raise Fenced(f"this session is no member of generation {said.generation}; restart the process")
+            raise Fenced(f"this process is not a member of generation {said.generation}; restart it")
         key = _key(member, said)
         if said.closure is not None:
             self._closures.check(said.closure, said, member, self.strands)
@@ -193,7 +193,7 @@ class Rounds:
             members, behind = (member,) if key else generation.members, self.backlog.behind
             pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
-            raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
+            raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
         for part, each in senders:
             self._check_order(strand, part, each)
         self._turns.come(key, strand)
@@ -231,7 +231,9 @@ class Rounds:
         if not pending.differs(said):
             return
         if pending.members == (member,):
-            raise InvalidRequest(f"round {said.round} of this session has another plan, or another generation")
+            raise InvalidRequest(
+                f"round {said.round} of this session was already begun with another compiled step or generation"
+            )
         if joins(said, self.generations) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
@@ -299,11 +301,13 @@ class Rounds:
         if record.plan_id != said.plan_id:
             if said.session in record.late:
                 raise self._sections.late(said, record, generation)
-            raise InvalidRequest(f"round {said.round} had another plan")
+            raise InvalidRequest(f"round {said.round} was run with another compiled step")
         if not record.is_for(said.session):
-            raise Fenced(f"round {said.round} was made without this session; restart the process")
+            raise Fenced(f"round {said.round} was completed without this process; restart it")
         if not all(record.is_for(part.session) for part in said.parts):
-            raise PushAgain(f"round {said.round} was made without some of a sum; each worker has to push by itself")
+            raise PushAgain(
+                f"round {said.round} was completed without some workers of the sum; each worker must push by itself"
+            )
         for part in said.parts or (said,):
             strand.came(part)
         return record
@@ -447,9 +451,9 @@ class Rounds:
 
 def _check_weights(said: Contribution) -> None:
     if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
-        raise InvalidRequest(f"weights {said.weights} are no counts")
+        raise InvalidRequest(f"weights {said.weights} are not finite numbers from 0")
     if said.observes and any(said.weights):
-        raise InvalidRequest("who observes contributes nothing")
+        raise InvalidRequest("a process that only observes must not push gradients")
 
 
 def _member(generation: Generation, said: Contribution) -> Member | None:
@@ -474,7 +478,8 @@ def _senders(generation: Generation, said: Contribution, member: Member) -> list
     there = [(part, each) for part, each in found if each is not None]
     if len(there) < len(found):
         raise PushAgain(
-            f"a sum has the contribution of no member of generation {said.generation}; each has to push by itself"
+            f"a sum contains the push of a process that is not a member of generation {said.generation}; each worker "
+            f"must push by itself"
         )
     return there
 

@@ -69,9 +69,9 @@ def _differ(one: str, other: str) -> bool:
 def _batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:
     (first, this), (second, that) = sorted([one, other])
     return Diverged(
-        f"{first} and {second} read different global batches: {this[:MAX_WORDS]}, and {that[:MAX_WORDS]}. The "
-        "shuffle has no common seed, or the data differ: give all workers the same data, batch size and seed "
-        "(DataLoader: generator=torch.Generator().manual_seed(0), and no sampler that depends on the rank)"
+        f"{first} and {second} read different global batches: {this[:MAX_WORDS]}, and {that[:MAX_WORDS]}. Give all "
+        f"workers the same data, batch size and shuffle seed (DataLoader: "
+        f"generator=torch.Generator().manual_seed(0), and no sampler that depends on the rank)"
     )
 
 

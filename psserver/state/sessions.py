@@ -56,9 +56,10 @@ JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 ENDED = {
     "left": "it left",
     "failed": "it failed",
-    "lost": "its lease ended",
+    "lost": "it sent no heartbeat for PS_SESSION_TIMEOUT",
     "replaced": "the task was started again",
-    "hung": "its heartbeats came, and it held up a round for longer than PS_ROUND_TIMEOUT: the script hangs or is slow",
+    "hung": "it sent heartbeats, but held up a round for longer than PS_ROUND_TIMEOUT, because its script hangs or "
+    "is slow",
 }
 
 
@@ -283,7 +284,7 @@ class Membership:
     def _next_token(self, term: int, drawn: int) -> int:
         """Makes a new token, above all that this server has given, and above the term that the caller knows."""
         if term > MAX_TERM:
-            raise InvalidRequest(f"there was no chief's term {term}")
+            raise InvalidRequest(f"chief term {term} is not known")
         self.token = max(self.term, term) + 1 << DRAWN | drawn
         return self.token
 
@@ -357,10 +358,13 @@ class Membership:
         """Raises the error of a session that has ended; `Fenced` if it is unknown."""
         session = self._sessions.get(number)
         if session is None:
-            raise Fenced("this session is unknown here: its job is over, or was started anew; restart the process")
+            raise Fenced(
+                "this session is not known on this server, because its job is over or was restarted; "
+                "restart the process"
+            )
         if session.state != "open":
             raise session.error or Fenced(
-                f"this session was ended: {ENDED[session.state]}; restart the process to take part again",
+                f"this process was removed from the job, because {ENDED[session.state]}; restart it to take part again",
                 str(session.member.task),
             )
 
@@ -370,7 +374,7 @@ class Membership:
     def check_part(self, number: int) -> None:
         """Raises `InvalidRequest` for a session that is no member of the generation: it decides nothing for members."""
         if not self._takes_part(number):
-            raise InvalidRequest(f"session {number} is in no generation yet; wait until the chief has taken it in")
+            raise InvalidRequest(f"session {number} is not in a generation yet; wait until the chief has admitted it")
 
     def heartbeat(
         self,
@@ -391,7 +395,7 @@ class Membership:
         session = self._sessions[number]
         if pace is None:
             if not session.described:
-                raise InvalidRequest("this session has not said here what it does; heartbeat over gRPC first")
+                raise InvalidRequest("this session must send its first heartbeat over gRPC")
             return
         self.version += _asks(session.pace) != _asks(pace)  # the chief is told at once
         session.pace, session.described = pace, True
@@ -502,7 +506,7 @@ class Membership:
         """Sets the join point where a new member waits, or all for a change; `InvalidRequest` for a malformed one."""
         change = Change.parse(join_point)
         if not (change or JOIN_POINT.fullmatch(join_point)):
-            raise InvalidRequest("new members wait at dataset:N, plan:HEX or save, and nowhere else")
+            raise InvalidRequest("new members can wait only at dataset:N, plan:HEX or save")
         if self._sessions[number].join_point != join_point:
             self._sessions[number].join_point = join_point
             self.version += 1
@@ -542,17 +546,21 @@ class Membership:
 def _other_job(task: Task, job: str, held: str, here: str) -> ConfigError:
     mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, held))
     join = f"set PS_JOB={held}" if held else "unset PS_JOB"
-    why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
+    why = (
+        f"{here} of its processes are still connected"
+        if here
+        else "it was not closed cleanly, and its variables are still there"
+    )
     return ConfigError(
-        f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
-        "it once its processes have ended, run psctl job delete"
+        f"{task} belongs to {mine}, but these servers hold {theirs}: {why}. To take part in that job, {join}; to "
+        f"discard it after its processes have ended, run psctl job delete"
     )
 
 
 def _one_too_many(task: Task, limit: int) -> ConfigError:
     return ConfigError(
-        f"{task} would be one more than the {limit} sessions that may be open here; end those that are not needed, or "
-        "start the servers with a larger --max-sessions"
+        f"{task} cannot connect, because {limit} sessions are open, which is the limit; end processes that are not "
+        f"needed, or start the servers with a larger --max-sessions"
     )
 
 
@@ -565,8 +573,8 @@ def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:
     what = "chief of this job" if drives else f"{task} of this job"
     known = "" if other == task else f", as {other}"
     return TaskTaken(
-        f"another process is {what}{known}, and was heard of {silent:.1f} s ago; end it first, or correct the task in "
-        "this process's TF_CONFIG",
+        f"another process is {what}{known}, and sent a heartbeat {silent:.1f} s ago; end it first, or correct the "
+        f"task in this process's TF_CONFIG",
         str(task),
     )
 
@@ -574,7 +582,7 @@ def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:
 def _told(positions: Iterable[tuple[Task, str]]) -> str:
     """Returns the tasks with their sections, in words."""
     tasks, sections = zip(*positions, strict=True)
-    return "; ".join(f"{task} is at: {section}" for task, section in zip(tasks, compared(sections), strict=True))
+    return "; ".join(f"{task} runs: {section}" for task, section in zip(tasks, compared(sections), strict=True))
 
 
 _OF_ALL = {kind.__name__: kind for kind in (Diverged, ScriptFailed)}
@@ -584,15 +592,15 @@ _OF_ALL = {kind.__name__: kind for kind in (Diverged, ScriptFailed)}
 def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
     """Returns the error for processes that run different sections in one round."""
     return Diverged(
-        f"the processes do not run the same program: in round {round} {_told(positions)}. "
-        "Every process must make the same sequence of sections"
+        f"the processes do not run the same program: in round {round} {_told(positions)}. Every process must run the "
+        f"same steps in the same order"
     )
 
 
 def newcomer_diverged(task: Task, round: int, positions: Iterable[tuple[Task, str]]) -> NewcomerDiverged:
     """Returns the error for a process that joins a running job with another program than its members'."""
     return NewcomerDiverged(
-        f"it joined a running job, and does not run the job's program: in its first round, {round}, "
-        f"{_told(positions)}. Start it with the script and the arguments of the others, which go on without it",
+        f"it joined a running job, but runs another program: in its first round, {round}, {_told(positions)}. Start "
+        f"it with the script and arguments of the other workers, which go on without it",
         str(task),
     )

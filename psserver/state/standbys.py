@@ -41,12 +41,12 @@ class Standbys:
         """
         self._forget(now)
         try:
-            check_address(standby.address, "a process that waits for a place")
+            check_address(standby.address, "a standby server")
         except ConfigError as error:
             raise InvalidRequest(error.message, self._task) from None
         known = self._known.get(standby.address)
         if known is None and len(self._known) >= MAX_STANDBYS:
-            raise InvalidRequest(f"{MAX_STANDBYS} processes wait for the place of a server; no more may", self._task)
+            raise InvalidRequest(f"{MAX_STANDBYS} standby servers wait, which is the limit", self._task)
         if standby.place == NOWHERE and known is not None:
             standby = replace(standby, place=known[0].place)
         self._known[standby.address] = standby, now
@@ -77,19 +77,17 @@ class Standbys:
                 return standby.address
             if standby.place == server:
                 raise ConfigError(
-                    f"{task} moves to {standby.address} already; stop the process there first, to move it elsewhere",
+                    f"{task} is already moving to {standby.address}; stop the process there first to move it elsewhere",
                     self._task,
                 )
         free = [standby.address for standby in waiting if standby.place == NOWHERE]
         if not free:
             raise ConfigError(
-                f"no process waits for the place of {task}; start one on another machine with psserver --join",
+                f"no standby server can replace {task}; start one on another machine with psserver --join",
                 self._task,
             )
         if address and address not in free:
-            raise ConfigError(
-                f"no process waits at {address} for the place of a server; these do: {', '.join(free)}", self._task
-            )
+            raise ConfigError(f"{address} is not a standby server; these are: {', '.join(free)}", self._task)
         chosen = address or free[0]
         standby, seen = self._known[chosen]
         self._known[chosen] = replace(standby, place=server), seen

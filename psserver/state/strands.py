@@ -127,7 +127,7 @@ class Parked:
         if len(attempts) >= RESENDS:
             # Its sender, on a network that loses answers, has sent it again and waits for later attempts.
             parked = [other for other in parked if other is not attempts[0]]
-            effects.append(Fail(attempts[0].future, InvalidRequest(f"round {round} was sent {RESENDS} times since")))
+            effects.append(Fail(attempts[0].future, InvalidRequest(f"round {round} was sent {RESENDS} more times")))
         self._pushes[name] = [*parked, push]
         return effects
 
@@ -152,7 +152,7 @@ class Parked:
         shared = [pushes for (_, alone), pushes in self._pushes.items() if not alone]
         rounds = [round for each in shared for round in sorted({push.said.round for push in each})]
         return tuple(
-            OpenRound(round, "a section of a generation that is not known here yet", (), False) for round in rounds
+            OpenRound(round, "a step of a generation that is not known here yet", (), False) for round in rounds
         )
 
 
@@ -160,7 +160,8 @@ def check_window(under_way: Set[int], round: int) -> None:
     """Raises `InvalidRequest` if a session that has these rounds under way begins one too many."""
     if round not in under_way and len(under_way) >= WINDOW:
         raise InvalidRequest(
-            f"{len(under_way)} rounds of this session are under way, from {min(under_way)} on; it cannot begin {round}"
+            f"{len(under_way)} rounds of this session are open, from round {min(under_way)} on, so it cannot begin "
+            f"round {round}"
         )
 
 
@@ -198,7 +199,7 @@ class Strand:
         if said.round > self.last:
             return
         if said.closure is not None:  # another worker has made it meanwhile, and its answer is this one's
-            raise PushAgain(f"round {said.round} of closure {said.closure.number} was made meanwhile")
+            raise PushAgain(f"another worker has completed round {said.round} of closure {said.closure.number}")
         raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
 
     def under_way(self, session: int) -> set[int]:

@@ -187,7 +187,7 @@ class Store:
         for read in reads:
             counts[read.variable] += read.count
         if max(counts.values(), default=0) > BUCKETS:
-            raise InvalidRequest("some buckets of a dynamic table are asked for twice", str(self.task))
+            raise InvalidRequest("some buckets of a dynamic table are requested twice", str(self.task))
         rows = {read.variable: stored for stored, read in found if read.what == "rows"}
         self._check_answer(len(stored.table) * row_bytes(self.variables[id].spec.tensor) for id, stored in rows.items())
         return found
@@ -197,15 +197,14 @@ class Store:
         wanted, limit = sum(sizes), max(self.memory_limit, LOOKUP_BYTES)
         if self.memory_limit and wanted > limit:
             raise MemoryLimit(
-                f"the rows that are asked for take {human(wanted)}, and the limit is {human(limit)}; ask for fewer at "
-                "a time",
+                f"the requested rows take {human(wanted)}, and the limit is {human(limit)}; request fewer at a time",
                 str(self.task),
             )
 
     def _tensor(self, id: int) -> TableTensor:
         if id not in self._parts:
             name = repr(self.variables[id].spec.name) if id in self.variables else str(id)
-            raise InvalidRequest(f"variable {name} is no dynamic table on this server", str(self.task))
+            raise InvalidRequest(f"variable {name} is not a dynamic table on this server", str(self.task))
         return self._parts[id]
 
     def rivals(self, variable: PlacedVariable) -> list[int]:
@@ -242,13 +241,13 @@ class Store:
         A part of a dynamic table, which nobody has used yet, takes what it begins with each time.
         """
         if self.server not in self.variables[id].servers:
-            raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
+            raise InvalidRequest(f"variable {self.variables[id].spec.name!r} is not on this server")
         if isinstance(value, Table | KeyedRows):
             self._tensor(id).begin(value)
             return True
         if id in self._parts:
             raise InvalidRequest(
-                f"variable {self.variables[id].spec.name!r} is a part of a dynamic table; it begins empty"
+                f"variable {self.variables[id].spec.name!r} is a part of a dynamic table, which begins empty"
             )
         return self._values.setdefault(id, value) is value
 
@@ -394,7 +393,9 @@ class Store:
             if not shape or (ids.size and int(ids.view(np.uint64).max()) >= shape[0]):  # a negative one is large
                 name = self.variables[read.variable].spec.name
                 bad = next((int(i) for i in ids if not (shape and 0 <= i < shape[0])), "")
-                raise InvalidRequest(f"id {bad} is no row of variable {name!r}, whose shape is {shape}", str(self.task))
+                raise InvalidRequest(
+                    f"id {bad} is not a row of variable {name!r}, whose shape is {shape}", str(self.task)
+                )
         self._check_answer(
             len(read.ids) // ID_BYTES * row_bytes(self.variables[read.variable].spec.tensor) for read in reads
         )

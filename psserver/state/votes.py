@@ -103,7 +103,7 @@ class Votes:
         """Takes in another server's vote; `last` is the last round that is over here."""
         if vote.job != self.job or vote.round > last:
             if len(self._heard) >= MAX_HEARD:
-                raise InvalidRequest(f"server {server} votes in round {vote.round}; no server is so far ahead")
+                raise InvalidRequest(f"server {server} votes in round {vote.round}, which is too far ahead")
             self._heard[vote.job, vote.round, vote.attempt][server] = vote
         if vote.job == self.job:
             self._closed[server] = max(self._closed[server], vote.closed)
@@ -200,7 +200,7 @@ class Votes:
         `last` is the last round that is over here.
         """
         if len(testimony.votes) + len(self._heard) > 2 * MAX_HEARD:
-            raise InvalidRequest(f"server {server} has heard {len(testimony.votes)} votes; no server is so far ahead")
+            raise InvalidRequest(f"server {server} reports {len(testimony.votes)} votes, which is too far ahead")
         for vote in testimony.votes:
             if vote.job == testimony.job and (vote.job != self.job or vote.round > last):
                 self._heard[vote.job, vote.round, vote.attempt].setdefault(testimony.gone, vote)

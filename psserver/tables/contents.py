@@ -107,13 +107,13 @@ class Contents:
             InvalidRequest: the keys are of another dtype or shape, or of a bucket that is not held.
         """
         if keys.ndim != 1 or keys.dtype != DTYPES[self.spec.key_dtype]:
-            raise InvalidRequest(f"keys are {self.spec.key_dtype}[n], not {keys.dtype}{list(keys.shape)}")
+            raise InvalidRequest(f"keys must be {self.spec.key_dtype}[n], not {keys.dtype}{list(keys.shape)}")
         hashes, entries = self.index.find(as_words(keys))
         if len(self.buckets) < BUCKETS and hashes.size:
             low, high = buckets_of(np.array([hashes.min(), hashes.max()]))
             if low < self.buckets.start or high >= self.buckets.stop:
                 raise InvalidRequest(
-                    f"a key is of bucket {low if low < self.buckets.start else high}, and this server has "
+                    f"a key is in bucket {low if low < self.buckets.start else high}, but this server has buckets "
                     f"{self.buckets.start} to {self.buckets.stop - 1}"
                 )
         return hashes, entries
@@ -175,7 +175,7 @@ class Contents:
             MemoryLimit: there is no memory. Nothing has changed.
         """
         if self.rows.used + hashes.size > MAX_COUNT:
-            raise MemoryLimit(f"a part of a table has at most {MAX_COUNT} rows; add servers")
+            raise MemoryLimit(f"a table can have at most {MAX_COUNT} rows on one server; add servers")
         if not hashes.size:
             return np.empty(0, np.int64)
         try:
@@ -187,7 +187,7 @@ class Contents:
             self.put(hashes, slots + 1, before)
         except MemoryError:
             self.uncreate(hashes, before, slots)
-            raise MemoryLimit(f"there is no memory for {hashes.size} more keys of a table") from None
+            raise MemoryLimit(f"out of memory for {hashes.size} more keys of a table") from None
         self.rows.hashes[slots] = hashes
         return slots
 
@@ -212,5 +212,5 @@ class Contents:
 def _missing(error: MemoryError, what: str) -> MemoryLimit:
     """Returns the error for what there is no memory for, or no room on the disk of a tier."""
     if isinstance(error, DiskFull):
-        return MemoryLimit(f"there is no room on the disk for {what}: {error}")
-    return MemoryLimit(f"there is no memory for {what}")
+        return MemoryLimit(f"the disk has no space for {what}: {error}")
+    return MemoryLimit(f"out of memory for {what}")

@@ -13,8 +13,9 @@ from pswire.model.hashing import GOLDEN, mixing
 
 
 def filling(tools: Tools) -> Callable[..., None]:
-    """Returns `fill(n, width, kind, seed, words, numbers, quantiles, room, rows)` for Numba: the same as
-    `pswire.model.first_values.computed`.
+    """Returns `fill(n, width, kind, seed, words, numbers, quantiles, room, rows)` for Numba.
+
+    It computes the same as `pswire.model.first_values.computed`.
     """
     carray, mix, bits = tools.carray, mixing(tools), tools.bits
     golden, eleven, knot_count = np.uint64(GOLDEN), np.uint64(11), len(quantiles())

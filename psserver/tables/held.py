@@ -189,7 +189,7 @@ class HeldRows:
         with self._lock:
             array, kept = self._arrays[number], self._aside[number]
             if array is None or kept is None:
-                raise ValueError("a held tensor is read once")
+                raise ValueError("a held tensor can be read only once")
             found: Array = array.take(slots, axis=0, mode="clip")
             places = self._places[slots]
             there = np.flatnonzero(places)

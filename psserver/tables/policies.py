@@ -65,7 +65,7 @@ def checked_limit(spec: TableSpec, tensors: Sequence[SlotTensor]) -> int:
     limit = limit_of(spec, tensors)
     if limit < MIN_CAPACITY and (spec.capacity or spec.memory_limit):
         raise InvalidRequest(
-            f"a memory limit of {spec.memory_limit} bytes has room for {limit} rows; the least is {MIN_CAPACITY}"
+            f"a memory limit of {spec.memory_limit} bytes allows {limit} rows; the minimum is {MIN_CAPACITY}"
         )
     return limit
 
@@ -229,8 +229,7 @@ def _counters(buckets: int, width: int) -> Array:
         return np.zeros((buckets, width), np.uint8)
     except MemoryError:
         raise MemoryLimit(
-            f"there is no memory for the {buckets * width} bytes of a CBFFilter; lower its max_element_size, or add "
-            "servers"
+            f"out of memory for the {buckets * width} bytes of a CBFFilter; lower its max_element_size, or add servers"
         ) from None
 
 

@@ -115,7 +115,7 @@ def place(contents: Contents, state: TableState, native: Native) -> Int64s:
     """
     _check(contents, state)
     if not state.is_whole:
-        raise InvalidRequest("the state has what has changed since a round, and not the whole")
+        raise InvalidRequest("the state contains only changes since a round, not the whole table")
     contents.clear()
     contents.use_compiled(native)
     hashes = hashes_of(state.keys, state.salt)
@@ -184,7 +184,7 @@ def _replaced(contents: Contents, state: TableState) -> tuple[Hashes, Int64s]:
 
 def _check(contents: Contents, state: TableState) -> None:
     if state.salt != contents.salt or state.buckets != contents.buckets:
-        raise InvalidRequest("the state is of a table with another seed, whose keys are in other buckets")
+        raise InvalidRequest("the state belongs to a table with another seed, whose keys are in other buckets")
 
 
 def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:

@@ -134,7 +134,7 @@ class Table:
     ) -> None:
         spec.check()
         if buckets.step != 1 or not 0 <= buckets.start < buckets.stop <= BUCKETS:
-            raise InvalidRequest(f"{buckets} is no range of the {BUCKETS} buckets of a table")
+            raise InvalidRequest(f"{buckets} is not a range of the {BUCKETS} buckets of a table")
         for tensor in tensors:
             tensor.check()
         self.spec, self.tensors, self.buckets = spec, tuple(tensors), buckets
@@ -248,7 +248,7 @@ class Table:
     def rows_at(self, slots: Int64s, keys: Array, tensor: int = 0, out: Array | None = None) -> Array:
         """Returns the rows of some keys, of which `find` has returned the slots; else as `lookup`."""
         if tensor > len(self.tensors):
-            raise InvalidRequest(f"tensor {tensor} is not beside the rows yet")
+            raise InvalidRequest(f"tensor {tensor} does not belong to the rows yet")
         self._contents.rows.touch(slots, Use.LOOKUP)
         table = self._contents.rows.tensors[tensor].array
         found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
@@ -360,8 +360,8 @@ class Table:
             touched = np.unique(known).size + created
             if touched > self._limit:
                 raise MemoryLimit(
-                    f"a round touches {touched} rows of a table that may have {self._limit} on this server; "
-                    "raise its capacity or memory_limit, or use smaller batches"
+                    f"a round uses {touched} rows of a table that can have {self._limit} on this server; raise its "
+                    f"capacity or memory_limit, or use smaller batches"
                 )
 
     def undo(self) -> None:
@@ -585,6 +585,6 @@ def _check_room(what: str, rows: int, nbytes: int, room: int) -> None:
     """Raises `MemoryLimit` if there is no room for so many rows of so many bytes."""
     if 0 <= room < rows * nbytes:
         raise MemoryLimit(
-            f"{what} {rows} rows needs up to {rows * nbytes} bytes, and the server's memory limit leaves {room}; raise "
-            "--memory-limit, or give the table a capacity"
+            f"{what} {rows} rows needs up to {rows * nbytes} bytes, and the server's memory limit leaves {room}; "
+            f"raise --memory-limit, or give the table a capacity"
         )

@@ -96,8 +96,8 @@ class MappedFile:
             end = self._allocated(min(-(-nbytes // STEP) * STEP, len(self.memory)), exact)
         except OSError as error:
             raise DiskFull(
-                f"{human(exact - self.reserved)} more in {self._directory} ({error.strerror}); free some of that disk, "
-                "start the server with another --tier-path, or give tables a capacity"
+                f"{human(exact - self.reserved)} more in {self._directory} ({error.strerror}); free disk space "
+                f"there, start the server with another --tier-path, or give tables a capacity"
             ) from error
         with self._lock:
             more = end // PAGE - len(self._here)

@@ -145,8 +145,10 @@ class Tier:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Numbers of pages so far: those that hints brought into memory, of them those that were looked up there, and
-        those that were missing when a round needed them, new ones included.
+        """Returns numbers of pages so far.
+
+        hinted: brought into memory by hints; hit: looked up of those; waited: missing when a round needed them, new
+        ones included.
         """
         return {"hinted": self._hinted, "hit": self._hit, "waited": self._waited}
 
@@ -198,9 +200,9 @@ class Tier:
         if self.hit_rate < THRASHES and not self._told:
             self._told = True
             log.warning(
-                "rows of dynamic tables thrash: %d of the last %d pages that rounds needed had left memory, and were "
-                "read again from %s. Rounds need more than --tier-memory, %s: raise it, or add servers; see "
-                "paramserver_server_tier_hit_ratio",
+                "rows of dynamic tables are read from disk too often: %d of the last %d pages were read again from "
+                "%s. Rounds need more memory than --tier-memory, %s; raise it, or add servers (metric "
+                "paramserver_server_tier_hit_ratio)",
                 *(back, used, self._directory, human(self.memory)),
             )
 
@@ -352,21 +354,19 @@ def _has_looked(tier: weakref.ref[Tier], full: threading.Event) -> bool:
 def _check(directory: str) -> None:
     """Raises `ConfigError` unless files of a directory can hold rows."""
     if not os.path.isdir(directory):
-        raise ConfigError(f"--tier-path {directory} is no directory; make it, on a fast local disk")
+        raise ConfigError(f"--tier-path {directory} is not a directory; create it on a fast local disk")
     kind = _file_system(directory)
     if kind in IN_MEMORY:
-        raise ConfigError(
-            f"--tier-path {directory} lies in memory itself ({kind}); name a directory on a disk, or leave it out"
-        )
+        raise ConfigError(f"--tier-path {directory} is in memory ({kind}); name a directory on a disk, or leave it out")
     try:
         file = MappedFile(directory, TRIAL)
         file.reserve(TRIAL)
     except DiskFull as error:
-        raise ConfigError(f"--tier-path has no room: {error}") from error
+        raise ConfigError(f"--tier-path has no space: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--tier-path {directory} takes no file that can be mapped ({error}); let this user write there, or name "
-            "another directory"
+            f"--tier-path {directory} cannot hold memory-mapped files ({error}); check its permissions, or name "
+            f"another directory"
         ) from error
 
 

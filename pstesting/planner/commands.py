@@ -18,6 +18,7 @@ from rich.table import Table
 from psclient.psctl.output import say, show, table
 from psclient.psctl.settings import PLAN
 from pstesting.planner import network as networks
+from pstesting.planner.typical import TYPICAL
 from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
 from pswire.errors import ConfigError
@@ -28,6 +29,9 @@ from pswire.sizes import human, parse_bytes
 
 if TYPE_CHECKING:
     from pstesting.planner.plan import Prediction
+
+MEASURED = Path("costs.json")
+"""Where `psctl calibrate` writes, and `psctl plan` looks, unless they are told otherwise."""
 
 BUSY = 0.5
 """Load of each core, before it begins, above which a calibration says that others use this machine."""
@@ -54,7 +58,7 @@ BUSY = 0.5
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    default="costs.json",
+    default=str(MEASURED),
     show_default=True,
     help="File for the cost model.",
 )
@@ -71,7 +75,7 @@ BUSY = 0.5
     "--peer", metavar="HOST:PORT", help="Also measure the network to a host that runs psctl calibrate --answer."
 )
 @click.option(
-    "--answer", "answers", metavar="[HOST:]PORT", help="Only answer another host's --peer on this port, once."
+    "--answer", "answers", metavar="[HOST:]PORT", help="Answer another host's --peer on this port once, and exit."
 )
 @click.option("--json", "as_json", is_flag=True, cls=Flag, group=OUTPUT, help="Print JSON.")
 def calibrate(
@@ -90,7 +94,7 @@ def calibrate(
     if answers is not None:
         host, port = check_address(answers if ":" in answers else f"0.0.0.0:{answers}", "--answer")
         networks.answer(
-            host, port, lambda at: click.echo(f"answers at {at}, until another host has measured", err=True)
+            host, port, lambda at: click.echo(f"waiting at {at} for the measurement of another host", err=True)
         )
         return 0
     pair = None if peer is None else check_address(peer, "--peer")
@@ -104,7 +108,8 @@ def calibrate(
     load, begun = os.getloadavg()[0] / (os.cpu_count() or 1), time.monotonic()
     if load > BUSY:
         click.echo(
-            f"psctl: others use this host (load {load:.1f} for each core): its costs come out too high", err=True
+            f"psctl: other processes use this host (load {load:.1f} per core), so the measured costs are too high",
+            err=True,
         )
     found = None if pair is None else networks.measure(*pair)  # first: what is wrong is told at once
     costs = calibrated([measure(transports) for _ in range(turns)])
@@ -140,7 +145,7 @@ def rate_of(text: str) -> float:
     """Bytes per second of `25Gbit`."""
     match = _RATE.fullmatch(text)
     if not match or float(match[1]) == 0:
-        raise ConfigError(f"--network {text!r} is no rate; write bits per second with a unit, such as 25Gbit")
+        raise ConfigError(f"--network {text!r} is not a rate; write bits per second with a unit, such as 25Gbit")
     return float(match[1]) * _THOUSANDS[match[2].upper()] / 8
 
 
@@ -148,7 +153,7 @@ def _seconds(text: str, flag: str) -> float:
     """Seconds of `120ms`."""
     match = _TIME.fullmatch(text)
     if not match:
-        raise ConfigError(f"{flag} {text!r} is no time; write a number with a unit, such as 120ms, 10min or 90d")
+        raise ConfigError(f"{flag} {text!r} is not a time; write a number with a unit, such as 120ms, 10min or 90d")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -156,7 +161,7 @@ def _table(text: str) -> tuple[float, int]:
     """Rows and dimension of `200M:64`."""
     match = _TABLE.fullmatch(text)
     if not match or int(match[3]) == 0:
-        raise ConfigError(f"--rows {text!r} is no table; write rows and numbers of a row, such as 200M:64")
+        raise ConfigError(f"--rows {text!r} is not a table; write rows and numbers per row, such as 200M:64")
     return float(match[1]) * _THOUSANDS[match[2].upper()], int(match[3])
 
 
@@ -201,9 +206,7 @@ def _table(text: str) -> tuple[float, int]:
 @click.option(
     "--costs",
     type=click.Path(dir_okay=False, path_type=Path),
-    default="costs.json",
-    show_default=True,
-    help="Cost model that psctl calibrate wrote on such a host.",
+    help="Cost model that psctl calibrate wrote on such a host. [default: costs.json if it is there, else built-in]",
 )
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG or SVG file; needs matplotlib."
@@ -226,14 +229,15 @@ def plan(
     save_every: str,
     restart: str,
     worth: float,
-    costs: Path,
+    costs: Path | None,
     plot: Path | None,
     as_json: bool,
 ) -> int:
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. Predictions are as good as the cost model: compare one with a job that you have.
+    takes seconds to minutes. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
+    compare a prediction with a job that you have. The built-in costs show how a job scales, on a network of 10 Gbit/s.
     """
     try:
         from pstesting.planner import plan as planning
@@ -242,11 +246,13 @@ def plan(
             from pstesting.planner.drawing import draw
     except ImportError as error:
         raise _lacking("plan", error) from error
-    model = Costs.read(costs)
+    if costs is None and MEASURED.exists():
+        costs = MEASURED
+    model = TYPICAL if costs is None else Costs.read(costs)
     if network is None and not model.network:
         raise ConfigError(
-            f"{costs} has no network between hosts: give --network, such as 25Gbit, or measure one with "
-            "psctl calibrate --peer"
+            f"{costs} has no network between hosts; give --network, such as 25Gbit, or measure it with psctl "
+            f"calibrate --peer"
         )
     count, dimension = _table(rows) if rows else (0.0, 0)
     found = planning.plan(
@@ -287,25 +293,27 @@ def plan(
         ("the same, and a backup worker", found.backed),
     ]
     if found.summed is not None:
-        lines.append((f"with {found.summed.servers} servers, where workers of a host send sums", found.summed))
+        lines.append((f"with {found.summed.servers} servers and local reduction", found.summed))
     shown = {each.servers: each for each in found.tried}
     lost = [(f"with{'' if copies else 'out'} copies", found.chosen.lost)]
     lost += [(f"with{'out' if copies else ''} copies", found.other_copies.lost)] if found.other_copies else []
-    heads = ("servers", "step, ms", "of it the round", "a server holds", "used most")
+    heads = ("servers", "step, ms", "of that, the round", "a server holds", "bottleneck")
     show(
         table(heads, [_row(each, each is found.chosen) for _, each in sorted(shown.items())]),
-        f"{found.chosen.servers} servers: twice as many would save less than {100 * worth:.0f} % of a step.",
+        f"{found.chosen.servers} servers are enough: twice as many would save less than {100 * worth:.0f} % of a step.",
         *(f"{what}: {1e3 * each.step_seconds:.1f} ms a step" for what, each in lines if each is not None),
         *(
-            f"time lost to hosts that fail, {what}: {each.workers + each.servers:.0f} s a day, of it "
-            f"{each.servers:.0f} s by servers"
+            f"time lost to host failures, {what}: {each.workers + each.servers:.0f} s per day, of that "
+            f"{each.servers:.0f} s because of servers"
             for what, each in lost
         ),
         *(
-            [f"{costs} has no price for sums of a host: measure it again"]
+            [f"{costs} has no cost for local reduction; run psctl calibrate again"]
             if per_host > 1 and not (ids or model.prices_sums)
             else []
         ),
+        f"costs of {model.machine or costs}"
+        + ("" if costs else ", which are built in: psctl calibrate measures those of your hosts"),
     )
     return 0
 
@@ -318,8 +326,8 @@ def _row(found: Prediction, chosen: bool) -> list[str]:
 
 
 def _lacking(command: str, error: ImportError) -> ConfigError:
-    extras = "pip install 'paramserver[simulation,bench]'"
-    return ConfigError(f"psctl {command} needs a package ({error}); {extras}")
+    extra = "bench" if error.name == "matplotlib" else "simulation"
+    return ConfigError(f"psctl {command} needs a package ({error}); in the clone: pip install -e '.[{extra}]'")
 
 
 def _drawn(costs: Costs) -> Table:

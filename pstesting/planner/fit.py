@@ -74,8 +74,7 @@ def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
 
 
 def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
-    """Returns the costs of rounds and steps, which are those of the transport in the middle, and with them of each
-    transport."""
+    """Returns the costs of rounds and steps, for each transport and for the one in the middle."""
     adding = {KERNEL: kernel_byte}
     servers = [_costs(_server_row, found, [took.server for _, took in found], adding) for found in timed.values()]
     workers = [_costs(_worker_row, found, [took.worker for _, took in found]) for found in timed.values()]

@@ -140,9 +140,8 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     jobs = {(c.transport, c.workers, c.workload.servers, c.workload.copies, c.rate, c.local_reduction) for c in cells}
     if len(jobs) > 1:
         raise ValueError(
-            "cells of one job have one transport, network and local_reduction, and the same number of workers, "
-            "servers and "
-            "copies"
+            "all cells of a job must have the same transport, network, local_reduction, and numbers of workers, "
+            "servers and copies"
         )
     said = [
         (

@@ -98,7 +98,7 @@ def answer(host: str, port: int, told: Callable[[str], object]) -> None:
     try:
         answers = _Answers((host, port), _Connection)
     except OSError as error:
-        raise ConfigError(f"nothing can listen at {host}:{port} ({error.strerror})") from None
+        raise ConfigError(f"cannot listen at {host}:{port} ({error.strerror})") from None
     with answers:
         told(join_address(host, answers.server_address[1]))
         answers.serve_forever(poll_interval=0.1)
@@ -109,7 +109,7 @@ def _take(sock: socket.socket, size: int) -> None:
     while size:
         came = sock.recv_into(memory, min(size, BLOCK))
         if not came:
-            raise ConnectionError("the other end is gone")
+            raise ConnectionError("the other side has closed the connection")
         size -= came
 
 
@@ -138,8 +138,8 @@ def measure(host: str, port: int) -> Network:
             sock.sendall(WORD.pack(b"e", 0))
     except OSError as error:
         raise Unreachable(
-            f"{join_address(host, port)} does not answer ({error}); run psctl calibrate --answer {port} on that host, "
-            "and see that no firewall is between"
+            f"{join_address(host, port)} does not answer ({error}); run psctl calibrate --answer {port} on that "
+            f"host, and check firewalls"
         ) from None
     return Network(rate / OF_FRAMES, max(between - within, 0.0) / 2)
 

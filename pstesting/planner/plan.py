@@ -74,14 +74,13 @@ class Question:
     def __post_init__(self) -> None:
         if self.transport not in self.costs.transports:
             raise ConfigError(
-                f"the cost model has no transport {self.transport}; it has "
-                f"{', '.join(self.costs.transports) or 'none'}: measure it "
-                f"with psctl calibrate --transport {self.transport}"
+                f"the cost model has no transport {self.transport}, only {', '.join(self.costs.transports) or 'none'}; "
+                f"measure it with psctl calibrate --transport {self.transport}"
             )
         if self.workers < 1:
-            raise ConfigError("a job has one worker at least; give --workers")
+            raise ConfigError("a job needs at least one worker; give --workers")
         if not (self.dense or (self.rows and self.ids)):
-            raise ConfigError("a job has variables; give --parameters, or --rows and --ids")
+            raise ConfigError("a job needs variables; give --parameters, or --rows and --ids")
 
     @property
     def sums(self) -> bool:
@@ -182,8 +181,8 @@ def predict(
     """
     if question.workers * servers > MOST_PAIRS:
         raise ConfigError(
-            f"{question.workers} workers with {servers} servers are too many to be simulated; {MOST_PAIRS} connections "
-            "are the most"
+            f"{question.workers} workers with {servers} servers are too many to simulate; the limit is {MOST_PAIRS} "
+            f"connections"
         )
     workload = Workload(
         servers,

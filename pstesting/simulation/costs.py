@@ -124,4 +124,4 @@ class Costs:
             said["transports"] = {name: TransportCosts(**costs) for name, costs in said["transports"].items()}
             return cls(**said)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{path} is no calibration ({error}); make one with psctl calibrate") from error
+            raise ConfigError(f"{path} is not a cost model ({error}); make one with psctl calibrate") from error

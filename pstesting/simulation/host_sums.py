@@ -74,7 +74,7 @@ class HostSums:
         sender = self._sender(own.server)
         found = sum_of(gathered[sender], [gathered[each] for each in self._members])
         if found is None:
-            raise RuntimeError("contributions of simulated workers have no sum")
+            raise RuntimeError("gradients of simulated workers cannot be summed")
         pushed = sender.exchange.pushes.once(own.server, *found)
         pushed.add_done_callback(partial(self._hand_back, sender, gathered))
 

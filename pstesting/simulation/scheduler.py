@@ -83,14 +83,14 @@ class UnlockedFuture(Future[T]):
     def set_result(self, result: T) -> None:
         """As `Future.set_result`."""
         if self._over:
-            raise InvalidStateError("it is answered")
+            raise InvalidStateError("the future is already done")
         self._answer = result
         self._settle()
 
     def set_exception(self, exception: BaseException | None) -> None:
         """As `Future.set_exception`."""
         if self._over:
-            raise InvalidStateError("it is answered")
+            raise InvalidStateError("the future is already done")
         self._error = exception
         self._settle()
 

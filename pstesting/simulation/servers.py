@@ -491,4 +491,4 @@ class Line:
 
 def _refuse(work: Callable[[], object]) -> None:
     """Array work of a simulated server goes to its strands."""
-    raise RuntimeError("array work went past the simulation")
+    raise RuntimeError("array work was not simulated")

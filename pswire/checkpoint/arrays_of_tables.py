@@ -52,15 +52,15 @@ def _array(
     fits = there is not None and spec.shape and spec.shape[1:] == there.shape[1:]
     if there is None or not fits or (spec.dtype != there.dtype and not cast):
         raise VariableMismatch(
-            f"the checkpoint {saved.full} has {name!r} as {there}, of dynamic table {table.name!r}, not {spec}"
+            f"the checkpoint {saved.full} holds {name!r} as {there} of dynamic table {table.name!r}, not {spec}"
         )
     first, total = (shard.first, shard.rows) if shard else (0, spec.shape[0])
     keys = table.keys
     bad = np.flatnonzero((keys < 0) | (keys >= total))
     if bad.size:
         raise VariableMismatch(
-            f"the checkpoint {saved.full} has {name!r} as a dynamic table with key {keys[bad[0]]}, and the variable "
-            f"has {total} rows: keys are 0 to {total - 1}"
+            f"the checkpoint {saved.full} holds {name!r} as a dynamic table with key {keys[bad[0]]}, but the "
+            f"variable has {total} rows, which are keys 0 to {total - 1}"
         )
     found = _first(table, name, np.arange(first, first + spec.shape[0]), TensorSpec(there.dtype, spec.shape))
     at = 0

@@ -53,14 +53,14 @@ class Said:
                 _name(said.get("base", "")),
             )
         except Malformed as error:
-            raise CheckpointError(f"what is to be saved as {order.path[:300]!r} is malformed: {error}") from error
+            raise CheckpointError(f"the data to be saved as {order.path[:300]!r} is malformed: {error}") from error
 
 
 def _name(data: Any) -> str:
     """The name of a checkpoint beside another one, "" for none; raises `Malformed` for any other."""
     name = strict_json.text(data)
     if name in (".", "..") or "\0" in name or PurePosixPath(name).name != name:
-        raise Malformed(f"{name[:80]!r} is no name of a checkpoint")
+        raise Malformed(f"{name[:80]!r} is not the name of a checkpoint")
     return name
 
 
@@ -85,7 +85,7 @@ def manifest_of(shards: Sequence[Shard], order: SnapshotOrder) -> Manifest:
     said, tables = Said.of(order), tables_in(shards)
     is_delta = any(table.since >= 0 for table in tables.values())
     if is_delta and not said.base:
-        raise CheckpointError("changes alone are written, though the order names no base")
+        raise CheckpointError("the server wrote only changes, but the checkpoint has no base")
     return Manifest(
         shards[0].round,
         shards[0].positions,
@@ -121,14 +121,14 @@ def tensors_in(shards: Sequence[Shard]) -> dict[str, Saved]:
     of_tables = _tensors_of_tables(shards)
     taken = next((name for name in of_tables if name in found or name in {whole for whole, _, _ in parts}), None)
     if taken is not None:
-        raise CheckpointError(f"a variable is named {taken!r}, as a tensor of a dynamic table; give it another name")
+        raise CheckpointError(f"variable {taken!r} has the same name as a tensor of a dynamic table; rename it")
     found |= of_tables
     for (name, rows, spec), slices in parts.items():
         slices.sort(key=lambda one: one.first)
         if sum(one.rows for one in slices) != rows:
             raise CheckpointError(
-                f"partitioned variable {name!r} has no value yet in some of its {rows} rows: who created it is gone; "
-                "save again"
+                f"partitioned variable {name!r} has no value yet in some of its {rows} rows, because the process "
+                f"that created it was lost; save again"
             )
         found[name] = Saved("", spec, "", tuple(slices))
     return found
@@ -178,13 +178,14 @@ def tables_in(shards: Sequence[Shard]) -> dict[str, SavedTable]:
             known = found.setdefault(each.name, each)
             if (known.spec, known.slots) != (each.spec, each.slots):
                 raise CheckpointError(
-                    f"the parts of table {each.name!r} differ: tensors lie beside some alone; save again"
+                    f"the parts of table {each.name!r} do not have the same slot variables; save again"
                 )
             changes = [one for one in (known.since, each.since) if one >= 0]
             found[each.name] = replace(known, since=min(changes, default=-1), round=max(known.round, each.round))
     missing = next((name for name in found if buckets[name] != BUCKETS), None)
     if missing is not None:
         raise CheckpointError(
-            f"table {missing!r} is not there yet on all of its servers: who created it is gone; save again"
+            f"table {missing!r} does not exist yet on all of its servers, because the process that created it was "
+            f"lost; save again"
         )
     return found

@@ -114,7 +114,7 @@ def _check_alone(saved: SavedCheckpoint, shards: Sequence[Shard]) -> None:
     except FileNotFoundError:
         kept = False
     if found.manifest != saved.manifest or not kept:
-        raise CheckpointError(f"{saved.full} was compacted by another process meanwhile; this one has changed nothing")
+        raise CheckpointError(f"another process has compacted {saved.full}; nothing was changed")
 
 
 def _sweep(saved: SavedCheckpoint, whole: Manifest) -> None:

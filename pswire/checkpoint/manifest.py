@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what its files have. JSON, written last; docs/checkpoints.md has its schema."""
+"""The manifest of a checkpoint: what its files have. JSON, written last; docs/manifest.schema.json has its schema."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def latest_in(text: str) -> str:
     said = strict_json.parse(text)
     name = said.get("latest") if isinstance(said, dict) and said.get("format") == 1 else None
     if not isinstance(name, str):
-        raise Malformed(f"{text[:80]!r} is not such as {latest_text('ckpt-3').strip()}")
+        raise Malformed(f"{text[:80]!r} does not look like {latest_text('ckpt-3').strip()}")
     return name
 
 
@@ -275,7 +275,7 @@ class Manifest:
                 raise CheckpointError(f"{where} has format {data['format']}; this version reads 1 to {FORMAT}")
             found = cls._read(data)
         except (Malformed, InvalidRequest) as error:
-            raise DamagedCheckpoint(f"{where} is no manifest of a checkpoint: {error}") from error
+            raise DamagedCheckpoint(f"{where} is not a checkpoint manifest: {error}") from error
         outside = [
             file for file in found.shards if file in ("", "..") or "\0" in file or PurePosixPath(file).name != file
         ]
@@ -327,7 +327,7 @@ def _table(name: str, data: Any) -> SavedTable:
 def _id(data: Any) -> str:
     found = strict_json.text(data)
     if found and not _ID.fullmatch(found):
-        raise Malformed(f"{found[:80]!r} is no id")
+        raise Malformed(f"{found[:80]!r} is not an id")
     return found
 
 
@@ -337,7 +337,7 @@ def _base(data: Any) -> Base | None:
     said = strict_json.fields(data)
     name, id = strict_json.text(strict_json.field(said, "name")), _id(strict_json.field(said, "id"))
     if name in ("", ".", "..") or "\0" in name or PurePosixPath(name).name != name:
-        raise Malformed(f"{name[:80]!r} is no name of a checkpoint beside it")
+        raise Malformed(f"{name[:80]!r} is not the name of a checkpoint in the same directory")
     return Base(name, id)
 
 
@@ -347,14 +347,14 @@ def _position(data: Any) -> Position:
     returned = tuple(map(_examples, strict_json.items(said.get("returned", []))))
     source = strict_json.text(said.get("source", "0"))
     if not _DIGEST.fullmatch(source):
-        raise Malformed(f"{source[:80]!r} is no digest of a dataset")
+        raise Malformed(f"{source[:80]!r} is not the digest of a dataset")
     return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index, returned, int(source, 16))
 
 
 def _examples(data: Any) -> Examples:
     numbers = [strict_json.integer(number) for number in strict_json.items(data)]
     if len(numbers) != 3 or numbers[1] >= numbers[2]:
-        raise Malformed(f"{str(data)[:80]} is no number of a batch with the examples from one to another")
+        raise Malformed(f"{str(data)[:80]} is not a batch number with a range of examples")
     return Examples(*numbers)
 
 
@@ -392,5 +392,5 @@ def _slice(data: Any) -> Slice:
 def _checksum(entry: dict[str, Any]) -> str:
     checksum = strict_json.text(entry.get("checksum", ""))
     if checksum and not _CHECKSUM.fullmatch(checksum):
-        raise Malformed(f"{checksum[:80]!r} is no checksum")
+        raise Malformed(f"{checksum[:80]!r} is not a checksum")
     return checksum

@@ -119,8 +119,8 @@ class SavedCheckpoint:
                 except DamagedCheckpoint as error:
                     known[name] = error.message
         raise DamagedCheckpoint(
-            f"every checkpoint in {place.full(path)} from the newest on downwards is damaged, and none is left to go "
-            f"back to: {listed(known)}; restore another one by its path, or move them away to begin anew"
+            f"all checkpoints in {place.full(path)} are damaged: {listed(known)}; restore another checkpoint by its "
+            f"path, or move these away to start over"
         )
 
     @classmethod
@@ -151,15 +151,15 @@ class SavedCheckpoint:
         if path.name == "":
             place, path = storage_at(parted(self.full)[0]), PurePosixPath(base.name)
         where = str(path.with_name(base.name))
-        told_of = f"{self.full} has what has changed since {base.name!r} was saved"
+        told_of = f"{self.full} contains only changes since {base.name!r}"
         with told(place.full(where)):
             is_there = base.name not in names and place.exists(str(PurePosixPath(where) / MANIFEST))
         if not is_there:
-            raise DamagedCheckpoint(f"{told_of}, and there is no such checkpoint beside it")
+            raise DamagedCheckpoint(f"{told_of}, which is not in the same directory")
         names.add(base.name)
         found = SavedCheckpoint.at(place, where)
         if found.manifest.id != base.id:
-            raise DamagedCheckpoint(f"{told_of}, and what is there under this name was saved later, or elsewhere")
+            raise DamagedCheckpoint(f"{told_of}, but the checkpoint of this name was saved later, or by another run")
         return found
 
     # ---- Its tensors ----
@@ -214,7 +214,7 @@ class SavedCheckpoint:
             shard = ShardOf(name, first, self.manifest.tensors[name].spec.shape[0] if name in self else 0)
             saved = self._check(name, spec_of(out), False, shard)
             if first + len(out) > shard.rows:
-                raise VariableMismatch(f"the checkpoint {self.full} has {name!r} with {shard.rows} rows alone")
+                raise VariableMismatch(f"the checkpoint {self.full} holds only {name!r} rows of {self.full}")
             self._check_room(name, saved)
             for piece in _pieces(place, name, saved, first, out):
                 by_file.setdefault(piece.saved.file, []).append(piece)
@@ -263,7 +263,7 @@ class SavedCheckpoint:
         if found.shape != spec.shape or (found.dtype != spec.dtype and not cast):
             fits = found.shape == spec.shape
             wish = "restore it with CheckpointOptions(cast=True)" if fits else "create the variable as it was saved"
-            raise VariableMismatch(f"the checkpoint {self.full} has {name!r} as {found}, not {spec}; {wish}")
+            raise VariableMismatch(f"the checkpoint {self.full} holds {name!r} as {found}, not {spec}; {wish}")
         return tensors[name]
 
     def _check_room(self, name: str, saved: Saved) -> None:
@@ -273,7 +273,7 @@ class SavedCheckpoint:
             with told(self.place.full(path)):
                 self._check_size(one.file, path)
                 if saved.piece(one).spec.nbytes > self.place.size(path):
-                    raise Malformed(f"it is too short for {one.tensor!r}, which the manifest names")
+                    raise Malformed(f"it is too short to contain {one.tensor!r}, which the manifest lists")
 
     def _read(self, name: str, pieces: Sequence[_Piece], found: dict[int, Array]) -> None:
         """Reads pieces of tensors of one file; adds those that are whole tensors to `found`."""
@@ -293,7 +293,7 @@ class SavedCheckpoint:
             raise Malformed("the file is missing")
         size, expected = self.place.size(path), self.manifest.files.get(name)
         if expected not in (None, size):
-            raise Malformed(f"it has {size} bytes, and had {expected} when it was saved")
+            raise Malformed(f"it has {size} bytes, but had {expected} when it was saved")
 
     def _header(self, name: str, path: str, file: IO[bytes]) -> dict[str, TensorEntry]:
         if name not in self._headers:
@@ -360,7 +360,7 @@ class SavedCheckpoint:
                     return
                 empty = {name for name, entry in entries.items() if not entry.spec.nbytes}  # parts of tables
                 unknown = sorted(set(entries) - set(mine) - empty)
-                yield from (f"it has {tensor!r}, which the manifest does not name" for tensor in unknown)
+                yield from (f"it contains {tensor!r}, which the manifest does not list" for tensor in unknown)
                 for tensor, (whole, saved) in sorted(mine.items()):
                     try:
                         if whole not in but:
@@ -411,18 +411,18 @@ def _text(place: Storage, path: str, most: int, limit: int) -> str:
     """
     size = place.size(path)
     if size > most:
-        raise Malformed(f"it has {size:,} bytes, and {most:,} are the most that one is written with")
+        raise Malformed(f"it has {size:,} bytes, but the maximum is {most:,}")
     if size > limit:
         raise CheckpointError(
-            f"{place.full(path)} has {size:,} bytes, and a server can tell its processes {limit:,}; read it with a "
-            "strategy without servers, and save it with fewer variables, or with shorter names"
+            f"{place.full(path)} has {size:,} bytes, but a server can send at most {limit:,} to its processes; read "
+            f"it with a strategy without servers, and save it with fewer variables or shorter names"
         )
     data = b""
     with place.open(path) as file:
         while len(data) <= limit and (piece := file.read(limit + 1 - len(data))):
             data += piece
     if len(data) > limit:
-        raise Malformed(f"it has grown beyond {limit:,} bytes while it was read")
+        raise Malformed(f"it grew beyond {limit:,} bytes while it was read")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -489,7 +489,12 @@ def named_latest(place: Storage, directory: str) -> str | None:
     try:
         return latest_in(_text(place, path, MAX_LATEST, MAX_LATEST)) if place.exists(path) else None
     except (CheckpointError, Malformed) as error:
-        log.warning("%s/%s is passed over, and the greatest number is the newest: %s", directory, LATEST, error)
+        log.warning(
+            "cannot use %s/%s (%s); the checkpoint with the highest number is taken as the newest",
+            directory,
+            LATEST,
+            error,
+        )
         return None
 
 
@@ -514,7 +519,9 @@ def _some(place: Storage, directory: str) -> FoundCheckpoint:
         with told(place.full(directory)):
             place.exists(str(PurePosixPath(directory) / name / MANIFEST))  # raises what keeps it from being seen
     if found.latest is None:
-        raise NoCheckpoint(f"there is no complete checkpoint in {place.full(directory)}; save one first, or train anew")
+        raise NoCheckpoint(
+            f"there is no complete checkpoint in {place.full(directory)}; save one first, or train from the start"
+        )
     return found
 
 
@@ -554,4 +561,6 @@ def require(root: Storage, url: str, what: str) -> None:
         there, file = root.is_directory("."), root.exists(".")
     if not there:
         wrong = f"is a file, not {what}" if file else "does not exist"
-        raise NoCheckpoint(f"{url} {wrong}; give a path as it is here, the servers' checkpoint root included")
+        raise NoCheckpoint(
+            f"{url} {wrong}; give the whole path on this machine, including the servers' checkpoint root"
+        )

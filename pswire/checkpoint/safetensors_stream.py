@@ -73,7 +73,7 @@ def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
 def header(specs: Mapping[str, TensorSpec]) -> bytes:
     """Returns what comes before the tensors, which follow as `ordered` says; its length is a multiple of 8."""
     if _METADATA in specs:
-        raise CheckpointError(f"the safetensors format keeps the name {_METADATA!r} for itself; rename the variable")
+        raise CheckpointError(f"the safetensors format reserves the name {_METADATA!r}; rename the variable")
     parted = {name: "complex128" for name in ordered(specs) if specs[name].dtype == "complex128"}
     content: dict[str, Any] = {_METADATA: parted} if parted else {}
     end = 0
@@ -113,15 +113,15 @@ def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str
     """
     length = int.from_bytes(_exactly(file, min(8, size)), "little")
     if not 2 <= length <= min(limit, MAX_HEADER, size - 8):
-        raise Malformed("its header is broken, or it is cut short")
+        raise Malformed("its header is damaged, or the file is truncated")
     try:
         content = strict_json.fields(strict_json.parse(_exactly(file, length)))
         parted = strict_json.fields(content.pop(_METADATA, {}))
         found = {name: _entry(name, entry, parted, 8 + length) for name, entry in content.items()}
     except (Malformed, InvalidRequest) as error:
-        raise Malformed(f"its header is broken: {error}") from error
+        raise Malformed(f"its header is damaged: {error}") from error
     if any(entry.offset + entry.spec.nbytes > size for entry in found.values()):
-        raise Malformed("its header names bytes that it does not have: it is broken, or cut short")
+        raise Malformed("its header lists bytes that the file does not have, so it is damaged or truncated")
     return found
 
 
@@ -137,7 +137,7 @@ def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> Tensor
     spec = TensorSpec(dtype, shape).check()
     bounds = [strict_json.integer(one) for one in strict_json.items(strict_json.field(entry, "data_offsets"))]
     if len(bounds) != 2 or bounds[1] - bounds[0] != spec.nbytes:
-        raise Malformed(f"{name!r} has the bytes {bounds[:3]}, and not the {spec.nbytes} of {spec}")
+        raise Malformed(f"{name!r} has bytes {bounds[:3]}, not the {spec.nbytes} bytes of {spec}")
     return TensorEntry(spec, base + bounds[0])
 
 
@@ -208,7 +208,7 @@ def _fill(file: Any, data: memoryview) -> None:
     while len(data):
         count = file.readinto(data)
         if not count:
-            raise Malformed("it is cut short")
+            raise Malformed("it is truncated")
         data = data[count:]
 
 
@@ -257,15 +257,15 @@ def verify_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str,
 def entry_of(entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> TensorEntry:
     """Returns where a tensor of a checkpoint is; raises `Malformed` where the file does not have it, or as another."""
     if name not in entries:
-        raise Malformed(f"it does not have {name!r}, which the manifest names")
+        raise Malformed(f"it does not contain {name!r}, which the manifest lists")
     if entries[name].spec != saved.spec:
-        raise Malformed(f"it has {name!r} as {entries[name].spec}, not {saved.spec}")
+        raise Malformed(f"it holds {name!r} as {entries[name].spec}, not {saved.spec}")
     return entries[name]
 
 
 def _compare(name: str, saved: Saved, checksum: str) -> None:
     if saved.checksum not in ("", checksum):
-        raise Malformed(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
+        raise Malformed(f"{name!r} has another checksum than when it was saved: {checksum}, not {saved.checksum}")
 
 
 @contextmanager

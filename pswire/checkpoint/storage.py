@@ -72,11 +72,13 @@ def below(path: str) -> str:
     pure = PurePosixPath(path)
     if "://" in path:
         raise CheckpointError(
-            f"{path!r} is a URL; where checkpoints are is said to the servers, by --checkpoint-root: write a path "
-            "below it, such as 'run1'"
+            f"{path!r} is a URL; give the URL to the servers with --checkpoint-root, and write a path below it here, "
+            f"such as 'run1'"
         )
     if not path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(f"{path!r} is no path below the servers' checkpoint root; write such as 'run1'")
+        raise CheckpointError(
+            f"{path!r} is not a path below the servers' checkpoint root; write a relative path such as 'run1'"
+        )
     return str(pure)
 
 
@@ -118,7 +120,9 @@ class Directory:
         """Implements `Storage.full`."""
         resolved = (self._root / below(path)).resolve()
         if not resolved.is_relative_to(self._root.resolve()):
-            raise CheckpointError(f"{path!r} leaves {self._root} through a link; write a path that stays below it")
+            raise CheckpointError(
+                f"{path!r} leads out of {self._root} through a link; write a path that stays below it"
+            )
         return str(resolved)
 
     def open(self, path: str) -> IO[bytes]:
@@ -187,7 +191,7 @@ class Directory:
                     if not isinstance(error, CheckpointError):
                         found[one.name] = frozenset()
                     if one.name not in self._passed_over:
-                        log.warning("%s is passed over: %s", one.path, error)
+                        log.warning("skipped %s: %s", one.path, error)
                     self._passed_over.add(one.name)
         return found
 
@@ -340,7 +344,7 @@ class Remote:
                     inner = frozenset(_last(one["name"]) for one in self._entries(entry["name"]))
                     found |= {name: inner} if inner else {}
                 except PermissionError as error:
-                    log.warning("%s/%s is passed over: %s", self.full(path), name, error)
+                    log.warning("skipped %s/%s: %s", self.full(path), name, error)
                     found[name] = frozenset()
         return found
 

@@ -34,13 +34,13 @@ def parse(data: str | bytes | bytearray) -> Any:
         text = data if isinstance(data, str) else data.decode()
         return json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object)
     except RecursionError:
-        raise Malformed(f"its values lie more than {MAX_DEPTH} deep in each other") from None
+        raise Malformed(f"its values are nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # not only JSONDecodeError: text that is no UTF-8, integers of many digits
         raise Malformed(" ".join(str(error).split())) from None
 
 
 def _refuse(word: str) -> NoReturn:
-    raise Malformed(f"{word} is no number of JSON")
+    raise Malformed(f"{word} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
@@ -52,7 +52,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise Malformed(f"the key {twice[:80]!r} is there twice")
+        raise Malformed(f"the key {twice[:80]!r} appears twice")
     return found
 
 
@@ -120,4 +120,4 @@ def shallow(value: Any) -> Any:
         ]
         if not level:
             return value
-    raise Malformed(f"its values lie more than {MAX_DEPTH} deep in each other")
+    raise Malformed(f"its values are nested more than {MAX_DEPTH} levels deep")

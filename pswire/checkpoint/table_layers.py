@@ -158,12 +158,12 @@ class TableLayer:
             if not fits or any(size not in (-1, there) for size, there in zip(item, own, strict=True)):
                 self._fail(f"{name!r} is {found}")
             if unit != "table" and counts.setdefault(unit, found.shape[0]) != found.shape[0]:
-                self._fail(f"{name!r} is {found}, and others of it have {counts[unit]} items")
+                self._fail(f"{name!r} is {found}, but its other tensors have {counts[unit]} items")
         for unit, kind in COUNTS.items():
             if kind in self.kinds:
                 items = self.read(kind)
                 if items.min() < 0 or items.sum() != counts[unit]:
-                    self._fail(f"{beside(self.table.name, kind)!r} are not the {counts[unit]} that there are")
+                    self._fail(f"{beside(self.table.name, kind)!r} do not match the {counts[unit]} of the table")
 
     def _rows_if_there(self) -> Mapping[str, TensorSpec]:
         name = beside(self.table.name, "keys")
@@ -180,7 +180,7 @@ class TableLayer:
         return hashes
 
     def _fail(self, why: str) -> NoReturn:
-        raise DamagedCheckpoint(f"{self.saved.full} has a broken table {self.table.name!r}: {why}")
+        raise DamagedCheckpoint(f"{self.saved.full} has a damaged table {self.table.name!r}: {why}")
 
 
 def kind_of(spec: TableSpec) -> tuple[object, ...]:
@@ -203,10 +203,10 @@ def layers_of(saved: SavedCheckpoint, name: str, buckets: range = ALL) -> list[T
     layers = list[TableLayer]()
     for each in (saved, *saved.bases):
         if name not in each.manifest.tables:
-            raise DamagedCheckpoint(f"{each.full} does not have table {name!r}, whose changes {saved.full} has")
+            raise DamagedCheckpoint(f"{each.full} does not contain table {name!r}, whose changes are in {saved.full}")
         layers.insert(0, TableLayer(each, each.manifest.tables[name]))
         if kind_of(layers[0].table.spec) != kind_of(layers[-1].table.spec):
-            raise DamagedCheckpoint(f"{each.full} has another table {name!r} than {saved.full}")
+            raise DamagedCheckpoint(f"table {name!r} of {each.full} differs from that of {saved.full}")
         if not layers[0].is_delta or (layers[0].read("since", buckets) < 0).all():
             break
     return layers

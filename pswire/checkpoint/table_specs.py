@@ -70,7 +70,7 @@ def _policy(kinds: UnionType, data: Any) -> Any:
         return None
     said = strict_json.fields(data)
     if len(said) != 1 or not said.keys() <= known.keys():
-        raise Malformed(f"{str(data)[:80]} is none of {', '.join(known)}")
+        raise Malformed(f"{str(data)[:80]} is not one of {', '.join(known)}")
     ((name, values),) = said.items()
     types = {field.name: field.type for field in dataclasses.fields(known[name])}
     given = _fields(values, list(types))

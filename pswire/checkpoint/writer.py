@@ -146,17 +146,17 @@ def saved_path(path: str, own: bool = False) -> str:
     plain = PurePosixPath(parted(path)[1] if own else below(path))
     why = ""
     if path.endswith("/") or plain.name in ("", "..") or plain.name.startswith("-"):
-        why = "there is no name after its last slash, and before a number"
+        why = "the part after the last slash has no name before the number"
     elif not str(plain).isprintable():
-        why = "it has characters that cannot be seen"
+        why = "it contains characters that are not printable"
     elif any(len(part.encode()) > MAX_NAME for part in plain.parts) or len(str(plain).encode()) > MAX_PATH:
-        why = f"it is too long: at most {MAX_NAME} bytes in each of its parts, and {MAX_PATH} in all"
+        why = f"it is too long; the maximum is {MAX_NAME} bytes per part and {MAX_PATH} bytes in total"
     elif plain.name == LATEST:
-        why = f"the name {LATEST!r} is that of the file which names the newest checkpoint; choose another one"
+        why = f"{LATEST!r} is the name of the file that lists the newest checkpoint; choose another name"
     elif is_aside(plain.name):
-        why = "such a name is that of a damaged checkpoint which was set aside; choose another one"
+        why = "this kind of name is used for damaged checkpoints; choose another name"
     if why:
-        raise CheckpointError(f"no checkpoint can be saved at {path[:300]!r}: {why}; write such as 'run1/ckpt'")
+        raise CheckpointError(f"cannot save a checkpoint at {path[:300]!r}: {why}; write a path such as 'run1/ckpt'")
     return str(plain)
 
 
@@ -224,8 +224,8 @@ def write_file(
     twice = next((name for name, times in Counter(column.name for column in columns).items() if times > 1), None)
     if twice is not None:
         raise CheckpointError(
-            f"two tensors would be saved as {twice!r}: a variable has the name of what is saved beside a dynamic "
-            "table; give it another name"
+            f"two tensors would be saved as {twice!r}, because a variable has the name of a tensor of a dynamic "
+            f"table; rename the variable"
         )
     specs = {name: column.spec for name, column in by_name.items()}
     sums: dict[str, str] = {}
@@ -277,7 +277,7 @@ def write_manifest(
     where, said, data = str(directory / MANIFEST), Said.of(frozen.order), text.encode()
     with told(place.full(where), "written"):
         if len(data) > MAX_MANIFEST:
-            raise Malformed(f"it has {len(data):,} bytes, and none may have more than {MAX_MANIFEST:,}")
+            raise Malformed(f"it has {len(data):,} bytes, but the maximum is {MAX_MANIFEST:,}")
         manifest = Manifest.parse(text, place.full(where))
     if manifest.base is not None:
         manifest = replace(manifest, base=_known(place, directory, manifest.base.name))
@@ -297,7 +297,7 @@ def write_manifest(
 def _known(place: Storage, directory: PurePosixPath, name: str) -> Base:
     """Returns the base of a delta with its id; raises `CheckpointError` unless it is there."""
     if name == directory.name:
-        raise CheckpointError(f"{place.full(str(directory))} cannot have what has changed since it was saved itself")
+        raise CheckpointError(f"{place.full(str(directory))} cannot contain the changes since itself")
     base = SavedCheckpoint.at(place, str(directory.parent / name))
     return Base(name, base.manifest.id)
 
@@ -315,19 +315,23 @@ def set_aside(place: Storage, restored: str, damaged: Mapping[str, str]) -> None
     path = PurePosixPath(below(restored))
     above = str(path.parent)
     if damaged:
-        _tried(place.full(above), partial(_set_aside, place, above, path.name, damaged), "set aside what is damaged")
+        _tried(place.full(above), partial(_set_aside, place, above, path.name, damaged), "rename a damaged checkpoint")
 
 
 def _set_aside(place: Storage, above: str, restored: str, damaged: Mapping[str, str]) -> None:
     listed = place.listing(above)
     if named_latest(place, above) in damaged:  # else the greatest number would be the newest
         latest = str(PurePosixPath(above) / LATEST)
-        _tried(place.full(latest), lambda: place.put(latest, latest_text(restored).encode()), "name the newest")
+        _tried(
+            place.full(latest),
+            lambda: place.put(latest, latest_text(restored).encode()),
+            "write the name of the newest checkpoint",
+        )
     for name, why in damaged.items():
         if name in listed and PurePosixPath(name).name == name != restored:
             kept = aside(name, listed)
             place.move(str(PurePosixPath(above) / name), kept)
-            log.info("%s/%s is damaged, and kept as %s: %s", place.full(above), name, kept, why)
+            log.info("%s/%s is damaged, and was renamed to %s: %s", place.full(above), name, kept, why)
 
 
 def _check_shards(place: Storage, directory: PurePosixPath, manifest: Manifest) -> None:
@@ -338,13 +342,14 @@ def _check_shards(place: Storage, directory: PurePosixPath, manifest: Manifest) 
             size = place.size(path) if place.exists(path) else None
         if size is None or size != manifest.files.get(file, size):
             raise CheckpointError(
-                f"{place.full(path)} {'is not there' if size is None else f'has {size} bytes'}, though a server has "
-                f"written {manifest.files.get(file, 'some')} bytes of it; servers on several hosts need a place "
-                "that all of them see: a shared directory, or a URL such as s3://bucket/run, as --checkpoint-root"
+                f"{place.full(path)} {'does not exist here' if size is None else f'has {size} bytes'}, although "
+                "a server "
+                f"wrote {manifest.files.get(file, 'some')} bytes of it. Servers on several hosts need a "
+                f"--checkpoint-root that all of them see: a shared directory, or a URL such as s3://bucket/run"
             )
 
 
-def _tried(where: str, call: Callable[[], object], what: str = "remove what is not needed") -> None:
+def _tried(where: str, call: Callable[[], object], what: str = "remove old checkpoints") -> None:
     """The checkpoint is complete, or restored, whatever this does."""
     try:
         call()
@@ -420,7 +425,7 @@ def delete(
     """
     old = directory.parent / name
     if old.name != name or name == "..":
-        raise CheckpointError(f"{name!r} is no name of a checkpoint beside {directory}")
+        raise CheckpointError(f"{name!r} is not the name of a checkpoint in the directory of {directory}")
     files = listed.get(name, frozenset())
     if MANIFEST in files and old != directory and place.full(str(old)) not in spare:
         # Without it, it is none any more, however far this comes.

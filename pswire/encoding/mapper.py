@@ -175,7 +175,7 @@ class Mapper:
             ValueError: the type is in the table already. A row that came after those it is in would not check there.
         """
         if value in self.pairs:
-            raise ValueError(f"{value} is in the table; its row stands before those that it is in")
+            raise ValueError(f"{value} is in the table; its row must come before the rows that contain it")
         self.pairs[value] = pair
         return pair
 

@@ -118,10 +118,12 @@ def _attr_from_pb(message: pb.Attr) -> tuple[str, Attr]:
 def _admit_plan(message: pb.Plan) -> None:
     """Raises `InvalidRequest` for a plan of so many messages that reading them takes long; most may be empty."""
     if message.ByteSize() > MAX_PLAN_BYTES:
-        raise InvalidRequest(f"a plan has {message.ByteSize()} bytes; at most {MAX_PLAN_BYTES} are allowed")
+        raise InvalidRequest(f"a compiled step has {message.ByteSize()} bytes; at most {MAX_PLAN_BYTES} are allowed")
     nodes = sum(len(program.nodes) for program in message.programs[:MAX_PLAN_NODES])
     if nodes > MAX_PLAN_NODES:
-        raise InvalidRequest(f"the programs of a plan have {nodes} nodes; at most {MAX_PLAN_NODES} are allowed")
+        raise InvalidRequest(
+            f"the update functions of a compiled step have {nodes} operations; at most {MAX_PLAN_NODES} are allowed"
+        )
     items = len(message.reductions) + len(message.operands) + len(message.programs) + len(message.applies)
     items += len(message.returned) + len(message.trims) + nodes
     if items <= MAX_PLAN_ITEMS:
@@ -129,7 +131,7 @@ def _admit_plan(message: pb.Plan) -> None:
         items += sum(len(apply.args) for apply in message.applies)
         items += sum(len(node.attrs) for program in message.programs for node in program.nodes)
     if items > MAX_PLAN_ITEMS:
-        raise InvalidRequest(f"a plan has {items} parts; at most {MAX_PLAN_ITEMS} are allowed")
+        raise InvalidRequest(f"a compiled step has {items} parts; at most {MAX_PLAN_ITEMS} are allowed")
 
 
 # ---- The table; a row may use those above it ----
@@ -141,8 +143,8 @@ MAPPER.words(InputKind, pb.Input.Kind, "unknown kind of input {}")
 MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
-MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of contributions")
-MAPPER.words(CodecKind, pb.Codec.Kind, "unknown codec {} of contributions")
+MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of gradients")
+MAPPER.words(CodecKind, pb.Codec.Kind, "unknown codec {} of gradients")
 MAPPER.words(KeyDtype, pb.TableSpec.KeyDtype, "unknown dtype {} of keys")
 MAPPER.words(Unknown, pb.TableSpec.Unknown, "unknown value {} of keys without a row")
 MAPPER.words(TableQuestion, pb.TableRead.Question, "unknown question {} to a table")
@@ -152,9 +154,9 @@ MAPPER.words(ClosureState, pb.FetchReply.State, "a closure has no state {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
 SHARD_OF = MAPPER.pair(ShardOf, pb.ShardOf)
-MAPPER.choice(Initializer, pb.Initializer, "a table has no first values")
-MAPPER.choice(Admission, pb.Admission, "a table's filter is of no kind")
-MAPPER.choice(Eviction, pb.Eviction, "a table's policy of eviction is of no kind")
+MAPPER.choice(Initializer, pb.Initializer, "a table has no initializer")
+MAPPER.choice(Admission, pb.Admission, "a table's filter has no kind")
+MAPPER.choice(Eviction, pb.Eviction, "a table's eviction policy has no kind")
 MAPPER.pair(SlotTensor, pb.SlotTensor)
 MAPPER.pair(TableSpec, pb.TableSpec)
 MAPPER.pair(TablePart, pb.TablePart)
@@ -427,7 +429,7 @@ def _vote_from_pb(message: pb.ServerVote) -> Vote:
     whole = frozenset(message.whole)
     digest = DIGEST.from_pb(message.digest) if message.HasField("digest") else None
     if digest is not None and len(digest.variables) != len(digest.hashes):
-        raise InvalidRequest(f"a digest has {len(digest.hashes)} hashes of {len(digest.variables)} variables")
+        raise InvalidRequest(f"a digest has {len(digest.hashes)} hashes for {len(digest.variables)} variables")
     return Vote(
         message.job,
         message.round,

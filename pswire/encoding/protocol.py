@@ -39,8 +39,8 @@ def check_protocol(said: pb.Spoken, theirs: str, ours: str) -> None:
     """
     if said.protocol != PROTOCOL:
         raise ConfigError(
-            f"{theirs} has {_words(said)} and {ours} has {_words(spoken())}: one of them was not updated. Install the "
-            "same version of paramserver everywhere, and start the job anew"
+            f"{theirs} has {_words(said)}, but {ours} has {_words(spoken())}. Install the same version of "
+            f"paramserver everywhere, and restart the job"
         )
 
 

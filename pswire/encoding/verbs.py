@@ -205,7 +205,7 @@ def parse(kind: type[M], data: bytes) -> M:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise InvalidRequest(f"{len(data)} bytes are no {kind.DESCRIPTOR.name}") from None
+        raise InvalidRequest(f"{len(data)} bytes are not a valid {kind.DESCRIPTOR.name}") from None
 
 
 def fitting(messages: Iterable[M], limit: int = MAX_BATCH_BYTES) -> list[M]:

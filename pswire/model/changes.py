@@ -60,6 +60,5 @@ class Change:
 
 
 def change_of(generation: Generation) -> Change | None:
-    """Returns the change that a generation begins with; None for a generation of the same consistency as the one
-    before."""
+    """Returns the change that a generation begins with; None if it keeps the consistency of the one before."""
     return Change.parse(generation.join_point)

@@ -55,7 +55,7 @@ class Codec:
     def check(self) -> Codec:
         """Returns itself; raises `InvalidRequest` for a ratio that cannot be."""
         if not 0 < self.ratio <= 1 or (self.kind != "topk" and self.ratio != 1):
-            raise InvalidRequest(f"{self.kind} with a ratio of {self.ratio} is no codec")
+            raise InvalidRequest(f"{self.kind} with a ratio of {self.ratio} is not a codec")
         return self
 
     def kept(self, count: int) -> int:

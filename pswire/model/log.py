@@ -184,8 +184,7 @@ class Generation:
         return (*self.members, *self.leaving)
 
     def takes_part(self, number: int) -> bool:
-        """Returns whether a session makes rounds while this is the newest generation: of a member, or of one who
-        leaves."""
+        """Returns whether a session, of a member or a leaving one, makes rounds while this generation is the newest."""
         return number in self.by_session or number in self._leavers
 
     @cached_property

@@ -93,16 +93,16 @@ class VariableSpec:
         table = self.name if self.part is None else self.part.table
         names = (self.name, self.saved_as or self.name, self.saved_name or self.name, table)
         if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in names):
-            raise InvalidRequest(f"a variable's name has 1 to {MAX_NAME} printable characters")
+            raise InvalidRequest(f"a variable's name must have 1 to {MAX_NAME} printable characters")
         self.tensor.check()
         if self.shard is not None:
             count = self.tensor.shape[0] if self.tensor.shape else 0
             if self.saved_as is not None or not 0 <= self.shard.first < self.shard.first + count <= self.shard.rows:
-                raise InvalidRequest(f"{self.name!r} of shape {self.tensor.shape} is no shard such as {self.shard}")
+                raise InvalidRequest(f"{self.name!r} of shape {self.tensor.shape} is not a shard {self.shard}")
         if self.part is not None:
             self.part.check()
             if self.shard is not None or self.saved_as is not None or self.tensor != self.part.tensor:
-                raise InvalidRequest(f"{self.name!r} is {self.tensor}, and its part of a table {self.part.tensor}")
+                raise InvalidRequest(f"{self.name!r} is {self.tensor}, but its part of a table is {self.part.tensor}")
         return self
 
 
@@ -406,8 +406,10 @@ class Plan:
 
     @cached_property
     def streams(self) -> frozenset[int]:
-        """The servers that may apply this plan bit by bit, as contributions come: where that is worth it, and if no
-        value, and no contribution, can be refused halfway."""
+        """Returns the servers that may apply this plan piece by piece, as contributions arrive.
+
+        It is empty where that is not worth it, or where a value or contribution may be refused halfway.
+        """
         if self.nonfinite != "apply" or self.keys or any(program.may_refuse for program in self.programs):
             return frozenset()
         sent = Counter[int]()
@@ -488,67 +490,69 @@ class Plan:
         """
         for placed in self._placed:
             if not are_some_of(placed.servers, servers):
-                raise InvalidRequest(f"a plan names servers {placed.servers[:8]} of {servers}; name each once")
+                raise InvalidRequest(
+                    f"a compiled step names servers {placed.servers[:8]}, which are not distinct "
+                    f"servers of a job with {servers} servers"
+                )
         for reduction in self.reductions:
             spec = reduction.tensor.check()
             if reduction.op not in REDUCE_OPS:
                 raise InvalidRequest(f"unknown reduction {reduction.op!r}")
             if spec.dtype == "bool" or (reduction.op == "mean" and DTYPES[spec.dtype].kind in "iu"):
-                raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
+                raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; use another dtype")
             if reduction.form != "dense" and not spec.shape:
-                raise InvalidRequest("a number has no rows")
+                raise InvalidRequest("a scalar has no rows")
             if reduction.form == "keys" and spec.shape[0] != ROWS:
-                raise InvalidRequest(f"rows by keys are of a table's shape, and not of {spec.shape}")
+                raise InvalidRequest(f"rows by keys must have a table's shape, not {spec.shape}")
             if reduction.codec is not None:
                 codec = reduction.codec.check()
                 if reduction.op == "first" or reduction.form == "keys" or spec.dtype not in FLOATS:
-                    raise InvalidRequest(f"{reduction.op} of {spec.dtype} by {reduction.form} has no codec {codec}")
+                    raise InvalidRequest(
+                        f"{reduction.op} of {spec.dtype} by {reduction.form} does not support codec {codec}"
+                    )
         if self.snapshot and self.snapshot.servers != tuple(range(servers)):
-            raise InvalidRequest("a checkpoint is of all servers")
+            raise InvalidRequest("a checkpoint must include all servers")
         if self.restore and (self.restore.servers != tuple(range(servers)) or self._placed or self.snapshot):
-            raise InvalidRequest("a restore is of all servers, and of nothing else")
+            raise InvalidRequest("a restore must include all servers, and nothing else")
         self.check_programs()
         results = 0
         for apply in self.applies:
             if not 0 <= apply.program < len(self.programs):
-                raise InvalidRequest("a plan applies a program that it does not have")
+                raise InvalidRequest("a compiled step applies an update function that it does not contain")
             program = self.programs[apply.program]
             if len(apply.args) != len(program.inputs):
-                raise ProgramError("a program is applied to a wrong number of arguments")
+                raise ProgramError("an update function got a wrong number of arguments")
             for ref, item in zip(apply.args, program.inputs, strict=True):
                 where, spec = self._locate(ref, variables, results)
                 if spec != item.spec:
-                    raise ProgramError(f"a program takes {item.spec} and is given {spec}")
+                    raise ProgramError(f"an update function takes {item.spec}, but got {spec}")
                 if (ref.kind == "variable") != (item.kind == "variable"):
-                    raise ProgramError("a program assigns to what is no variable")
+                    raise ProgramError("an update function assigns to a value that is not a variable")
                 if not set(apply.servers) <= set(where):
                     raise LocalityError(
-                        "a value never crosses servers inside a section: "
-                        f"{describe_ref(ref, variables)} lives on server {where[0]}, the update on server "
-                        f"{apply.servers[0]}; read the value first, or create the variables together with "
-                        "colocate_vars_with"
+                        f"{describe_ref(ref, variables)} is on server {where[0]}, but the update that uses it runs on "
+                        f"server {apply.servers[0]}; create the variables together with colocate_vars_with, or read "
+                        f"the value first"
                     )
             for target, _ in program.assigns:
                 if set(variables[apply.args[target].index].servers) != set(apply.servers):
-                    raise LocalityError("an update must reach all copies of the variables that it assigns")
+                    raise LocalityError("an update must run on all copies of the variables that it assigns")
             self._check_sparse(apply)
             self._check_tables(apply, variables)
             if apply.optional and (program.outputs or not any(ref.kind == "reduction" for ref in apply.args)):
-                raise ProgramError("an update that may be left out takes a reduction, and has no results")
+                raise ProgramError("an update that can be skipped must take a reduction, and cannot return results")
             results += len(program.outputs)
         for trim in self.trims:
             known = variables.get(trim.variable)
             if known is None or known.spec.part is None or known.spec.part.slot or trim.servers != known.servers:
-                raise InvalidRequest("a section cuts what is no dynamic table")
+                raise InvalidRequest("only dynamic tables can be shrunk")
             if trim.rows and not MIN_CAPACITY <= trim.rows <= MAX_COUNT:
-                raise InvalidRequest(
-                    f"a table cannot be cut to {trim.rows} rows, but to none, or to {MIN_CAPACITY} and more"
-                )
+                raise InvalidRequest(f"a table cannot be shrunk to {trim.rows} rows; use 0, or at least {MIN_CAPACITY}")
         for ref in self.returned:
             if ref.kind not in ("reduction", "result"):
-                raise InvalidRequest("a plan returns a value that is neither reduced nor computed")
+                raise InvalidRequest("a compiled step returns a value that is neither reduced nor computed")
             if ref.kind == "reduction" and ref.index in self.keys:
-                raise InvalidRequest("rows by keys stay on their servers")
+                raise InvalidRequest("rows by keys cannot be returned")
             self._locate(ref, variables, results)
         return self
 
@@ -559,7 +563,7 @@ class Plan:
             why = row_updates.refusal(program, given)
             if why is None and apply.sparse in LATER:
                 why = row_updates.later_refusal(program)
-            raise ProgramError(f"a sparse update has to run on rows: {why or 'it takes those of one gradient'}")
+            raise ProgramError(f"a sparse update cannot run on rows: {why or 'it takes those of one gradient'}")
 
     def _check_tables(self, apply: Apply, variables: Mapping[int, PlacedVariable]) -> None:
         """Checks that an update of a dynamic table is one by the keys of its rows, and of no other variables."""
@@ -570,11 +574,11 @@ class Plan:
         if not tables and (not keys or self._measures(apply) is not None):
             return
         if len(tables) != 1 or len(rows) != sum(v.spec.part is not None for v in used):
-            raise ProgramError("an update by keys is of one dynamic table, and of what lies beside it")
+            raise ProgramError("an update by keys can use only one dynamic table and its slot variables")
         (name,) = tables
         if not keys or self._runs_on(apply) not in keys:
             raise ProgramError(
-                f"an update of the dynamic table {name!r} has to run on the rows of one gradient: "
+                f"an update of the dynamic table {name!r} cannot run on the rows of one gradient: "
                 f"{self._why_whole(apply) or 'it takes those of one'}"
             )
 
@@ -595,7 +599,7 @@ class Plan:
             return self.operands[ref.index].servers, self.operands[ref.index].tensor
         if ref.kind == "result" and 0 <= ref.index < results:
             return self.results[ref.index]
-        raise InvalidRequest(f"a plan uses {ref.kind} {ref.index}, which is not there")
+        raise InvalidRequest(f"a compiled step uses {ref.kind} {ref.index}, which does not exist")
 
 
 def are_some_of(servers: tuple[int, ...], count: int) -> bool:

@@ -78,23 +78,23 @@ class Program:
             ProgramError: for an unknown op, a wrong arity, dtype or shape, or a value out of place.
         """
         if len(self.nodes) > MAX_NODES:
-            raise ProgramError(f"the program has {len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
+            raise ProgramError(f"the update function has {len(self.nodes)} operations; at most {MAX_NODES} are allowed")
         specs = [item.spec.check() for item in self.inputs]
         for node in self.nodes:
             if not all(0 <= arg < len(specs) for arg in node.args):
-                raise ProgramError(f"{node.op} reads a value that is not there yet")
+                raise ProgramError(f"{node.op} reads a value that is not computed yet")
             specs.append(infer(node.op, [specs[arg] for arg in node.args], dict(node.attrs)))
         for target, value in self.assigns:
             if not (0 <= target < len(self.inputs) and self.inputs[target].kind == "variable"):
-                raise ProgramError(f"the program assigns to value {target}, which is no variable")
+                raise ProgramError(f"the update function assigns to value {target}, which is not a variable")
             if not 0 <= value < len(specs):
-                raise ProgramError("the program assigns a value that is not there")
+                raise ProgramError("the update function assigns a value that does not exist")
             if specs[value] != specs[target]:
                 raise ProgramError(f"{specs[value]} cannot be assigned to a variable of {specs[target]}")
         if len({target for target, _ in self.assigns}) < len(self.assigns):
-            raise ProgramError("the program assigns twice to one variable")
+            raise ProgramError("the update function assigns twice to one variable")
         if not all(0 <= value < len(specs) for value in self.outputs):
-            raise ProgramError("the program returns a value that is not there")
+            raise ProgramError("the update function returns a value that does not exist")
         return tuple(specs)
 
     @cached_property
@@ -193,7 +193,7 @@ def _where_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple
 def _astype(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     dtype = attrs["dtype"]
     if not isinstance(dtype, str):
-        raise TypeError(f"dtype {dtype!r} is no name")
+        raise TypeError(f"dtype {dtype!r} is not a name")
     return TensorSpec(dtype, specs[0].shape).check()
 
 
@@ -240,15 +240,15 @@ def _reduction(function: str) -> Rule:
     def rule(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
         axis, keep = attrs.get("axis"), attrs.get("keepdims", False)
         if not (axis is None or type(axis) is int or _are_numbers(axis)):
-            raise TypeError(f"axis {axis!r} is neither a number, nor numbers, nor None")
+            raise TypeError(f"axis {axis!r} must be an int, a tuple of ints, or None")
         if not isinstance(keep, bool):
-            raise TypeError(f"keepdims {keep!r} is neither True nor False")
+            raise TypeError(f"keepdims must be True or False, not {keep!r}")
         probe = np.zeros((1,) * len(specs[0].shape), DTYPES[specs[0].dtype])
         dtype = numpy(probe).dtype
         drop = np.lib.array_utils.normalize_axis_tuple(tuple(range(probe.ndim)) if axis is None else axis, probe.ndim)
         shape = tuple(1 if i in drop else n for i, n in enumerate(specs[0].shape) if keep or i not in drop)
         if function in ("max", "min") and any(specs[0].shape[i] == 0 for i in drop):
-            raise ValueError(f"{function} of no elements")
+            raise ValueError(f"{function} of an empty array")
         return TensorSpec(dtype.name, shape)
 
     return rule
@@ -285,7 +285,9 @@ _CALLS = {"mean": _call_mean, "max": _call_extreme("max"), "min": _call_extreme(
 def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     left, right = (spec.shape for spec in specs)
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
-        raise ValueError(f"shapes {left} and {right} do not multiply; matmul takes two matrices")
+        raise ValueError(
+            f"matmul of shapes {left} and {right} is not possible; it takes two matrices with matching dimensions"
+        )
     dtypes = np.matmul.resolve_dtypes((*(DTYPES[s.dtype] for s in specs), None))
     return TensorSpec(dtypes[-1].name, (left[0], right[1]))
 

@@ -29,21 +29,24 @@ def refusal(program: Program, given: Collection[int]) -> str | None:
     shapes = {spec.shape for spec in program.specs}
     shape = table_shape(program)
     if not shape or not shapes <= {shape, row_shape(shape), ()} or program.outputs:
-        return "an update of rows has one shape of tables, beside one number for each row and scalars, and no results"
+        return (
+            "an update of rows can use only tables of one shape, one number per row, and scalars, and cannot "
+            "return results"
+        )
     for node in program.nodes:
         if not (OPS[node.op].elementwise or _is_along_rows(node, program)):
-            return f"{node.op} is not elementwise, nor along each row, so an update that has it cannot be of rows"
+            return f"{node.op} works neither elementwise nor along each row, so it cannot be used in an update of rows"
     for number, item in enumerate(program.inputs):
         if not item.spec.shape or item.kind == "variable":
             continue
         if item.kind == "operand":
-            return "an update of rows takes no array but tables and rows"
+            return "an update of rows can take only tables and rows"
         if number not in given:
-            return "an update of rows takes no whole value beside rows"
+            return "an update of rows cannot mix rows with whole arrays"
         if item.spec.shape != shape:
-            return "an update of rows takes rows of the shape that its tables have"
+            return "an update of rows needs rows of the same shape as its tables"
     if any(not program.specs[target].shape for target, _ in program.assigns):
-        return "an update of rows assigns tables, and no scalar"
+        return "an update of rows can assign only tables, not scalars"
     return None
 
 
@@ -105,7 +108,9 @@ def later_refusal(program: Program) -> str | None:
     targets = {target for target, _ in program.assigns}
     read = (n for n, item in enumerate(program.inputs) if item.kind == "variable" and item.spec.shape)
     if any(number not in targets for number in read):
-        return "it reads a table that it does not assign, which may be another one when the update is made up"
+        return (
+            "it reads a table that it does not assign, whose values may have changed when a delayed update is applied"
+        )
     return None
 
 

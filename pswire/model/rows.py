@@ -63,7 +63,7 @@ def check_ids(ids: Array, size: int, where: str) -> Int64s:
     numbers = np.ascontiguousarray(ids, np.int64)
     if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= size):
         bad = int(np.argmax((numbers < 0) | (numbers >= size)))
-        raise ValueError(f"{where}: id {ids[bad]} at place {bad} is no row of {size}")
+        raise ValueError(f"{where}: id {ids[bad]} at index {bad} is not a row of {size}")
     return numbers
 
 

@@ -121,7 +121,7 @@ def covering(parts: Sequence[TableState], buckets: range) -> list[tuple[TableSta
     while at < buckets.stop:
         holder = next((part for part in parts if part.buckets.start <= at < part.buckets.stop), None)
         if holder is None:
-            raise InvalidRequest(f"bucket {at} of the table is in none of {len(parts)} parts")
+            raise InvalidRequest(f"bucket {at} of the table is not in any of its {len(parts)} parts")
         end = min(holder.buckets.stop, buckets.stop)
         found.append((holder, range(at, end)))
         at = end
@@ -144,7 +144,7 @@ def joined(states: Sequence[TableState], buckets: range) -> TableState:
         return one
     for part in parts[1:]:
         if (part.salt, part.round, part.expired) != (one.salt, one.round, one.expired):
-            raise InvalidRequest("the parts of the table are of different jobs or rounds")
+            raise InvalidRequest("the parts of the table belong to different jobs or rounds")
 
     def together(name: str) -> Array:
         return np.concatenate([getattr(part, name) for part in parts])

@@ -41,18 +41,18 @@ RANDOM_DTYPES = ("float16", "bfloat16", "float32", "float64")
 def _number(value: float, what: str, low: float = -math.inf, high: float = math.inf) -> None:
     """Raises `InvalidRequest` unless a number is finite and in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequest(f"{what} must be a finite number, and is {value!r}")
+        raise InvalidRequest(f"{what} must be a finite number, not {value!r}")
     if not low <= value <= high:
         wanted = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
-        raise InvalidRequest(f"{what} must be {wanted}, and is {value!r}")
+        raise InvalidRequest(f"{what} must be {wanted}, not {value!r}")
 
 
 def _count(value: int, what: str, low: int, high: int = (1 << 63) - 1) -> None:
     """Raises `InvalidRequest` unless a value is an integer in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{what} must be an integer, and is {value!r}")
+        raise InvalidRequest(f"{what} must be an integer, not {value!r}")
     if not low <= value <= high:
-        raise InvalidRequest(f"{what} must be in [{low}, {high}], and is {value}")
+        raise InvalidRequest(f"{what} must be in [{low}, {high}], not {value}")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Uniform:
         _number(self.low, "low of a uniform initializer")
         _number(self.high, "high of a uniform initializer")
         if self.low > self.high:
-            raise InvalidRequest(f"a uniform initializer from {self.low} to {self.high} has its bounds the wrong way")
+            raise InvalidRequest(f"a uniform initializer needs low < high, but has {self.low} and {self.high}")
         _number(self.high - self.low, "the width of a uniform initializer")
 
 
@@ -164,10 +164,10 @@ Initializer = Zeros | Constant | Uniform | Normal | TruncatedNormal
 
 @dataclass(frozen=True)
 class CounterFilter:
-    """Admits a key when it has come a number of times; counts exactly, with 16 bytes and a place in the index a key.
+    """Admits a key after a number of occurrences; counts exactly, with 16 bytes and an index entry for each key.
 
-    A key that comes several times in one round counts each time. If it is admitted, all its gradients of the round
-    count. Above a limit of rows the keys that are counted, and have no row, are limited to the same number.
+    A key that occurs several times in one round counts each time. If it is admitted, all its gradients of the round
+    count. With a limit of rows, the number of counted keys without a row has the same limit.
 
     Attributes:
         k: occurrences after which a key has a row; 1 admits each key at once.
@@ -176,18 +176,19 @@ class CounterFilter:
     k: int
 
     def check(self) -> None:
-        """Raises `InvalidRequest` if `k` is no positive integer."""
+        """Raises `InvalidRequest` if `k` is not a positive integer."""
         _count(self.k, "k of a CounterFilter", 1, MAX_COUNT)
 
 
 @dataclass(frozen=True)
 class CBFFilter:
-    """Admits a key when it has come a number of times, counted by a counting Bloom filter: never too late, at times
-    too early.
+    """Admits a key after a number of occurrences, counted by a counting Bloom filter.
+
+    A key is never admitted too late; it may be admitted too early.
 
     Attributes:
         k: occurrences after which a key has a row.
-        max_element_size: keys that are counted at once with this probability of error.
+        max_element_size: number of keys that can be counted at once with the given probability of error.
         false_positive_probability: probability that a key is counted too high.
         decay: rounds after which the counts are halved; 0 for never.
     """
@@ -198,7 +199,7 @@ class CBFFilter:
     decay: int = 0
 
     def check(self) -> None:
-        """Raises `InvalidRequest` for a number that is out of range."""
+        """Raises `InvalidRequest` if a number is out of range."""
         _count(self.k, "k of a CBFFilter", 1, 255)
         _count(self.max_element_size, "max_element_size of a CBFFilter", 1, 1 << 36)
         _number(self.false_positive_probability, "false_positive_probability of a CBFFilter", 1e-9, 0.5)
@@ -211,14 +212,14 @@ class CBFFilter:
 
     @property
     def width(self) -> int:
-        """Number of counters, a byte each, of one bucket."""
+        """Number of counters, one byte each, of one bucket."""
         counters = -math.log(self.false_positive_probability) / math.log(2) ** 2 * self.max_element_size
         return max(self.hashes, math.ceil(counters / BUCKETS))
 
 
 @dataclass(frozen=True)
 class ProbabilityFilter:
-    """Admits a key with a probability in each round in which it comes: a hash of key and round, no random number.
+    """Admits a key with a probability in each round in which it occurs, by a hash of key and round.
 
     Attributes:
         p: the probability.
@@ -227,7 +228,7 @@ class ProbabilityFilter:
     p: float
 
     def check(self) -> None:
-        """Raises `InvalidRequest` if `p` is no probability."""
+        """Raises `InvalidRequest` if `p` is not a probability."""
         _number(self.p, "p of a ProbabilityFilter", 0, 1)
 
 
@@ -237,20 +238,20 @@ Admission = CounterFilter | CBFFilter | ProbabilityFilter
 
 @dataclass(frozen=True)
 class LRU:
-    """Above the limit, evicts rows that were not updated for longest."""
+    """Above the limit, evicts the rows that were not updated for the longest time."""
 
     _needs_limit = True
 
     def check(self) -> None:
-        """Nothing can be wrong."""
+        """Does nothing: there are no arguments."""
 
 
 @dataclass(frozen=True)
 class LFU:
-    """Above the limit, evicts rows that were updated least often.
+    """Above the limit, evicts the rows that were updated least often.
 
     Attributes:
-        decay: factor by which a row's count shrinks in a round; 1 for never.
+        decay: factor by which a row's count shrinks in a round; 1 for none.
     """
 
     decay: float = 0.98
@@ -263,26 +264,26 @@ class LFU:
 
 @dataclass(frozen=True)
 class GlobalStepEvict:
-    """Evicts rows that were not updated for a number of rounds; above a limit also those not updated for longest.
+    """Evicts rows that were not updated for a number of rounds; above a limit also the least recently updated.
 
     Attributes:
-        steps_to_live: the rounds.
+        steps_to_live: the number of rounds.
     """
 
     steps_to_live: int
     _needs_limit = False
 
     def check(self) -> None:
-        """Raises `InvalidRequest` if `steps_to_live` is no positive number of rounds."""
+        """Raises `InvalidRequest` if `steps_to_live` is not a positive integer."""
         _count(self.steps_to_live, "steps_to_live of GlobalStepEvict", 1, (1 << 32) - 1)
 
 
 @dataclass(frozen=True)
 class L2WeightEvict:
-    """Evicts rows whose L2 norm is below a threshold; above a limit also those not updated for longest.
+    """Evicts rows whose L2 norm is below a threshold; above a limit also the least recently updated.
 
     Attributes:
-        threshold: the least norm that stays.
+        threshold: the smallest norm that stays.
     """
 
     threshold: float
@@ -341,7 +342,7 @@ class SlotTensor:
         self.row.check()
         if not self.row.size:
             raise InvalidRequest(f"a row of {self.name!r}, of shape {self.shape}, has no elements")
-        _number(self.value, f"first value of {self.name!r}")
+        _number(self.value, f"initial value of {self.name!r}")
         _check_holds(self.dtype, self.value)
         return self
 
@@ -395,10 +396,10 @@ class TableSpec:
         if not self.row.size:
             raise InvalidRequest(f"a row of shape {self.shape} has no elements")
         if self.key_dtype not in KEY_DTYPES:
-            raise InvalidRequest(f"keys are {' or '.join(KEY_DTYPES)}, not {self.key_dtype!r:.80}")
+            raise InvalidRequest(f"keys must be {' or '.join(KEY_DTYPES)}, not {self.key_dtype!r:.80}")
         _checked(self.initializer, "initializer", Initializer.__args__)
         if isinstance(self.initializer, Uniform | Normal | TruncatedNormal) and self.dtype not in RANDOM_DTYPES:
-            raise InvalidRequest(f"rows of {self.dtype} cannot begin with random values; use Zeros or Constant")
+            raise InvalidRequest(f"rows of {self.dtype} cannot have random initial values; use Zeros or Constant")
         for value in self.initializer.extremes:
             _check_holds(self.dtype, value)
         if self.admission is not None:
@@ -406,15 +407,15 @@ class TableSpec:
         _count(self.capacity, "capacity", 0, MAX_COUNT)
         _count(self.memory_limit, "memory_limit", 0, MAX_MEMORY)
         if 0 < self.capacity < MIN_CAPACITY:
-            raise InvalidRequest(f"a capacity of {self.capacity} rows is too small; the least is {MIN_CAPACITY}")
+            raise InvalidRequest(f"a capacity of {self.capacity} rows is too small; the minimum is {MIN_CAPACITY}")
         if self.eviction is not None:
             _checked(self.eviction, "eviction", Eviction.__args__)
             if self.eviction._needs_limit and not (self.capacity or self.memory_limit):
                 raise InvalidRequest(
-                    f"{type(self.eviction).__name__} evicts above a limit alone; give a capacity or a memory_limit"
+                    f"{type(self.eviction).__name__} evicts rows only above a limit; give a capacity or a memory_limit"
                 )
         if self.refused not in ("initial", "zeros"):
-            raise InvalidRequest(f"refused is 'initial' or 'zeros', not {self.refused!r:.80}")
+            raise InvalidRequest(f"refused must be 'initial' or 'zeros', not {self.refused!r:.80}")
         _count(self.seed, "seed", 0, (1 << 64) - 1)
         _count(self.hash_seed, "hash_seed", 0, (1 << 64) - 1)
         return self
@@ -470,9 +471,11 @@ class TablePart:
         if self.slot is not None:
             self.slot.check()
             if self.slot.name == self.table:
-                raise InvalidRequest(f"what lies beside the table {self.table!r} has its name; give it another one")
+                raise InvalidRequest(f"a slot variable has the name of its table {self.table!r}; rename it")
         if not 0 <= self.first < self.first + self.count <= BUCKETS:
-            raise InvalidRequest(f"{self.count} buckets from {self.first} on are none of the {BUCKETS} of a table")
+            raise InvalidRequest(
+                f"{self.count} buckets from {self.first} on are not within the {BUCKETS} buckets of a table"
+            )
         return self
 
 
@@ -483,16 +486,16 @@ def _check_holds(name: str, value: float) -> None:
         bits = 1 if dtype.kind == "b" else 8 * dtype.itemsize - (dtype.kind == "i")
         low = -(1 << bits) if dtype.kind == "i" else 0
         if value != int(value) or not low <= value < 1 << bits:
-            raise InvalidRequest(f"rows of {name} cannot begin with {value!r}")
+            raise InvalidRequest(f"rows of {name} cannot have the initial value {value!r}")
         return
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(np.float64(value).astype(dtype))
     if not is_finite:
-        raise InvalidRequest(f"rows of {name} cannot begin with {value!r}, which is infinite there")
+        raise InvalidRequest(f"rows of {name} cannot have the initial value {value!r}, which is infinite in that dtype")
 
 
 def _checked(item: Initializer | Admission | Eviction, what: str, kinds: tuple[type, ...]) -> None:
     """Checks a part of a table; raises `InvalidRequest` for another kind of thing."""
     if not isinstance(item, kinds):
-        raise InvalidRequest(f"{what} is one of {', '.join(kind.__name__ for kind in kinds)}, not {item!r:.80}")
+        raise InvalidRequest(f"{what} must be one of {', '.join(kind.__name__ for kind in kinds)}, not {item!r:.80}")
     item.check()

@@ -62,7 +62,7 @@ class TensorSpec:
         # An empty tensor is bounded by its other dimensions: NumPy refuses to make a larger one.
         extent = math.prod(n for n in self.shape if n) * DTYPES[self.dtype].itemsize
         if any(n < 0 for n in self.shape) or extent > MAX_TENSOR_BYTES:
-            raise InvalidRequest(f"impossible shape {self.shape}")
+            raise InvalidRequest(f"invalid shape {self.shape}")
         return self
 
 
@@ -71,7 +71,7 @@ def spec_of(array: Array) -> TensorSpec:
     # NumPy makes a dtype's name anew each time, which costs more than all else here.
     name = _NAMES.get(array.dtype) or array.dtype.name
     if name not in DTYPES:
-        raise InvalidRequest(f"arrays of dtype {array.dtype} cannot travel; known are {', '.join(DTYPES)}")
+        raise InvalidRequest(f"arrays of dtype {array.dtype} are not supported; known are {', '.join(DTYPES)}")
     return TensorSpec(name, array.shape)
 
 

@@ -26,7 +26,7 @@ OPTIONS = (
 KEEPALIVE = 5.0
 """Seconds at most that nothing may come on a connection until a sign of life is asked for, and until it is missed."""
 
-NOBODY, SILENT = "nothing listens there", "it is silent"
+NOBODY, SILENT = "nothing listens there", "it does not answer"
 
 REASONS = {
     "lookup failed": "the host's name is unknown",

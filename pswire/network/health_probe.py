@@ -38,7 +38,7 @@ def serves(address: str, seconds: float, files: tuple[str, str, str] | None = No
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address")
+        raise ValueError(f"{address!r} is not an address")
     until = time.monotonic() + seconds
     with socket.create_connection((host.strip("[]"), int(port)), seconds) as sock:
         if files is None:

@@ -147,7 +147,7 @@ class Assembly:
             raise InvalidRequest(f"a part of {size} bytes at {offset}; expected {self._end} of {payload.size}")
         # A part holds its whole message in memory, and an array cannot begin within an element.
         if offset % ALIGN or self._room < 0:
-            raise InvalidRequest(f"parts of {payload.size} bytes are cut too small, or not at {ALIGN} bytes")
+            raise InvalidRequest(f"parts of {payload.size} bytes are too small, or not multiples of {ALIGN} bytes")
         if self._traffic is not None:
             self._traffic.add(received=size)
         for buffer in buffers:

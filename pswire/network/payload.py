@@ -169,7 +169,7 @@ class Payload:
             if low < high:
                 found.append(np.frombuffer(buffer[low - start : high - start], dtype))
         if sum(piece.nbytes for piece in found) != spec.nbytes:
-            raise InvalidRequest(f"{spec} at byte {offset} is not whole in a payload of {self.size} bytes")
+            raise InvalidRequest(f"{spec} at byte {offset} does not fit into a payload of {self.size} bytes")
         return found
 
     def tensors(self, specs: Sequence[TensorSpec], into: Mapping[int, Array] = MappingProxyType({})) -> list[Array]:

@@ -94,7 +94,7 @@ class Segment:
             seals = 0
         size = os.fstat(fd).st_size
         if seals & SEALS != SEALS or not 0 < size <= at_most:
-            raise InvalidRequest("what was handed over is no sealed segment of shared memory")
+            raise InvalidRequest("the received file is not a sealed segment of shared memory")
         return cls(fd, size, False)
 
 
@@ -291,7 +291,7 @@ class SharedView:
         in_ring = place < self.size
         end, step = (self.size, LINE) if in_ring else (len(self._memory), ALIGN)
         if place + size > end or place % step or place in self._taken:
-            raise InvalidRequest(f"{size} bytes at {place} are no place in the shared memory")
+            raise InvalidRequest(f"{size} bytes at {place} are not within the shared memory")
         array = np.frombuffer(self._memory, np.uint8, size, place)
         array.flags.writeable = False
         self._taken[place] = size * in_ring

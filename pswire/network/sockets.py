@@ -284,7 +284,7 @@ class MessageSocket:
                 number, header_size, call, offset, size, place = HEAD.unpack(head)
             kind = _kind(number)
             if header_size > self.max_header or size > self.max_data:
-                raise InvalidRequest(f"a message of {header_size} and {size} bytes is larger than it may be")
+                raise InvalidRequest(f"a message of {header_size} and {size} bytes is too large")
             header = bytearray(header_size)
             yield from self._fill(memoryview(header))
             data = None
@@ -311,7 +311,7 @@ class MessageSocket:
                 yield None
                 continue
             if not count:
-                raise ConnectionResetError("the other end has closed the connection")
+                raise ConnectionResetError("the other side has closed the connection")
             self.received += count
             if direct:
                 at += count
@@ -339,7 +339,7 @@ def _kind(number: int) -> Kind:
     try:
         return _KINDS[number]
     except KeyError:
-        raise InvalidRequest(f"a message of the unknown kind {number}") from None
+        raise InvalidRequest(f"a message of unknown kind {number}") from None
 
 
 @dataclass(eq=False)
@@ -458,7 +458,7 @@ class PayloadSender:
         """The other end needs data in shared memory no more; raises `InvalidRequest` if it was not told of them."""
         with self._lock:
             if self._ring is None or not self._unread[place]:
-                raise InvalidRequest(f"nothing was at place {place} of the shared memory")
+                raise InvalidRequest(f"offset {place} of the shared memory holds no message")
             self._unread -= Counter({place: 1})  # of which those that become 0 are gone
             self._ring.free(place)
             self.pump()

@@ -56,7 +56,7 @@ class Sealed:
             except ssl.SSLWantReadError:
                 self._tell()
                 if not self._take():
-                    raise ConnectionResetError("the other end has closed the connection") from None
+                    raise ConnectionResetError("the other side has closed the connection") from None
             except ssl.SSLError:
                 with suppress(OSError):  # the other end may be told why
                     self._tell()

@@ -16,7 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from pswire.errors import ConfigError
 from pswire.security.names import ADMIN, DOMAIN, certificate_name, ends_soon, named
 
-NEW = "psctl certs OUT --renew makes new ones"
+NEW = "run psctl certs OUT --renew to make new certificates"
 
 log = logging.getLogger("pswire")
 
@@ -54,8 +54,8 @@ def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
     _check_key(certificate, chain[0], key)
     if not signing:
         raise ConfigError(
-            f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: take "
-            "those of one psctl certs, or add what is between them to the file"
+            f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: use "
+            f"those of one psctl certs, or add the intermediate certificates to the file"
         )
     if name.startswith("ps-") and not _is_for_clients(chain[0]):
         _warn_server(certificate.path)
@@ -71,7 +71,7 @@ def load(file: PemFile) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(file.data)
     except ValueError:
-        raise ConfigError(f"{file.path} has no certificate in PEM (-----BEGIN CERTIFICATE-----)") from None
+        raise ConfigError(f"{file.path} does not contain a PEM certificate (-----BEGIN CERTIFICATE-----)") from None
 
 
 def names(certificate: x509.Certificate) -> frozenset[str]:
@@ -86,24 +86,25 @@ def names(certificate: x509.Certificate) -> frozenset[str]:
 def _check_dates(path: str, certificate: x509.Certificate, now: datetime) -> None:
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > last:
-        raise ConfigError(f"{path} has expired: it was good until {last:%Y-%m-%d %H:%M} UTC; {NEW}")
+        raise ConfigError(f"{path} expired at {last:%Y-%m-%d %H:%M} UTC; {NEW}")
     if now < first:
         raise ConfigError(
-            f"{path} is not yet valid: it is good from {first:%Y-%m-%d %H:%M} UTC, and here it is "
-            f"{now:%Y-%m-%d %H:%M}; set the clock of one of both machines"
+            f"{path} is valid only from {first:%Y-%m-%d %H:%M} UTC, but the clock of this machine says "
+            f"{now:%Y-%m-%d %H:%M}; "
+            f"set the clocks of both machines"
         )
 
 
 @cache  # once: some processes read their files several times
 def _warn(path: str, last: str) -> None:
-    log.warning("%s is good until %s UTC, and no longer; %s", path, last, NEW)
+    log.warning("%s expires at %s UTC; %s", path, last, NEW)
 
 
 @cache  # as above
 def _warn_server(path: str) -> None:
     log.warning(
-        "%s has no extended key usage clientAuth: other servers refuse it, so that this one cannot vote on rounds of "
-        "several servers; make the certificate with both usages, serverAuth and clientAuth, as psctl certs does",
+        "%s has no extended key usage clientAuth, so other servers reject this server; make the certificate with "
+        "serverAuth and clientAuth, as psctl certs does",
         path,
     )
 
@@ -121,10 +122,10 @@ def _check_key(certificate: PemFile, first: x509.Certificate, key: PemFile) -> N
     try:
         public = load_pem_private_key(key.data, None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise ConfigError(f"{key.path} has no private key in PEM without a password; {NEW}") from None
+        raise ConfigError(f"{key.path} does not contain a PEM private key without a password; {NEW}") from None
     form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     if public.public_bytes(*form) != first.public_key().public_bytes(*form):
-        raise ConfigError(f"{key.path} is not the key of {certificate.path}; take both from one directory")
+        raise ConfigError(f"{key.path} is not the key of {certificate.path}; use both from one directory")
 
 
 def _check_name(path: str, certificate: x509.Certificate, name: str) -> None:
@@ -133,8 +134,8 @@ def _check_name(path: str, certificate: x509.Certificate, name: str) -> None:
         whose = f"is {', '.join(sorted(found))}'s" if found else f"names no task (a DNS name that ends with {DOMAIN})"
         who = "psctl" if name == ADMIN else f"this process, {name}"
         raise ConfigError(
-            f"{path} {whose}, and not of {who}; give the certificate with the name {certificate_name(name)}: "
-            "in a path {task} becomes the task"
+            f"{path} {whose}, not for {who}; use the certificate with the name {certificate_name(name)}: in a path, "
+            "{task} stands for the task"
         )
 
 

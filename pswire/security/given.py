@@ -29,7 +29,7 @@ def open_regular(path: str) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise OSError(errno.EINVAL, "it is no regular file", path)
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def read_small(path: str | Path, most: int = MOST_BYTES) -> bytes:
@@ -42,7 +42,7 @@ def read_small(path: str | Path, most: int = MOST_BYTES) -> bytes:
     with open(path, "rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
-        raise ConfigError(f"{path} has more than {most >> 20} MiB, and is not what is to be read here")
+        raise ConfigError(f"{path} has more than {most >> 20} MiB, so it cannot be the right file; check the path")
     return found
 
 

@@ -31,7 +31,7 @@ TOKEN_BYTES = 32
 LEAST_TOKEN = 16
 """Characters: a shorter token can be guessed."""
 
-HOW = "psctl certs makes one for each task"
+HOW = "run psctl certs to make one for each task"
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class SecurityOptions:
             return ""
         if len(token) < LEAST_TOKEN or not (token.isascii() and token.isprintable()) or " " in token:
             raise ConfigError(
-                f"{where} is no token: write at least {LEAST_TOKEN} letters and digits without blanks, such as "
-                "openssl rand -hex 32 prints"
+                f"{where} is not a token; it needs at least {LEAST_TOKEN} letters and digits without spaces, such as "
+                f"the output of openssl rand -hex 32"
             )
         return token
 

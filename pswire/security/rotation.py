@@ -95,14 +95,14 @@ class CertificateFiles(Generic[T]):
             return  # they change just now: the next look sees it
         self._newest, self._taken, self._refused, self._told = found, state, (), ()
         until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(found.expiry))
-        log.info("read %s again: new connections use it, good until %s UTC", self._paths[0], until)
+        log.info("reloaded %s, which is valid until %s UTC; new connections use it", self._paths[0], until)
 
     def _refuse(self, state: State, now: float, why: str) -> None:
         lasts, self._refused = state == self._refused, state
         self._refused_since = now
         if lasts and state != self._told:
             self._told = state
-            log.warning("certificates have changed and are not taken, those before stay in use: %s", why)
+            log.warning("the changed certificates cannot be used, so the previous ones stay in use: %s", why)
 
     def _state(self) -> State:
         try:

@@ -133,7 +133,7 @@ def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
     except Exception as error:
-        return f"{record.msg!r}, with arguments that cannot be written: {error!r}"
+        return f"{record.msg!r}, with arguments that cannot be formatted: {error!r}"
 
 
 def _cut(text: str) -> str:

@@ -97,15 +97,14 @@ PROCESS: tuple[Row[ProcessReadings], ...] = (
     Row(
         "paramserver_build_info",
         "gauge",
-        "What runs here: always 1.",
+        "Version and task of this process; always 1.",
         lambda p: {(versions()["paramserver"], str(p.task)): 1.0},
         ("version", "task"),
     ),
     Row(
         "paramserver_certificate_expiry_timestamp_seconds",
         "gauge",
-        "Until when the certificates are good that this process shows to new connections, and its CA; nothing "
-        "without TLS.",
+        "Expiry time of this process's certificates and of their CA; absent without TLS.",
         lambda p: {ALL: expiry} if (expiry := p.expiry()) else {},
     ),
 )

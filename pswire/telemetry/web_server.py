@@ -208,7 +208,7 @@ class WebServer(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Notes quietly that a connection has broken."""
-        log.debug("a connection for metrics or a status page has broken", exc_info=True)
+        log.debug("a connection for metrics or a status page failed", exc_info=True)
 
     def close(self) -> None:
         """Stops serving; answers that do not end are ended by those who give them."""
@@ -221,7 +221,7 @@ def _turn_away(connection: socket.socket) -> None:
     """Says that there is no room, if that can be said at once."""
     if isinstance(connection, ssl.SSLSocket):
         return  # it would take a handshake to say so
-    text = f"{MAX_CONNECTIONS} connections are open, and no more are allowed; try again\n"
+    text = f"{MAX_CONNECTIONS} connections are open, which is the limit; try again\n"
     head = f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: {len(text)}\r\n\r\n"
     try:
         connection.send((head + text).encode(), socket.MSG_DONTWAIT)
@@ -238,7 +238,7 @@ def _shake(connection: ssl.SSLSocket) -> None:
     connection.settimeout(SILENT_SECONDS)
     # Whatever is not the beginning of a handshake is taken for HTTP.
     if socket.socket.recv(connection, 1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
-        text = "this port speaks TLS: ask for https\n"
+        text = "this port uses TLS; open it with https\n"
         head = f"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n\r\n"
         socket.socket.sendall(connection, (head + text).encode())
         socket.socket.shutdown(connection, socket.SHUT_WR)
@@ -299,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
         if reply.stream is None or self.command == "HEAD":
             self._send(reply)
         elif not self.server.budget.streams.acquire(blocking=False):
-            text = f"{MAX_STREAMS} pages are open, and no more are shown live; reload this one\n"
+            text = f"{MAX_STREAMS} live pages are open, which is the limit; reload this page\n"
             self._send(Reply(text.encode(), status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "10"}))
         else:
             try:

@@ -79,8 +79,8 @@ class TraceOptions:
             return Tracer.exporting(self.protocol, task, job)
         except ImportError as error:
             raise ConfigError(
-                f"traces are on ({VARIABLE}={self.traces}), and OpenTelemetry is not installed here "
-                f"({error.name or error}); pip install 'paramserver[otel]' for every process, or leave traces off"
+                f"traces are on ({VARIABLE}={self.traces}), but OpenTelemetry is not installed here "
+                f"({error.name or error}); run pip install -e '.[otel]' in the clone, or switch traces off"
             ) from error
 
 

@@ -1,4 +1,7 @@
-"""W3C's traceparent: the text by which one process's span is known to another. https://www.w3.org/TR/trace-context"""
+"""W3C's traceparent: the text by which one process's span is known to another.
+
+Source: https://www.w3.org/TR/trace-context
+"""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
     eventually(lambda: all("snapshot" in {one.what for one in server.events()} for server in job.servers.cores))
     assert not any(future.done() for future in waiting)
     fail(job, plan, "another server is full")
-    assert all("it was given up: another server is full" in told(future) for future in waiting)
+    assert all("the checkpoint was cancelled: another server is full" in told(future) for future in waiting)
     assert forgotten(job)
 
 
@@ -243,7 +243,7 @@ def test_a_manifest_needs_a_shard(job, worker):
     job.variable(worker, np.array(1))
     plan = job.approve(stateful(0), worker)
     early = job.verbs[0].snapshot(job.token, plan.id, "{}")
-    assert "no checkpoint of this plan is being written here" in told(early)
+    assert "this server is not writing the checkpoint that was asked for" in told(early)
     together(*(worker.push(plan, server=server) for server in BOTH))
     shards = shards_of(job, plan)
     first = commit(job, plan, shards)
@@ -259,16 +259,16 @@ def test_what_is_over_is_told_at_once(job, worker):
     one can ask for a save of the old one, and none counts against those that it may order."""
     job.variable(worker, np.array(1))
     plan = job.order(worker, "run/ckpt-1")
-    assert "no checkpoint of this plan" in told(job.verbs[0].snapshot(job.token, bytes(32), ""))
+    assert "is not writing the checkpoint" in told(job.verbs[0].snapshot(job.token, bytes(32), ""))
     fail(job, plan)
-    assert "no checkpoint of this plan" in told(job.verbs[1].snapshot(job.token, plan.id, ""))
+    assert "is not writing the checkpoint" in told(job.verbs[1].snapshot(job.token, plan.id, ""))
     plan = job.order(worker, "run/ckpt-2")
     shards_of(job, plan)
     job.begin()
     assert forgotten(job)
     for server in job.verbs:
         assert server.status().saving == ()
-        assert "no checkpoint of this plan" in told(server.snapshot(job.token, plan.id, ""))
+        assert "is not writing the checkpoint" in told(server.snapshot(job.token, plan.id, ""))
 
 
 # ---- Files ----
@@ -401,7 +401,7 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
     back.round = 1
     assert eventually(missing.done) if mode == "sync" else not missing.done()
     job.save(back, "run/ckpt-2")
-    assert "those who began it are gone" in told(missing)
+    assert "the workers that began it were lost" in told(missing)
     fail(job, plan)
     eventually(lambda: files(job) == whole("run/ckpt-2"))
     assert forgotten(job)
@@ -475,13 +475,13 @@ def test_saves_are_no_sections_of_many_shapes(job, worker, monkeypatch):
     assert MAX_SAVES < MAX_PLANS
     plans = [job.approve(stateful(number), worker) for number in range(2)]
     job.verbs[0].propose(worker.session, stateful(2), "", None)
-    with pytest.raises(InvalidRequest, match=r"3 checkpoints were ordered and are not complete.*checkpoint\.sync"):
+    with pytest.raises(InvalidRequest, match=r"3 checkpoints are not complete yet.*checkpoint\.sync"):
         job.verbs[0].propose(worker.session, stateful(3), "", None)
     fail(job, plans[0])
     job.verbs[0].propose(worker.session, stateful(3), "", None)
     for place in range(2):
         job.approve(Plan((Reduction("sum", TensorSpec("int64", (place,)), (0,)),)), worker)
-    with pytest.raises(InvalidRequest, match="2 different sections"):
+    with pytest.raises(InvalidRequest, match="2 different compiled steps"):
         job.verbs[0].propose(worker.session, Plan((Reduction("sum", TensorSpec("int64", ()), (0,)),)), "", None)
 
 

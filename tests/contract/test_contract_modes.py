@@ -134,14 +134,14 @@ def test_who_is_fenced_adds_no_more(job, lone):
     variable, plan = lone.adder(0, (1,))
     lone.push(one, plan, [1], server=1, positions=HERE)
     job.close([other.member])
-    with pytest.raises(Fenced, match=r"was ended|new generation"):
+    with pytest.raises(Fenced, match=r"was removed|new generation"):
         lone.push(one, plan, [100], server=1)
     lone.push(other, plan, [10], server=1)
     (back,) = job.join(A, mode=other.mode)
     if not lone.alone:
         (place, _) = job.verbs[1].status().places
         assert place == WorkerProgress(A, 0, HERE)
-        with pytest.raises(Fenced, match="made without this session"):
+        with pytest.raises(Fenced, match="completed without this process"):
             lone.push(back, plan, [1], server=1)
         back.round = place.round + 1
     assert lone.push(back, plan, [1000], server=1).round == (0 if lone.alone else 1)
@@ -281,7 +281,7 @@ def test_what_who_is_fenced_had_sent_whole_counts(job, two, apart):
     strands = job.servers.cores[0].machine.rounds.strands  # status does not tell what one has sent for itself
     eventually(lambda: any(strand.open for key, strand in [*strands.items()] if key is not None))
     job.close([two[1].member])
-    with pytest.raises(Fenced, match="was ended"):
+    with pytest.raises(Fenced, match="was removed from the job"):
         two[0].push(plan, [100], alone=True).result(SOON)
     job.approve(waits, two[1])
     eventually(lambda: int(job.value(two[1], variable)) == 11)

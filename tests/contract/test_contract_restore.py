@@ -169,7 +169,7 @@ def test_what_does_not_fit_on_one_server_no_server_restores(job, worker):
     add(job, worker, a)
     c = job.variable(worker, np.zeros(2), (1,), "c")
     for order, error, words in (
-        ({"a": a.id, "b": c.id}, VariableMismatch, r"run/ckpt-1 has 'b' as float64\[3\], not float64\[2\]"),
+        ({"a": a.id, "b": c.id}, VariableMismatch, r"run/ckpt-1 holds 'b' as float64\[3\], not float64\[2\]"),
         ({"a": a.id, "w": c.id}, CheckpointError, "has no variable 'w'"),
         (None, CheckpointError, "has no variable 'c'"),
     ):
@@ -233,7 +233,7 @@ def test_a_new_job_restores_anew(job, worker):
     assert ask(job, new, turn, "open").path == "run/ckpt-1"
 
 
-NOTHING = "nothing was prepared to restore 'run'"
+NOTHING = "the restore of 'run' was not prepared"
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -306,7 +306,7 @@ def test_an_older_turn_than_the_newest_is_refused(job, worker):
     older, turn = worker.turn(), worker.turn()
     job.prepare(worker, "run", turn)
     for late, stage in ((older, "open"), (older, "prepare"), (early, "open")):
-        with pytest.raises(Diverged, match="'run' was given up by a process that has begun a later one"):
+        with pytest.raises(Diverged, match="'run' was cancelled, because another process began a later restore"):
             ask(job, worker, late, stage)
     together(*(worker.push(job.commit(worker, "run", turn), server=server) for server in (0, 1)))
     assert values(job, worker, variable) == [1]
@@ -349,7 +349,7 @@ def test_a_restore_is_of_all_servers_and_of_nothing_else(job, worker):
     variable = job.variable(worker, np.array(1))
     some, more = Plan(restore=RestoreCommit("run", (0,))), Plan(restore=RestoreCommit("run", (0, 1)))
     for plan in (some, replace(sum_into(variable), restore=more.restore)):
-        with pytest.raises(InvalidRequest, match="of all servers, and of nothing else"):
+        with pytest.raises(InvalidRequest, match="include all servers, and nothing else"):
             job.verbs[0].propose(worker.session, plan, "", None)
 
 
@@ -369,7 +369,7 @@ def test_asynchronous_processes_undo_nothing(job):
     one, two, variables = two_alone(job)
     job.restore(one, "run/ckpt-1")
     assert values(job, one, *variables) == [1, 1]
-    with pytest.raises(InvalidRequest, match=r"'run' is not what another process restores first: 'run/ckpt-1'"):
+    with pytest.raises(InvalidRequest, match=r"restores 'run', but another process restored 'run/ckpt-1' first"):
         job.restore(two, "run")
     two.restores = 0
     add(job, one, variables[0])

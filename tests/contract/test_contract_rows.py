@@ -139,10 +139,10 @@ def test_rows_come_with_a_round_that_streams(job, two):
 
 
 BAD_READS = {
-    "too large": (lambda v: read_of(v, 0, 6), "id 6 is no row of variable 'v0'"),
-    "negative": (lambda v: read_of(v, -1), "id -1 is no row of variable 'v0'"),
+    "too large": (lambda v: read_of(v, 0, 6), "id 6 is not a row of variable 'v0'"),
+    "negative": (lambda v: read_of(v, -1), "id -1 is not a row of variable 'v0'"),
     "not there": (lambda v: RowRead(99, bytes(8)), "99"),
-    "half an id": (lambda v: RowRead(v.id, bytes(12)), "12 bytes are no ids"),
+    "half an id": (lambda v: RowRead(v.id, bytes(12)), "12 bytes are not ids"),
     "of a number": (lambda v: RowRead(v.id + 1, bytes(8)), "variable 'v1', whose shape is"),
 }
 

@@ -183,7 +183,7 @@ def test_a_limit_is_an_error_for_all(job, two):
     table = table_of(job, two[0], replace(SPEC, capacity=MIN_CAPACITY, eviction=LRU()))
     plan = job.approve(by_keys(table), two[0])
     for future in (push(two[0], plan, list(range(MIN_CAPACITY))), push(two[1], plan, [-1])):
-        with pytest.raises(MemoryLimit, match=f"touches {MIN_CAPACITY + 1} rows"):
+        with pytest.raises(MemoryLimit, match=f"uses {MIN_CAPACITY + 1} rows"):
             future.result(SOON)
     assert size(job, two[0], table) == 0
     for start in (0, 10_000, 20_000):
@@ -244,11 +244,11 @@ def test_much_is_not_asked_for_in_a_few_words(serve):
     wide = replace(SPEC, shape=(1 << 18,))
     table = create_part(job, worker, part_of(0, wide))
     ask = job.verbs[0].pull
-    with pytest.raises(MemoryLimit, match="take 300 MiB, and the limit is 256 MiB; ask for fewer"):
+    with pytest.raises(MemoryLimit, match="take 300 MiB, and the limit is 256 MiB; request fewer"):
         ask(worker.session, [], -1, [RowRead.of(table.id, np.arange(150))] * 2).result(SOON)
     reply = ask(worker.session, [], -1, [RowRead.of(table.id, np.arange(2))]).result(SOON)
     assert reply.payload.size == 2 << 20
-    with pytest.raises(InvalidRequest, match="buckets of a dynamic table are asked for twice"):
+    with pytest.raises(InvalidRequest, match="buckets of a dynamic table are requested twice"):
         ask(worker.session, [], -1, [], [TableRead(table.id, "rows", 0, BUCKETS)] * 2).result(SOON)
 
 
@@ -270,12 +270,12 @@ def test_parts_on_two_servers(job, two):
     assert [size(job, two[0], part) for part in parts] == [len(each) for each in mine]
     assert looked_up(job, two[0], parts[1], *mine[1]) == [2.5] * len(mine[1])
     hinting = {"rows": (0, len(mine[1])), "hints": (RowRead.of(parts[1].id, np.array([mine[1][0], mine[0][0]])),)}
-    with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is of bucket"):
+    with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is in bucket"):
         push(two[0], plan, mine[1], server=1, round=1, **hinting).result(SOON)
-    with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is of bucket"):
+    with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is in bucket"):
         looked_up(job, two[0], parts[1], *mine[0])
     read = TableRead(parts[1].id, "keys", 0, 10)
-    with pytest.raises(InvalidRequest, match="which has 512 to 1023"):
+    with pytest.raises(InvalidRequest, match="which has buckets 512 to 1023"):
         job.verbs[1].pull(two[0].session, [], -1, [], [read]).result(SOON)
     turn(*two)
     wrong = (len(mine[0]), 0), (0, len(mine[0]))
@@ -288,17 +288,21 @@ BAD_PLANS = {
     "by ids": (
         lambda v: replace(by_keys(v), reductions=(Reduction("sum", WHOLE, (0,), form="rows"),)),
         ProgramError,
-        "dynamic table 'users' has to run on",
+        "dynamic table 'users' cannot run on",
     ),
-    "returned": (lambda v: by_keys(v, returned=(Ref("reduction", 0),)), InvalidRequest, "stay on their servers"),
+    "returned": (
+        lambda v: by_keys(v, returned=(Ref("reduction", 0),)),
+        InvalidRequest,
+        "rows by keys cannot be returned",
+    ),
     "of another shape": (
         lambda v: Plan((Reduction("sum", TensorSpec("float32", (5, 2)), (0,), form="keys"),)),
         InvalidRequest,
-        "of a table's shape",
+        "must have a table's shape",
     ),
-    "cut to one row": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1),)), InvalidRequest, "cannot be cut"),
-    "cut to many rows": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1 << 40),)), InvalidRequest, "cannot be cut"),
-    "cuts an array": (lambda v: Plan(trims=(Trim(v.id + 1, (0,), 0),)), InvalidRequest, "no dynamic table"),
+    "cut to one row": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1),)), InvalidRequest, "cannot be shrunk"),
+    "cut to many rows": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1 << 40),)), InvalidRequest, "cannot be shrunk"),
+    "cuts an array": (lambda v: Plan(trims=(Trim(v.id + 1, (0,), 0),)), InvalidRequest, "only dynamic tables"),
     "momentum": (
         lambda v: by_keys(
             v,
@@ -310,7 +314,7 @@ BAD_PLANS = {
             ),
         ),
         ProgramError,
-        "has to run on the rows of one gradient",
+        "cannot run on the rows of one gradient",
     ),
 }
 
@@ -338,13 +342,13 @@ def test_what_a_table_refuses_to_be(job, two):
     with pytest.raises(InvalidRequest, match="has no size; look its rows up"):
         job.verbs[0].pull(two[0].session, [table.id], -1).result(SOON)
     beside = job.variable(two[0], np.zeros(2, "float32"))
-    with pytest.raises(InvalidRequest, match="is no dynamic table"):
+    with pytest.raises(InvalidRequest, match="is not a dynamic table"):
         job.verbs[0].pull(two[0].session, [], -1, [], [TableRead(beside.id, "size")]).result(SOON)
     part = TablePart("items", SPEC, 0, BUCKETS, SlotTensor("m", "float32", (2,)))
     alone = PlacedVariable(2, VariableSpec("m", part.tensor, part=part), (0,))
     reply = job.verbs[0].create_batch(two[0].session, [alone])
     assert isinstance(reply.error, InvalidRequest)
-    assert "lies beside the table 'items'" in str(reply.error)
+    assert "belongs to table 'items'" in str(reply.error)
     with pytest.raises(InvalidRequest, match="its part of a table"):
         VariableSpec("m", TensorSpec("float32", (3, 2)), part=replace(part, slot=None)).check()
 
@@ -355,7 +359,7 @@ def test_times_that_cannot_be(job, two):
     plan = job.approve(by_keys(table), two[0])
     for times in (0, -1, 1 << 40):
         for future in (push(two[0], plan, [1]), push(two[1], plan, [2], times=[times])):
-            with pytest.raises(ProgramError, match=f"{B} says for 'users' that a key came"):
+            with pytest.raises(ProgramError, match=f"'users': the key counts from {B}"):
                 future.result(SOON)
         turn(*two)
     assert size(job, two[0], table) == 0

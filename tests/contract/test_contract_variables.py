@@ -122,7 +122,7 @@ def test_two_that_disagree_are_told(job, worker):
             create(job.verbs[0], other, ordinal, spec, (0,))
         message = str(told.value)
         assert all(word in message for word in (str(A), str(B), str(spec), "'v0' float64[2]"))
-    with pytest.raises(Diverged, match="number 2, and the job has 1"):
+    with pytest.raises(Diverged, match="number 2, but the job has only 1"):
         create(job.verbs[0], worker.session, 2, VariableSpec("w", NUMBER), (0,))
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused(job, worker):
         with pytest.raises(InvalidRequest):
             create(job.verbs[0], worker.session, 0, spec, (0,))
     for servers in ((), (2,), (0, 7)):
-        with pytest.raises(InvalidRequest, match="of 2"):
+        with pytest.raises(InvalidRequest, match="of a job with 2 servers"):
             create(job.verbs[0], worker.session, 0, VariableSpec("w", NUMBER), servers)
     assert job.verbs[0].status().variables == 0
     spec = VariableSpec("w", TensorSpec("float64", (2,)))
@@ -171,7 +171,7 @@ def test_before_a_job_nothing_is_created(serve):
     """Without a chief nobody knows how many servers there are."""
     (server,) = serve(1).verbs
     session = server.open(A, 1, 0, False).session
-    with pytest.raises(InvalidRequest, match="no chief has begun a job"):
+    with pytest.raises(InvalidRequest, match="the chief has not started a job"):
         create(server, session, 0, VariableSpec("w", NUMBER), ())
 
 

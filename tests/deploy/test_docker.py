@@ -40,7 +40,10 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 RUNS = {name: service for name, service in SERVICES.items() if name not in ("certs", "prometheus")}
 """Containers that run a program of ours, after the certificates are made."""
 TASKS = {name: service for name, service in RUNS.items() if "TF_CONFIG" in service["environment"]}
-"""Those that are tasks from the start: all but standby servers."""
+"""Those that are tasks from the start: all but standby servers and workers that join."""
+JOINING = {name: service for name, service in RUNS.items() if "--join" in " ".join(service["command"])}
+"""The others, by the names that their certificates have with it."""
+OWNERS = {"ps-standby": standby_name(0), "worker-2": "worker-2", "worker-3": "worker-3"}
 PROGRAMS: dict[str, click.Command] = {"psserver": psserver, "psworker": psworker, "psctl": psctl}
 
 
@@ -85,6 +88,7 @@ def test_images_are_for_nobody_in_particular(kind: str) -> None:
             assert "--no-deps" in words
             assert ("--require-hashes" in words) != ("--no-index" in words)
     assert "-r locks/build.lock" in build
+    assert re.search(r"requirements\.py (gpu )?simulation \${EXTRAS}", build)  # what psctl plan and calibrate need
     assert build.count("--no-compile") == 2
     assert "compileall -q -f --invalidation-mode unchecked-hash" in build
     assert build.index("compileall") < build.index('touch --no-dereference --date="@${SOURCE_DATE_EPOCH}"')
@@ -97,7 +101,7 @@ def test_what_is_copied_is_let_through() -> None:
     copied = [line for line in DOCKERFILE.splitlines() if line.startswith("COPY") and "--from" not in line]
     names = {name for line in copied for name in line.split()[1:-1] if name != "."}
     assert names == {"docker/requirements.py", "locks"}
-    packages = {"psclient", "psserver", "pswire", "LICENSE", "README.md", "pyproject.toml", "examples"}
+    packages = {"psclient", "psserver", "pstesting", "pswire", "LICENSE", "README.md", "pyproject.toml", "examples"}
     assert let == names | packages
     assert all((ROOT / name).exists() for name in let)
 
@@ -115,10 +119,11 @@ def test_each_container_is_a_task_of_one_cluster() -> None:
             assert clusters[0].task_address("ps", task.index) == f"{name}:2222"
     (words,) = [shlex.split(part) for part in SERVICES["certs"]["command"][2].split("&&") if "psctl" in part]
     made = parse(words).params
-    assert (made["ps"], made["workers"], made["extra_ps"]) == (2, 2, len(RUNS) - len(TASKS))
+    assert (made["ps"], made["workers"], made["extra_ps"], made["extra_workers"]) == (2, 2, 1, 2)
+    assert {*JOINING} == {*OWNERS} == {*RUNS} - {*TASKS}
     volumes = dict(volume.split(":", 1) for volume in SERVICES["certs"]["volumes"])
     for name, service in RUNS.items():
-        owner = task_name(tasks[name]) if name in tasks else standby_name(0)
+        owner = task_name(tasks[name]) if name in tasks else OWNERS[name]
         mine = [volume for volume in service["volumes"] if volume.startswith("certs")]
         assert mine == [f"certs-{owner}:/certs:ro"]
         assert volumes[f"certs-{owner}"] == f"/out/{owner}"
@@ -134,8 +139,8 @@ def test_containers_have_the_time_to_leave() -> None:
 def test_containers_may_do_little() -> None:
     """A root that nobody writes on, no new privileges, no capabilities but what changes owners, no network outside.
 
-    Prometheus alone is reached from the host, and from there alone. Memory, processors, processes and log are limited;
-    libraries compute in as many threads as there are processors.
+    The chief's page and Prometheus alone are reached from the host, and from there alone. Memory, processors, processes
+    and log are limited; libraries compute in as many threads as there are processors.
     """
     for name, service in SERVICES.items():
         assert service["read_only"] is True
@@ -144,12 +149,14 @@ def test_containers_may_do_little() -> None:
         assert ("cap_add" in service) == (name == "certs")
         root = str(service.get("user", "10001")).startswith("0")
         assert root == (name == "certs")
-        assert ("networks" in service, "ports" in service) == (name == "prometheus", name == "prometheus")
+        reached = name in ("chief", "prometheus")
+        assert ("networks" in service, "ports" in service) == (reached, reached)
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
         assert set(service["logging"]["options"]) == {"max-size", "max-file"}
         assert name == "certs" or {"cpus", "mem_limit", "pids_limit"} <= set(service)
     assert SERVICES["certs"]["network_mode"] == "none"
-    assert COMPOSE["networks"] == {"default": {"internal": True}, "outside": None}
-    assert all(port.startswith("127.0.0.1:") for port in SERVICES["prometheus"]["ports"])
+    alone = {"com.docker.network.bridge.enable_ip_masquerade": "false"}  # replies from outside do not come back
+    assert COMPOSE["networks"] == {"default": {"internal": True}, "outside": {"driver_opts": alone}}
     for service in RUNS.values():
         assert service["environment"]["OMP_NUM_THREADS"] == service["cpus"]
 
@@ -173,7 +180,7 @@ def test_prometheus_scrapes_all_that_runs() -> None:
 
 def test_a_standby_server_waits_for_a_place() -> None:
     """It knows all servers, says where it is, and is started with its profile alone; nothing probes it."""
-    (standby,) = [name for name in RUNS if name not in TASKS]
+    standby = "ps-standby"
     flags = parse(SERVICES[standby]["command"]).params
     config = parse_tf_config(SERVICES["chief"]["environment"]["TF_CONFIG"])
     assert config is not None
@@ -184,7 +191,26 @@ def test_a_standby_server_waits_for_a_place() -> None:
     assert SERVICES[standby]["healthcheck"] == {"disable": True}
 
 
-@pytest.mark.parametrize("profiles", [(), ("metrics",), ("standby",), ("metrics", "standby")])
+def test_more_workers_join() -> None:
+    """They run the workers' script with its arguments, know the servers, and are started with their profile alone."""
+    servers = tuple(parse(SERVICES["ps-standby"]["command"]).params["join"].split(","))
+    script = parse(SERVICES["worker-0"]["command"]).params
+    for name in {*JOINING} - {"ps-standby"}:
+        flags = parse(SERVICES[name]["command"]).params
+        assert check_addresses(flags["join"], "--join") == servers
+        assert (flags["script"], flags["args"]) == (script["script"], script["args"])
+        assert SERVICES[name]["profiles"] == ["more"]
+
+
+def test_a_base_of_ones_own() -> None:
+    """Compose builds from another base where the environment names one, and else from the Dockerfile's."""
+    given = SERVICES["certs"]["build"]["args"]
+    (base,) = re.findall(r"^ARG CPU_BASE=(.*)$", DOCKERFILE, re.MULTILINE)
+    assert given["CPU_BASE"] == f"${{CPU_BASE:-{base}}}"
+    assert given["PIP_INDEX_URL"] == "${PIP_INDEX_URL:-}"
+
+
+@pytest.mark.parametrize("profiles", [(), ("metrics",), ("standby",), ("more",), ("metrics", "standby")])
 def test_compose_reads_the_file(profiles: tuple[str, ...]) -> None:
     """docker-compose, where it is at hand, finds no fault, and the services of the profiles."""
     compose = shutil.which("docker-compose")

@@ -28,7 +28,7 @@ OPEN = {"environment", "timeouts", "global"}
 
 
 def template(values: dict[str, Any], release: str = RELEASE) -> list[Manifest]:
-    return helm(program(), CHART, release, values, NAMESPACE)
+    return helm(CHART, release, values, NAMESPACE)
 
 
 def of(objects: list[Manifest], kind: str) -> list[Manifest]:

@@ -128,7 +128,7 @@ BAD = {
     "a: [": "is no YAML",
     "ps: 1\nworkers: 2\nps: 2": "line 3: key ps comes twice",
     "server: {device: cpu, device: gpu:0}": "line 1: key device comes twice",
-    "{workers: 0, script: a.py}": "nobody would run a.py: the cluster has no worker",
+    "{workers: 0, script: a.py}": "no process runs a.py, because the cluster has no worker",
 }
 
 

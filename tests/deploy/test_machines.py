@@ -284,7 +284,7 @@ def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> No
     assert bool(done.returncode) == fails, done.stderr
     told = [f"train.sbatch: task {2 + worker}, a worker, has failed: exit code 1" for worker in (0, 1)]
     assert [line in done.stderr for line in told] == [worker in failing for worker in (0, 1)]
-    assert ("The job is given up" in done.stderr) == fails
+    assert ("The job has ended; the workers' logs" in done.stderr) == fails
 
 
 LEAVING = """

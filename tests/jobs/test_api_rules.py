@@ -90,7 +90,7 @@ def test_an_update_function_cannot_look_at_a_pending_value(single):
     w = variable(single)
     with single.scope():
         reduced = single.extended.reduce_to("sum", np.ones(3, "float32"), w)
-        with pytest.raises(ps.errors.ProgramError, match="is not known while"):
+        with pytest.raises(ps.errors.ProgramError, match="is not known yet"):
             single.extended.update(w, lambda v: v.assign(reduced.numpy()))
         single.extended.update(w, lambda v: v.assign(v + reduced))
     assert w.numpy().tolist() == [1.0] * 3
@@ -101,7 +101,7 @@ def test_an_update_function_cannot_end_its_section(single):
     w = variable(single)
     with single.scope():
         single.extended.update(w, lambda v: v.assign_add(1.0))
-        with pytest.raises(RuntimeError, match="ended the section"):
+        with pytest.raises(RuntimeError, match="ended the step"):
             single.extended.update(w, lambda v: single.backend.flush() or v.assign_add(1.0))
 
 
@@ -140,7 +140,7 @@ def test_what_was_recorded_before_an_error_is_done(single):
     with pytest.raises(KeyboardInterrupt):
         fail(KeyboardInterrupt)
     assert w.numpy().tolist() == [2.0] * 3
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(RuntimeError, match="was not computed"):
         kept[1].numpy()
 
 
@@ -364,7 +364,7 @@ def test_servers_are_destinations(strategy):
     for place in ("/cpu:0", there[0], list(there)):
         assert np.asarray(extended.reduce_to("sum", x, place)).tolist() == [replicas(strategy)] * 3
     for place in ("gpu:7", [there[0], here[0]], "nowhere"):
-        with pytest.raises(ValueError, match="is no device"):
+        with pytest.raises(ValueError, match="is not a device"):
             extended.reduce_to("sum", x, place)
 
 
@@ -376,7 +376,7 @@ def test_the_words_of_mistakes(single):
     ):
         with pytest.raises(ValueError, match=says):
             single.reduce("mean", array, axis)
-    with pytest.raises(ps.errors.ConfigError, match=r"write devices=\['cpu:0'\]"):
+    with pytest.raises(ps.errors.ConfigError, match=r"use devices=\['cpu:0'\]"):
         ps.ParameterServerStrategy(devices="cpu:0")
 
 
@@ -433,17 +433,17 @@ def test_optimizers_check_what_they_are_given(strategy):
     good = np.ones(3, "float32")
     for pairs, kind, says in (
         ([(None, w)], ValueError, "'weights.*' is None"),
-        ([(np.ones(4), w)], ValueError, r"'weights.*' has shape \(4,\), and the variable \(3,\)"),
+        ([(np.ones(4), w)], ValueError, r"'weights.*' has shape \(4,\), but the variable has \(3,\)"),
         ([(1.0, w)], ValueError, r"'weights.*' has shape \(\)"),
         ([(np.ones((1, 3)), w)], ValueError, "'weights.*' has shape"),
         ([], ValueError, "no variables"),
         ([(good, frozen)], ValueError, "not trainable"),
-        ([(w, good)], TypeError, "ndarray stands where a variable should"),
+        ([(w, good)], TypeError, "expected a variable, but got a ndarray"),
     ):
         with pytest.raises(kind, match=says):
             strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
     with pytest.raises(ValueError, match="no variables"):
         optimizer.build([])
-    with pytest.raises(RuntimeError, match="no state yet"):
+    with pytest.raises(RuntimeError, match="no state"):
         _ = optimizer.iterations
     assert w.numpy().tolist() == [0.0] * 3

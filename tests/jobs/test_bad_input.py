@@ -49,7 +49,7 @@ CASES = {
     "malformed TF_CONFIG, server": ("psserver", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
     "an address without a port": (
         "psworker fine.py",
-        r"cluster\['ps'\]: 'host' is no address; write host:port",
+        r"cluster\['ps'\]: 'host' is not an address; write host:port",
         tf_config("worker", 0, {"ps": ["host"], "worker": ["h:1"]}),
     ),
     "unknown worker": (
@@ -71,37 +71,43 @@ CASES = {
     ),
     "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
     "no GPU, cluster": ("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
-    "no GPU, script": ("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$"),
-    "no size": ("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
-    "a tier without a bound": ("psserver --tier-path .", r"--tier-path needs --tier-memory: the bytes of tables"),
-    "a bound without a tier": ("psserver --tier-memory 1GiB", r"--tier-memory bounds .* --tier-path; give that"),
-    "a small bound": ("psserver --tier-path . --tier-memory 1MiB", r"--tier-memory 1MiB is too little; give .* 16 MiB"),
+    "no GPU, script": ("psworker gpu.py", r"gpu:99 does not exist: .*; use cpu:0, or .* \(gpu.py:2\)$"),
+    "no size": ("psserver --memory-limit lots", r"--memory-limit 'lots' is not a size; write bytes with a unit"),
+    "a tier without a bound": (
+        "psserver --tier-path .",
+        r"--tier-path needs --tier-memory, the maximum bytes of table rows",
+    ),
+    "a bound without a tier": ("psserver --tier-memory 1GiB", r"--tier-memory limits .* --tier-path; give --tier-path"),
+    "a small bound": ("psserver --tier-path . --tier-memory 1MiB", r"--tier-memory 1MiB is too small; give .* 16 MiB"),
     "a tier that is all memory": (
         "psserver --tier-path . --tier-memory 1GiB --memory-limit 1GiB",
-        r"--tier-memory 1GiB counts against .* give less",
+        r"--tier-memory 1GiB is part of .* lower --tier-memory",
     ),
     "no directory of a tier": (
         "psserver --tier-path none --tier-memory 1GiB",
-        r"--tier-path /.*/none is no directory; make it, on a fast local",
+        r"--tier-path /.*/none is not a directory; create it on a fast local",
     ),
     "a tier in memory": (
         "psserver --tier-path /dev/shm --tier-memory 1GiB",
-        r"--tier-path /dev/shm lies in memory itself \(tmpfs\); name",
+        r"--tier-path /dev/shm is in memory \(tmpfs\); name",
     ),
     "not this machine": ("psserver --host 192.0.2.1", r"cannot listen on 192.0.2.1:0 .*; choose another"),
     "join, a task by TF_CONFIG as well": (
         "psworker --join 127.0.0.1:1 fine.py",
-        r"TF_CONFIG says which task this process is, .*; unset TF_CONFIG to join the job, or leave out --join",
+        r"with --join the servers choose this process's task, .*; unset TF_CONFIG, or leave out --join",
         tf_config("worker", 0),
     ),
     "join, a missing script": ("psworker --join 127.0.0.1:1 none.py", r"there is no script 'none.py' in /"),
-    "join, no address": ("psworker --join nowhere fine.py", r"--join: 'nowhere' is no address; write host:port"),
-    "join, half an address": ("psworker --join a:1, fine.py", r"--join: '' is no address; write host:port"),
+    "join, no address": ("psworker --join nowhere fine.py", r"--join: 'nowhere' is not an address; write host:port"),
+    "join, half an address": ("psworker --join a:1, fine.py", r"--join: '' is not an address; write host:port"),
     "join, a local cluster": (
         "psworker --join a:1 --standalone fine.py",
-        r"--join is for one more worker .* leave out",
+        r"--join adds a worker to a running job; leave out",
     ),
-    "join, a chief that stands by": ("psworker --join a:1 --standby", r"--join is for one more worker .* leave out"),
+    "join, a chief that stands by": (
+        "psworker --join a:1 --standby",
+        r"--join adds a worker to a running job; leave out",
+    ),
     "join, no number of restarts": ("psworker --join a:1 --restarts -1 fine.py", r"--restarts"),
     "a module without a cluster": (
         "psworker --module m",
@@ -109,7 +115,7 @@ CASES = {
     ),
     "a module that nobody schedules": (
         "psworker --standalone --no-chief --module m fine.py",
-        r"workers import m, and nobody would run the script",
+        r"workers import m, so no process runs the script",
     ),
     "a module that is not there": (
         "psworker --module package.others fine.py",
@@ -163,8 +169,8 @@ def test_a_server_that_cannot_be_reached(tmp_path, silent, index):
 @pytest.mark.parametrize(
     ("cluster", "index", "says"),
     [
-        ({"worker": ["h:2"], "chief": ["h:3"]}, 0, r"no chief began the job within 2 s; start the chief task"),
-        ({"worker": ["h:2", "h:3"]}, 0, r"worker/task:0 waited too long .*are all of .*worker/task:1 .*running\?"),
+        ({"worker": ["h:2"], "chief": ["h:3"]}, 0, r"no chief started the job within 2 s; start the chief task"),
+        ({"worker": ["h:2", "h:3"]}, 0, r"worker/task:0 waited too long .*check that .*worker/task:1 .* running"),
     ],
     ids=["chief", "worker"],
 )
@@ -288,7 +294,9 @@ def test_who_coordinates():
     alone = ps.ParameterServerStrategy(consistency=ps.Async())
     with (
         alone,
-        pytest.raises(ps.errors.ConfigError, match=r"there is no cluster, whose workers .* --chief-runs-script"),
+        pytest.raises(
+            ps.errors.ConfigError, match=r"ClusterCoordinator needs a cluster whose workers .* --chief-runs-script"
+        ),
     ):
         ps.coordinator.ClusterCoordinator(alone)
     with pytest.raises(TypeError, match="takes a ParameterServerStrategy, not MirroredStrategy"):

@@ -70,8 +70,8 @@ def figures(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_round(found: Any, said: str) -> None:
-    """Every figure has its row in docs/performance.md and the other way round; ratios are those of the medians."""
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## The figures in `--json`")[2]
+    """Every figure has its row in docs/lab/performance.md and the other way round; ratios are those of the medians."""
+    text = (ROOT / "docs" / "lab" / "performance.md").read_text("utf-8").partition("## The figures in `--json`")[2]
     assert {name for name, _ in figures(found)} == set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     assert [row["transport"] for row in found["rounds"]] == ["grpc", "tcp", "shm"]
     assert all(map(is_ordered, [*found["limits"].values(), *(row["ms"] for row in found["rounds"])]))
@@ -129,7 +129,7 @@ def check_step(found: Any, said: str) -> None:
 
 def check_curves(found: Any, said: str) -> None:
     """Modes have rows; one worker is its measure, and ten on one server make less than ten times as much."""
-    assert "used most" in said
+    assert "bottleneck" in said
     for mode in ("sync", "async"):
         rows = {row["workers"]: row for row in found["rows"] if row["mode"] == mode}
         assert sorted(rows) == [1, 10, 30]

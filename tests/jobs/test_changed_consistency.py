@@ -164,7 +164,7 @@ def strategy():
 
 def test_a_change_is_made_between_rounds(strategy):
     """Not in a replica's function, nor where replicas have met, nor amid a pass; afterwards it can be made."""
-    where = "between rounds, in cross-replica context"
+    where = "between steps, in cross-replica context"
 
     def merges():
         ps.get_replica_context().merge_call(lambda strategy: strategy.set_consistency(ps.Async()))
@@ -173,9 +173,9 @@ def test_a_change_is_made_between_rounds(strategy):
         with pytest.raises(RuntimeError, match=where):
             strategy.run(function)
     for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(4)).batch(2)):
-        with pytest.raises(RuntimeError, match=r"amid a pass over dataset 0.*between two passes"):
+        with pytest.raises(RuntimeError, match=r"during a pass over dataset 0.*between two passes"):
             strategy.set_consistency(ps.Async())
-    with pytest.raises(TypeError, match="is no consistency"):
+    with pytest.raises(TypeError, match="is not a consistency"):
         strategy.set_consistency("async")
     with pytest.raises(ps.errors.ConfigError, match="backup_workers=1 needs more than 1"):
         strategy.set_consistency(ps.Sync(backup_workers=1))
@@ -203,7 +203,7 @@ def test_what_was_recorded_before_a_change_counts_before_it(strategy):
 def test_deterministic_jobs_stay_as_they_are():
     """What time decides is refused, in words of a strategy's start."""
     with ps.ParameterServerStrategy(deterministic=True) as strategy:
-        with pytest.raises(ps.errors.ConfigError, match="deterministic=True needs rounds that all workers make"):
+        with pytest.raises(ps.errors.ConfigError, match="deterministic=True needs rounds of all workers"):
             strategy.set_consistency(ps.Async())
         strategy.set_consistency(ps.Sync(nonfinite="skip"))
 
@@ -236,7 +236,7 @@ def test_batches_are_handed_out_to_asynchronous_workers_alone(strategy):
     batches = strategy.experimental_distribute_dataset(dataset, options)
     assert len(list(batches)) == 2
     strategy.set_consistency(ps.Sync())
-    with pytest.raises(RuntimeError, match="since set_consistency all make rounds together"):
+    with pytest.raises(RuntimeError, match="but set_consistency made them synchronous"):
         list(batches)
     with pytest.raises(ValueError, match="use AUTO"):
         strategy.experimental_distribute_dataset(dataset, options)
@@ -346,13 +346,13 @@ def test_a_worker_that_is_killed_in_changes_comes_back(tmp_path, killed):
             job.kill(CHIEF if how == "chief" else W2)
             if how == "early":  # to asynchronous workers it comes at once, and so to the change itself
                 job.start(W2)
-                job.hear_error(W2, asks if together else "waits to be taken in")
+                job.hear_error(W2, asks if together else "waits until")
             job.open(f"go{number}")
             job.hear(W0, "changed", number)
             if how == "late":
                 job.start(W2)
             if how == "late" and together:
-                job.hear_error(W2, "waits to be taken in")
+                job.hear_error(W2, "waits until")
             job.open(f"on{number}")
         sums = [job.hear(task, "sums") for task in ALL]
         assert sums == [expected(job)] * 3

@@ -324,7 +324,7 @@ def test_a_save_that_takes_longer_than_a_round_may(tmp_path, caplog, monkeypatch
             servers.verbs[0].propose(worker.session, plan, "", None)
         else:
             together(*order(worker, plan))
-        eventually(lambda: caplog.text.count("still writes its part of a checkpoint") > 3)
+        eventually(lambda: caplog.text.count("is still writing its part of a checkpoint") > 3)
         go.set()
         if what == "its round":
             together(*(worker.push(plan, server=server) for server in (0, 1)))
@@ -356,7 +356,7 @@ def test_saves_that_are_ordered_in_bad_json(tmp_path, caplog):
             together(*order(worker, checkpoint(f"run/ckpt-{number}", (0, 1), state, worker.round)))
             eventually(lambda number=number: len(snapshotted(worker)) == number)
         for number, error in enumerate(next_save(worker, root, 5), 1):
-            assert error.startswith(f"what is to be saved as 'run/ckpt-{number}' is malformed: ")
+            assert error.startswith(f"the data to be saved as 'run/ckpt-{number}' is malformed: ")
     assert not [one for one in caplog.records if one.levelname == "ERROR" and one.name.startswith("ps")]
 
 
@@ -374,7 +374,7 @@ def test_a_save_whose_members_are_gone(tmp_path):
         eventually(lambda: all(server.status().generation.members for server in servers.verbs))
         back.generation = servers.verbs[0].status().generation.number
         (failed,) = next_save(back, root)
-    assert "those who began it are gone" in failed
+    assert "the workers that began it were lost" in failed
 
 
 # ---- Disks ----

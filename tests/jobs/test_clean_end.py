@@ -97,8 +97,8 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up(tmp_path):
         job.kill(W0)
         job.open("on")
         assert [job.exited(task) for task in (W1, CHIEF)] == [1, ABANDONED]
-        told = job.hear_error(CHIEF, "no worker has been here for")
-        assert f"{W0} lost, {W1} failed. The job is given up" in told
+        told = job.hear_error(CHIEF, "no worker was connected for")
+        assert f"{W0} lost, {W1} failed. The job has ended" in told
         assert [job.exited(task) for task in (PS0, PS1)] == [0, 0]
 
 
@@ -114,7 +114,7 @@ def test_servers_that_nobody_calls_end(tmp_path):
         job.open("on")
         assert [job.exited(task) for task in (W0, CHIEF)] == [SERVER_LOST] * 2
         for task in left:
-            job.hear_error(task, "nobody has been here for 4 s (PS_NO_WORKERS_TIMEOUT), so that this server ends")
+            job.hear_error(task, "no process has contacted this server for 4 s (PS_NO_WORKERS_TIMEOUT), so it ends")
             assert job.exited(task) == 0
 
 
@@ -126,7 +126,7 @@ def test_worker_0_as_chief_does_not_wait_for_ever(tmp_path):
         with job.server(PS0) as server:
             job.until(lambda: any(s.member.task == W0 and s.state == "left" for s in server.status().sessions))
         job.kill(W1)
-        job.hear_error(W0, f"{W0} left, {W1} lost. The job is given up")
+        job.hear_error(W0, f"{W0} left, {W1} lost. The job has ended")
         assert job.exited(PS0) == 0
 
 

@@ -332,10 +332,10 @@ def test_values_stay_where_they_are():
             made = [strategy.experimental_local_results(each)[0] for each in strategy.run(create, (v,))]
             assert [extended.value_container(each).devices for each in made] == [v.devices] * 3
         extended.update(a, lambda v, x, y: v.assign_add(x + y), (beside, both))
-        elsewhere = "never crosses servers.*colocate_vars_with, or read it first"
+        elsewhere = "but the update that uses it runs on server.*colocate_vars_with, or read it first"
         with pytest.raises(ps.errors.LocalityError, match=elsewhere):
             extended.update(a, lambda v, x: v.assign_add(x), (b,))
-        unreached = "'both' has copies that this update does not reach.*update_non_slot"
+        unreached = "'both' has copies that this update does not change.*update_non_slot"
         with pytest.raises(ps.errors.LocalityError, match=unreached):
             extended.update(a, lambda v: both.assign_add(v))
         return a.numpy().tolist()

@@ -299,7 +299,11 @@ MISTAKES = {
     "an integer dtype": (lambda: ps.Variable(np.ones(3, int), name="n", compression=INT8), ValueError, "'n' of int64"),
     "a complex dtype": (lambda: ps.Variable(np.ones(3, "complex64"), compression=INT8), ValueError, "complex64"),
     "ON_READ": (lambda: ps.Variable(ONES, synchronization=ON_READ, compression=INT8), ValueError, "ON_READ"),
-    "a name": (lambda: ps.Variable(ONES, compression="int8"), TypeError, "'int8'; give an object such as ps.comp"),
+    "a name": (
+        lambda: ps.Variable(ONES, compression="int8"),
+        TypeError,
+        "'int8'; pass an object such as ps.compression",
+    ),
     "a class": (
         lambda: ps.Variable(ONES, compression=ps.compression.Float16),
         TypeError,
@@ -309,7 +313,7 @@ MISTAKES = {
     "a ratio above 1": (lambda: ps.compression.TopK(1.01), ValueError, "above 0 and at most 1"),
     "a ratio below 0": (lambda: ps.compression.TopK(-0.1), ValueError, "above 0 and at most 1"),
     "no ratio": (lambda: ps.compression.TopK(float("nan")), ValueError, "above 0 and at most 1"),
-    "a ratio in words": (lambda: ps.compression.TopK("1 %"), TypeError, "give a number"),
+    "a ratio in words": (lambda: ps.compression.TopK("1 %"), TypeError, "is not a number"),
     "a strategy's": (lambda: ps.ParameterServerStrategy(compression="int8"), TypeError, "ParameterServerStrategy: "),
 }
 
@@ -467,7 +471,7 @@ def test_processes_that_compress_in_different_ways_are_told_so():
             step()
         assert "for 'w' as int8" in str(told.value)
         assert "for 'w' as topk(0.25)" in str(told.value)
-        assert "where they first differ: reduction 0 is sum float32[40] for 'w'" in str(told.value)
+        assert "first difference: reduction 0 is sum float32[40] for 'w'" in str(told.value)
 
     hows = [ps.compression.Int8(), ps.compression.TopK(0.25)]
     in_threads(diverge, servers=1, each=[{"compression": how} for how in hows])

@@ -60,7 +60,7 @@ def test_ids_that_are_no_rows_are_refused_by_servers_too():
         with strategy.scope():
             table = ps.Variable(np.zeros(SHAPE, "float32"), name="table")
         table.assign_add(np.ones(SHAPE))
-        with pytest.raises(ps.errors.InvalidRequest, match="id 50 is no row of variable 'table'"):
+        with pytest.raises(ps.errors.InvalidRequest, match="id 50 is not a row of variable 'table'"):
             strategy.backend.reader.read_rows(table.handle, np.array([3, 50]))
 
 
@@ -97,7 +97,7 @@ def test_two_processes_add_up_repeated_rows(transport):
 BAD = {
     "an id too large": (np.ones((1, WIDTH), "float32"), [SIZE], "id 6 at place 0 is no row of 6"),
     "an id below 0": (np.ones((1, WIDTH), "float32"), [-1], "id -1 at place 0 is no row of 6"),
-    "a row too wide": (np.ones((1, 3), "float32"), [1], r"each row has shape \(3,\), and must have \(2,\)"),
+    "a row too wide": (np.ones((1, 3), "float32"), [1], r"each row has shape \(3,\), but must have \(2,\)"),
 }
 EMPTY = ps.IndexedSlices(np.empty((0, WIDTH), "float32"), [])
 

@@ -1,6 +1,6 @@
 """The README and the pages for a start, typed into shells from the top: each command does what the text around it says.
 
-They run in namespaces of their own, where port 2222 is free and `pkill` finds nobody else.
+They run in namespaces of their own, where port 2222 is free.
 """
 
 from __future__ import annotations
@@ -22,9 +22,18 @@ NAMESPACES = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-
 ELSEWHERE = {
     "make demo": "the same command as in the third step of the quickstart, after an installation",
     "make test": "what runs this",
-    ".venv/bin/pip install -e '.[gpu]'": "needs a network, and a GPU to be of use",
 }
 """Commands that are not run here, and why."""
+
+OTHER_HOSTS = (
+    "psctl certs ",
+    "export PS_TLS_CERT=",
+    "psworker --hosts ",
+    "psworker --ray ",
+    "ray job ",
+    "psworker --join 10.",
+)
+"""What commands begin with that need hosts which are not here; `tools/check_docs.py` looks at their flags."""
 
 SECONDS = 180
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -34,7 +43,7 @@ def blocks(document: str) -> list[list[str]]:
     """The commands of each console block, less their comments."""
     found = _BLOCK.findall((ROOT / document).read_text(encoding="utf-8"))
     lines = [[re.sub(r"\s+#.*", "", line[2:]) for line in block.splitlines() if line[:2] == "$ "] for block in found]
-    return [[line for line in block if line not in ELSEWHERE] for block in lines]
+    return [[line for line in block if line not in ELSEWHERE and not line.startswith(OTHER_HOSTS)] for block in lines]
 
 
 @pytest.fixture
@@ -93,10 +102,9 @@ def shells_and_the_rest(document: str) -> Iterator[tuple[list[list[str]], list[l
     yield found[first : first + 3], found[:first] + found[first + 3 :]
 
 
-@pytest.mark.parametrize("document", ["docs/running.md", "docs/quickstart.md"])
-def test_three_shells(home, document):
+def test_three_shells(home):
     """What is started by hand in three shells trains, and the server ends at SIGTERM."""
-    ((shells, _),) = shells_and_the_rest(document)
+    ((shells, _),) = shells_and_the_rest("docs/quickstart.md")
     out = run(typed(by_hand(shells)), home)
     assert "test accuracy" in out
     assert new_files(home) == ""
@@ -113,8 +121,8 @@ def test_a_fourth_shell_drives(home):
 
 def test_the_readme_from_the_top(home):
     """Each command of it and of the next page ends well, in order; resuming goes on, the clone stays clean."""
-    ((_, rest),) = shells_and_the_rest("docs/running.md")
-    said = [run(typed(block), home) for block in [*blocks("README.md"), *rest] if block]
+    found = [*blocks("README.md"), *blocks("docs/running.md")]
+    said = [run(typed(block), home) for block in found if block]
     assert "epoch 25/25" in said[-1]
     assert new_files(home) == ""
     assert {path.name for path in (home / "runs").iterdir()} == {"digits", "digits-sgd", "digits.npz"}
@@ -124,19 +132,17 @@ def test_a_job_that_grows(home):
     """The drill for it: two workers join, and each leaves again with code 0."""
     (drill,) = [block for block in blocks("docs/operations.md") if any("psworker --join" in line for line in block)]
     out = run(typed(drill), home)
-    shown = [line.split(", ")[2] for line in out.splitlines() if line.startswith("job runs")]
+    shown = [line.split(", ")[2] for line in out.splitlines() if line.startswith("job is running")]
     assert shown == ["4 replicas", "3 replicas", "2 replicas"]
 
 
 def test_the_quickstart_from_the_top(home):
-    """Each command of the quickstart ends well; the last run goes on although its processes are killed."""
+    """Each command of the quickstart ends well; the last job ends although a worker is killed."""
     ((_, rest),) = shells_and_the_rest("docs/quickstart.md")
-    *before, (elastic,), (kill,) = [block for block in rest if block and not block[-1].endswith("psworker")]
-    assert "pkill" in kill
-    for block in before:
+    commands = [block for block in rest if block and not block[-1].endswith("psworker")]
+    assert "kill -9" in " ".join(commands[-1])
+    for block in commands:
         run(typed(block), home)
-    watch = f"until grep -q 'epoch .*loss' said; do sleep 0.1; done; {kill}"
-    run(typed([f"{elastic} > said 2>&1 & all=$!", watch, "wait $all"]), home)
-    said = (home / "said").read_text()
-    assert "epoch 60/60" in said
-    assert "replaced" in said
+    log = (home / "elastic.log").read_text()
+    assert "epoch 40/40" in log
+    assert "replaced" in log

@@ -148,7 +148,7 @@ def test_a_connection_a_worker_and_a_server_fail(tmp_path, faults):
                 case "wake", [round]:  # only now the worker that hung ends, because it is told that it was given up
                     assert job.cluster.processes[W2].poll() is None
                     job.open(f"2 at {round}")
-                    assert "this session was ended" in job.hear(W2, "fenced")
+                    assert "this process was removed from the job" in job.hear(W2, "fenced")
         going = [task for task in WORKERS if task != W2]
         sums = [job.hear(task, "sums") for task in going]
         assert sums == [[[value] for value in expected({task: job.hear(task, "records") for task in WORKERS})]] * 3

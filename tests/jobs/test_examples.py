@@ -94,6 +94,18 @@ def test_a_coordinator_trains_digits(examples, tmp_path):
     assert (accuracy > 0.6, steps) == (True, 2 * STEPS)
 
 
+def test_the_first_program_about_the_coordinator(tmp_path):
+    """The first program of docs/coordinator.md runs as its command says, and its loss falls."""
+    page = (EXAMPLES.parent / "docs" / "coordinator.md").read_text(encoding="utf-8")
+    program, command = re.findall(r"^```(?:python|console)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)[:2]
+    (tmp_path / "main.py").write_text(program, encoding="utf-8")
+    out = run(command.removeprefix("$ ").split(), tmp_path)
+    sizes, losses = zip(*re.findall(r"(\d+) examples, loss (\S+)", out), strict=True)
+    assert sizes == ("2500",) * 3
+    assert float(losses[2]) < float(losses[0])
+    assert (tmp_path / "runs" / "run" / "ckpt-1").is_dir()
+
+
 @pytest.mark.ci  # to import grain takes longer than to train
 def test_a_grain_pipeline_gives_what_one_process_sees(examples, tmp_path):
     """The other example: a fleet's losses are those of one process, random shifts included."""

@@ -70,7 +70,7 @@ def test_a_second_interrupt_while_a_round_is_sent_ends_the_session():
         with pytest.raises(KeyboardInterrupt):
             loop.step()
         pushes._said = said
-        with pytest.raises(ps.errors.PSError, match=r"interrupted twice in round \d+, .*is lost, .*restart"):
+        with pytest.raises(ps.errors.PSError, match=r"interrupted twice in round \d+; .*is lost, .*Restart"):
             loop.step()
 
 

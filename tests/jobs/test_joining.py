@@ -16,7 +16,7 @@ from tests.kit.certificates import options
 from tests.kit.internals import Task
 
 W3, W4 = Task("worker", 3), Task("worker", 4)
-TOLD = "told to end (SIGTERM)"
+TOLD = "received SIGTERM"
 
 EXAMPLES, BATCH = 120, 6
 STEPS = EXAMPLES // BATCH
@@ -190,7 +190,7 @@ def test_an_index_is_free_again_when_its_worker_is_gone(tmp_path):
         process = joins(job, W2, None, "--restarts", "1")
         assert process != job.cluster.processes[W2].pid
         os.kill(process, signal.SIGKILL)
-        assert "failed (killed by SIGKILL); starts again, 0 restarts left" in job.hear_error(W2, "starts again")
+        assert "failed (killed by SIGKILL); restarting, 0 restarts left" in job.hear_error(W2, "restarting")
         joins(job, W3)
         again, other = job.hear(W2, "is")
         assert again == str(W2)
@@ -236,7 +236,7 @@ def test_a_job_that_is_begun_anew(tmp_path):
         job.open("go")
         job.finish()
         assert [[task for task, _ in job.said(task, "is")] for task in (W0, W1)] == [[str(W0)] * 2, [str(W1)] * 2]
-        assert "failed (exit code 75); starts again" in job.errors(W1)
+        assert "failed (exit code 75); restarting" in job.errors(W1)
 
 
 def test_with_certificates(certificates, tmp_path):
@@ -250,7 +250,7 @@ def test_with_certificates(certificates, tmp_path):
         assert job.hear(W1, "is")[0] == str(W1)
         job.join(W2, server=PS1, **shown)
         assert job.exited(W2) == 2
-        job.hear_error(W2, f"error: {W1}: another process is {W1} of this job; end it first, or join with")
+        job.hear_error(W2, f"error: {W1}: {W1} is already in this job; end that process first, or join with")
         del job.cluster.processes[W2]
         job.open("go")
         job.finish()
@@ -288,7 +288,8 @@ def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
                 job.hear(W1, "took", 4)
         else:
             job.hear_error(
-                W1, "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYN"
+                W1,
+                "gets no batches. To share batches, use ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC",
             )
         job.hear(W1, "done")
         job.open("go")
@@ -358,7 +359,7 @@ def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):
         job.until(lambda: waiting(job, W1, W2))
         job.kill(W1)
         job.kill(W0)
-        job.hear_error(W2, f"nobody drives the job any more: {W2} does, from now on")
+        job.hear_error(W2, f"the chief is down: {W2} takes over as chief")
         assert job.hear(W2, "end") >= 8
         assert job.exited(W2) == 0
         assert job.exited(PS0) == 0

@@ -91,11 +91,13 @@ def test_another_program_is_there(tmp_path):
         done = join(tmp_path, f"127.0.0.1:{web.server_port}")
         web.shutdown()
         serving.join()
-    check(done, 1, r"there is no job to join at 127.0.0.1:\d+ for 2 s .*correct --join")
+    check(done, 1, r"found no job to join at 127.0.0.1:\d+ within 2 s .*correct --join")
 
 
-NOT_BEGUN = r"for 2 s \(PS_START_TIMEOUT\): no chief has begun a job there yet; start its servers and its chief"
-LOST = r"the job there has lost a server, and is not begun anew yet: was lost; start its servers"
+NOT_BEGUN = (
+    r"within 2 s \(PS_START_TIMEOUT\): the chief has not started a job there yet; start its servers and its chief"
+)
+LOST = r"the job there has lost a server, and was not restarted yet: was lost; start its servers"
 NO_TOKEN = r"/job:ps/task:0: .*token.*PS_TOKEN_FILE"
 
 
@@ -104,7 +106,7 @@ NO_TOKEN = r"/job:ps/task:0: .*token.*PS_TOKEN_FILE"
     [
         pytest.param([], {"begins": False}, {}, 1, NOT_BEGUN, id="a job that has not begun is waited for"),
         pytest.param([Lost(0, "was lost")], {}, {}, 1, LOST, id="a job that has lost a server may be begun anew"),
-        pytest.param([Done()], {}, {}, 0, r"is over: there is nothing to join", id="a job that is over: no failure"),
+        pytest.param([Done()], {}, {}, 0, r"is over, so it cannot be joined", id="a job that is over: no failure"),
         pytest.param([], {"security": TOKEN}, {}, 2, NO_TOKEN, id="no token"),
         pytest.param([], {"security": TOKEN}, {"PS_TOKEN": "fedcba9876543210"}, 2, NO_TOKEN, id="another token"),
     ],
@@ -122,7 +124,7 @@ def test_another_job(tmp_path):
     """
     with server(name="theirs") as thread, silent() as gone:
         done = join(tmp_path, thread.address, PS_JOB="mine")
-        check(done, 2, r"to join the job 'mine' \(PS_JOB\), and the servers at .* hold the job 'theirs'; unset PS_JOB")
+        check(done, 2, r"PS_JOB names the job 'mine', but the servers at .* hold the job 'theirs'; unset PS_JOB")
         done = join(tmp_path, f"{gone},{thread.address}", PS_START_TIMEOUT="30")
     joined(done, '"task": {"type": "worker", "index": 2}', f'"ps": ["{thread.address}"]')
 
@@ -133,10 +135,10 @@ def files(folder):
     return {variable: str(folder / file) for variable, file in named.items()}
 
 
-OF_A_SERVER = r"ps-0/tls.crt is of ps-0, and a worker joins as the one worker that its certificate names; psctl"
+OF_A_SERVER = r"ps-0/tls.crt is for ps-0, but a worker that joins needs the certificate of exactly one worker; psctl"
 OF_THE_CLUSTER = r"/job:worker/task:1 is one of the 2 workers of the job's cluster; start it with .* TF_CONFIG"
-OF_OTHERS = r"the server's certificate is not signed by our CA"
-IN_USE = r"another process is /job:worker/task:1 of this job; end it first, or join with .*--extra-workers N"
+OF_OTHERS = r"the server's certificate was not signed by this process's CA"
+IN_USE = r"/job:worker/task:1 is already in this job; end that process first, or join with .*--extra-workers N"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,9 @@ def test_a_certificate_with_which_nobody_joins(certificates, tmp_path, about, fo
     with server(security=certificates.of("ps-0"), **about) as thread:
         done = join(tmp_path, thread.address, **files(getattr(certificates, out) / name))
     check(done, 2, says)
-    assert ("waits for it to end, for at most its lease of 2 s: " in done.err) == ("taken" in about)
+    assert ("waiting up to 2 s (PS_SESSION_TIMEOUT) for the earlier process of this task to end: " in done.err) == (
+        "taken" in about
+    )
 
 
 def test_a_certificate_names_the_index(certificates, tmp_path):

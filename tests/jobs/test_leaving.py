@@ -23,7 +23,7 @@ SOON = CALM.session_timeout / 2
 
 KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": CALM}
 ALL = (W0, W1, W2)
-TOLD = "told to end (SIGTERM)"
+TOLD = "received SIGTERM"
 
 
 def visit(examples, batch, passes, stops, backup_workers=0, restores=""):
@@ -92,7 +92,7 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
         tell_to_end(job, *ALL, CHIEF)
         for server in (PS0, PS1):
             job.kill(server, signal.SIGTERM)
-            job.hear_error(server, "it stays while processes leave")
+            job.hear_error(server, "it waits for the processes that are leaving")
         job.open("end")
         job.finish(SOON)
         for task in (W0, W2):

@@ -167,7 +167,7 @@ def use(directory):
     assert v.numpy().tolist() == [3.0 + 100 * ran] * 3
 
     # No code, and nothing that nobody knows.
-    for args, said in (((lambda: 1,), "code never does"), ((object(),), "a object"), ((v,), "is a variable")):
+    for args, said in (((lambda: 1,), "cannot be sent to workers"), ((object(),), "a object"), ((v,), "is a variable")):
         assert said in str(error_of(lambda args=args: coordinator.schedule(step, args=args))), said
     assert "is not registered" in str(error_of(lambda: coordinator.schedule(print)))
     assert "args must be a tuple" in str(error_of(lambda: coordinator.schedule(step, args=1.0)))
@@ -185,7 +185,7 @@ def error_of(call):
 def test_what_a_coordinator_does(tmp_path):
     """Nests come back, workers have their own values, errors cancel and reach join with their text and the worker."""
     with ProcessCluster(use, tmp_path, [str(tmp_path)], helpers=[error_of], gates=["go"], **KEYS) as job:
-        assert "task:0 is no coordinator: the chief schedules" in job.hear(W0, "refused")
+        assert "task:0 is not the coordinator: the chief schedules" in job.hear(W0, "refused")
         job.hear(CHIEF, "scheduled")
         job.open("go")
         text, kind, task = job.hear(CHIEF, "error")
@@ -273,12 +273,12 @@ def test_nobody_coordinates_any_more(tmp_path):
     with ProcessCluster(schedule, tmp_path, [""], gates=["go"], **keys) as job:
         job.hear(CHIEF, "steps")
         job.kill(CHIEF)
-        job.hear_error(W0, "the chief has been silent for", MARGIN)
+        job.hear_error(W0, "the chief has not responded for", MARGIN)
         assert {job.exited(W0, MARGIN), job.exited(W1, MARGIN)} == {1}
 
 
 def test_a_chief_without_a_script_coordinates_nothing(tmp_path):
     """Workers that have registered functions say so, and what to do."""
     with ProcessCluster(schedule, tmp_path, [""], gates=["go"], **KEYS | {"chief": "driver"}) as job:
-        job.hear_error(W0, "nobody coordinates: the chief of this job runs no script", MARGIN)
+        job.hear_error(W0, "but the chief of this job does not run a script", MARGIN)
         assert job.exited(W0, MARGIN) == 2

@@ -110,7 +110,7 @@ def lose(job, server):
 def all_go_on_with(job, server):
     """Returns once all have said that a server is back."""
     for task in (CHIEF, W0, W1):
-        job.hear_error(task, f"goes on with {server}, which is back")
+        job.hear_error(task, f"uses {server} again, which was readmitted")
 
 
 def await_variables(job, server):
@@ -168,11 +168,11 @@ def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_
             fail(tmp_path, name)
             last = server.status().round
         job.open("go 20")
-        said = job.hear_error(failing, f"{failing} has other values than {home} after round ")
+        said = job.hear_error(failing, f"{failing} and its copy on {home} have different values of ")
         found = int(re.search(r"after round (\d+)", said).group(1))
         assert last < found <= last + 1 + ROUNDS
         assert repr(name) in said
-        job.hear_error(CHIEF, f"goes on without {failing}: had other values than {home} after round {found}")
+        job.hear_error(CHIEF, f"goes on without {failing}: had different values from {home} after round {found}")
         assert job.exited(failing) == OUTLIVED
         job.start(failing)
         all_go_on_with(job, failing)
@@ -182,7 +182,7 @@ def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_
             replace(job, server)
         enough(job, tmp_path)
         job.finish()
-        assert [line.count("has other values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
+        assert [line.count("have different values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
 
 
 @pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])
@@ -202,9 +202,9 @@ def test_a_server_without_copies_that_is_replaced(tmp_path, server):
             job.hear_error(task, f"error: {server}: was ")
             assert job.exited(task) == SERVER_LOST
         job.start(W1)
-        job.hear_error(W1, "waits for a chief to begin the job")
+        job.hear_error(W1, "waits for a chief to start the job")
         time.sleep(2 * DEPUTY_HEARTBEATS * QUICK.heartbeat_interval)
-        assert "nobody drives the job any more" not in job.errors(W1)
+        assert "the chief is down" not in job.errors(W1)
         job.start(CHIEF)
         job.start(W0)
         for task in (W0, W1):
@@ -361,7 +361,7 @@ def test_undisturbed_servers_never_differ(tmp_path):
         job.until(lambda: server.status().round > ROUNDS + 2)
         lose(job, PS1)
         job.start(PS1)
-        job.hear_error(W0, f"goes on with {PS1}, which is back")
+        job.hear_error(W0, f"uses {PS1} again, which was readmitted")
         job.kill(W1)
         first = server.status().round
         job.until(lambda: server.status().round > first + 2 * ROUNDS + 2)
@@ -378,8 +378,8 @@ def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
     environ["PS_REPLICATION_FACTOR"] = "2"
     with InProcessCluster(2) as cluster, pytest.raises(ps.errors.ConfigError) as refused:
         ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=consistency)
-    assert "PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers" in str(refused.value)
-    assert "take consistency=ps.Sync(), or set PS_REPLICATION_FACTOR=1" in str(refused.value)
+    assert "PS_REPLICATION_FACTOR=2 needs rounds with the same gradients on all servers" in str(refused.value)
+    assert "use consistency=ps.Sync(), or set PS_REPLICATION_FACTOR=1" in str(refused.value)
 
 
 # ---- Servers that do not reach one another ----
@@ -410,7 +410,7 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack, words):
         for task in (W0, W1):
             job.hear(task, "at", 3)
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert f"{one} votes over gRPC at {other}: its transport cannot be reached (" in job.errors(one)
+            assert f"{one} uses gRPC to {other}, because the tcp transport cannot be reached (" in job.errors(one)
         for relay in relays:
             relay.cut()
         job.open("go 3")

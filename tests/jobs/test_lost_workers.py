@@ -95,7 +95,7 @@ def test_workers_are_lost_one_after_another(tmp_path):
         after_the_lease(job, W0, 7, began)
         job.resume(W2)
         assert job.exited(W2) == 1
-        assert "this session was ended" in job.errors(W2)
+        assert "this process was removed from the job" in job.errors(W2)
         job.open("0 at 9")  # not before: with the last one the servers end, and would tell nobody
         assert job.hear(W0, "sums") == [counts(12, 5, 7, 3)] * 2
         assert f"round 5 of server 0 is complete without {W1}" in job.errors(W0)
@@ -245,7 +245,7 @@ def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
         job.hear(W0, "at", 3)
         lost = job.said(W0, "took")[-1][1]
         job.kill(W0)
-        job.hear_error(W1, f"nobody drives the job any more: {W1} does")
+        job.hear_error(W1, f"the chief is down: {W1} takes over as chief")
         job.hear(W1, "at", 5)
         job.start(W0)
         job.hear(W0, "open")

@@ -421,5 +421,5 @@ def test_a_job_goes_on_when_connections_become_silent(tmp_path, transport, what)
         for task in (W0, W1):
             assert job.hear(task, "sums") == [3.0 * 36] * 2
         if what == "transports":
-            assert f"the {transport} transport to {PS0} is broken: nothing has come on it for" in job.errors(W0)
+            assert f"the {transport} transport to {PS0} is broken: nothing was received on it for" in job.errors(W0)
         job.finish()

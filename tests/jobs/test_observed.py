@@ -66,7 +66,7 @@ def test_every_task_tells_what_it_does(tmp_path):
 
 def _own(errors: str) -> list[str]:
     """What a task itself has said; the launcher, which is the test's process, tells of who is slow to end."""
-    return [line for line in errors.splitlines() if not line.startswith("psworker: waits for ")]
+    return [line for line in errors.splitlines() if not line.startswith("psworker: waiting for ")]
 
 
 def _check_worker(page: Page) -> None:
@@ -396,7 +396,7 @@ def test_where_opentelemetry_cannot_be_imported(tmp_path, traces):
         assert (done.returncode, "-4.0 False" in done.stdout) == (0, True), done.stderr
     else:
         assert done.returncode == 2
-        assert "pip install 'paramserver[otel]'" in done.stderr
+        assert "pip install -e '.[otel]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -74,7 +74,7 @@ def test_who_is_killed_goes_on_where_it_was_and_who_was_thought_dead_is_told(tmp
         job.open("paused")
         job.resume(W1)
         assert job.exited(W1) == 1
-        assert "this session was ended" in job.errors(W1)
+        assert "this process was removed from the job" in job.errors(W1)
         job.open("end")
         assert job.hear(W0, "sums") == total(20, 10)
         assert "is complete without" not in job.errors(W0)

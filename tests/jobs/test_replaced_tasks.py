@@ -43,7 +43,7 @@ def replaced(job, task):
     return [line.partition(f"{task} ")[2] for line in job.errors(task).splitlines() if "replaced, " in line]
 
 
-FOLLOWED = [f"ended because a server was lost (exit code {SERVER_LOST}); replaced, at no cost"]
+FOLLOWED = [f"ended because a server was lost (exit code {SERVER_LOST}); restarted, without using a restart"]
 
 
 @pytest.mark.parametrize("second", ["silent", pytest.param("ended", marks=pytest.mark.soak)])
@@ -62,8 +62,8 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, second):
         for task in (W0, W1, CHIEF):
             assert (f"no answer from {PS1} at " in job.errors(task)) == hangs
         assert replaced(job, PS1) == [
-            "failed (killed by SIGKILL); replaced, 1 restarts left",
-            f"failed ({'it does not answer' if hangs else 'exit code 0'}); replaced, 0 restarts left",
+            "failed (killed by SIGKILL); restarted, 1 restarts left",
+            f"failed ({'it does not answer' if hangs else 'exit code 0'}); restarted, 0 restarts left",
         ]
         assert replaced(job, PS0) == []
         assert [replaced(job, task) for task in (W0, W1, CHIEF)] == [2 * FOLLOWED] * 3
@@ -77,14 +77,14 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
             job.hear(task, "at")
         ended = pool.submit(job.finish)
         job.kill(PS1)
-        job.hear_error(CHIEF, f"{PS1} answers again, as a new process")
+        job.hear_error(CHIEF, f"{PS1} has restarted")
         with job.server(PS0) as server:
             job.until(lambda: server.status().generation.returns is not None)
         job.open("go0")
         ended.result(SECONDS)
         for task in (W0, W1):  # one of the rounds is that in which they hand over what it held
             assert job.said(task, "sums") == [[78.0, 78.0]]
-        assert f"{PS1} was lost (killed by SIGKILL); the job goes on with its copies; replaced, 0" in job.errors(PS1)
+        assert f"{PS1} was lost (killed by SIGKILL); the job goes on with copies; restarted, 0" in job.errors(PS1)
         assert [replaced(job, task) for task in (PS0, W0, W1, CHIEF)] == [[]] * 4
 
 
@@ -141,7 +141,7 @@ def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
             job.open(f"go{life}")
         assert outcome.result() == Outcome(128 + signal.SIGKILL, PS0, outcome.result().report)
         assert outcome.result().report.startswith(f"psworker: {PS0} failed (killed by SIGKILL):")
-        costs = [f"failed (killed by SIGKILL); replaced, {left} restarts left" for left in (1, 0)]
+        costs = [f"failed (killed by SIGKILL); restarted, {left} restarts left" for left in (1, 0)]
         assert replaced(job, PS0) == costs
 
 

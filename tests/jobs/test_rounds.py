@@ -108,7 +108,7 @@ def test_a_value_that_stayed_on_the_servers_says_so():
             return used.numpy().tolist(), strategy.extended.update(a, lambda v: v.assign_add(1.0) + 1.0)
 
         numbers, returned = met(strategy, merge, np.full(4, 2.0))
-        with pytest.raises(RuntimeError, match=r"stayed on the servers when its section ended.*return it"):
+        with pytest.raises(RuntimeError, match=r"stayed on the servers when its step ended.*return it"):
             forgotten[0].numpy()
         return numbers, np.asarray(returned).tolist()
 
@@ -410,7 +410,7 @@ def test_a_step_that_waits_too_often_is_told_where(caplog):
             float(strategy.reduce("sum", 2.0, axis=None))
 
     in_threads(look, 1, 1)
-    (said,) = [each.getMessage() for each in caplog.records if "has waited several times" in each.getMessage()]
+    (said,) = [each.getMessage() for each in caplog.records if "waited several times" in each.getMessage()]
     assert said.count("test_rounds.py:") == 2
 
 

@@ -362,7 +362,7 @@ def test_a_straggler_that_is_killed_takes_no_examples_along(tmp_path, way):
         job.hear(W0, "did", 3)
         job.kill(W2)
         job.start(W2)
-        job.hear_error(W2, "waits to be taken in")
+        job.hear_error(W2, "waits until")
         job.open("on")
         check(job, 2, W0, W1, W2)
         assert str(W2) in job.hear(W0, "out")
@@ -388,13 +388,13 @@ def test_a_checkpoint_has_what_is_to_be_handed_out_again(tmp_path):
 
 def test_rounds_need_more_workers_than_they_may_leave_out():
     """Else they would wait for nobody: it is refused before anything is connected, as what needs all workers is."""
-    with pytest.raises(ps.errors.ConfigError, match="needs more than 1 workers, and the cluster has 1; give a smaller"):
+    with pytest.raises(ps.errors.ConfigError, match="needs more than 1 workers, but the cluster has 1; use a smaller"):
         ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=1))
     spec = ps.ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["a:1", "b:1"]})
     resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-    with pytest.raises(ps.errors.ConfigError, match="needs more than 2 workers, and the cluster has 2"):
+    with pytest.raises(ps.errors.ConfigError, match="needs more than 2 workers, but the cluster has 2"):
         ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=2), cluster_resolver=resolver)
-    with pytest.raises(ps.errors.ConfigError, match="with backup_workers the time decides whom a round has"):
+    with pytest.raises(ps.errors.ConfigError, match="with backup_workers the slowest are excluded"):
         ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=1), deterministic=True)
 
 
@@ -416,10 +416,10 @@ def test_parts_of_a_batch_of_different_sizes_are_refused_without_an_axis():
         return found
 
     says = (
-        "replicas reduce arrays of shapes (1,), (1,), (0,): the batch in use has 2 examples for 3 replicas; give "
-        "axis=0, or leave such batches out: batch(..., drop_remainder=True)"
+        "the replicas reduce arrays of shapes (1,), (1,), (0,), because the current batch has 2 examples for "
+        "3 replicas; pass axis=0, or drop such batches: batch(..., drop_remainder=True)"
     )
     for found in in_threads(work, 3, 2):
         assert found[1:4] == [28.0, 28.0, [3.0, 3.0]]
-        assert "(3,), (3,), (2,): the batch in use has 8 examples" in found[0]
+        assert "(3,), (3,), (2,), because the current batch has 8 examples" in found[0]
         assert found[4:] == [says, 17.0, 17.0, [2.0, 2.0]]

@@ -213,7 +213,7 @@ def test_hosts_that_cannot_run_tasks_are_refused_at_once(hosts: Path, server: Ss
             "--remote-python",
             python(tmp_path, f"export PYTHONPATH={old.parent}"),
         ],
-        "lacks this package": ["--remote-python", python(tmp_path / "old", 'shift 3; set -- -m "no.such"')],
+        "does not have this package": ["--remote-python", python(tmp_path / "old", 'shift 3; set -- -m "no.such"')],
         "cannot run no-ssh: .*--ssh": ["--ssh", "no-ssh"],
     }
     for said, more in wrong.items():
@@ -232,7 +232,7 @@ def test_hosts_that_are_not_there_are_refused_at_once(hosts: Path, server: Sshd,
     done = run(hosts, server, "print('ran')")
     assert done.code == 2
     assert "cannot reach 127.0.0.3 by ssh: " in done.err
-    assert "Connection refused; no password is asked for here" in done.err
+    assert "Connection refused; it needs a key and a known host" in done.err
     hosts.write_text(f"{HOSTS[0]}:{server.port} ps=1 worker=1\n")
     strict = "ssh -F none -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/dev/null"
     done = run(hosts, server, "print('ran')", "--ssh", strict)
@@ -250,8 +250,8 @@ def test_servers_that_refuse_say_where(hosts: Path, server: Sshd) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--hosts {hosts} --ps 2", "the file of --hosts says which tasks there are; leave --ps out"),
-        ("--hosts {hosts} --standalone", "--standalone and --hosts are different places for a cluster; leave one out"),
+        ("--hosts {hosts} --ps 2", "the file of --hosts defines the tasks; leave --ps out"),
+        ("--hosts {hosts} --standalone", "--standalone and --hosts cannot be used together; keep one of them"),
         ("--hosts none", "cannot read none"),
         ("--ssh ssh", "--ssh is for tasks on other hosts; add --hosts FILE"),
     ],

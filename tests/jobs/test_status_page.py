@@ -74,7 +74,7 @@ def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
         assert psctl(f"--local={found['name']}", "top")["rates"][str(PS0)]["rounds_per_second"] > 0
         assert "no task of this job has a metrics port" in psctl("dashboard", "--local")["error"]["message"]
         assert psctl("--local=other", "status")["error"]["message"] == (
-            f"no cluster is named 'other'; there is {found['name']}"
+            f"no cluster is named 'other'; running clusters: {found['name']}"
         )
         assert psctl("--local", "--address", "127.0.0.1:1", "status")["error"]["type"] == "ConfigError"
     assert not file.exists()
@@ -89,11 +89,17 @@ def test_each_server_and_the_chief_have_a_page(job):
     ]
     assert [each["task"] for each in psctl("--local", "dashboard", "--server", "ps:1")["pages"]] == ["/job:ps/task:1"]
     assert "there is no ps-7" in psctl("--local", "dashboard", "--server", "7")["error"]["message"]
+    (link,) = psctl("--local", "dashboard", "--chief", "--forwarded", "127.0.0.1:9091")["pages"]
+    assert link["url"].startswith("http://127.0.0.1:9091/?code=")
+    assert link["local"] is False
+    for more in ([], ["--chief", "--server", "0"]):
+        error = psctl("--local", "dashboard", "--forwarded", "127.0.0.1:9091", *more)["error"]
+        assert "is the address of one page" in error["message"]
     code = pages["/job:ps/task:1"].partition("?")[2]
     for task, url in pages.items():
         text = _load(f"{url.partition('?')[0]}?{code}")
         assert task in text
-        assert "job runs: generation 1" in text
+        assert "job is running: generation 1" in text
     assert "worker-1" in _load(pages["/job:chief/task:0"])
     assert "ps-1" in _load(pages["/job:chief/task:0"])
     line = job.cluster.output(W0, error=True)
@@ -108,7 +114,7 @@ def test_the_link_needs_the_token(job, environ):
     """Whoever has no token, or another job's, is told so by psctl itself."""
     addresses = ",".join(job.cluster.addresses[task] for task in sorted(job.cluster.addresses))
     environ.pop("PS_TOKEN", None)
-    for more, said in (({}, "the call has none"), ({"PS_TOKEN": "x" * 32}, "the token of another job")):
+    for more, said in (({}, "the call has no token"), ({"PS_TOKEN": "x" * 32}, "the token of another job")):
         error = psctl("dashboard", "--address", addresses, code=2, **more)["error"]
         assert said in error["message"]
     recent = psctl("--local", "events", "--server", "0")["servers"][0]["events"]
@@ -145,14 +151,14 @@ def test_the_page_lives_in_a_browser(job, tmp_path):
         job.cluster.kill(W1)
         job.cluster.start_task(W1)
         browser.until(lambda: "failed" in browser.text("#time-line") or "lost" in browser.text("#time-line"))
-        browser.until(lambda: "not any more: worker-1" in browser.text("#time-line"))
+        browser.until(lambda: "left: worker-1" in browser.text("#time-line"))
         assert browser.run("document.querySelectorAll('#time-line rect.ended').length") == 1
         browser.look(width=390, dark=True)
         assert browser.run("document.documentElement.scrollWidth") <= 390
         assert browser.run("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         browser.look(script=False)
         browser.open(page["url"])
-        assert "job runs" in browser.text("#summary")
+        assert "job is running" in browser.text("#summary")
         assert "loaded again every 5 seconds" in browser.text("#live")
         shown = browser.text("#summary")
         browser.until(lambda: browser.text("#summary") != shown)

@@ -59,7 +59,7 @@ def driven(directory, *stops, rounds=4, **keys):
 
 def takes_over(job, heir):
     """Waits until a worker drives."""
-    job.hear_error(heir, f"nobody drives the job any more: {heir} does, from now on")
+    job.hear_error(heir, f"the chief is down: {heir} takes over as chief")
 
 
 def standing_by(job):
@@ -70,7 +70,7 @@ def standing_by(job):
     environ = child_environ(4, cluster.config.timeouts, told)
     process = forks.Forked[str]([*command, "--standby"], env=environ, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    assert any("stands by until its chief is gone" in line for line in iter(process.stderr.readline, ""))
+    assert any("is on standby until its chief is down" in line for line in iter(process.stderr.readline, ""))
     return process
 
 
@@ -97,7 +97,7 @@ def test_a_chief_whose_place_is_taken_by_one_that_stands_by(tmp_path):
         for task in (W0, W1):
             assert job.hear(task, "sums") == SUMS
             assert job.exited(task) == 0
-            assert "nobody drives the job any more" not in job.errors(task)
+            assert "the chief is down" not in job.errors(task)
         assert (first.wait(SECONDS), second.wait(SECONDS)) == (-signal.SIGKILL, 0)
         assert {job.exited(task) for task in (PS0, PS1)} == {0}
 
@@ -141,7 +141,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
             job.pause(task)
         job.until(lambda: "lost" in [s.state for s in server.status().sessions if s.drives])
         job.resume(CHIEF)
-        job.hear_error(CHIEF, "nobody has taken its place, and it goes on")
+        job.hear_error(CHIEF, "no other chief took over, and it continues")
         for task in (W0, W1):
             job.resume(task)
         older = job.cluster.processes[CHIEF]
@@ -154,7 +154,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
             job.hear(task, "made")
         older.send_signal(signal.SIGCONT)
         assert older.wait(SECONDS) == 1
-        assert "this session was ended: " in job.errors(CHIEF)
+        assert "this process was removed from the job, because " in job.errors(CHIEF)
         for task in (W0, W1):
             assert job.hear(task, "sums") == SUMS
         job.finish()
@@ -164,7 +164,7 @@ def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
     """In a cluster without a chief the next worker drives on, and worker 0 ends with code 0."""
     with driven(tmp_path, KNOWN, (0, 39), rounds=40, chief="none") as job:
         job.kill(W0, signal.SIGTERM)
-        job.hear_error(W0, "told to end (SIGTERM)")
+        job.hear_error(W0, "received SIGTERM")
         job.open("0.2")
         job.hear(W1, "at", [0, 39])
         assert job.exited(W0) == 0
@@ -208,7 +208,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         (second, said), (other, refused), (chief, rival) = map(outcome, strays)
         assert (second, other, chief) == (2, 2, 2)
         assert f"error: {W1}: another process is {W1} of this job" in said
-        assert f"{W0} is of the job 'blue', and these servers hold the job '{job.cluster.job}'" in refused
+        assert f"{W0} belongs to the job 'blue', but these servers hold the job '{job.cluster.job}'" in refused
         assert f"set PS_JOB={job.cluster.job}" in refused
         assert "psctl job delete" in refused
         assert "another process is chief of this job" in rival
@@ -219,14 +219,14 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         assert job.said(W0, "did")[-1] == 7
         refused = end()
         assert refused.returncode == 2
-        assert f"{CHIEF}, {W0}, {W1} of the job are here" in refused.stderr
+        assert f"still connected: {CHIEF}, {W0}, {W1}; " in refused.stderr
         for task in (CHIEF, W0, W1):
             job.kill(task)
         with job.server(PS1) as server:
             job.until(lambda: not [s for s in server.status().sessions if s.state == "open"])
         code, said = outcome(job.stray(W0, PS_JOB="blue"))
         assert code == 2
-        assert "its variables are, and it was not left cleanly" in said
+        assert "it was not closed cleanly, and its variables are still there" in said
         done = end()
         assert (done.returncode, done.stdout) == (0, f"the job {job.cluster.job!r} is over\n"), done.stderr
         assert job.exited(PS1) == 0
@@ -285,7 +285,7 @@ def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
         for gate in ("1 at 5", "0 at 5") if first == "newcomer" else ("0 at 5", "1 at 5"):
             job.open(gate)
             job.until(lambda: [waiting.round for waiting in holder.status().waiting] == [5] or W1 in ended(job))
-        told = job.hear_error(W1, "it joined a running job, and does not run the job's program: in its first round, 5")
+        told = job.hear_error(W1, "it joined a running job, but runs another program: in its first round, 5")
         assert f"{W0} is at" in told
         assert f"{W1} is at" in told
         assert job.exited(W1) == 1

@@ -186,7 +186,7 @@ def nothing(strategy: Any) -> None:
 @ends
 def for_a_chief(site: Site) -> Iterator[Said]:
     site.work(W0, nothing, "x:3")
-    yield Said(f"{W0} waits for a chief to begin the job", "no chief began the job within .* start the chief task")
+    yield Said(f"{W0} waits for a chief to start the job", "no chief started the job within .* start the chief task")
     site.drive()
     site.work(W1, nothing, "x:3")
 
@@ -194,15 +194,17 @@ def for_a_chief(site: Site) -> Iterator[Said]:
 @ends
 def for_workers(site: Site) -> Iterator[Said]:
     site.drive()
-    never = f"{W0} (never came), {W1} (never came)"
-    yield Said(f"{CHIEF} drives the job, and waits for {never}", f"{W0} never came, {W1} never came. The job is given")
+    never = f"{W0} (never connected), {W1} (never connected)"
+    yield Said(
+        f"the chief in {CHIEF} waits for {never}", f"{W0} never connected, {W1} never connected. The job has ended"
+    )
     site.both(nothing, "x:3")
 
 
 @ends
 def for_a_worker_that_starts(site: Site) -> Iterator[Said]:
     site.work(W0, step)
-    yield Said(f"{W0} waits for {W1} to start", f"are all of {W0}, {W1} and the chief running")
+    yield Said(f"{W0} waits for {W1} to start", f"check that {W0}, {W1} and the chief are running")
     site.work(W1, step)
 
 
@@ -211,9 +213,7 @@ def for_a_first_value(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W0, lambda strategy: (gate.wait(), step(strategy)))
     site.work(W1, step)
-    yield Said(
-        f"{W1} waits for {W0} to give variable 'v' its first value", f"it waits for {W0}; create the same variables"
-    )
+    yield Said(f"{W1} waits for {W0} to set the initial value of variable 'v'", f"from {W0}; create the same variables")
     gate.set()
 
 
@@ -262,7 +262,9 @@ def for_approval_of_its_own(site: Site) -> Iterator[Said]:
         return lambda: v.assign([1.0, 2.0])
 
     said = "update 0 of its own variables, with ps.Async()"
-    return without_a_chief(site, new, f"waits for {PS0}, or the chief, who has to approve it once, to make {said}")
+    return without_a_chief(
+        site, new, f"waits for {PS0}, or for the chief, which has to approve its first use, to make {said}"
+    )
 
 
 @waits
@@ -297,7 +299,7 @@ def for_the_others_to_take_it_in(site: Site) -> Iterator[Said]:
     site.results.remove(failed)
     assert went.wait(SOON)
     site.work(W1, goes_on)
-    yield Said(f"{W1} waits to be taken in when {W0} come to the section that it begins with", f"{W1} came late and")
+    yield Said(f"{W1} waits until {W0} reach the compiled step that it begins with", f"{W1} joined late and")
     gate.set()
 
 
@@ -343,13 +345,13 @@ def to_save(site: Site, *said: str) -> Iterator[Said]:
 
 @ends
 def for_a_checkpoint_to_be_written(site: Site) -> Iterator[Said]:
-    return to_save(site, f"{W0} waits for {PS0} to complete a checkpoint", "the checkpoint was not complete in time")
+    return to_save(site, f"{W0} waits for {PS0} to complete a checkpoint", "the checkpoint was not completed in time")
 
 
 @waits
 def for_a_shard(site: Site) -> Iterator[Said]:
     """As the chief does, behind everybody's back."""
-    return to_save(site, f"{PS0} still writes its part of a checkpoint")
+    return to_save(site, f"{PS0} is still writing its part of a checkpoint")
 
 
 @ends
@@ -383,7 +385,10 @@ def for_who_saves(site: Site) -> Iterator[Said]:
 def for_others_that_never_came(site: Site) -> Iterator[Said]:
     """At its end, who drives beside its own script, which made no round."""
     site.work(W0, nothing)
-    yield Said(f"{W0} has done its part, and drives the job on: waits for {W1} (never came)", f"{W1} never came. The j")
+    yield Said(
+        f"{W0} has finished its script and continues as chief; it waits for {W1} (never connected)",
+        f"{W1} never connected. The j",
+    )
     site.work(W1, nothing)
 
 
@@ -392,7 +397,7 @@ def for_others_to_leave(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W1, lambda strategy: gate.wait())
     site.work(W0, nothing)
-    yield Said(f"{W0} has done its part, and drives the job on: waits for {W1} (still here)")
+    yield Said(f"{W0} has finished its script and continues as chief; it waits for {W1} (still connected)")
     gate.set()
 
 
@@ -444,7 +449,7 @@ def for_a_server_that_listens(site: Site) -> Iterator[Said]:
     program = "import sys\nsys.stdin.readline()\nprint('psserver listening on x:1')"
     process = site.spawn(program, stdout=subprocess.PIPE)
     site.start(lambda: await_listening(process, PS0, site.timeouts))
-    yield Said(f"waits for {PS0} to listen", f"{PS0}: the server did not listen within")
+    yield Said(f"waiting for {PS0} to listen", f"{PS0}: the server did not listen within")
     process.stdin.write(b"\n")
 
 
@@ -457,9 +462,9 @@ def for_a_job_to_join(site: Site) -> Iterator[Said]:
             assert joiner.take().task == Task("worker", 2)
 
     joining = site.start(join)
-    word = f"waits for a job at {site.address}: no chief has begun a job there yet"
+    word = f"waiting for a job at {site.address}: the chief has not started a job there yet"
     yield Said(
-        word, "there is no job to join at .* no chief has begun a job there yet; start its servers and its chief"
+        word, "found no job to join at .* the chief has not started a job there yet; start its servers and its chief"
     )
     site.drive()
     joining.result(SOON)
@@ -482,7 +487,7 @@ def for_a_script_of_a_cluster(site: Site) -> Iterator[Said]:
             assert cluster.wait(SOON).code == 0
 
     site.start(run)
-    yield Said(f"psworker: waits for {W1} to end; all other scripts have")
+    yield Said(f"psworker: waiting for {W1} to end; all other scripts have ended")
     (site.directory / "over").touch()
 
 
@@ -518,7 +523,7 @@ def for_a_disk(site: Site) -> Iterator[Said]:
     """A server that ends while it writes."""
     process = site.spawn(DRAIN, stderr=subprocess.PIPE)
     site.start(lambda: [site.lines.append(line.decode()) for line in process.stderr])
-    yield Said(f"{PS0} ends when it is done: it still writes a file; another signal kills it")
+    yield Said(f"{PS0} still writes a file, and ends after that; another signal kills it at once")
     process.stdin.write(b"\n")
     assert process.wait(SOON) == 0
 

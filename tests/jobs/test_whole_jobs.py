@@ -53,13 +53,13 @@ def test_all_begin_with_those_of_the_lowest_task(tmp_path, mode):
     """Whoever comes first, however large, also later in the job; nobody waits for who does not create the variable."""
     with ProcessCluster(begin, tmp_path, (mode,), **KEYS) as job:
         for task in (W1, W2):
-            job.hear_error(task, f"{task} waits for {W0} to give variable 'small' its first value")
+            job.hear_error(task, f"{task} waits for {W0} to set the initial value of variable 'small'")
         job.open("create")
         assert [job.hear(task, "first") for task in (W0, W1, W2)] == [[10, 10]] * 3
         assert [job.hear(task, "alone") for task in (W1, W2)] == [11] * 2
         if mode == "sync":
             for task in (W1, W2):
-                job.hear_error(task, f"{task} waits for {W0} to give variable 'later' its first value")
+                job.hear_error(task, f"{task} waits for {W0} to set the initial value of variable 'later'")
             job.open("later")
         first = job.hear(W1, "later")
         # Asynchronous ones wait a while for lower tasks, and this one may have been late.
@@ -75,7 +75,7 @@ def test_all_begin_with_those_of_the_lowest_task(tmp_path, mode):
 def test_who_dies_gives_none(tmp_path):
     """The next one in task order gives its own, once the lease of the lowest is over."""
     with ProcessCluster(begin, tmp_path, ("sync",), **KEYS, chief="driver") as job:
-        job.hear_error(W1, f"{W1} waits for {W0} to give variable 'small'")
+        job.hear_error(W1, f"{W1} waits for {W0} to set the initial value of variable 'small'")
         job.kill(W0)
         assert [job.hear(task, "first") for task in (W1, W2)] == [[11, 11]] * 2
         with job.server(PS0) as server:

@@ -363,7 +363,7 @@ def check_idle(kind: str, directory: Path) -> None:
     with ProcessCluster(program, directory, (kind,), gates=["cell"], workers=2) as job:
         job.hear(W1, "idle")
         word = job.hear_error(W0, f"for {W1}; if its script has stopped")
-        assert "run its next step, or close its strategy" in word
+        assert "run its next step or close its strategy" in word
         job.kill(W0, signal.SIGINT)
         job.hear(W0, "interrupted")
         job.open("cell")

@@ -235,7 +235,7 @@ class DrivingChief(SimulatedChief):
         if self._stands_by:
             return False
         if self._takes_over:
-            log.warning("nobody drives the job any more: %s does, from now on", self._task)
+            log.warning("the chief is down: %s takes over as chief", self._task)
         self.drives = True
         try:
             self.chief.drive(self._takes_over, waits=not self._takes_over)

@@ -39,7 +39,9 @@ from pswire.telemetry import logging_setup
 from tests.kit.internals import MetricsPort, ProcessStatus, Rim, Security, ServerConfig, make_code, traffic
 from tests.kit.rig import SOON, Job
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "metrics.md"
+ALARMS = ROOT / "configs" / "prometheus" / "alarms.yaml"
 COUNTED = (
     *("sessions", "variables", "members", "missing", "differing", "recovering"),
     *("round", "rounds", "checkpoints", "info", "rows"),
@@ -105,8 +107,9 @@ def documented() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def queried() -> set[str]:
-    """The metrics that the document's queries and alarms ask for."""
-    blocks = re.findall(r"```(?:promql|yaml)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    """The metrics that the document's queries, and the alarms, ask for."""
+    blocks = re.findall(r"```promql\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    blocks.append(ALARMS.read_text(encoding="utf-8"))
     names = {name for block in blocks for name in re.findall(r"paramserver_\w+", block)}
     histograms = {name for name, (kind, _) in documented().items() if kind == "histogram"}
     return {next((whole for whole in histograms if name.startswith(whole + "_")), name) for name in names}

@@ -96,7 +96,7 @@ def test_children_keep_what_the_user_set(monkeypatch):
 def test_contexts_say_what_they_are():
     """As text, with TensorFlow's defaults; a batch is shared out equally, or not at all."""
     assert InputContext(2, 1, 4).get_per_replica_batch_size(8) == 2
-    with pytest.raises(ValueError, match="cannot be shared equally by 4 replicas"):
+    with pytest.raises(ValueError, match="cannot be split equally among 4 replicas"):
         InputContext(2, 1, 4).get_per_replica_batch_size(6)
     assert str(InputContext()) == "ps.InputContext(input pipeline id 0, total: 1)"
     assert str(InputContext(3, 1, 6)) == "ps.InputContext(input pipeline id 1, total: 3)"
@@ -119,15 +119,17 @@ def test_options_have_the_names_and_defaults_of_tensorflow():
 
 def test_consistencies_that_cannot_be():
     """Backup workers fewer than none; a bound may be NumPy's, and is kept as Python's."""
-    refused(ValueError, "backup_workers=-1 is negative; 0 waits for every worker", lambda: Sync(backup_workers=-1))
+    refused(
+        ValueError, "backup_workers=-1 is negative; use 0 to wait for every worker", lambda: Sync(backup_workers=-1)
+    )
     assert (Sync().backup_workers, Sync(backup_workers=2).mode, Async().backup_workers) == (0, "sync", 0)
     assert type(ps.BoundedStaleness(cast(Any, np.int64(3))).k) is int
     assert ps.BoundedStaleness(0) == ps.BoundedStaleness(k=0, nonfinite="apply")
     refused(ValueError, "unknown nonfinite 'never'", lambda: ps.BoundedStaleness(1, nonfinite=cast(Any, "never")))
 
 
-WORKERS = "backup_workers={} is no number of workers; give a whole number"
-BOUND = "BoundedStaleness has k={}; give a number of rounds"
+WORKERS = "backup_workers={} is not a number of workers; use an integer"
+BOUND = "BoundedStaleness has k={}; use an integer"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_devices_are_read(text, device):
 
 @pytest.mark.parametrize("text", ["", "tpu:0", "gpu:-1", "gpu:", "gpu:1x", "cpu:0 ", "/job:worker/task:0"])
 def test_what_is_no_device_is_refused(text):
-    refused(ConfigError, "write cpu:0 or gpu:0", lambda: Device.parse(text))
+    refused(ConfigError, "use cpu:0 or gpu:0", lambda: Device.parse(text))
 
 
 def test_the_default_is_all_gpus_or_one_cpu():
@@ -179,8 +181,8 @@ def test_the_default_is_all_gpus_or_one_cpu():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "no device is given"),
-        (["cpu:0", "cpu"], "given twice"),
+        ([], "the list of devices is empty"),
+        (["cpu:0", "cpu"], "listed twice"),
         (["cpu:0", "abacus"], "'abacus' is no device"),
         ([f"gpu:{devices.available_gpus()}"], "use cpu:0"),
     ],

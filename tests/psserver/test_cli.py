@@ -118,13 +118,17 @@ def test_without_a_lifeline_stdin_does_not_matter():
         (["--checkpoint-root", __file__], {}, "test_cli.py is a file; name a directory"),
         (["--checkpoint-root", "nonsense://x"], {}, "nonsense://x cannot be opened: Protocol not known"),
         (["--snapshot-limit", "some"], {}, "--snapshot-limit"),
-        (["--join", "127.0.0.1:1"], {}, "--join needs --port: others have to know where this server will listen"),
-        (["--join", "here", "--port", "1"], {}, "--join: 'here' is no address; write host:port"),
-        ([*JOIN, "--task", "0"], {}, "--join waits for the place of any server; leave --task out"),
-        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG says /job:ps/task:1; unset it"),
+        (
+            ["--join", "127.0.0.1:1"],
+            {},
+            "--join needs --port, because other processes must know where this server listens",
+        ),
+        (["--join", "here", "--port", "1"], {}, "--join: 'here' is not an address; write host:port"),
+        ([*JOIN, "--task", "0"], {}, "--join starts a standby server, which has no task yet; leave --task out"),
+        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG names /job:ps/task:1; unset TF_CONFIG"),
         ([*JOIN, "--host", "0.0.0.0"], {}, "give --advertise HOST:PORT"),
-        ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is no address"),
-        (["--advertise", "h:1"], {}, "--advertise belongs to --join"),
+        ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is not an address"),
+        (["--advertise", "h:1"], {}, "--advertise needs --join"),
         *(  # integration/test_bad_input types these, too
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
@@ -149,17 +153,20 @@ def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
         port = str(probe.getsockname()[1])
     flags = "--join", "127.0.0.1:1", "--port", port
     with psserver(*flags, PS_START_TIMEOUT="3", PS_REPORT_INTERVAL="0.2") as process:
-        assert first_line(process) == f"psserver waits at 127.0.0.1:{port} for the place of a server of 127.0.0.1:1\n"
+        assert first_line(process) == f"psserver 127.0.0.1:{port} is a standby server for 127.0.0.1:1\n"
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, out) == (2, "")
-    assert "no server answers at 127.0.0.1:1; asks on" in err
-    assert err.endswith("no server answers at 127.0.0.1:1 for 3 s; name a job's servers in --join, in their order\n")
+    assert "no server answers at 127.0.0.1:1; still trying" in err
+    assert err.endswith(
+        "no server at 127.0.0.1:1 has answered for 3 s; check that the job runs, and that --join names its "
+        "servers in order\n"
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         with psserver(*flags) as process:
             first_line(process)
             process.send_signal(number)
             out, err = process.communicate(timeout=SECONDS)
-        assert (process.returncode, out, err) == (0, "psserver ended; it had no place\n", "")
+        assert (process.returncode, out, err) == (0, "psserver ended; it was a standby server\n", "")
 
 
 def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
@@ -171,7 +178,7 @@ def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
     with psserver(*flags) as process:
         first_line(process)
         out, _ = process.communicate(timeout=SECONDS)
-    assert (process.returncode, out) == (0, "psserver ended; it had no place\n")
+    assert (process.returncode, out) == (0, "psserver ended; it was a standby server\n")
     with (tmp_path / "x").open("w+b") as file:
         assert all("needs a pipe" in refused(*each, stdin=file) for each in (flags, ["--lifeline"]))
 

@@ -26,6 +26,7 @@ from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.planner.network import LEAST, MOST, WORD, answer
 from pstesting.planner.plan import DAY, Lost, Plan, Question
+from pstesting.planner.typical import TYPICAL
 from pstesting.simulation.costs import TransportCosts
 from pstesting.simulation.workloads import Workload
 from tests.kit.internals import ConfigError, Timeouts, TransportName, Unreachable
@@ -100,7 +101,7 @@ def test_of_several_turns_the_medians_count() -> None:
     took.append([Timed(1.0, 9.0, 7.0), Timed(2.0, 3.0, 2.0)])
     found = middle([[*zip(cells, turn, strict=True)] for turn in took])
     assert found == [(cells[0], Timed(2.0, 2.0, 6.0)), (cells[1], Timed(2.0, 2.0, 2.0))]
-    with pytest.raises(ValueError, match="one transport"):  # cells of one job are alike
+    with pytest.raises(ValueError, match="the same transport"):  # cells of one job are alike
         time_cells([cells[0], replace(cells[0], transport="grpc")])
     with pytest.raises(ValueError, match="local_reduction"):
         time_cells([cells[1], replace(cells[1], local_reduction=True)])
@@ -210,10 +211,12 @@ def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> 
     shown = ask(*ASKED, "--costs", costs, *plotted)
     assert f"{said['servers']} *" in shown
     assert "twice as many would save less than 30 % of a step" in shown
-    assert "sums" not in shown
+    assert "local reduction" not in shown
     a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
     assert said["lost"]["servers"] == pytest.approx(a_day)
-    assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown
+    assert (
+        f"without copies: {sum(said['lost'].values()):.0f} s per day, of that {a_day:.0f} s because of servers" in shown
+    )
     if not plotted:
         pytest.skip("no matplotlib: nothing is drawn")
     drawn = (tmp_path / "plan.svg").read_text()
@@ -221,18 +224,29 @@ def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> 
     assert "servers are enough" in drawn
 
 
+def test_without_a_calibration_the_answer_is_rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs that are built in answer, a network included, and say what they are; costs.json goes before them."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["--workers", 2, "--parameters", "1MB", "--step", "10ms"]
+    shown = ask(*asked)
+    assert f"costs of {TYPICAL.machine}, which are built in: psctl calibrate measures those of your hosts" in shown
+    assert json.loads(ask(*asked, "--transport", "grpc", "--json"))["step_seconds"] > 0.010
+    replace(FREE, network=1e8, machine="this one").write(tmp_path / "costs.json")
+    assert "costs of this one\n" in ask(*asked)
+
+
 def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:
     """And where their price was measured; else, that it was not."""
     asked = [*ASKED, "--costs", costs, "--per-host", "2"]
-    assert f"{costs} has no price for sums of a host: measure it again" in ask(*asked)
+    assert f"{costs} has no cost for local reduction; run psctl calibrate again" in ask(*asked)
     replace(FREE, hand=1e-6).write(costs)
-    assert "servers, where workers of a host send sums: " in ask(*asked)
+    assert "servers and local reduction: " in ask(*asked)
 
 
 def test_the_network_that_was_measured(costs: Path) -> None:
     """Counts where none is given; without either nothing is asked."""
     asked = [*(word for word in ASKED if word not in ("--network", "800Mbit")), "--costs", costs]
-    with pytest.raises(ConfigError, match=r"costs.json has no network between hosts: give --network, such as 25Gbit"):
+    with pytest.raises(ConfigError, match=r"costs.json has no network between hosts; give --network, such as 25Gbit"):
         ask(*asked)
     given = json.loads(ask(*ASKED, "--costs", costs, "--json"))
     replace(FREE, network=1e8).write(costs)
@@ -245,19 +259,19 @@ def test_the_network_that_was_measured(costs: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--network", "25"], "--network '25' is no rate; write bits per second with a unit, such as 25Gbit"),
-        (["--network", "0Gbit"], "--network '0Gbit' is no rate"),
-        (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
-        (["--mtbf", "90"], "--mtbf '90' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
-        (["--rows", "200M"], "--rows '200M' is no table; write rows and numbers of a row, such as 200M:64"),
-        (["--parameters", "ten"], "--parameters 'ten' is no size"),
-        (["--parameters", "0"], "a job has variables; give --parameters, or --rows and --ids"),
+        (["--network", "25"], "--network '25' is not a rate; write bits per second with a unit, such as 25Gbit"),
+        (["--network", "0Gbit"], "--network '0Gbit' is not a rate"),
+        (["--step", "fast"], "--step 'fast' is not a time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--mtbf", "90"], "--mtbf '90' is not a time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--rows", "200M"], "--rows '200M' is not a table; write rows and numbers per row, such as 200M:64"),
+        (["--parameters", "ten"], "--parameters 'ten' is not a size"),
+        (["--parameters", "0"], "a job needs variables; give --parameters, or --rows and --ids"),
         (
             ["--transport", "shm"],
-            "the cost model has no transport shm; it has tcp: measure it with psctl calibrate --transport shm",
+            "the cost model has no transport shm, only tcp; measure it with psctl calibrate --transport shm",
         ),
-        (["--workers", "40001"], "40001 workers with 1 servers are too many to be simulated"),
-        (["--costs", "none.json"], "none.json is no calibration"),
+        (["--workers", "40001"], "40001 workers with 1 servers are too many to simulate"),
+        (["--costs", "none.json"], "none.json is not a cost model"),
     ],
 )
 def test_questions_that_cannot_be_answered(costs: Path, flags: list[str], said: str) -> None:
@@ -327,9 +341,9 @@ def test_nonsense_ends_a_connection_and_no_more(word: bytes) -> None:
     ("arguments", "said"),
     [
         (["--peer", "127.0.0.1:1"], "127.0.0.1:1 does not answer ([Errno 111] Connection refused); run psctl"),
-        (["--peer", "here"], "--peer: 'here' is no address"),
-        (["--answer", "many"], "--answer: '0.0.0.0:many' is no address"),
-        (["--answer", "192.0.2.1:5000"], "nothing can listen at 192.0.2.1:5000"),
+        (["--peer", "here"], "--peer: 'here' is not an address"),
+        (["--answer", "many"], "--answer: '0.0.0.0:many' is not an address"),
+        (["--answer", "192.0.2.1:5000"], "cannot listen at 192.0.2.1:5000"),
     ],
 )
 def test_hosts_that_cannot_be_measured(tmp_path: Path, arguments: list[str], said: str) -> None:

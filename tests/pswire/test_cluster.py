@@ -93,21 +93,21 @@ BAD: dict[str, tuple[str, str]] = {
     "no worker to drive": (config({"ps": ["a:1"], "worker": {"1": "a:1"}}), r"cluster\['worker'\].*without gaps"),
     "a number without end": ('{"task": ' + "9" * 5000 + "}", "not JSON"),
     "lists without end": ("[" * 100_000, "not JSON"),
-    "an address without port": (config({**CLUSTER, "ps": ["a"]}), r"cluster\['ps'\]: 'a' is no address"),
-    "an address without host": (config({**CLUSTER, "ps": [":1"]}), "':1' is no address; write host:port"),
-    "a port that is none": (config({**CLUSTER, "worker": ["a:x"]}), "'a:x' is no address"),
-    "a port too high": (config({**CLUSTER, "worker": ["a:65536"]}), "'a:65536' is no address"),
-    "a port without end": (config({**CLUSTER, "worker": ["a:" + "9" * 5000]}), "is no address"),
-    "a port in other digits": (config({**CLUSTER, "worker": ["a:²"]}), "'a:²' is no address"),
+    "an address without port": (config({**CLUSTER, "ps": ["a"]}), r"cluster\['ps'\]: 'a' is not an address"),
+    "an address without host": (config({**CLUSTER, "ps": [":1"]}), "':1' is not an address; write host:port"),
+    "a port that is none": (config({**CLUSTER, "worker": ["a:x"]}), "'a:x' is not an address"),
+    "a port too high": (config({**CLUSTER, "worker": ["a:65536"]}), "'a:65536' is not an address"),
+    "a port without end": (config({**CLUSTER, "worker": ["a:" + "9" * 5000]}), "is not an address"),
+    "a port in other digits": (config({**CLUSTER, "worker": ["a:²"]}), "'a:²' is not an address"),
     "no server": (config({"worker": ["a:1"]}), "no 'ps' task"),
     "an empty list of servers": (config({"worker": ["a:1"], "ps": []}), "no 'ps' task"),
-    "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs; it can have one"),
-    "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "nobody would train"),
-    "no task": (json.dumps({"cluster": CLUSTER}), "no task type: say which task"),
+    "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs, but can have only one"),
+    "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "so no task would train"),
+    "no task": (json.dumps({"cluster": CLUSTER}), "no task type; name this process's task"),
     "a task of another kind": (config(task="worker"), "'task' must be an object, .* not 'worker'"),
     "a task without a cluster": (
         json.dumps({"task": {"type": "worker", "index": 1}}),
-        "says that this process is a worker, and has no cluster; write",
+        "names this process as a worker, but has no cluster; add",
     ),
     "a task of an empty cluster": (config(cluster={}), "has no cluster"),
     "a misspelt cluster": (
@@ -120,7 +120,7 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "a misspelt task": (json.dumps({"cluster": CLUSTER, "taks": WORKER}), "key taks is unknown; did you mean task"),
     "a misspelt index": (config(task={"type": "worker", "idx": 1}), "key of 'task' idx is unknown; did you mean index"),
-    "a task without type": (config(task={"index": 0}), "no task type: say which task"),
+    "a task without type": (config(task={"index": 0}), "no task type; name this process's task"),
     "an unknown type": (config(task={"type": "boss"}), "unknown task type 'boss'; known are chief"),
     "a type of another kind": (config(task={"type": ["worker"]}), "unknown task type"),
     "an index without end": (config(task={"type": "worker", "index": "9" * 5000}), "must be a whole number"),
@@ -130,11 +130,11 @@ BAD: dict[str, tuple[str, str]] = {
     "an index in other digits": (config(task={"type": "worker", "index": "²"}), "index '²' must be"),
     "a task that is not there": (
         config(task={"type": "worker", "index": 7}),
-        "no /job:worker/task:7: it has 1 chief, 2 ps, 1 worker; correct",
+        "no /job:worker/task:7; it has 1 chief, 2 ps, 1 worker: correct",
     ),
     "a job that is not there": (
         config({"ps": ["a:1"], "worker": ["b:2"]}, {"type": "chief"}),
-        "no /job:chief/task:0: it has 1 ps, 1 worker; correct",
+        "no /job:chief/task:0; it has 1 ps, 1 worker: correct",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_tasks_are_read_as_written(job: str, index: int) -> None:
 @pytest.mark.parametrize("text", ["", "worker:0", "/job:worker", "/job:worker/task:x", "/job:worker/task:0/x"])
 def test_what_is_no_task_is_told(text: str) -> None:
     """What cannot be a task is named, with an example."""
-    with pytest.raises(ConfigError, match="is no task; write /job:worker/task:0"):
+    with pytest.raises(ConfigError, match="is not a task; write /job:worker/task:0"):
         Task.parse(text)
 
 
@@ -194,7 +194,7 @@ def test_addresses() -> None:
     """The last colon separates the port; an IPv6 address keeps its own."""
     assert check_address("10.0.0.7:2222", "here") == ("10.0.0.7", 2222)
     assert check_address("[::1]:0", "here") == ("[::1]", 0)
-    with pytest.raises(ConfigError, match=r"^here: 'x' is no address"):
+    with pytest.raises(ConfigError, match=r"^here: 'x' is not an address"):
         check_address("x", "here")
 
 
@@ -266,7 +266,7 @@ NO_CLUSTERS: dict[str, tuple[Any, type[Exception], str]] = {
     "an address as a job": ({"ps": "a:1"}, TypeError, r"cluster\['ps'\] must be a list"),
     "a number as a job": ({"ps": 3}, TypeError, r"cluster\['ps'\] must be a list"),
     "a number as an address": ({"ps": [1]}, TypeError, r"cluster\['ps'\] must be a list of \"host:port\" strings"),
-    "a number as a job's name": ({1: ["a:1"]}, TypeError, "a job name must be a text, not 1"),
+    "a number as a job's name": ({1: ["a:1"]}, TypeError, "a job name must be a string, not 1"),
     "an index in words": ({"ps": {"a": "a:1"}}, ValueError, r"cluster\['ps'\]: task index 'a' must be a whole number"),
     "an index below zero": ({"ps": {-1: "a:1"}}, ValueError, "task index -1 must"),
     "a broken index": ({"ps": {1.5: "a:1"}}, ValueError, "task index 1.5 must"),

@@ -98,7 +98,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text, "--memory-limit")
 
 
-@pytest.mark.parametrize(("text", "wrong"), [("abc", "no size"), ("0", "too little"), ("1023KiB", "too little")])
+@pytest.mark.parametrize(("text", "wrong"), [("abc", "not a size"), ("0", "too small"), ("1023KiB", "too small")])
 def test_a_size_may_have_a_least(text: str, wrong: str) -> None:
     """What is no size, and what is less, is told the least; nobody is sent to 0, which is less too."""
     with pytest.raises(ConfigError, match=f"--in-flight .*{wrong}.*at least 1 MiB$"):

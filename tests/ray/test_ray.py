@@ -221,8 +221,8 @@ def test_no_room(tmp_path: Path) -> None:
     done = psworker(tmp_path, "", "--workers", "3", "--worker-resources", "CPU=7,GPU=1", PS_START_TIMEOUT="3")
     assert done.code == 2
     (line,) = done.errors[-1:]
-    assert "error: Ray has had no room for 5 tasks of CPU 22.1, GPU 3 (PACK) within 3 s (PS_START_TIMEOUT): " in line
-    assert "it has CPU 16, GPU 0, of which CPU 16, GPU 0 are free; ask for less with --ps-resources" in line
+    assert "error: Ray had no room for 5 tasks of CPU 22.1, GPU 3 (PACK) within 3 s (PS_START_TIMEOUT): " in line
+    assert "it has CPU 16, GPU 0, of which CPU 16, GPU 0 are free; request less with --ps-resources" in line
 
 
 def test_a_script_that_nodes_lack(tmp_path: Path, cluster: Callable[..., RayCluster]) -> None:
@@ -255,14 +255,14 @@ def test_the_working_directory_of_ray(nodes: Nodes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--ray", "auto", "--standalone"], "--standalone and --ray are different places for a cluster"),
-        (["--ray", "auto", "--hosts", "hosts"], "--hosts and --ray are different places for a cluster"),
+        (["--ray", "auto", "--standalone"], "--standalone and --ray cannot be used together"),
+        (["--ray", "auto", "--hosts", "hosts"], "--hosts and --ray cannot be used together"),
         (["--placement", "SPREAD"], "--placement is for tasks on a Ray cluster; add --ray auto"),
         (["--ray", "auto", "--placement", "WIDE"], "placement WIDE is unknown; known are PACK"),
         (["--ray", "auto", "--ps-resources", "4"], "--ps-resources '4' must be resources with amounts"),
         (["--ray", "auto", "--worker-resources", "CPU=0"], "must have amounts above 0"),
-        (["--ray", "127.0.0.1:1"], "no Ray cluster is found at 127.0.0.1:1 (nothing listens there)"),
-        (["--ray", "ten"], "no Ray cluster is found at ten"),
+        (["--ray", "127.0.0.1:1"], "found no Ray cluster at 127.0.0.1:1 (nothing listens there)"),
+        (["--ray", "ten"], "found no Ray cluster at ten"),
     ],
 )
 def test_flags_that_cannot_be(tmp_path: Path, flags: list[str], said: str) -> None:
@@ -284,8 +284,11 @@ def test_without_ray(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     driver = "import psclient.launch.ray\npsclient.launch.ray.run('script.py')"
     done = shell(["python", "-c", driver], tmp_path)
-    assert "this process is no driver of a Ray cluster; call ray.init() first" in done.err
+    assert "this process is not connected to a Ray cluster; call ray.init() first" in done.err
     (tmp_path / "ray.py").write_text("raise ImportError('none')")
     path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
     done = shell(["psworker", "--ray", "auto", "script.py"], tmp_path, PYTHONPATH=path)
-    assert (done.code, done.errors) == (2, ["psworker: error: Ray is not installed; pip install 'paramserver[ray]'"])
+    assert (done.code, done.errors) == (
+        2,
+        ["psworker: error: Ray is not installed; in the clone: pip install -e '.[ray]'"],
+    )

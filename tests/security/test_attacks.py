@@ -199,7 +199,7 @@ def test_other_machines_with_all_of_it(certificates: Certificates, caplog: pytes
     assert "INSECURE" not in caplog.text
     with guarded(inside.Security(), host="0.0.0.0", insecure=True) as thread:
         assert thread.port
-    assert "INSECURE: /job:ps/task:0 listens to other machines on 0.0.0.0 without TLS and a token" in caplog.text
+    assert "INSECURE: /job:ps/task:0 would accept other machines on 0.0.0.0 without TLS and a token" in caplog.text
 
 
 TOKEN = "t" * 32

@@ -203,7 +203,7 @@ def test_a_broken_pair_is_not_taken(files: Files, certificates: Certificates, ca
     broken = {
         "tls.key is not the key of": lambda: files.take(new, "tls.key"),
         "tls.crt is not signed by": lambda: files.take(new, "tls.crt"),
-        "tls.crt has no certificate in PEM": lambda: (files.path / "tls.crt").write_bytes(b"-----BEGIN"),
+        "tls.crt does not contain a PEM certificate": lambda: (files.path / "tls.crt").write_bytes(b"-----BEGIN"),
         "tls.crt cannot be read: No such file": lambda: (files.path / "tls.crt").unlink(),
     }
     for why, happens in broken.items():
@@ -217,7 +217,7 @@ def test_a_broken_pair_is_not_taken(files: Files, certificates: Certificates, ca
                 assert watched.later(rotation.AGAIN_SECONDS) == watched.first.certificate
         (line,) = [record.getMessage() for record in caplog.records]
         assert why in line
-        assert "those before stay in use" in line
+        assert "previous ones stay in use" in line
     files.take(new)
     assert watched.later() == (new / "tls.crt").read_bytes()
 
@@ -263,14 +263,14 @@ def test_a_worker_of_the_new_ca_joins_a_job_that_trains(certificates: Certificat
     """Real processes: server and worker 0 get new certificates of a new CA amid the training, and both go on."""
     out, old, new = tmp_path / "certs", certificates.out, certificates.other
     shutil.copytree(old, out)
-    keys = {"ps": 1, "workers": 1, "timeouts": CALM, "gates": ["changed"], "log_level": "info"}
+    keys = {"ps": 1, "workers": 1, "timeouts": CALM, "gates": ["changed"], "log_level": "debug"}
     with ProcessCluster(train, tmp_path, (200,), security=options(out), **keys) as job:
         job.hear(W0, "trains")
         for name in ("ps-0", "worker-0"):
             files = Files(out / name, old / name)
             files.trust(old / name, new / name)
             files.take(new / name, "tls.key", "tls.crt")
-        job.hear_error(PS0, "tls.crt again: new connections use it")
+        job.hear_error(PS0, "new connections use it")
         late = Files(tmp_path / "late", new / "worker-1")
         shutil.copy(old / "worker-1" / "token", late.path / "token")
         job.join(W1, **late.options.variables())
@@ -278,4 +278,4 @@ def test_a_worker_of_the_new_ca_joins_a_job_that_trains(certificates: Certificat
         job.open("changed")
         job.finish()
         assert job.said(W1, "ended") == job.said(W0, "ended")
-        assert "those before stay in use" not in job.errors(PS0)
+        assert "previous ones stay in use" not in job.errors(PS0)

@@ -52,21 +52,30 @@ WRONG: dict[str, tuple[Break, str]] = {
     "no certificate": (gone("tls.crt"), r"--tls-cert .*tls.crt cannot be read: No such"),
     "no key": (gone("tls.key"), r"--tls-key .*tls.key cannot be read.*psctl certs"),
     "a directory": (a_directory, r"--tls-ca .*ca.crt cannot be read: Is a directory"),
-    "no PEM": (put("tls.crt", b"\x30\x82\x01"), r"tls.crt has no certificate in PEM"),
-    "half of it": (put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"), r"tls.crt has no certificate in PEM"),
-    "the key as certificate": (put("tls.crt", lambda c: c.of("worker-0").key), r"tls.crt has no certificate"),
-    "the certificate as key": (put("tls.key", lambda c: c.of("worker-0").certificate), r"tls.key has no private key"),
-    "no key in PEM": (put("tls.key", b"secret"), r"tls.key has no private key in PEM without a password"),
-    "an empty CA": (put("ca.crt", b""), r"ca.crt has no certificate in PEM"),
+    "no PEM": (put("tls.crt", b"\x30\x82\x01"), r"tls.crt does not contain a PEM certificate"),
+    "half of it": (
+        put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"),
+        r"tls.crt does not contain a PEM certificate",
+    ),
+    "the key as certificate": (
+        put("tls.crt", lambda c: c.of("worker-0").key),
+        r"tls.crt does not contain a PEM certificate",
+    ),
+    "the certificate as key": (
+        put("tls.key", lambda c: c.of("worker-0").certificate),
+        r"tls.key does not contain a PEM private key",
+    ),
+    "no key in PEM": (put("tls.key", b"secret"), r"tls.key does not contain a PEM private key without a password"),
+    "an empty CA": (put("ca.crt", b""), r"ca.crt does not contain a PEM certificate"),
     "another's key": (put("tls.key", lambda c: c.of("worker-1").key), r"tls.key is not the key of .*tls.crt"),
     "another CA": (put("ca.crt", lambda c: c.of_other("worker-0").ca), r"tls.crt is not signed by .*ca.crt.*one CA"),
-    "expired": (signed(MINE, -2, -1), r"tls.crt has expired: it was good until 20\d\d-.*--renew"),
-    "not yet valid": (signed(MINE, 1, 2), r"tls.crt is not yet valid: it is good from 20.*clock"),
+    "expired": (signed(MINE, -2, -1), r"tls.crt expired at 20\d\d-.*--renew"),
+    "not yet valid": (signed(MINE, 1, 2), r"tls.crt is valid only from 20.*clock"),
     "no name": (signed([], -1, 2), r"tls.crt names no task.*certificate with the name worker-0.paramserver"),
-    "an empty token": (put("token", b"\n"), r"token is no token: write at least 16.*openssl rand -hex 32"),
-    "a short token": (put("token", b"secret"), r"token is no token"),
-    "two lines": (put("token", b"0123456789abcdef\n0123456789abcdef\n"), r"token is no token"),
-    "no ASCII": (put("token", "héllohéllohéllohéllo".encode()), r"token is no token"),
+    "an empty token": (put("token", b"\n"), r"token is not a token; it needs at least 16.*openssl rand -hex 32"),
+    "a short token": (put("token", b"secret"), r"token is not a token"),
+    "two lines": (put("token", b"0123456789abcdef\n0123456789abcdef\n"), r"token is not a token"),
+    "no ASCII": (put("token", "héllohéllohéllohéllo".encode()), r"token is not a token"),
 }
 
 
@@ -79,8 +88,8 @@ def test_a_wrong_file(certificates: Certificates, tmp_path: Path, case: str) -> 
         options(tmp_path).read("worker-0")
 
 
-NEAR = r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew"
-ALONE = r"tls.crt has no extended key usage clientAuth: .*several servers; .*both usages.*psctl certs"
+NEAR = r"tls.crt expires at 20\d\d-.*; .*--renew"
+ALONE = r"tls.crt has no extended key usage clientAuth, .*other servers reject .*serverAuth and clientAuth.*psctl certs"
 
 
 WARNED: dict[str, tuple[str, int, list[Any], str]] = {
@@ -114,9 +123,7 @@ def test_one_of_three(certificates: Certificates, missing: str) -> None:
     with pytest.raises(inside.ConfigError, match=f"belong together; missing: {flag};"):
         replace(all_of, **{missing: ""}).read("worker-0")
     others = inside.SecurityOptions(*(part.replace("{task}", "worker-1") for part in vars(all_of).values()))
-    with pytest.raises(
-        inside.ConfigError, match=r"worker-1's, and not of this process, worker-0.*worker-0.paramserver"
-    ):
+    with pytest.raises(inside.ConfigError, match=r"worker-1's, not for this process, worker-0.*worker-0.paramserver"):
         others.read("worker-0")
 
 
@@ -184,9 +191,11 @@ def test_what_is_there_stays(certificates: Certificates, tmp_path: Path) -> None
     assert new.key != old.key
     assert new.certificate != old.certificate
     (tmp_path / "ps-1" / "tls.key").unlink()
-    assert "has tls.crt and not tls.key; --renew" in certs(tmp_path, "--ps", 2, "--workers", 1, code=2)
+    assert "has tls.crt but not tls.key; make both again with --renew" in certs(
+        tmp_path, "--ps", 2, "--workers", 1, code=2
+    )
     shutil.copytree(certificates.other / "ps-0", tmp_path / "ps-0", dirs_exist_ok=True)
-    assert "is of another CA" in certs(tmp_path, "--ps", 1, "--workers", 1, code=2)
+    assert "was signed by another CA" in certs(tmp_path, "--ps", 1, "--workers", 1, code=2)
 
 
 TF_CONFIG = json.dumps({"cluster": {"ps": ["a:1", "b:1"], "worker": ["c:1"], "chief": ["d:1"]}})
@@ -237,7 +246,7 @@ def test_a_standby_server_of_a_smaller_cluster(tmp_path: Path) -> None:
     """It could take the place of some servers alone: it is said, and not replaced unasked."""
     certs(tmp_path, "--ps", 1, "--workers", 1, "--extra-ps", 1)
     said = certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1, code=2)
-    assert f"{tmp_path}/ps-standby-0 is of ps-0, ps-standby-0, and the cluster has ps-0, ps-1 now; remove" in said
+    assert f"{tmp_path}/ps-standby-0 belongs to ps-0, ps-standby-0, but the cluster now has ps-0, ps-1; remove" in said
     shutil.rmtree(tmp_path / "ps-standby-0")
     certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
     certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
@@ -278,7 +287,7 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
     assert config.security == certificates.of("ps-1")
     assert not config.insecure
     other = str(certificates.out / "ps-0" / "tls.crt")
-    with pytest.raises(inside.ConfigError, match="ps-0's, and not of this process, ps-1"):
+    with pytest.raises(inside.ConfigError, match="ps-0's, not for this process, ps-1"):
         inside.server_config(environ, task=1, tls_cert=other)
     assert inside.server_config({}).security == inside.Security()
     assert inside.server_config({"PS_INSECURE": "1"}).insecure

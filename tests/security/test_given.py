@@ -35,7 +35,7 @@ def test_a_fifo_is_no_checkpoint(tmp_path):
     write_checkpoint(tmp_path / "run" / "ckpt-1", VALUES)
     (tmp_path / "run" / "ckpt-9").mkdir()
     os.mkfifo(tmp_path / "run" / "ckpt-9" / "manifest.json")
-    with pytest.raises(CheckpointError, match=r"ckpt-9/manifest\.json cannot be read: .*it is no regular file"):
+    with pytest.raises(CheckpointError, match=r"ckpt-9/manifest\.json cannot be read: .*it is not a regular file"):
         open_saved(str(tmp_path / "run"))
 
 

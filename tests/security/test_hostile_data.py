@@ -52,17 +52,17 @@ ABSURD: dict[str, tuple[inside.TablePart, str]] = {
     "a filter that always errs": (table(admission=inside.CBFFilter(2, 9, math.nan)), "a finite number"),
     "a filter of 2**63 occurrences": (table(admission=inside.CounterFilter(1 << 63)), "k of a CounterFilter"),
     "a die of two sides": (table(admission=inside.ProbabilityFilter(2.0)), "p of a ProbabilityFilter"),
-    "rows of 2 MiB": (table(shape=(1 << 19,)), "impossible shape"),
-    "rows of 2**60 numbers": (table(shape=(1 << 30, 1 << 30)), "impossible shape"),
+    "rows of 2 MiB": (table(shape=(1 << 19,)), "invalid shape"),
+    "rows of 2**60 numbers": (table(shape=(1 << 30, 1 << 30)), "invalid shape"),
     "rows of nothing": (table(shape=(0,)), "no elements"),
     "rows of many dimensions": (table(shape=(1,) * 100_000), "100001 dimensions"),
     "rows of objects": (table(dtype="object"), "unknown dtype 'object'"),
     "2**62 rows": (table(capacity=1 << 62), "capacity must be in"),
     "a limit of 2**63 bytes": (table(memory_limit=1 << 63), "memory_limit must be in"),
-    "a limit of a byte": (table(memory_limit=1), "has room for 0 rows"),
+    "a limit of a byte": (table(memory_limit=1), "allows 0 rows"),
     "no numbers": (table(initializer=inside.Constant(math.nan)), "a finite number"),
     "an endless interval": (table(initializer=inside.Uniform(-1e308, 1e308)), "a finite number"),
-    "endless deviations": (table(initializer=inside.Normal(0.0, 1e300)), "which is infinite there"),
+    "endless deviations": (table(initializer=inside.Normal(0.0, 1e300)), "which is infinite in that dtype"),
     "counts that grow": (table(eviction=inside.LFU(1e300), capacity=1 << 20), "decay of LFU"),
     "2**40 rounds to live": (table(eviction=inside.GlobalStepEvict(1 << 40)), "steps_to_live"),
     "a time before the beginning": (table(eviction=inside.TimeToLive(-1.0)), "seconds of TimeToLive"),
@@ -72,11 +72,11 @@ ABSURD: dict[str, tuple[inside.TablePart, str]] = {
         inside.TablePart("a\nb", inside.TableSpec((4,)), 0, inside.BUCKETS),
         "printable characters",
     ),
-    "what lies beside nothing": (beside(), "of which no such part is there"),
-    "2 MiB beside each row": (beside(shape=(1 << 19,)), "impossible shape"),
+    "what lies beside nothing": (beside(), "but this server has no such part"),
+    "2 MiB beside each row": (beside(shape=(1 << 19,)), "invalid shape"),
     "objects beside the rows": (beside(dtype="object"), "unknown dtype 'object'"),
-    "infinities beside the rows": (beside(value=math.inf), "first value of 'm'"),
-    "a large number in a small place": (beside(dtype="float16", value=1e9), "is infinite there"),
+    "infinities beside the rows": (beside(value=math.inf), "initial value of 'm'"),
+    "a large number in a small place": (beside(dtype="float16", value=1e9), "is infinite in that dtype"),
 }
 OF_MEMORY = ("a filter of 2**36 keys", "one that never errs")
 
@@ -128,15 +128,15 @@ def changed(**fields: object) -> pb.TableSpec:
     return spec
 
 
-OTHER = "and its part of a table float32[16777216,4]"
+OTHER = "but its part of a table is float32[16777216,4]"
 UNKNOWN = {
     "many columns": ([1 << 24, 5], OTHER),
     "a row": ([4], OTHER),
     "one more row": ([(1 << 24) + 1, 4], OTHER),
     "a dtype of keys": (changed(key_dtype=7), "unknown dtype 7 of keys"),
-    "first values": (changed(initializer=None), "a table has no first values"),
-    "a filter": (changed(admission=None), "a table's filter is of no kind"),
-    "a policy": (changed(eviction=None), "a table's policy of eviction is of no kind"),
+    "first values": (changed(initializer=None), "a table has no initializer"),
+    "a filter": (changed(admission=None), "a table's filter has no kind"),
+    "a policy": (changed(eviction=None), "a table's eviction policy has no kind"),
     "a value of unknown keys": (changed(refused=9), "unknown value 9 of keys without a row"),
 }
 
@@ -175,7 +175,7 @@ def test_the_widest_rows_cost_nothing_until_they_are_there(tmp_path: Path) -> No
         assert server.status().nbytes == 0
         job.variables += [inside.PlacedVariable(n, spec, (0,)) for n, spec in enumerate(specs)]
         error = refused(job, worker, pb.CreateBatchRequest(variables=[encoded(job, table())]))
-        assert f"too many on server 0, which has {inside.MAX_PARTS}" in str(error)
+        assert f"the limit of {inside.MAX_PARTS} tables on server 0" in str(error)
         with pytest.raises(inside.MemoryLimit, match="take 300 MiB, and the limit is 256 MiB"):
             server.pull(worker.session, [], -1, [inside.RowRead(0, bytes(8 * 300))]).result(SOON)
         rows = server.pull(worker.session, [], -1, [inside.RowRead(0, bytes(8 * 2))]).result(SOON)
@@ -264,7 +264,7 @@ def test_a_hostile_word_names_nothing(tmp_path: Path, name: str, caplog: pytest.
         MANIFESTS[name](latest)  # type: ignore[operator]
     with little_memory():
         assert inside.SavedCheckpoint.open(inside.storage_at(tmp_path), ".").path == "ckpt-1"
-    assert "latest is passed over" in caplog.text
+    assert "cannot use ./latest" in caplog.text
 
 
 def header(entry: object, length: int | None = None) -> bytes:
@@ -323,7 +323,7 @@ def test_a_manifest_that_a_server_cannot_tell_is_no_damage(tmp_path: Path) -> No
     with serving("core", 1, tmp_path / "runs") as servers:
         job = Job(servers)
         (worker,) = job.join(WORKERS[0])
-        with pytest.raises(ps.errors.CheckpointError, match="a server can tell its processes 4,190,208") as told:
+        with pytest.raises(ps.errors.CheckpointError, match="a server can send at most 4,190,208") as told:
             job.restore(worker)
     assert not isinstance(told.value, ps.errors.DamagedCheckpoint)
     with opened("mirrored-1") as strategy, strategy.scope():
@@ -351,8 +351,8 @@ def nested(depth: int) -> list[object]:
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
-        (["n" * 1000] * 20_000, ps.errors.CheckpointError, r"bytes, and none may have more than 16,777,216"),
-        (nested(200), TypeError, r"state_dict\(\) of 'state' .*more than 100 deep"),
+        (["n" * 1000] * 20_000, ps.errors.CheckpointError, r"bytes, but the maximum is 16,777,216"),
+        (nested(200), TypeError, r"state_dict\(\) of 'state' .*more than 100 levels deep"),
     ],
     ids=["too large", "too deep"],
 )

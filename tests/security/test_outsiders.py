@@ -68,7 +68,7 @@ def test_heartbeats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
 
 
 MANY = inside.VariableSpec("many", FOUR)
-OUTSIDE, NOWHERE = "is in no generation", "nowhere else"
+OUTSIDE, NOWHERE = "is not in a generation", "can wait only at"
 REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     "a start": (lambda two: two.propose(None, "", inside.Start(two.job.generation.number, 99)), OUTSIDE),
     "a plan": (lambda two: two.propose(sum_into(two.variable), "", None), OUTSIDE),
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     "a large dataset": (lambda two: two.propose(None, "dataset:" + "9" * 11, None), NOWHERE),
     "no plan": (lambda two: two.propose(None, "plan:" + "g" * 64, None), NOWHERE),
     # What is checked for each of many arguments would be checked for each of many servers, under the lock.
-    "a server twice": (lambda two: create(two.cores[0], two.session, 1, MANY, (0, 0)), "name each once"),
+    "a server twice": (lambda two: create(two.cores[0], two.session, 1, MANY, (0, 0)), "are not distinct servers"),
     # Each number that a server is told of it keeps; and server 0 alone names variables, so that its log is the chief's.
     "a number": (
         lambda two: create(two.cores[1], two.session, inside.MAX_VARIABLES, MANY, (1,)),
@@ -162,7 +162,7 @@ def test_a_server_is_named_once(two: Two) -> None:
     program = inside.Program(tuple(inside.Input("value", FOUR) for _ in range(3000)), (), (), ())
     apply = inside.Apply(0, (0,), (inside.Ref("reduction", 0),) * 3000)
     plan = inside.Plan((inside.Reduction("sum", FOUR, (0,) * 100_000),), programs=(program,), applies=(apply,))
-    with within(2.0), pytest.raises(inside.InvalidRequest, match="name each once"):
+    with within(2.0), pytest.raises(inside.InvalidRequest, match="are not distinct servers"):
         two.cores[0].propose(two.members[0].session, plan, "", None)
     two.round()
 
@@ -248,7 +248,7 @@ def test_the_log_says_what_a_table_is(two: Two) -> None:
     assert server.pull(two.members[0].session, [], -1, [], asked).result(SOON).rows == (0,) * 4
     again = server.create_batch(two.session, squatters)
     assert again.count == 0
-    assert "has buckets 100 to 599 of 'users', and 'users' has some of them" in str(again.error)
+    assert "has buckets 100 to 599 of 'users', but 'users' has some of them" in str(again.error)
     two.round()
 
 
@@ -259,7 +259,7 @@ def test_a_table_that_cannot_be_held_is_not_in_the_way(tmp_path: Path) -> None:
     assert two.cores[0].create_batch(two.session, [large]).error is None
     two.job.append()
     assert isinstance(two.cores[1].create_batch(two.members[0].session, [large]).error, inside.MemoryLimit)
-    with pytest.raises(inside.InvalidRequest, match="variable 1 is no dynamic table on this server"):
+    with pytest.raises(inside.InvalidRequest, match="variable 1 is not a dynamic table on this server"):
         two.cores[1].pull(two.session, [], -1, [], [inside.TableRead(1, "size")]).result(SOON)
     two.round()
 
@@ -281,17 +281,17 @@ def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
     server.open(STRANGER, 1, session, False)
     members = (*(worker.member for worker in two.members), inside.Member(late, session, 1))
     two.job.close(members)
-    with pytest.raises(inside.Forbidden, match=f"session {session} is {late}'s, and {STRANGER} has opened it"):
+    with pytest.raises(inside.Forbidden, match=f"session {session} belongs to {late}, but {STRANGER} has opened it"):
         server.heartbeat(session, -1, b"")
     server.open(late, 1, session, False)
     server.heartbeat(session, -1, b"")
-    with pytest.raises(inside.Forbidden, match=f"session {session} is {late}'s, and not {STRANGER}'s"):
+    with pytest.raises(inside.Forbidden, match=f"session {session} belongs to {late}, not to {STRANGER}"):
         server.open(STRANGER, 1, session, False)
 
 
 def test_a_refusal_is_short() -> None:
     """On every transport, however long what it complains of: it does not repeat the megabytes that were sent."""
-    error = inside.InvalidRequest(f"weights {(float('nan'),) * 500_000} are no counts")
+    error = inside.InvalidRequest(f"weights {(float('nan'),) * 500_000} are not finite numbers from 0")
     found = len(inside.refusal_to_pb(error).message), len(inside.refusal(error)[1])
     assert found == (inside.MAX_DETAILS_BYTES,) * 2
 

@@ -57,16 +57,16 @@ NOBODY = signed(["example.org"], -1, 1)
 MAIL = {"mail": ["worker-0.paramserver"]}
 
 REFUSED: dict[str, tuple[Shown, Shown, type[inside.PSError], str]] = {
-    "plain client, TLS server": (SERVER, plain, inside.ConfigError, "expects TLS.*--tls-cert"),
-    "TLS client, plain server": (plain, WORKER, inside.ConfigError, "speaks without TLS.*--tls-cert"),
-    "TLS client, server with a token alone": (token_only, WORKER, inside.ConfigError, "speaks without TLS"),
+    "plain client, TLS server": (SERVER, plain, inside.ConfigError, "requires TLS.*--tls-cert"),
+    "TLS client, plain server": (plain, WORKER, inside.ConfigError, "does not use TLS.*--tls-cert"),
+    "TLS client, server with a token alone": (token_only, WORKER, inside.ConfigError, "does not use TLS"),
     "a client of another CA": (
         *(SERVER, of_another_ca, inside.ConfigError),
-        "does not take our certificate.*not signed by the server's CA.*psctl certs",
+        "rejected this process's certificate.*not signed by the server's CA.*psctl certs",
     ),
     "a server of another CA": (
         *(lambda c: c.of_other("ps-0"), WORKER, inside.ConfigError),
-        "server's certificate is not signed by our CA",
+        "server's certificate was not signed by this process's CA",
     ),
     "an expired client": (SERVER, lambda c: c.expired("worker-0"), inside.ConfigError, "expired.*--renew"),
     "an expired server": (lambda c: c.expired("ps-0"), WORKER, inside.ConfigError, "expired.*--renew"),
@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[Shown, Shown, type[inside.PSError], str]] = {
     "nobody's certificate": (SERVER, NOBODY, inside.Forbidden, "of no task.*--tls-cert"),
     "a name in its subject alone": (SERVER, signed([], -1, 1, "worker-0.paramserver"), inside.Forbidden, "of no task"),
     "mail that reads like a task": (SERVER, signed(["example.org"], -1, 1, **MAIL), inside.Forbidden, "of no task"),
-    "no token": (SERVER, ours("worker-0", token=""), inside.Unauthenticated, "has none.*PS_TOKEN_FILE"),
+    "no token": (SERVER, ours("worker-0", token=""), inside.Unauthenticated, "has no token.*PS_TOKEN_FILE"),
     "a wrong token": (SERVER, ours("worker-0", token="0" * 64), inside.Unauthenticated, "another job.*PS_TOKEN_FILE"),
-    "no token without TLS": (token_only, plain, inside.Unauthenticated, "has none.*PS_TOKEN_FILE"),
+    "no token without TLS": (token_only, plain, inside.Unauthenticated, "has no token.*PS_TOKEN_FILE"),
     "a wrong token without TLS": (
         token_only,
         lambda c: inside.Security(token="0" * 64),
@@ -119,7 +119,7 @@ def test_who_looks(certificates: Certificates, name: str) -> None:
         with client(thread, certificates.of(name)) as looker:
             assert (looker.status().server, looker.events()) == (0, ())
         for shown, kind, text in (
-            (ours(name, token=""), inside.Unauthenticated, "has none"),
+            (ours(name, token=""), inside.Unauthenticated, "has no token"),
             (ours(name, token="0" * 64), inside.Unauthenticated, "another job"),
             (NOBODY, inside.Forbidden, "admin's"),
         ):
@@ -160,7 +160,10 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
     """Who knows its number may do nothing with it, and its owner goes on; one that was not opened is not made up."""
     owner, session = members["worker-0"]
     for thief in ("worker-1", "chief-0", "admin"):
-        with at_once(), pytest.raises(inside.Forbidden, match=r"is /job:worker/task:0's.*certificate is of " + thief):
+        with (
+            at_once(),
+            pytest.raises(inside.Forbidden, match=r"belongs to /job:worker/task:0.*certificate is of " + thief),
+        ):
             SESSION_VERBS[verb](members[thief][0], session)
         owner.heartbeat(session, -1, b"")
     with pytest.raises(inside.Forbidden, match="was not opened here"):
@@ -170,12 +173,12 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
 def test_a_worker_is_no_chief(members: Members) -> None:
     """It neither drives, nor approves, nor has checkpoints written, whatever token it says."""
     worker, _ = members["worker-1"]
-    with pytest.raises(inside.Forbidden, match="only a chief task, or worker 0"):
+    with pytest.raises(inside.Forbidden, match="only the chief, or worker 0 in a cluster without a chief"):
         worker.open(W1, 1, 0, True)
     for token in (1, 1 << 63):
-        with pytest.raises(inside.Forbidden, match="approves plans and commits checkpoints"):
+        with pytest.raises(inside.Forbidden, match="only the chief, or worker 0"):
             worker.approve(token, 0, [])
-        with pytest.raises(inside.Forbidden, match="approves plans and commits checkpoints"):
+        with pytest.raises(inside.Forbidden, match="only the chief, or worker 0"):
             worker.snapshot(token, b"p" * 32, "").result(SOON)
 
 
@@ -197,7 +200,9 @@ def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
         ps1, names = inside.Task("ps", 1), ("worker-0", "worker-1")
         first, second = (stack.enter_context(client(thread, certificates.of(name), ps1)) for name in names)
         first.open(W0, 1, 77, False)
-        with pytest.raises(inside.Forbidden, match=r"session 77 is /job:worker/task:0's.*restart /job:worker/task:1"):
+        with pytest.raises(
+            inside.Forbidden, match=r"session 77 belongs to /job:worker/task:0.*restart /job:worker/task:1"
+        ):
             second.open(W1, 1, 77, False)
         first.heartbeat(77, -1, b"")
 
@@ -289,7 +294,7 @@ def test_who_looks_whether_a_port_is_open_is_not_refused(
         eventually(lambda: transports.access.refused.counts["handshake"] == 1)
         eventually(lambda: not transports._handshakes)
         assert transports.access.refused.counts["handshake"] == 1
-    assert [message for message in caplog.messages if "refuses a caller" in message and "3 more" in message] == []
+    assert [message for message in caplog.messages if "rejected a caller" in message and "3 more" in message] == []
 
 
 def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,10 +402,10 @@ def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> N
                 pass
     assert server.counts() == {"token": 201, "certificate": 0, "handshake": 0, "transport": 100}
     said = server.end()
-    lines = [line for line in said.splitlines() if "refuses a caller" in line]
+    lines = [line for line in said.splitlines() if "rejected a caller" in line]
     assert len(lines) == 2
-    assert f"refuses a caller at ipv4:{host} (status, token): Unauthenticated: this server asks for the" in lines[0]
-    assert "refuses a caller at 127.0.0.1 (connect, transport)" in lines[1]
+    assert f"rejected a caller at ipv4:{host} (status, token): Unauthenticated: the call has no token" in lines[0]
+    assert "rejected a caller at 127.0.0.1 (connect, transport)" in lines[1]
     assert len(said) < 2000
 
 
@@ -418,4 +423,4 @@ def test_lines_are_limited_by_host_and_in_all(caplog: pytest.LogCaptureFixture) 
     now = QUIET_SECONDS
     refused.note("connect", "10.0.0.1:3", "transport", "no hello")
     untold = 6 * MOST_KEPT - MOST_LINES - (MOST_LINES - 1)  # those between two lines are told with the second
-    assert caplog.messages[-1].endswith(f"no hello; {untold} more were refused since the last such line")
+    assert caplog.messages[-1].endswith(f"no hello; {untold} more were rejected since the last such line")

@@ -61,7 +61,7 @@ def digests(directory: Path, transport: str = "shm", relays: Sequence[Relay] = (
         "ps": 2,
         "workers": 2,
         "transport": transport,
-        "log_level": "info",
+        "log_level": "debug",
         "between": [relay.address for relay in relays],
     }
     with ProcessCluster(train, directory, (3,), **keys) as job:
@@ -72,7 +72,7 @@ def digests(directory: Path, transport: str = "shm", relays: Sequence[Relay] = (
         assert f"{transport} transport to {PS0}" in job.errors(W0)
         votes = "grpc" if relays else transport  # relays lie between servers
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert transport != "tcp" or f"{one} votes at {other}, transport {votes}" in job.errors(one)
+            assert transport != "tcp" or f"{one} is connected to {other} over {votes}" in job.errors(one)
     return {first, second}
 
 
@@ -122,10 +122,10 @@ def test_a_worker_with_a_wrong_certificate_is_told(certificates: Certificates, t
     shutil.copytree(certificates.out, out)
     shutil.copytree(out / "worker-1", out / "worker-0", dirs_exist_ok=True)
     report = fails(tmp_path, options(out))
-    assert "/worker-0/tls.crt is worker-1's, and not of this process, worker-0" in report
+    assert "/worker-0/tls.crt is worker-1's, not for this process, worker-0" in report
     assert "Traceback" not in report
     shutil.copytree(certificates.other / "worker-0", out / "worker-0", dirs_exist_ok=True)
-    assert "the server's certificate is not signed by our CA" in fails(tmp_path, options(out))
+    assert "the server's certificate was not signed by this process's CA" in fails(tmp_path, options(out))
 
 
 def test_a_server_comes_back_with_new_certificates(

@@ -69,7 +69,7 @@ def test_the_link_opens_the_page_and_the_cookie_keeps_it_open(served):
     """The cookie is for this job, no script reads it, and no other site sends it; it opens the events as well."""
     first = served.look()
     assert first.status == 200
-    assert "job runs" in first.text
+    assert "job is running" in first.text
     cookie, *about = first.headers["Set-Cookie"].split("; ")
     assert {"HttpOnly", "SameSite=Strict"} <= set(about)
     (age,) = [int(each.removeprefix("Max-Age=")) for each in about if each.startswith("Max-Age=")]
@@ -89,9 +89,9 @@ def later(code, seconds):
     ("code", "said"),
     [
         ("", "needs a link with a code"),
-        ("nothing", "not whole"),
-        (make_code(OTHER_TOKEN, time.time()), "of another job"),
-        (make_code(TOKEN, time.time() - GOOD_SECONDS - 1), "is over"),
+        ("nothing", "is incomplete"),
+        (make_code(OTHER_TOKEN, time.time()), "belongs to another job"),
+        (make_code(TOKEN, time.time() - GOOD_SECONDS - 1), "has expired"),
         (later(make_code(TOKEN, time.time()), 3600), "was changed"),
     ],
     ids=["none", "malformed", "other job", "over", "changed"],
@@ -121,7 +121,7 @@ def test_events_end_with_the_code(job, served):
     assert "event: parts" in got.text
     assert SCRIPT not in got.text
     assert "event: over" in got.text
-    assert "The code is over" in got.text
+    assert "The code has expired" in got.text
     assert core.status() == before
     assert [each.what for each in core.events()] == recent
 
@@ -135,7 +135,7 @@ def test_without_a_token_the_page_is_for_this_machine(job, host, status):
     with page_of(job, token="") as served:
         got = served.get("/", Host=host)
     assert got.status == status
-    assert ("job runs" in got.text) == (status == 200)
+    assert ("job is running" in got.text) == (status == 200)
     source = sampler.Source(WORKERS[0], "", lambda: ((), ()), lambda index: (None, ()))
     with closing(status_page.StatusPage(source, "")) as page:
         for client, status in [("10.0.0.7", 403), ("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200)]:
@@ -235,7 +235,7 @@ def test_metrics_and_health_are_behind_tls(secured: Secured, certificates: Certi
 def test_the_link_is_of_https(secured: Secured) -> None:
     """Its cookie is sent over TLS alone; without a code there is no page, and without TLS one line in HTTP."""
     assert secured.link.startswith("https://127.0.0.1:")
-    assert "a browser knows neither the job's CA" in secured.said
+    assert "a browser warns, because it does not know the job's CA" in secured.said
     answer = secured.get(secured.link.removeprefix(f"https://127.0.0.1:{secured.port}"))
     assert answer.startswith("HTTP/1.0 200")
     assert "SameSite=Strict; Secure\r\n" in answer
@@ -244,7 +244,7 @@ def test_the_link_is_of_https(secured: Secured) -> None:
         sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = read(sock)
     assert answer.startswith("HTTP/1.0 400")
-    assert "this port speaks TLS: ask for https" in answer
+    assert "this port uses TLS; open it with https" in answer
     assert "paramserver_" not in answer
 
 

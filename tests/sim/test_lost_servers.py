@@ -60,7 +60,7 @@ def test_a_server_that_wakes_up_too_late_answers_nobody(lost, caplog):
         job.resume(lost)
         job.until(lambda: not job.process(lost).alive)
         assert job.process(lost).outlived
-        assert f"{lost} ends: the job goes on without it: it was lost" in caplog.text
+        assert f"{lost} ends: the job goes on without this server, because it was lost" in caplog.text
         assert job.finish() == [job.steps] * 2
 
 
@@ -237,10 +237,10 @@ def test_servers_that_never_reach_each_other(caplog):
         job.until(lambda: len(job.failures()) == 3)
         assert job.round == -1
         for error in job.failures().values():
-            assert_lost(error, PS1, "let the servers connect to each other; ")
+            assert_lost(error, PS1, "allow connections between the servers, ")
             assert f"{PS0} has not reached {PS1} for " in error.message
     for one, other in ((PS0, PS1), (PS1, PS0)):
-        assert f"rounds wait: {one} does not reach {other} (at " in caplog.text
+        assert f"rounds wait, because {one} cannot reach {other} (at " in caplog.text
 
 
 def test_a_server_and_its_copy_that_do_not_reach_each_other(caplog):

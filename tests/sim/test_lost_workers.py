@@ -21,7 +21,7 @@ def told(caplog):
 
 
 def drives(task):
-    return f"nobody drives the job any more: {task} does, from now on"
+    return f"the chief is down: {task} takes over as chief"
 
 
 # ---- Workers ----
@@ -62,7 +62,7 @@ def test_a_worker_that_comes_back_begins_where_the_others_are(told):
         assert job.finish()[0] == job.last
     said = [record.getMessage() for record in told.records if record.levelno >= logging.WARNING]
     assert [line for line in said if "goes on without" in line] == [f"goes on without {W1}, which is lost"] * 3
-    assert [line for line in said if "is back" in line] == [f"{W1} is back, and takes part again"] * 3
+    assert [line for line in said if "has reconnected" in line] == [f"{W1} has reconnected and takes part again"] * 3
 
 
 def test_all_workers_die_and_new_ones_come():
@@ -202,7 +202,7 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
         job.until(lambda: job.failures())
         error = job.failures()[CHIEF]
         assert isinstance(error, Abandoned)
-        assert f"{W0} lost, {W1} lost. The job is given up" in str(error)
+        assert f"{W0} lost, {W1} lost. The job has ended" in str(error)
         assert 10.0 <= job.scheduler.now - began < 10.0 + 2 * LEASE
         assert all(server.core.done.done() for server in job.servers)
 
@@ -214,5 +214,5 @@ def test_a_job_to_which_nobody_comes_is_given_up():
     ) as job:
         job.kill(W0, W1)
         job.until(lambda: job.failures())
-        assert f"{W0} never came, {W1} never came. The job is given up" in str(job.failures()[CHIEF])
+        assert f"{W0} never connected, {W1} never connected. The job has ended" in str(job.failures()[CHIEF])
         assert job.scheduler.now >= 20.0

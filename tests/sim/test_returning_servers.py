@@ -51,7 +51,7 @@ def test_a_server_comes_back(lost, caplog):
         lose(job, OTHER[lost])
         assert job.finish() == [job.steps] * 2
     for task in (CHIEF, W0, W1):
-        assert f"{task} goes on with {lost}, which is back" in caplog.text
+        assert f"{task} uses {lost} again, which was readmitted" in caplog.text
 
 
 def test_servers_are_started_anew_one_after_the_other():
@@ -96,7 +96,7 @@ def test_a_server_that_dies_while_it_is_taken_back(caplog):
         job.rounds(5)
         lose(job, PS1)
         job.start(PS1)
-        job.until(lambda: "answers again, as a new process" in caplog.text)
+        job.until(lambda: "has restarted" in caplog.text)
         job.kill(PS1)
         job.until(lambda: f"without {PS1}, which could not be readmitted: {PS1}: was lost" in caplog.text)
         job.rounds(5)
@@ -254,15 +254,15 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(variable, 
         job.until(lambda: job.process(failing).outlived)
         assert last < job.round <= last + 2 * ROUNDS
         for one, other in ((home, failing), (failing, home)):
-            assert f"{one} has other values than {other} after round " in caplog.text
-        assert f"goes on without {failing}: had other values than {home} after round " in caplog.text
+            assert f"{one} and its copy on {other} have different values of " in caplog.text
+        assert f"goes on without {failing}: had different values from {home} after round " in caplog.text
         come_back(job, failing)
         before = job.round
         job.until(lambda: job.round > before + 2 * ROUNDS)
         assert not job.status(failing).differences
         lose(job, home)
         assert job.finish() == [job.steps] * 2
-    assert caplog.text.count("has other values than") == 2
+    assert caplog.text.count("have different values of") == 2
 
 
 def test_servers_that_compute_differently(caplog):
@@ -274,8 +274,11 @@ def test_servers_that_compute_differently(caplog):
         job.start(PS1)
         job.until(lambda: job.is_back(PS1))
         job.fail(PS1, 0, always=True)
-        job.until(lambda: f"{PS0} and {PS1} have other values since round " in caplog.text)
-        assert "and stay so: they began with the same, and so compute differently; run both on" in caplog.text
+        job.until(lambda: f"{PS0} and {PS1} have different values since round " in caplog.text)
+        assert (
+            "They are not repaired: both began with the same values, so they compute differently; run all servers on"
+            in caplog.text
+        )
         before = job.round
         job.until(lambda: job.round > before + 2 * ROUNDS)
         assert {each.server for each in job.status(PS0).differences} == {1}
@@ -283,9 +286,9 @@ def test_servers_that_compute_differently(caplog):
         told = {each.task: each.message for each in seen.problems if each.kind == "differs"}
         assert told.keys() == {str(PS0), str(PS1)}
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert f"it has other values than {other} since round " in told[str(one)]
+            assert f"it has different values than {other} since round " in told[str(one)]
         assert job.failures() == {}
-    assert caplog.text.count("and stay so") == 1
+    assert caplog.text.count("They are not repaired") == 1
 
 
 def test_the_last_copy_is_kept(caplog):
@@ -294,8 +297,8 @@ def test_the_last_copy_is_kept(caplog):
         job.rounds(5)
         lose(job, PS1)
         job.fail(PS0, 2)
-        job.until(lambda: f"{PS0} and {PS2} have other values since round " in caplog.text)
-        assert "no other copy would be left" in caplog.text
+        job.until(lambda: f"{PS0} and {PS2} have different values since round " in caplog.text)
+        assert "removing either server would lose" in caplog.text
         job.rounds(5)
         assert job.gone == {1}
         assert job.failures() == {}
@@ -311,4 +314,4 @@ def test_undisturbed_servers_never_differ(caplog):
         before = job.round
         job.until(lambda: job.round > before + 2 * ROUNDS)
         assert job.finish()[0] == job.steps
-    assert "other values" not in caplog.text
+    assert "different values" not in caplog.text

@@ -234,7 +234,7 @@ def test_values_are_reduced_and_broadcast(distribution, strategy):
             lambda wrong: distribution.batch_reduce(wrong, [(1.0, None)]),
             lambda wrong: distribution.tower_local_var_scope(wrong),
         ):
-            with pytest.raises(ValueError, match="write 'sum' or 'mean'"):
+            with pytest.raises(ValueError, match="use 'sum' or 'mean'"):
                 attempt(wrong)
 
 
@@ -256,14 +256,14 @@ def test_fetch_copies_a_value_to_a_device(distribution, strategy):
     assert distribution.fetch(distribution.reduce("sum", towers(distribution, float)), "/cpu:0") == n * (n - 1) / 2
     assert distribution.fetch(distribution.broadcast(np.ones(2)), "/device:CPU:0").tolist() == [1.0, 1.0]
     assert distribution.fetch(3.0) == 3.0
-    refused(ValueError, "combine them with reduce first", lambda: distribution.fetch(ps.PerReplica([1.0] * (n + 1))))
-    refused(ps.errors.ConfigError, "is no device", lambda: distribution.fetch(v, "nowhere"))
+    refused(ValueError, "combine them with reduce", lambda: distribution.fetch(ps.PerReplica([1.0] * (n + 1))))
+    refused(ps.errors.ConfigError, "is not a device", lambda: distribution.fetch(v, "nowhere"))
     value = towers(distribution, lambda tower: np.float32(tower + 1))
     for tower, device in enumerate(distribution.worker_devices):
         for name in (device, f"cpu:{tower}", f"/device:CPU:{tower}") if n > 1 else ["cpu:0"]:
             assert distribution.fetch(value, name, fn=lambda x: x * 10) == 10 * (tower + 1)
     if n > 1:
-        with pytest.raises(ValueError, match="of which none is on cpu:9; combine them with reduce first"):
+        with pytest.raises(ValueError, match="none of which is on cpu:9; combine them with reduce"):
             distribution.fetch(value, "cpu:9")
 
 
@@ -292,7 +292,7 @@ def test_a_dataset_is_distributed(distribution, strategy):
     data = distribution.distribute_dataset(ps.ArrayDataset(np.arange(4 * n)).batch(2))
     found = [[x.tolist() for x in distribution.unwrap(batch)] for batch in data]
     assert found == [[[2 * i, 2 * i + 1] for i in range(k * n, k * n + n)] for k in range(2)]
-    refused(TypeError, "is no dataset", lambda: distribution.distribute_dataset(np.arange(4)))
+    refused(TypeError, "is not a dataset", lambda: distribution.distribute_dataset(np.arange(4)))
 
 
 def test_what_has_which_locality(distribution, strategy):
@@ -331,7 +331,7 @@ def test_what_has_which_locality(distribution, strategy):
     assert made.devices == w.devices
     if n > 1:
         for args, keys in (((of_towers,), {}), ((), {"x": of_towers})):
-            with pytest.raises(ValueError, match="no per-replica values; reduce them first"):
+            with pytest.raises(ValueError, match="does not take per-replica values; reduce them first"):
                 distribution.update(v, lambda v, x: v.assign(x), *args, **keys)
     for attempt in (
         lambda: distribution.reduce("mean", 1.0),
@@ -339,7 +339,7 @@ def test_what_has_which_locality(distribution, strategy):
         lambda: distribution.update(v, lambda v: v.assign_add(1.0)),
         lambda: distribution.update_non_slot(where, lambda: count.assign_add(1.0)),
     ):
-        with pytest.raises(RuntimeError, match="needs cross-replica context, and is called in replica context"):
+        with pytest.raises(RuntimeError, match="needs cross-replica context but was called in replica context"):
             distribution.call_for_each_tower(lambda attempt=attempt: attempt())
 
 
@@ -388,14 +388,14 @@ def test_a_map_from_device_is_an_argument(distribution, strategy):
 
 def test_what_is_no_map_from_device_is_told():
     """No device, one twice, none at all, and one that is not in it."""
-    refused(ps.errors.ConfigError, "'x' is no device", lambda: PerDevice({"x": 1}))
+    refused(ps.errors.ConfigError, "'x' is not a device", lambda: PerDevice({"x": 1}))
     for index in ({}, {"cpu:0": 1, "/device:CPU:0": 2}):
-        with pytest.raises(ValueError, match="needs devices that differ"):
+        with pytest.raises(ValueError, match="needs different devices"):
             Mirrored(index)
     value = PerDevice({"cpu:3": 1, "cpu:5": 2})
-    refused(ValueError, "device cpu:1 has no value here; these have one: cpu:3, cpu:5", lambda: value.get("cpu:1"))
+    refused(ValueError, "device cpu:1 has no value; use one of cpu:3, cpu:5", lambda: value.get("cpu:1"))
     with ps.MirroredStrategy(["cpu:3", "cpu:5"]) as other, other.scope():
-        refused(ValueError, "values may differ by device; name one of them", value.get)
+        refused(ValueError, "values may differ by device; pass a device", value.get)
         assert Mirrored({"cpu:3": 1, "cpu:5": 1}).get() == 1
 
 
@@ -612,17 +612,17 @@ def test_a_step_that_fails_is_not_counted(strategy):
     w, idle, step = variable(strategy), variable(strategy), variable(strategy, np.int64(0), trainable=False)
     optimizer = train.GradientDescentOptimizer(0.5)
     with ps.MirroredStrategy(["cpu:0"]) as other:
-        whole = "global_step .*{}.*give a variable of one integer"
+        whole = "global_step .*{}.*pass a variable with one integer"
         vector = variable(strategy, np.zeros(2, "int64"), trainable=False)
         for pairs, given, error, says in (
             ([(np.ones(2, "float32"), w)], step, ValueError, r"has shape \(2,\)"),
             ([(ONE, w)], variable(strategy, np.float32(0)), ValueError, whole.format("float32")),
             ([(ONE, w)], vector, ValueError, whole.format(r"shape \(2,\)")),
-            ([(ONE, w)], 0, TypeError, "global_step is a int; give an integer variable, or None"),
+            ([(ONE, w)], 0, TypeError, "global_step is a int; pass an integer variable, or None"),
             ([(ONE, w)], variable(other, np.int64(0), trainable=False), ValueError, "strategy"),
-            ([(None, idle)], step, ValueError, f"no gradients are given for any variable.*{idle.name}"),
-            ([], step, ValueError, "no gradients are given for any variable"),
-            ([(np.ones(3), np.ones(3))], step, TypeError, r"give \(gradient, variable\) pairs"),
+            ([(None, idle)], step, ValueError, f"none of the variables.*{idle.name}"),
+            ([], step, ValueError, "none of the variables"),
+            ([(np.ones(3), np.ones(3))], step, TypeError, r"pass \(gradient, variable\) pairs"),
         ):
             with pytest.raises(error, match=says):
                 strategy.run(optimizer.apply_gradients, (pairs, given))
@@ -636,5 +636,7 @@ def test_a_step_that_fails_is_not_counted(strategy):
 def test_there_is_no_differentiation(method):
     """What would need it says so, and what to do."""
     optimizer = train.GradientDescentOptimizer(0.5)
-    with pytest.raises(NotImplementedError, match=f"{method} differentiates a loss.*give them to apply_gradients"):
+    with pytest.raises(
+        NotImplementedError, match=f"{method} needs automatic differentiation.*pass them to apply_gradients"
+    ):
         getattr(optimizer, method)(lambda: 0.0, var_list=[])

@@ -305,7 +305,7 @@ def test_each_prediction_counts_in_its_place(strategy, name):
     dealt(strategy, metric.update_state, labels, predictions, *([] if weights is None else [weights]))
     assert metric.result() == pytest.approx(expected)
     if weights is not None:
-        with pytest.raises(ValueError, match=r"weights of shape \(3,\) do not fit values of shape \(11, 2\)"):
+        with pytest.raises(ValueError, match=r"weights of shape \(3,\) do not match values of shape \(11, 2\)"):
             strategy.run(lambda: metric.update_state(labels, predictions, np.ones(3)))
         assert metric.result() == pytest.approx(expected)
 
@@ -318,7 +318,7 @@ def test_shapes_that_do_not_fit_are_refused(strategy):
             strategy.run(lambda m=metric: m.update_state(np.ones(2), np.ones((2, 2))))
         assert metric.result() == 0.0
     sparse = made(strategy, M.SparseCategoricalAccuracy)
-    with pytest.raises(ValueError, match=r"labels of shape \(2,\) do not fit predictions of shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"labels of shape \(2,\) do not match predictions of shape \(3, 2\)"):
         strategy.run(lambda: sparse.update_state(np.ones(2), np.ones((3, 2))))
     assert sparse.result() == 0.0
 
@@ -328,7 +328,7 @@ def test_predictions_are_probabilities(strategy):
     for make in (M.Precision, M.Recall, M.AUC):
         metric = made(strategy, make)
         for wrong in (1.5, -0.1, np.nan):
-            with pytest.raises(ValueError, match="between 0 and 1; give probabilities"):
+            with pytest.raises(ValueError, match="between 0 and 1; pass probabilities"):
                 strategy.run(lambda m=metric, wrong=wrong: m.update_state([1, 0], [0.9, wrong]))
         assert metric.result() == 0.0
     auc = made(strategy, M.AUC)
@@ -350,10 +350,10 @@ def test_thresholds_are_between_0_and_1(thresholds):
 def test_a_curve_is_described():
     """What is none is refused before a variable is made."""
     for arguments, says in (
-        ({"curve": "roc"}, "write 'ROC' or 'PR'"),
-        ({"summation_method": "left"}, "write 'interpolation', 'minoring' or 'majoring'"),
+        ({"curve": "roc"}, "use 'ROC' or 'PR'"),
+        ({"summation_method": "left"}, "use 'interpolation', 'minoring' or 'majoring'"),
         ({"thresholds": [0.5, 1.5]}, "must lie between 0 and 1"),
-        ({"num_thresholds": 1}, "take at least 2"),
+        ({"num_thresholds": 1}, "use at least 2"),
     ):
         with pytest.raises(ValueError, match=says):
             M.AUC(**arguments)
@@ -412,7 +412,7 @@ def test_weights_multiply_losses_and_not_the_size_of_the_batch(strategy):
     ):
         found = in_replicas(strategy, lambda _, a=losses, b=weights: float(AVERAGE(a, sample_weight=b)))
         assert found == pytest.approx((expected / n,) * n)
-    with pytest.raises(ValueError, match=r"weights of shape \(2,\) do not fit values of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"weights of shape \(2,\) do not match values of shape \(3,\)"):
         strategy.run(lambda: AVERAGE(np.ones(3), [1.0, 2.0]))
 
 
@@ -439,7 +439,7 @@ def test_averages_are_of_replicas(strategy):
         merged(strategy, lambda _: AVERAGE(np.ones(2)))
     assert float(merged(strategy, lambda _: AVERAGE(np.ones(2), global_batch_size=4))) == 0.5
     for losses, size, says in (
-        (np.float32(1), None, "per_example_loss has no dimensions; give one loss for each example"),
+        (np.float32(1), None, "per_example_loss has no dimensions; pass one loss per example"),
         (np.ones(2), 2.0, "global_batch_size is 2.0, and must be a whole number"),
         (np.ones(2), True, "global_batch_size is True, and must be a whole number"),
         (np.ones(2), -1, "global_batch_size is -1, and must be at least 0"),

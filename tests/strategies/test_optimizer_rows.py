@@ -116,7 +116,7 @@ def test_two_gradients_of_rows_are_whole_in_an_update(strategy):
     """Their product is that of the whole arrays. A lazy update needs the rows of one gradient: it changes nothing."""
     v = variable(strategy, np.ones(SHAPE, "float32"))
     one, other = (ps.IndexedSlices(np.ones((1, 3), "float32"), [n], SHAPE) for n in range(2))
-    words = r"a lazy update takes the rows of one gradient|cannot run lazily"
+    words = r"a lazy update takes the rows of one gradient|cannot run on given rows only"
     for args in ((np.ones(SHAPE, "float32"),), (one, other)):
         with strategy.scope(), pytest.raises(ps.errors.ProgramError, match=words):
             strategy.extended.update(v, ps.lazy_update(lambda v, *gs: v.assign(sum(gs, 2 * v))), args)
@@ -140,13 +140,13 @@ def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
                 in_replicas(
                     strategy, lambda r, s=step, o=optimizer: o.apply_gradients([(slices(s, r), v), (slices(s, r), u)])
                 )
-    said = [record.getMessage() for record in caplog.records if "makes an array" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "creates an array" in record.getMessage()]
     on_servers = kind_of(strategy) == "embedded"
     assert len(said) == 2 * on_servers
     assert all(any(repr(each.name) in line for line in said) for each in (v, u) if on_servers)
     for line in said:
-        assert "makes an array of 84 bytes of some rows" in line
-        assert "Take another optimizer where that is too much" in line
+        assert "creates an array of 84 bytes from a few rows" in line
+        assert "If that is too slow, use another optimizer" in line
         assert "lazily" not in line
 
 
@@ -172,8 +172,8 @@ def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
             strategy.extended.update(w, lambda v, g: v.assign(0.5 * v + g), given)
     fn, rule, plain = (record.getMessage() for record in caplog.records)
     assert "lazily" not in fn
-    assert "Write it of elementwise operations" in fn
-    assert rule.endswith("Where only the given rows shall change, give the optimizer sparse='lazy'")
+    assert "Use elementwise operations" in fn
+    assert rule.endswith("To change only the given rows, use sparse='lazy' in the optimizer")
     assert plain.count("pass ps.lazy_update(fn)") == 1
 
 
@@ -212,8 +212,8 @@ def test_too_large_a_whole_array_is_refused(shared, monkeypatch):
 BAD = {
     "too large": (np.ones((2, 3), "float32"), [0, 7], None, "id 7 at place 1 is no row of 7"),
     "negative": (np.ones((2, 3), "float32"), [-1, 0], None, "id -1 at place 0 is no row of 7"),
-    "another shape": (np.ones((2, 3), "float32"), [0, 1], (8, 3), r"dense_shape is \(8, 3\), and must be \(7, 3\)"),
-    "other rows": (np.ones((2, 2), "float32"), [0, 1], None, r"each row has shape \(2,\), and must have \(3,\)"),
+    "another shape": (np.ones((2, 3), "float32"), [0, 1], (8, 3), r"dense_shape is \(8, 3\), but must be \(7, 3\)"),
+    "other rows": (np.ones((2, 2), "float32"), [0, 1], None, r"each row has shape \(2,\), but must have \(3,\)"),
 }
 
 
@@ -322,9 +322,9 @@ class Uneven(O.Adagrad):
 REFUSED = {
     "accumulation": (OPTIMIZERS["SGD, accumulated"], "cannot train table '{}'.*gradient_accumulation_steps=2"),
     "averages": (OPTIMIZERS["SGD, averaged"], "cannot train table '{}'.*use_ema=True"),
-    "the whole": (OPTIMIZERS["Lamb"], "cannot train table '{}'.*a table has no whole"),
-    "dense": (partial(O.Adam, 0.1, sparse="dense"), "sparse='dense': a table has no whole"),
-    "uneven slots": (partial(Uneven, 0.5), "begins with a row of different values"),
+    "the whole": (OPTIMIZERS["Lamb"], "cannot train table '{}'.*a table has no size"),
+    "dense": (partial(O.Adam, 0.1, sparse="dense"), "sparse='dense': a table has no size"),
+    "uneven slots": (partial(Uneven, 0.5), "is a slot of table"),
 }
 
 
@@ -342,14 +342,17 @@ def test_what_a_table_cannot_have_is_refused(strategy, what):
         lambda: in_replicas(strategy, lambda replica: optimizer.apply_gradients([(keyed(0, replica), table)])),
     )
     assert optimizer.variables == [] or what == "uneven slots"
-    with pytest.raises(ps.errors.ProgramError, match=f"table {table.name!r} has to run on.*and no scalar"):
+    with pytest.raises(ps.errors.ProgramError, match=f"table {table.name!r} must run on.*not scalars"):
         in_replicas(strategy, lambda replica: Counted(0.5).apply_gradients([(keyed(0, replica), table)]))
 
 
 GIVEN = {
-    "an array": (lambda: np.ones((3, 3), "float32"), "is a ndarray; give rows.gradient"),
+    "an array": (lambda: np.ones((3, 3), "float32"), "is a ndarray; pass rows.gradient"),
     "None": (lambda: None, "is None"),
-    "another width": (lambda: ps.IndexedSlices(np.ones((1, 2), "float32"), [1]), r"row has shape \(2,\), .* \(3,\)"),
+    "another width": (
+        lambda: ps.IndexedSlices(np.ones((1, 2), "float32"), [1]),
+        r"row has shape \(2,\), but must have \(3,\)",
+    ),
     "complex": (lambda: ps.IndexedSlices(np.ones((1, 3), "complex64"), [1]), "complex"),
 }
 

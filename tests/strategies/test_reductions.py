@@ -156,9 +156,9 @@ def test_what_cannot_be_reduced(strategy):
     bad += [(of_each(strategy, [one] * 4), axis, ValueError, "axis") for axis in (2, -3, (0, 5), (0, 0), (1, -1))]
     x = of_each(strategy, [np.ones((4, 3)), np.ones((2, 3)), np.ones((4, 3)), np.ones((4, 3))])
     if n > 1:
-        bad.append((x, None, ValueError, r"shapes \(4, 3\) and \(2, 3\); give the axis .* axis=0"))
+        bad.append((x, None, ValueError, r"shapes \(4, 3\) and \(2, 3\); pass .* axis=0"))
         bad.append((x, 1, ValueError, r"shapes \(4,\) and \(2,\)"))
-        bad.append((ps.PerReplica([of_each(strategy, [1.0] * 4)] * n), None, TypeError, "stands inside another one"))
+        bad.append((ps.PerReplica([of_each(strategy, [1.0] * 4)] * n), None, TypeError, "contains another one"))
     for value, axis, error, says in bad:
         for op in OPS:
             with pytest.raises((TypeError, ValueError), match=says) as raised:
@@ -183,10 +183,10 @@ def test_one_value_is_reduced_already(strategy):
         for value in (plain, v):
             assert np.asarray(strategy.reduce("sum", value, axis=None)).tolist() == [1.0, 3.0]
             assert strategy.reduce("sum", value, axis=0) == 4.0
-    says = {id(plain): "ndarray, which", id(v): ".*"}
+    says = {id(plain): "a ndarray", id(v): "a .*"}
     for value in (plain, v, mirrored, once, extended.reduce_to("sum", x, v)) if n > 1 else (mirrored,):
         words = (
-            f"SUM of {says[id(value)]} is not a per-replica value, with {n} local" if id(value) in says else "SUM of"
+            f"SUM got {says[id(value)]} instead of a per-replica value, with {n} local" if id(value) in says else "SUM"
         )
         for attempt in (
             lambda value: strategy.reduce("SUM", value, axis=None),
@@ -245,7 +245,7 @@ def test_an_aggregation_is_a_reduction():
     assert ps.ReduceOp.from_variable_aggregation(kinds.SUM) is ps.ReduceOp.SUM
     assert ps.ReduceOp.from_variable_aggregation(kinds.MEAN) is ps.ReduceOp.MEAN
     for other in (kinds.NONE, kinds.ONLY_FIRST_REPLICA, "sum", None):
-        with pytest.raises(ValueError, match=r"is no reduction; there is one for VariableAggregation\.SUM and MEAN"):
+        with pytest.raises(ValueError, match=r"is not a reduction; use VariableAggregation\.SUM or MEAN"):
             ps.ReduceOp.from_variable_aggregation(other)
 
 
@@ -271,10 +271,10 @@ def test_a_value_is_reduced_to_a_place(strategy):
             assert isinstance(found, np.ndarray | LazyArray)
             assert found.tolist() == [total / n] * 2
     for to in (None, 5, [], [3], {"a": "cpu:0"}):
-        with pytest.raises(TypeError, match="is no destination; give a variable, a worker device such as"):
+        with pytest.raises(TypeError, match="is not a destination; pass a variable, a worker device such as"):
             extended.reduce_to("mean", x, to)
     for to in ("cpu:9", "/job:worker/task:7/device:CPU:0"):
-        with pytest.raises(ValueError, match=f"no device of this process; it has {devices[0]}"):
+        with pytest.raises(ValueError, match=f"not a device of this process, which has {devices[0]}"):
             extended.reduce_to("mean", x, to)
 
 
@@ -376,9 +376,9 @@ def test_a_value_is_broadcast(strategy):
     assert arrays(extended.broadcast_to(extended.broadcast_to(7.0, x), x)) == [7.0] * n
     assert arrays(extended.broadcast_to(variable(strategy, [1.0, 2.0, 3.0]), x)) == [[1.0, 2.0, 3.0]] * n
     if n > 1:
-        with pytest.raises(ValueError, match="one value, and not a per-replica one; reduce it with reduce_to"):
+        with pytest.raises(ValueError, match="one value, not a per-replica value; reduce it with reduce_to"):
             extended.broadcast_to(x, x)
-    refused(TypeError, "is no destination", lambda: extended.broadcast_to(1.0, None))
+    refused(TypeError, "is not a destination", lambda: extended.broadcast_to(1.0, None))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -499,13 +499,13 @@ def test_what_cannot_be_gathered_is_refused(strategy):
     n = replicas(strategy)
     rows = of_each(strategy, [np.ones((2, 3))] * 4)
     for value, axis, error, says in (
-        (rows, None, TypeError, "axis is None; a gather joins arrays along one dimension"),
+        (rows, None, TypeError, "axis is None, but gather joins arrays along one dimension"),
         (rows, 0.5, TypeError, "axis is 0.5"),
         (rows, -1, ValueError, "axis is -1, and must be at least 0"),
-        (rows, 2, ValueError, "axis 2 is none of an array of 2 dimensions"),
-        (of_each(strategy, [1.0] * 4), 0, ValueError, "a scalar has no dimension"),
-        (of_each(strategy, ["text"] * 4), 0, TypeError, "cannot be reduced; give an array or a number"),
-        (of_each(strategy, [np.ones(2, np.longdouble)] * 4), 0, TypeError, "dtype float128 cannot travel"),
+        (rows, 2, ValueError, "axis 2 does not exist in an array of 2 dimensions"),
+        (of_each(strategy, [1.0] * 4), 0, ValueError, "scalars cannot"),
+        (of_each(strategy, ["text"] * 4), 0, TypeError, "cannot be reduced; pass an array or a number"),
+        (of_each(strategy, [np.ones(2, np.longdouble)] * 4), 0, TypeError, "dtype float128 cannot be sent"),
     ):
         with pytest.raises(error, match=says):
             strategy.gather(value, axis)
@@ -513,21 +513,21 @@ def test_what_cannot_be_gathered_is_refused(strategy):
             in_replicas(strategy, lambda i, x, axis=axis: here().all_gather(x, axis), value)
     if n > 1:
         for arrays, says in (
-            ([np.ones((2, 3 + i)) for i in range(4)], "differ in dimension 0 only"),
-            ([np.ones((2,) * (i + 1)) for i in range(4)], "differ in dimension 0 only"),
-            ([np.ones(2, f"int{8 << i % 2}") for i in range(4)], "arrays of int16 and int8; give arrays of one dtype"),
+            ([np.ones((2, 3 + i)) for i in range(4)], "differ only in dimension 0"),
+            ([np.ones((2,) * (i + 1)) for i in range(4)], "differ only in dimension 0"),
+            ([np.ones(2, f"int{8 << i % 2}") for i in range(4)], "arrays of dtypes int16 and int8; use the same dtype"),
         ):
             with pytest.raises(ValueError, match=says):
                 strategy.gather(of_each(strategy, arrays), 0)
-        refused(ValueError, "which is not a per-replica value", lambda: strategy.gather(np.ones(2), 0))
-        with pytest.raises(ValueError, match=r"along different dimensions: \[0, 1"):
+        refused(ValueError, "instead of a per-replica value", lambda: strategy.gather(np.ones(2), 0))
+        with pytest.raises(ValueError, match=r"along different axes: \[0, 1"):
             in_replicas(strategy, lambda i, x: here().all_gather(x, i), rows)
     assert strategy.gather(rows, 0).shape == (2 * n, 3)
     if kind_of(strategy) != "default":  # which is both contexts
-        with pytest.raises(RuntimeError, match="gather needs cross-replica context, and is called in replica context"):
+        with pytest.raises(RuntimeError, match="gather needs cross-replica context but was called in replica context"):
             strategy.run(lambda: strategy.gather(np.ones(1), 0))
         stale = strategy.run(lambda: ps.get_replica_context())
-        with pytest.raises(RuntimeError, match="all_gather on a replica context that is not"):
+        with pytest.raises(RuntimeError, match="all_gather was called on a replica context that is not"):
             strategy.experimental_local_results(stale)[0].all_gather(np.ones(1), 0)
 
 
@@ -579,7 +579,7 @@ def test_all_processes_refuse_alike():
         other[0, 1, :5] = 1, array[0, 0, 1], 2, 7, 7
         return array + other
 
-    with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(7, 7\); these may differ in dimension 0 only"):
+    with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(7, 7\), which may differ only in dimension 0"):
         Place(0, 2, total).gather([[np.ones((2, 3))]], 0)
     assert [array.shape for array in asked] == [(1, 2, 3 + MAX_NDIM)]
 

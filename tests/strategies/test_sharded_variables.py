@@ -92,13 +92,13 @@ def test_partitioners_that_make_no_sense_are_refused(strategy, table):
     """With the argument's name, and before anything is created."""
     two = P.FixedShardsPartitioner(2)
     with strategy.scope():
-        with pytest.raises(TypeError, match=r"partitioner is True; give a function of a shape"):
+        with pytest.raises(TypeError, match=r"partitioner is True; pass a function of a shape"):
             ps.Variable(FIRST, partitioner=True)
-        with pytest.raises(ValueError, match="ON_READ has a copy for each replica, which is never cut"):
+        with pytest.raises(ValueError, match="ON_READ has a value for each replica and is never split"):
             ps.Variable(FIRST, partitioner=two, synchronization="on_read", aggregation="sum")
         with (
             strategy.extended.colocate_vars_with(table),
-            pytest.raises(ValueError, match="beside another one is cut as that one is"),
+            pytest.raises(ValueError, match="split like the variable it is placed with"),
         ):
             ps.Variable(FIRST, partitioner=two)
         with pytest.raises(ValueError, match=r"returned \[1, 2\] for variable 'odd'"):
@@ -341,9 +341,9 @@ def test_what_cannot_be_is_told(strategy, table):
     with strategy.scope():
         plain = ps.Variable(np.zeros(2, "float32"))
         twice = ps.Variable(np.zeros((ROWS, 2), "float32"))
-    with pytest.raises(ValueError, match=f"'{table.name}' is in 3 shards"):
+    with pytest.raises(ValueError, match=f"'{table.name}' has 3 shards"):
         extended.update(plain, lambda v, t: v.assign(t[0]), (table,))
-    refused(ValueError, f"'{table.name}' is in 3 shards", lambda: extended.update(table, lambda v: v.assign(v + table)))
+    refused(ValueError, f"'{table.name}' has 3 shards", lambda: extended.update(table, lambda v: v.assign(v + table)))
     refused((ValueError, ps.errors.LocalityError, ps.errors.PSError), "", lambda: table.variables[0].assign(twice))
     with ps.MirroredStrategy() as elsewhere, pytest.raises(ValueError, match="another strategy"):
         elsewhere.extended.update(table, lambda v: v)
@@ -372,5 +372,5 @@ def test_shards_go_round(how):
 
 def test_shards_are_made_by_a_partitioner():
     """TensorFlow's constructor, of a list of variables, would stack them: the error names what makes shards."""
-    with pytest.raises(TypeError, match=r"ShardedVariable is what a strategy makes of a variable; .*partitioner"):
+    with pytest.raises(TypeError, match=r"ShardedVariable cannot be created directly; .*partitioner"):
         ps.ShardedVariable([ps.Variable(np.ones((1, 2))), ps.Variable(np.ones((1, 2)))])

@@ -163,7 +163,7 @@ def test_inside_of_a_scope_nothing_is_set(strategy, unset):
     """Nor in a replica's function: the scope that was entered otherwise has to be left first; all stays as it was."""
     if kind_of(strategy) == "default":
         pytest.skip("the default strategy's scope changes nothing")
-    says = "called inside of a strategy's scope; leave that scope first"
+    says = "called inside a strategy's scope; leave that scope first"
     with strategy.scope():
         for value in (strategy, None):
             with pytest.raises(RuntimeError, match=says):
@@ -175,7 +175,9 @@ def test_inside_of_a_scope_nothing_is_set(strategy, unset):
     refused(RuntimeError, says, lambda: strategy.run(lambda: ps.experimental_set_strategy(None)))
     assert ps.get_strategy() is strategy
     ps.experimental_set_strategy(None)
-    refused(TypeError, "a str is no strategy; give one, or None", lambda: ps.experimental_set_strategy("mirrored"))
+    refused(
+        TypeError, "a str is not a strategy; pass a strategy, or None", lambda: ps.experimental_set_strategy("mirrored")
+    )
 
 
 def test_the_only_logical_device_is_the_replica_s_own(strategy):
@@ -196,15 +198,15 @@ def test_the_only_logical_device_is_the_replica_s_own(strategy):
     assert split(v, (1,)) is v
     assert (split([[1, 2], [3, 4]], [1, 1]), split(3.0, [])) == ([[1, 2], [3, 4]], 3.0)
     for device in (1, -1, 7):
-        with pytest.raises(ValueError, match=rf"logical device {device} of one.*TPUStrategy"):
+        with pytest.raises(ValueError, match=rf"logical device {device} does not exist.*TPUStrategy"):
             strategy.experimental_assign_to_logical_device(np.ones(3), device)
     for shape, parts, says in (
-        ((4, 6), [1], r"need one number for each dimension of shape \(4, 6\)"),
-        ((4, 6), [1, 1, 1], r"need one number for each dimension of shape \(4, 6\)"),
-        ((), [1], r"need one number for each dimension of shape \(\)"),
+        ((4, 6), [1], r"must have one number for each dimension of shape \(4, 6\)"),
+        ((4, 6), [1, 1, 1], r"must have one number for each dimension of shape \(4, 6\)"),
+        ((), [1], r"must have one number for each dimension of shape \(\)"),
         ((4, 6), [1, 4], "a dimension of 6 cannot be split into 4 equal parts"),
         ((4, 6), [0, 1], "a dimension of 4 cannot be split into 0 equal parts"),
-        ((4, 6), [2, 3], r"ask for 6 logical devices, and a replica has one here.*TPUStrategy"),
+        ((4, 6), [2, 3], r"need 6 logical devices, but each replica has one.*TPUStrategy"),
     ):
         with pytest.raises(ValueError, match=says):
             split(np.ones(shape), parts)
@@ -219,3 +221,25 @@ def test_any_two_values_meet(sizes):
     for one, other in itertools.combinations(range(len(sizes)), 2):
         found = {(row[one], row[other]) for row in rows}
         assert found == {*itertools.product(range(sizes[one]), range(sizes[other]))}
+
+
+def test_a_traceback_shows_the_users_lines(strategy, caplog):
+    """An error of `run` has the user's frames, and of this package what they have called, and what has raised it."""
+    v = variable(strategy, [1.0, 2.0])
+
+    def step(own):
+        v.assign(np.zeros(3)) if own else fails()
+
+    def fails():
+        raise LookupError("the user's")
+
+    def frames(own):
+        with pytest.raises((LookupError, ValueError)) as caught:
+            strategy.run(step, (own,))
+        return [entry.name for entry in caught.traceback]
+
+    assert frames(False) == ["frames", "run", "step", "fails"]
+    assert (frames(True)[:-1], len(frames(True))) == (["frames", "run", "step", "assign"], 5)
+    with caplog.at_level("DEBUG", "psclient"):
+        found = frames(True)
+    assert len(found) > 7

@@ -76,7 +76,7 @@ def test_a_name_is_one_table(strategy):
             de.get_variable(name, **options | {"memory_limit": None})
         refused(ValueError, "trainable True, not False", lambda: de.get_variable(name, **options, trainable=False))
         v = ps.Variable(0.0, name=f"other{next(numbers)}")
-        refused(ValueError, "which is no table", lambda: de.get_variable(v.name, dim=4))
+        refused(ValueError, "exists and is not a table", lambda: de.get_variable(v.name, dim=4))
         assert ps.Variable(0.0, name=name).name == f"{name}_1"
     found = in_replicas(strategy, lambda replica: de.get_variable(name, **options))
     assert all(each is table for each in found)
@@ -162,8 +162,12 @@ def test_keys_of_64_bits_without_a_sign(strategy):
     assert table.keys().dtype == table.lookup(high).ids.dtype == np.uint64
     assert sorted(table.keys().tolist()) == sorted(high.tolist())
     assert numbers_of(table.lookup([[5]])) == [[1.5]]
-    refused(ValueError, rf"table {table.name!r}.*: key -1 at place 1 is no uint64", lambda: table.lookup([5, -1]))
-    refused(ValueError, "is no int64", lambda: made(strategy).lookup(high))
+    refused(
+        ValueError,
+        rf"table {table.name!r}.*: key -1 at position 1 is not a valid uint64",
+        lambda: table.lookup([5, -1]),
+    )
+    refused(ValueError, "is not a valid int64", lambda: made(strategy).lookup(high))
 
 
 def test_replicas_name_rows_at_the_same_time(monkeypatch):
@@ -280,15 +284,15 @@ def test_rows_that_do_not_fit_are_refused(strategy, table):
     replicas: each may have others, and there is no aggregation."""
     other = made(strategy)
     rows = table.lookup(KEYS)
-    with pytest.raises(ValueError, match=f"rows of table {table.name!r} are given to table {other.name!r}"):
+    with pytest.raises(ValueError, match=f"rows of table {table.name!r} were passed to table {other.name!r}"):
         other.scatter_add(rows.gradient(rows.values))
-    with pytest.raises(ValueError, match=rf"{table.name!r}.*: each row has shape \(3,\), and must have \(2,\)"):
+    with pytest.raises(ValueError, match=rf"{table.name!r}.*: each row has shape \(3,\), but must have \(2,\)"):
         table.scatter_add(ps.IndexedSlices(np.ones((1, 3), "float32"), [1]))
     refused(TypeError, "", lambda: table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "complex64"), [1])))
     assert (table.size(), other.size()) == (4, 0)
     one = ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG])
     if len(strategy.extended.worker_devices) > 1:
-        with pytest.raises(ValueError, match=f"scatter_add of table {table.name!r} in replica context"):
+        with pytest.raises(ValueError, match=f"scatter_add of table {table.name!r} was called in replica context"):
             strategy.run(lambda: table.scatter_add(one))
     else:
         strategy.run(lambda: table.scatter_add(one))
@@ -330,9 +334,9 @@ def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
 
 REFUSED = {
     "momentum": (lambda v, g: v.assign(0.5 * v + g), "pass ps.exact_update"),
-    "the whole": (lambda v, g: v.assign_sub(g * np.sum(g)), "sum is not elementwise"),
-    "a result": (lambda v, g: np.max(g), "no results"),
-    "no rows": (lambda v, g: v.assign(v * 0.0), "it is given none"),
+    "the whole": (lambda v, g: v.assign_sub(g * np.sum(g)), "sum works neither elementwise"),
+    "a result": (lambda v, g: np.max(g), "cannot return results"),
+    "no rows": (lambda v, g: v.assign(v * 0.0), "it got none"),
 }
 
 
@@ -348,7 +352,7 @@ def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
 
     for how, (fn, words) in REFUSED.items():
         call = (lambda v, fn=fn: fn(v, None)) if how == "no rows" else fn
-        words = f"table {table.name!r} has to run on the rows of one gradient.*{words}"
+        words = f"table {table.name!r} must run on the rows of one gradient.*{words}"
         with strategy.scope():
             reduced = given(NEW)
             with pytest.raises(ps.errors.ProgramError, match=words):
@@ -356,10 +360,10 @@ def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
             strategy.backend.drop()
         assert numbers_of(table.lookup(NEW)) == 0.0
     with strategy.scope():
-        with pytest.raises((ValueError, ps.errors.LocalityError), match="is cut into other shards"):
+        with pytest.raises((ValueError, ps.errors.LocalityError), match="is split differently from"):
             extended.update(table, ps.lazy_update(lambda v, g, o: v.assign_add(g * o)), (given(NEW), other))
         strategy.backend.drop()
-        with extended.colocate_vars_with(table), pytest.raises(ValueError, match="row of different values"):
+        with extended.colocate_vars_with(table), pytest.raises(ValueError, match="is a slot of table"):
             ps.Variable(np.array([[1.0, 2.0]], "float32"), name="uneven")
     decay = ps.exact_update(lambda v, g: v.assign(0.5 * v + g))
     for key in (BIG, NEW, NEW):
@@ -375,7 +379,7 @@ def test_rows_by_keys_stay_on_the_servers(strategy, table):
     with strategy.scope():
         refused(
             TypeError,
-            f"keys of table {table.name!r} are reduced for the table alone",
+            f"of table {table.name!r} can be reduced only to that table; use",
             lambda: strategy.reduce("mean", gradient, axis=None),
             lambda: strategy.extended.reduce_to("mean", gradient, strategy.extended.worker_devices[0]),
             lambda: strategy.extended.reduce_to("mean", gradient, strategy.extended.parameter_devices[0]),
@@ -383,11 +387,11 @@ def test_rows_by_keys_stay_on_the_servers(strategy, table):
         reduced = strategy.extended.reduce_to("mean", gradient, table)
         refused(TypeError, "stay on its servers", lambda: np.asarray(reduced))
         strategy.backend.drop()
-    with pytest.raises(TypeError, match="for the table alone"):
+    with pytest.raises(TypeError, match="only to that table; use"):
         strategy.run(lambda: ps.get_replica_context().all_reduce("sum", gradient))
     with strategy.scope():
         plain = ps.Variable(np.zeros((5, 2), "float32"))
-        with pytest.raises(ValueError, match=rf"{plain.name!r}.*stand where shape"):
+        with pytest.raises(ValueError, match=rf"{plain.name!r}.*expected an array"):
             strategy.extended.reduce_to("mean", gradient, plain)
 
 
@@ -497,7 +501,7 @@ def test_a_key_is_another_row_in_each(group):
         assert view.size() == 3
     assert group.size() == 9
     for bad in ([-1], [LAST + 1], np.array([1 << 63], np.uint64)):
-        with pytest.raises(ValueError, match=rf"table 'item'.*key {bad[0]} at place 0 is not from 0 to 2\*\*48 - 1"):
+        with pytest.raises(ValueError, match=rf"table 'item'.*key {bad[0]} at position 0 is not from 0 to 2\*\*48 - 1"):
             group["item"].lookup(bad)
     keys, rows = group.export()["item"]
     assert sorted(keys.tolist()) == [0, 7, LAST]
@@ -557,7 +561,7 @@ def test_a_step_of_all_is_one_reduction(strategy, group, calls_of):
 
 
 BAD = {
-    "twice": (lambda g: [(ps.IndexedSlices(ones(1), [1]), g["user"])] * 2, "stands in several pairs"),
+    "twice": (lambda g: [(ps.IndexedSlices(ones(1), [1]), g["user"])] * 2, "several pairs"),
     "None": (lambda g: [(None, g["user"])], "table 'user' is None"),
     "an array": (lambda g: [(ones(1), g["user"])], "table 'user' is ndarray"),
     "of another": (lambda g: [(g["item"].lookup([3]).gradient(ones(1)), g["user"])], "rows of other tables"),

@@ -159,7 +159,7 @@ def test_arguments_are_one_value(strategy):
     )
     where = strategy.extended.non_slot_devices([v])
     differing = ps.PerReplica([np.zeros(3)] * max(2, replicas(strategy)))
-    bad = [(differing, r"no per-replica values; reduce them first with reduce_to")]
+    bad = [(differing, r"does not take per-replica values; reduce them first with reduce_to")]
     if kind_of(strategy) != "default":
         bad.append((local, f"'{local.name}' is an ON_READ variable.*read it before"))
     for value, says in bad:
@@ -339,7 +339,9 @@ def test_only_variables_and_parameter_devices_are_places(strategy):
     extended = strategy.extended
     for wrong in ("nowhere", "", (), None, ["nowhere"], 5, 1.5, np.ones(3)):
         words = (
-            "variable" if isinstance(wrong, int | float | np.ndarray) else "give a variable or what non_slot_devices"
+            "variable"
+            if isinstance(wrong, int | float | np.ndarray)
+            else "pass a variable, or the result of non_slot_devices"
         )
         with pytest.raises((TypeError, ValueError), match=words):
             extended.colocate_vars_with(wrong).__enter__()
@@ -347,7 +349,7 @@ def test_only_variables_and_parameter_devices_are_places(strategy):
             extended.update_non_slot(wrong, lambda: None)
         with pytest.raises((TypeError, ValueError), match="variable"):
             extended.update(wrong, lambda v: None)
-    refused(TypeError, "takes a list of variables, and not a ndarray", lambda: extended.non_slot_devices([np.ones(3)]))
+    refused(TypeError, "takes a list of variables, not a ndarray", lambda: extended.non_slot_devices([np.ones(3)]))
 
 
 def test_non_slot_variables_are_beside_all_that_is_trained(strategy):
@@ -386,7 +388,7 @@ def test_what_is_elsewhere_is_refused_where_it_is_used(shared):
         for value, remedy in ((there, "create it there"), (reduced, "reduce it to"), (result, "reduce it to")):
             refused(
                 ps.errors.LocalityError,
-                f"never crosses servers.*{remedy}.*read it first",
+                f"but the update that uses it runs on server.*{remedy}.*read it first",
                 lambda value=value: extended.update(here, lambda v, x: v.assign(x), (value,)),
                 lambda value=value: extended.update(here, lambda v: v.assign(value)),
             )

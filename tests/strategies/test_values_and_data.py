@@ -62,13 +62,13 @@ def test_arguments_are_a_tuple(strategy):
     """One that stands alone would be taken apart: the message says what to write. Values of other strategies are
     refused by their number, which is not that of the replicas."""
     for alone in (np.ones(3), numbered(strategy), 3, "text"):
-        with pytest.raises(TypeError, match=r"run takes a tuple of arguments, and args is a .*; write args=\(x,\)"):
+        with pytest.raises(TypeError, match=r"run takes a tuple of arguments, but args is a .*; use args=\(x,\)"):
             strategy.run(lambda *x: None, args=alone)
-        with pytest.raises(TypeError, match=r"merge_call takes a tuple of arguments.*; write args=\(x,\)"):
+        with pytest.raises(TypeError, match=r"merge_call takes a tuple of arguments.*; use args=\(x,\)"):
             strategy.run(lambda alone=alone: here().merge_call(lambda s, *x: None, args=alone))
     n = replicas(strategy)
     for count in (n - 1, n + 1) if kind_of(strategy) != "default" else ():
-        with pytest.raises(ValueError, match=f"Mirrored of {count} values is given to {n} local replicas"):
+        with pytest.raises(ValueError, match=f"Mirrored with {count} values was passed to {n} local replicas"):
             strategy.run(lambda x: None, ({"x": ps.Mirrored([1.0] * count)},))
     assert in_replicas(strategy, lambda i: i) == tuple(range(replicas(strategy)))
 
@@ -102,7 +102,7 @@ def test_python_numbers_that_are_equal_are_one(strategy, number):
     assert strategy.experimental_local_results(apart) == (-1, *[number] * (replicas(strategy) - 1))
     assert strategy.reduce("mean", result, axis=None) == number
     if replicas(strategy) > 1:
-        with pytest.raises(ValueError, match=r"SUM of .*run makes one where all are equal, so return arrays"):
+        with pytest.raises(ValueError, match=r"SUM got .*so return arrays"):
             strategy.reduce("sum", result, axis=None)
 
 
@@ -319,7 +319,7 @@ def test_numpy_datasets_are_made_of_arrays(strategy):
     assert stacked.size == 2
     through_extended = strategy.extended.experimental_make_numpy_dataset(np.ones(10, "float32"), session=None)
     assert through_extended.size == 10
-    with pytest.raises(ValueError, match="same first dimension"):
+    with pytest.raises(ValueError, match="differ in their first dimension"):
         strategy.experimental_make_numpy_dataset((np.zeros(3), np.zeros(4)))
     refused(ValueError, r"batch", lambda: strategy.experimental_distribute_dataset(stacked))
     refused(TypeError, "", lambda: strategy.experimental_distribute_dataset(5))
@@ -344,7 +344,7 @@ def test_a_function_makes_this_workers_dataset(strategy):
         assert found == [padded[k : k + n] for k in range(0, len(padded), n)]
     assert told == [ps.InputContext(1, 0, n)] * 2
     assert str(told[0]) == "ps.InputContext(input pipeline id 0, total: 1)"
-    refused(ValueError, "cannot be shared equally", lambda: ps.InputContext(1, 0, 2).get_per_replica_batch_size(5))
+    refused(ValueError, "cannot be split equally", lambda: ps.InputContext(1, 0, 2).get_per_replica_batch_size(5))
 
 
 def test_the_training_loop_of_the_documents(strategy):
@@ -397,7 +397,7 @@ def test_the_next_batch_may_be_missing(strategy):
         for missing in (optional, iterator.get_next_as_optional()):
             assert not missing.has_value()
             assert missing.element_spec == data.element_spec
-            with pytest.raises(ValueError, match="the pass over the dataset has ended, and there is no batch"):
+            with pytest.raises(ValueError, match="the pass over the dataset has ended"):
                 missing.get_value()
     assert not any(hasattr(data, name) for name in ("batch", "map", "repeat", "shard", "shuffle"))
     iterator = iter(strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)]))

@@ -204,23 +204,23 @@ def of_both(strategy):
 CROSSINGS = {
     "assigned together": (
         lambda e, mine, ours: e.update(mine, lambda v, w: (v.assign_add(1.0), w.assign_add(1.0)), (ours,)),
-        "assigns both 'apart.*make an update of each",
+        "assigns both 'apart.*use one update for each",
     ),
     "read by all": (
         lambda e, mine, ours: e.update(ours, lambda v, w: v.assign_add(w.value()), (mine,)),
-        "the update of variable 'shared.*takes variable 'apart.*not the same for all of them at any time",
+        "the update of variable 'shared.*uses variable 'apart.*may differ between workers",
     ),
     "reduced alone": (
         lambda e, mine, ours: e.update(ours, ps.Variable.assign_add, (e.reduce_to("sum", np.ones(2), mine),)),
-        "the update of variable 'shared.*takes a reduced value, which is not the same",
+        "the update of variable 'shared.*uses a reduced value, which may differ between workers",
     ),
     "reduced together": (
         lambda e, mine, ours: e.update(mine, ps.Variable.assign_add, (e.reduce_to("sum", np.ones(2), ours),)),
-        "the update of variable 'apart.*takes a reduced value of all workers, for which it does not wait",
+        "each worker updates variable 'apart.*but the update uses a reduced value, which waits for all workers",
     ),
     "result of all": (
         lambda e, mine, ours: e.update(mine, ps.Variable.assign_add, (e.update(ours, lambda v: v.value() * 2.0),)),
-        "the update of variable 'apart.*takes the result of an update of all workers",
+        "each worker updates variable 'apart.*but the update uses the result of an update, which waits for all workers",
     ),
 }
 
@@ -246,7 +246,7 @@ def test_optimizers_that_need_all_gradients(two):
     apart, shared = of_both(two)
     ones = np.ones(2)
     both = ps.optimizers.SGD(1.0, global_clipnorm=1.0)
-    with pytest.raises(ValueError, match=r"global_clipnorm .*'apart.*each worker's own; give such variables an"):
+    with pytest.raises(ValueError, match=r"global_clipnorm .*'apart.*\); use another optimizer for such variables"):
         two.run(lambda: both.apply_gradients([(ones, apart), (ones, shared)]))
     scaled = ps.optimizers.SGD(1.0, loss_scale_factor=ps.optimizers.DynamicLossScale())
     refused(ValueError, "DynamicLossScale", lambda: two.run(lambda: scaled.apply_gradients([(ones, apart)])))
@@ -256,11 +256,15 @@ def test_optimizers_that_need_all_gradients(two):
 
 
 JOBS = {
-    "bounded": ({"consistency": ps.BoundedStaleness(2)}, ps.Async(), "no worker gets further ahead than 2 rounds"),
+    "bounded": ({"consistency": ps.BoundedStaleness(2)}, ps.Async(), "limits all variables to 2 rounds"),
     "deterministic": ({"deterministic": True}, ps.Async(), "deterministic=True needs rounds"),
-    "nonfinite": ({"consistency": ps.Sync(nonfinite="skip")}, ps.Async(), r"write ps.Async\(nonfinite='skip'\)"),
-    "staleness": ({}, ps.BoundedStaleness(2), r"has consistency=ps.BoundedStaleness\(2\), and the job has ps.Sync\(\)"),
-    "sync": ({"consistency": ps.Async()}, ps.Sync(), r"has consistency=ps.Sync\(\), and the job has ps.Async\(\)"),
+    "nonfinite": ({"consistency": ps.Sync(nonfinite="skip")}, ps.Async(), r"use ps.Async\(nonfinite='skip'\)"),
+    "staleness": (
+        {},
+        ps.BoundedStaleness(2),
+        r"has consistency=ps\.BoundedStaleness\(2\), but the job has ps\.Sync\(\)",
+    ),
+    "sync": ({"consistency": ps.Async()}, ps.Sync(), r"has consistency=ps\.Sync\(\), but the job has ps\.Async\(\)"),
 }
 
 
@@ -279,7 +283,7 @@ def test_a_job_keeps_to_what_goes_with_its_variables():
         with strategy.scope():
             v = ps.Variable(np.zeros(2), name="v", consistency=ps.Async())
             w = ps.Variable(np.zeros(2), name="w")
-        with pytest.raises(ps.errors.ConfigError, match=r"variable 'v'.*take ps\.Sync"):
+        with pytest.raises(ps.errors.ConfigError, match=r"variable 'v'.*use ps\.Sync"):
             strategy.set_consistency(ps.BoundedStaleness(1))
 
         optimizer = ps.optimizers.SGD(1.0)
@@ -355,7 +359,7 @@ def test_what_is_no_consistency(two, monkeypatch):
     with two.scope():
         for given in ("async", ps.Async, 3):
             for create in (ps.Variable, lambda _, **keys: ps.dynamic_embedding.get_variable("none", dim=1, **keys)):
-                with pytest.raises(TypeError, match=r"is no consistency; give ps\.Async"):
+                with pytest.raises(TypeError, match=r"is not a consistency; use ps\.Async"):
                     create(0.0, consistency=given)
         with pytest.raises(ValueError, match="ON_READ"):
             ps.Variable(0.0, synchronization=ps.VariableSynchronization.ON_READ, consistency=ps.Async())

@@ -69,7 +69,7 @@ def test_synchronization_is_settled_at_creation(strategy):
     for asked in (SYNCHRONIZATION.ON_WRITE, ON_READ):
         v = variable(strategy, synchronization=asked, aggregation=AGGREGATION.MEAN)
         assert (v.synchronization, v.aggregation) == (asked, AGGREGATION.MEAN)
-    with pytest.raises(ValueError, match=r"synchronization NONE.*take ON_READ"):
+    with pytest.raises(ValueError, match=r"synchronization NONE.*use ON_READ"):
         variable(strategy, synchronization=SYNCHRONIZATION.NONE)
     on_read = {"synchronization": ON_READ, "aggregation": SUM}
     for options, trained in (({}, True), ({"trainable": False}, False), (on_read, False)):
@@ -78,9 +78,9 @@ def test_synchronization_is_settled_at_creation(strategy):
     refused(ValueError, "cannot be trained", lambda: variable(strategy, trainable=True, **on_read))
     for how in (SYNCHRONIZATION.ON_WRITE, ON_READ):
         for dtype in (np.int64, np.int8, np.uint8, bool):
-            with pytest.raises(ValueError, match="cannot hold a mean; take a floating dtype"):
+            with pytest.raises(ValueError, match="cannot hold a mean; use a floating dtype"):
                 variable(strategy, np.zeros(3, dtype), synchronization=how, aggregation=AGGREGATION.MEAN)
-        with pytest.raises(ValueError, match=r"bool cannot hold a sum; take an integer dtype"):
+        with pytest.raises(ValueError, match=r"bool cannot hold a sum; use an integer dtype"):
             variable(strategy, np.zeros(3, bool), synchronization=how, aggregation=SUM)
 
 
@@ -96,7 +96,7 @@ def test_a_repeated_name_gets_a_number(strategy):
     )
     with strategy.scope():
         for name in (1, b"w", ["w"]):
-            with pytest.raises(TypeError, match="the name of a variable is a text, such as"):
+            with pytest.raises(TypeError, match="use a string, such as"):
                 ps.Variable(0.0, name=name)
         assert [ps.Variable(0.0, name=none).name.startswith("Variable") for none in (None, "")] == [True] * 2
         given = (1.0, None), ([1.0], None), (1, None), (1, "float16"), (np.ones(2), None)
@@ -165,7 +165,7 @@ def test_without_an_aggregation_a_replica_cannot_assign(strategy, how):
         assert (shown(truth), truth.dtype) == ([False, True], np.dtype(bool))
         return
     with pytest.raises(
-        ValueError, match=f"'{v.name}' is assigned in replica context.*aggregation=.*SUM, MEAN or ONLY_FIRST"
+        ValueError, match=f"'{v.name}' was assigned in replica context.*aggregation=.*SUM, MEAN or ONLY_FIRST"
     ):
         strategy.run(lambda: getattr(v, how)(1.0))
     assert shown(v) == [0.0] * 3
@@ -217,7 +217,7 @@ def test_what_cannot_be_assigned(strategy, how):
     count = variable(strategy, np.zeros(2, "int64"))
     getattr(v, how)(np.float64(2.0))  # values are broadcast and cast within their kind, as NumPy does in place
     getattr(count, how)(np.int8(3))
-    says = rf"'{count.name}': float64 cannot be assigned to int64; write value\.astype"
+    says = rf"'{count.name}': float64 cannot be assigned to int64; use value\.astype"
     refused(WRONG_DTYPE, says, lambda: getattr(count, how)(np.ones(2)))
     refused((ValueError, ps.errors.ProgramError), f"'{v.name}'.*(3|4)", lambda: getattr(v, how)(np.ones(4, "float32")))
     assert (shown(v), shown(count)) == ([2.0] * 3 if how == "assign" else [3.0, 4.0, 5.0], [3, 3])

@@ -246,7 +246,7 @@ def test_all_processes_act_on_one_verdict(tmp_path, asynchronous):
         assert job.said(W0, "saved") == job.said(W1, "saved") == ["run/ckpt-2"]
     left = {"ckpt-1", "ckpt-2.damaged", "ckpt-3.damaged"} | (set() if asynchronous else {"ckpt-2"})
     assert {path.name for path in run.iterdir() if path.is_dir()} == left
-    assert [job.errors(task).count("is restored, and not what is newer and damaged") for task in (W0, W1)] == [1, 0]
+    assert [job.errors(task).count("is damaged and was renamed to") for task in (W0, W1)] == [1, 0]
 
 
 def raises_between(late):

@@ -264,7 +264,7 @@ def test_what_is_created_later_finds_its_checkpoint(kind, caplog):
         save(manager, 2, 3, 4)
         assert on_disk(kind) == numbered(1, 4)
         assert manifest_at(kind, 4)[1]["state"][".manager"]["deleting"] == numbered(1, 3)
-        said = [record.getMessage() for record in caplog.records if "is still there" in record.getMessage()]
+        said = [record.getMessage() for record in caplog.records if "could not be deleted yet" in record.getMessage()]
         assert [text.split()[0] for text in said] == paths(1)
         with strategy.scope():
             assert ps.Variable(np.zeros(40), name="late").numpy()[0] == 2.0
@@ -275,9 +275,9 @@ def test_what_is_created_later_finds_its_checkpoint(kind, caplog):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"checkpoint_name": "a/ckpt"}, "has a slash"),
-        ({"max_to_keep": 0}, "keeps nothing"),
-        ({"checkpoint_interval": 2}, "give step_counter"),
+        ({"checkpoint_name": "a/ckpt"}, "contains a slash"),
+        ({"max_to_keep": 0}, "would keep no checkpoint"),
+        ({"checkpoint_interval": 2}, "pass step_counter"),
         ({"full_every": 0}, "full_every=0"),
         ({"delta_interval": 3}, "step_counter"),
         ({"delta_interval": 3, "checkpoint_interval": 3, "step_counter": 1}, "leave checkpoint_interval out"),
@@ -325,7 +325,12 @@ def lose(directory):
     next(directory.glob("shard-*")).unlink()
 
 
-DAMAGE = {flip: "are not those that were saved", cut: "is no manifest", brackets: "no manifest", lose: "is missing"}
+DAMAGE = {
+    flip: "another checksum than when it was saved",
+    cut: "not a checkpoint manifest",
+    brackets: "not a checkpoint manifest",
+    lose: "is missing",
+}
 
 
 def contents(directory):
@@ -395,11 +400,15 @@ def test_where_all_are_damaged_nothing_begins_anew(kind):
     with opened(kind) as strategy:
         manager = managed(strategy)
         manager.checkpoint.v.assign(np.full(40, 9.0))
-        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*not those that were saved") as told:
+        with pytest.raises(
+            ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*another checksum than when it was saved"
+        ) as told:
             manager.checkpoint.restore("run/ckpt-2")
         assert told.value.task in ("", "/job:ps/task:0")
         cut(run / "ckpt-1")
-        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*not those that.*ckpt-1: .*is no manifest"):
+        with pytest.raises(
+            ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*not those that.*ckpt-1: .*is not a checkpoint manifest"
+        ):
             manager.restore_or_initialize()
         assert value(manager) == 9
     assert on_disk(kind) == numbered(1, 2)

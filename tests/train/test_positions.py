@@ -135,7 +135,7 @@ def test_another_dataset_begins_anew_and_says_so(opened, caplog, other):
     whole = seen(data.epochs(2))
     assert whole == [0, 1]
     (record,) = caplog.records
-    assert "dataset 0 begins anew: the checkpoint has the position of another dataset" in record.message
+    assert "dataset 0 starts from the beginning, because the checkpoint has the position of a dataset" in record.message
     assert "data=dataset" in record.message
 
 
@@ -144,7 +144,7 @@ def test_a_list_with_another_end_is_another_one(opened, caplog):
     save(opened, listed)
     data, _ = restore(opened, lambda: listed(last=7))
     assert list(data.epochs(2)) == [0, 1]
-    assert "begins anew" in caplog.text
+    assert "starts from the beginning" in caplog.text
 
 
 @pytest.mark.parametrize("loop", ["plain", "iterator"])
@@ -189,7 +189,7 @@ def test_passes_that_are_all_done_are_told(opened, caplog):
     save(opened, arrays)
     data, _ = restore(opened, arrays)
     assert list(data.epochs(1)) == []
-    assert "all 1 passes over dataset 0 are done, as the checkpoint has it" in caplog.text
+    assert "all 1 epochs of dataset 0, so no batches are left" in caplog.text
 
 
 def test_a_position_stays_in_checkpoints_until_a_loop_asks_for_it(opened):

@@ -284,7 +284,9 @@ def test_who_goes_back_saves_whole(tmp_path):
         assert found["ckpt-2"] == ""
         job.checkpoint.restore("run/ckpt-2")
         assert job.state().equals(expected)
-        with pytest.raises(ps.errors.DamagedCheckpoint, match="'ckpt-2' was saved, and what is there"):
+        with pytest.raises(
+            ps.errors.DamagedCheckpoint, match="'ckpt-2', but the checkpoint of this name was saved later"
+        ):
             job.checkpoint.restore("run/ckpt-3")
         save(manager, 1)
         assert bases(tmp_path)["ckpt-1"] == "ckpt-2"

@@ -57,9 +57,9 @@ def on_host(value: object) -> Array:
     check_jax(value)
     kind = type(value)
     if kind.__module__.startswith("scipy.sparse"):
-        raise TypeError(f"a {kind.__name__} of SciPy is sparse, and an array is expected; give x.toarray()")
+        raise TypeError(f"a SciPy {kind.__name__} is sparse, but a dense array is expected; pass x.toarray()")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        raise TypeError("an array has masked elements, which have no values; give x.filled(value)")
+        raise TypeError("an array has masked elements, which have no value; pass x.filled(value)")
     return native(np.asarray(value))
 
 
@@ -76,30 +76,33 @@ def check_jax(value: Any) -> None:
         return
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            "an array of JAX is traced, and has no values yet; return it from the compiled function, and give what "
-            "that returns"
+            "a JAX array is traced and has no value yet; return it from the compiled function, and pass "
+            "the returned array"
         )
     if value.is_deleted():
         raise TypeError(
-            "an array of JAX is deleted: it was donated to a compiled function, or x.delete() was called; give what "
-            "the function returned, or a copy from before"
+            "a JAX array was deleted, because it was donated to a compiled function or x.delete() was "
+            "called; pass the array that the function returned, or a copy"
         )
 
 
 def _of_torch(value: Any) -> Array:
     if value.is_nested:
-        raise TypeError("a tensor is nested, and an array is expected; give torch.nested.to_padded_tensor(x, 0.0)")
+        raise TypeError("a tensor is nested, but a dense array is expected; pass torch.nested.to_padded_tensor(x, 0.0)")
     tensor = value.detach()
     torch = sys.modules["torch"]
     if tensor.layout != torch.strided:
         raise TypeError(
-            "a tensor is sparse, and an array is expected; give x.to_dense(), or where rows are taken "
-            "ps.IndexedSlices(x.coalesce().values(), x.coalesce().indices()[0], x.shape)"
+            "a tensor is sparse, but a dense array is expected; pass x.to_dense(), or, where slices are "
+            "accepted, ps.IndexedSlices(x.coalesce().values(), x.coalesce().indices()[0], x.shape)"
         )
     if tensor.is_quantized:
-        raise TypeError("a tensor is quantized, and an array is expected; give x.dequantize()")
+        raise TypeError("a tensor is quantized, but an array is expected; pass x.dequantize()")
     if tensor.is_meta:
-        raise TypeError("a tensor is on the meta device, and has no values")
+        raise TypeError(
+            "a tensor is on the meta device and has no values; move it to another device with to_empty() and "
+            "set its values"
+        )
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     dtype = WITHOUT_NUMPY.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:

@@ -82,7 +82,7 @@ class Device:
         """Reads `cpu:0`, `gpu`, or a full name as `full_name` gives; raises `ConfigError` for all else."""
         match = _DEVICE.fullmatch(text)
         if not match:
-            raise ConfigError(f"{text!r} is no device; write cpu:0 or gpu:0")
+            raise ConfigError(f"{text!r} is not a device; use cpu:0 or gpu:0")
         return cls("gpu" if match["kind"].lower() == "gpu" else "cpu", int(match["index"] or 0))
 
 
@@ -100,7 +100,7 @@ def _cupy() -> ModuleType | None:
 def _loaded_cupy() -> ModuleType:
     found = _cupy()
     if found is None:
-        raise ConfigError("a GPU is asked for, but CuPy is not installed; install paramserver[gpu], or use cpu:0")
+        raise ConfigError("a GPU was requested, but CuPy is not installed; install paramserver[gpu], or use cpu:0")
     return found
 
 
@@ -171,16 +171,18 @@ def local_devices(names: Sequence[str] | None) -> tuple[Device, ...]:
     if names is None:
         return default_devices()
     if isinstance(names, str):
-        raise ConfigError(f"devices are a list with one name for each replica; write devices=[{names!r}]")
+        raise ConfigError(f"devices must be a list with one name per replica; use devices=[{names!r}]")
     devices = tuple(Device.parse(name) for name in names)
     if not devices:
-        raise ConfigError("no device is given; name at least one, such as cpu:0")
+        raise ConfigError("the list of devices is empty; name at least one, such as cpu:0")
     if len(set(devices)) < len(devices):
-        raise ConfigError(f"a device is given twice in {list(names)}; each replica needs its own")
+        raise ConfigError(f"a device is listed twice in {list(names)}; use a different device for each replica")
     gpus = available_gpus() if any(device.kind == "gpu" for device in devices) else 0
     for device in devices:
         if device.kind == "gpu" and device.index >= gpus:
-            raise ConfigError(f"there is no {device}: this process sees {gpus} GPUs; use cpu:0, or check the driver")
+            raise ConfigError(
+                f"device {device} does not exist: this process sees {gpus} GPUs; use cpu:0, or check the driver"
+            )
     return devices
 
 
@@ -265,7 +267,8 @@ def begin_download(array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[in
     Args:
         array: NumPy's or CuPy's; on a GPU it must not change before the copy has ended. What makes it must be in the
             calling thread's current stream, or in one that this stream waits for, as the null stream does.
-        dtype, shape: of the result; the shape has as many elements as the array's.
+        dtype: the dtype of the result.
+        shape: the shape of the result, with as many elements as the array has.
     """
     if _is_cupy(array):
         return _copies(device_of(array)).download(array, dtype, shape)

@@ -175,7 +175,7 @@ def pack_sequence_as(structure: Nest, leaves: Sequence[object]) -> Nest:
     """
     count = len(flatten(structure))
     if len(leaves) != count:
-        raise ValueError(f"{len(leaves)} leaves do not fill a structure of {count}")
+        raise ValueError(f"the structure has {count} leaves, but {len(leaves)} values were passed")
     rest = iter(leaves)
     return map_structure(lambda _: next(rest), structure)
 

@@ -54,9 +54,11 @@ class AbandonmentTimer:
             limit, name = self._timeouts.first_worker_timeout, "PS_FIRST_WORKER_TIMEOUT"
         if self._silent < limit:
             return None
-        ends = dict.fromkeys(self._expected, "never came") | {t: SILENT.get(state, state) for t, state in ends.items()}
+        ends = dict.fromkeys(self._expected, "never connected") | {
+            t: SILENT.get(state, state) for t, state in ends.items()
+        }
         told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
         return Abandoned(
-            f"no worker has been here for {self._silent:.0f} s ({name}): {told}. The job is given up: "
-            "their logs say why; start it again, to go on from a checkpoint"
+            f"no worker was connected for {self._silent:.0f} s ({name}): {told}. The job has ended; the "
+            "workers' logs contain the cause. Restart the job to continue from a checkpoint"
         )

@@ -97,14 +97,14 @@ class CheckpointCommitter:
     def _commit(self, plan: Plan, gone: Set[int]) -> Snapshotted | None:
         order = plan.snapshot
         if order is None:
-            raise ValueError("the plan orders no checkpoint")
+            raise ValueError("the compiled step does not save a checkpoint")
         try:
             servers = [server for server in order.servers if server not in gone | self._apart]
             pending = [self._ask(server, plan.id) for server in servers]
             shards = [self._awaited(server, plan.id, future) for server, future in zip(servers, pending, strict=True)]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
-                raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
+                raise CheckpointError(f"the servers wrote parts from different rounds ({rounds}); save again")
             if self._session.hosting.gone - gone:
                 return None  # one of the parts may have what another one has as well
             text, first = _fitting(manifest_of(shards, order)), servers[0]
@@ -112,13 +112,15 @@ class CheckpointCommitter:
         except (ServerGone, ServerLost) as error:
             if not self._session.copied:
                 raise
-            log.warning("%s was lost while %r was written: the others save what it had", error.task, order.path)
+            log.warning(
+                "%s was lost while checkpoint %r was written; the other servers save its part", error.task, order.path
+            )
             return None
         except Fenced:
             raise  # nobody knows what became of it: who drives the job next will
         except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
             if not isinstance(error, PSError):
-                log.exception("a checkpoint could not be committed")
+                log.exception("the checkpoint could not be completed")
             return Snapshotted(plan.id, 0, order.path, str(error) if isinstance(error, PSError) else repr(error))
         return Snapshotted(plan.id, done.round, done.path)
 
@@ -128,7 +130,7 @@ class CheckpointCommitter:
     def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
         """Waits for a server's part of a checkpoint, while its round and disk take their time; repeats the question."""
         said, seconds = (
-            "%s still writes its part of a checkpoint, or waits for its round",
+            "%s is still writing its part of a checkpoint, or waiting for the round of the checkpoint",
             self._session.timeouts.report_interval,
         )
         reminder = Reminder(seconds, lambda: log.info(said, Task("ps", server)))
@@ -146,7 +148,7 @@ def _fitting(manifest: Manifest) -> str:
     text = manifest.text()
     if len(text) > PART_BYTES:
         raise CheckpointError(
-            f"its manifest, of {len(manifest.tensors):,} variables, takes {len(text):,} bytes, and at most "
-            f"{PART_BYTES:,} can be sent; make fewer and larger variables, or give them shorter names"
+            f"the manifest of {len(manifest.tensors):,} variables has {len(text):,} bytes; at most "
+            f"{PART_BYTES:,} can be sent. Create fewer and larger variables, or use shorter names"
         )
     return text

@@ -44,8 +44,8 @@ def decide(
 
 def undone(sessions: Sequence[SessionState], expected: Set[Task]) -> dict[Task, str]:
     """The tasks that have not done their part, and what is known of each."""
-    states = dict.fromkeys(expected, "never came") | {s.member.task: s.state for s in sessions}
-    return {task: "still here" if state == "open" else state for task, state in states.items() if state != "left"}
+    states = dict.fromkeys(expected, "never connected") | {s.member.task: s.state for s in sessions}
+    return {task: "still connected" if state == "open" else state for task, state in states.items() if state != "left"}
 
 
 def cut_off(statuses: Sequence[ServerStatus], limit: float) -> ServerLost | None:
@@ -61,9 +61,8 @@ def cut_off(statuses: Sequence[ServerStatus], limit: float) -> ServerLost | None
     server, missed = longest
     one, other = Task("ps", server), Task("ps", missed.server)
     return ServerLost(
-        f"{one} has not reached {other} for {missed.seconds:.0f} s ({missed.reason}), so that they cannot agree on "
-        "their rounds; let the servers connect to each other; "
-        "then restart from a checkpoint",
+        f"{one} has not reached {other} for {missed.seconds:.0f} s ({missed.reason}), so the servers cannot "
+        "agree on their rounds; allow connections between the servers, then restart from a checkpoint",
         str(max(one, other)),
     )
 

@@ -52,14 +52,14 @@ class Deputy:
             chief = self._make()
             chief.start(takes_over=True, waits=False)
         except TaskTaken:
-            log.info("%s need not drive the job: another process does", self._task)
+            log.info("%s does not take over as chief: another process did", self._task)
         except Forbidden as error:
             self._refused = True
-            log.warning("nobody drives the job any more, and %s may not: %s", self._task, error)
+            log.warning("the job has no chief, and %s is not allowed to take over: %s", self._task, error)
         except PSError as error:
-            log.warning("nobody drives the job any more, and %s cannot: %s", self._task, error)
+            log.warning("the job has no chief, and %s could not take over: %s", self._task, error)
         else:
-            log.warning("nobody drives the job any more: %s does, from now on", self._task)
+            log.warning("the chief is down: %s takes over as chief", self._task)
             return chief
         if chief is not None:
             chief.close()
@@ -71,5 +71,5 @@ class Deputy:
             if outlook(server.status(), timeouts) == "gone":
                 return self.take_over()
         except PSError as error:
-            log.debug("%s cannot see who drives the job: %s", self._task, error)
+            log.debug("%s cannot find out whether the job has a chief: %s", self._task, error)
         return None

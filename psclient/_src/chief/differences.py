@@ -27,7 +27,7 @@ log = logging.getLogger("psclient.chief")
 LEASES = 10
 """Leases that are between two repairs of one pair of servers at least."""
 
-ADVICE = "run both on processors of one kind, and have their memory tested"
+ADVICE = "run all servers on the same type of processor, and test their memory"
 """What to do about servers that compute differently."""
 
 Pair = tuple[int, int]
@@ -77,11 +77,11 @@ class Differences:
                 other = Task("ps", pair[0] if server == pair[1] else pair[1])
                 if self._log.state.survives(self._log.state.gone | {server}):
                     self._repaired[pair] = self._clock()
-                    what = f"had other values than {other} after round {found.round} ({found.told})"
+                    what = f"had different values from {other} after round {found.round} ({found.told})"
                     self._given_up = lost = ServerLost(what, str(Task("ps", server)))
-                    log.warning("%s: it is given up, and gets the others' once it is started again", lost)
+                    log.warning("%s: this server is removed; after a restart it copies the values of the others", lost)
                     return lost
-                self._leave(pair, found, "no other copy would be left of what one of them has")
+                self._leave(pair, found, "removing either server would lose variables that have no other copy")
         return None
 
     def _may_repair(self, pair: Pair, found: Difference) -> bool:
@@ -90,15 +90,15 @@ class Differences:
         if last is None:
             return True
         if not found.agreed:
-            self._leave(pair, found, f"they began with the same, and so compute differently; {ADVICE}")
+            self._leave(pair, found, f"both began with the same values, so they compute differently; {ADVICE}")
             return False
         return self._clock() - last >= LEASES * self._session.timeouts.session_timeout
 
     def _leave(self, pair: Pair, found: Difference, why: str) -> None:
         self._left.add(pair)
         one, other = (Task("ps", server) for server in pair)
-        what = f"{one} and {other} have other values since round {found.round} ({found.told})"
-        log.warning("%s, and stay so: %s", what, why)
+        what = f"{one} and {other} have different values since round {found.round} ({found.told})"
+        log.warning("%s. They are not repaired: %s", what, why)
 
     def choose(self, pair: Pair, statuses: Sequence[ServerStatus]) -> int:
         """Returns which of two servers that differ is given up.
@@ -128,7 +128,7 @@ class Differences:
         told = [(i, e) for i, e in enumerate(self._log.state.log) if isinstance(e, Gone)]
         index, entry = next((i, e) for i, e in reversed(told) if e.server == server_of(error))
         here, token = self._servers[entry.server], self._session.token
-        self._threads.submit(farewell(here, lambda there: there.approve(token, index, [entry]), "is given up"))
+        self._threads.submit(farewell(here, lambda there: there.approve(token, index, [entry]), "was removed"))
 
 
 def found_of(statuses: Sequence[ServerStatus]) -> Mapping[Pair, Difference]:

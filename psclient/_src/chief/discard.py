@@ -34,7 +34,7 @@ def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) 
     status = _keeper(servers)
     here = sorted({str(s.member.task) for s in status.sessions if is_here(s, timeouts.session_timeout)})
     if here:
-        raise ConfigError(f"{', '.join(here)} of the job are here; end these processes first, then discard it")
+        raise ConfigError(f"still connected: {', '.join(here)}; end these processes before discarding the job")
     session = Session(task, servers, 0, True, timeouts, job=status.job, copied=bool(status.losses))
     session.open(waits=False)
     error = "the job could not be discarded"
@@ -66,7 +66,7 @@ def _keeper(servers: Sequence[ParameterServer]) -> ServerStatus:
         raise errors[0]
     newest = newest_of(statuses)
     if newest is None or newest.over:
-        raise ConfigError("these servers hold no job: nothing is to be discarded")
+        raise ConfigError("these servers do not hold a job, so there is nothing to discard")
     if errors and not newest.gone and not newest.moved:
         raise errors[0]
     follow_moves(servers, newest.moved)

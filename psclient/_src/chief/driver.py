@@ -173,11 +173,10 @@ class Chief:
         self._thread.start()
 
     def stop(self, abandon: bool, steps_down: bool = False) -> None:
-        """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.report_interval` for
-        whom.
+        """Waits for the job to end, in a process whose own script has ended.
 
-        It is given up where nobody is there any more, as `AbandonmentTimer` says; who is there may take as long as it
-        likes.
+        Logs every `Timeouts.report_interval` which tasks it waits for. Gives up when no task is left, see
+        `AbandonmentTimer`; a task that is there may take as long as it needs.
 
         Args:
             abandon: end at once, because this process failed.
@@ -191,7 +190,7 @@ class Chief:
             self._thread.join(self._timeouts.report_interval)
             if self._thread.is_alive():
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
-                log.warning("%s has done its part, and drives the job on: waits for %s", self.task, awaited)
+                log.warning("%s has finished its script and continues as chief; it waits for %s", self.task, awaited)
 
     @property
     def is_driving(self) -> bool:
@@ -208,9 +207,9 @@ class Chief:
     def _say_who_is_missing(self) -> None:
         """Of a process that only drives: those who are there say themselves for whom they wait."""
         waited = undone(self._sessions, self._expected)
-        missing = {task: state for task, state in waited.items() if state != "still here"}
+        missing = {task: state for task, state in waited.items() if state != "still connected"}
         if missing and self._thread is None and (self._log.state.generation is None or missing == waited):
-            log.warning("%s drives the job, and waits for %s", self.task, _told(missing))
+            log.warning("the chief in %s waits for %s", self.task, _told(missing))
 
     def _drive_quietly(self) -> None:
         try:
@@ -225,7 +224,8 @@ class Chief:
         """Drives in the calling thread until the job is done; raises `PSError` if that is impossible.
 
         Args:
-            takes_over, waits: as `start`.
+            takes_over: as `start`.
+            waits: as `start`.
             begun: called once it is chief: from then on it may be told to step down.
         """
         self._open(takes_over, waits)
@@ -287,7 +287,7 @@ class Chief:
                     self._watching, self._version = None, 0
                     continue
                 if self.steps_down.look(self._sessions, time.monotonic()):
-                    log.warning("the chief in %s leaves, and another process drives the job on", self.task)
+                    log.warning("the chief in %s leaves; another process takes over as chief", self.task)
                     break
         except ServerLost as lost:
             self._losses.announce(lost)  # first: who sees that its session has ended may take its place
@@ -316,8 +316,12 @@ class Chief:
             raise
         if self._session.incarnations != before and not self._copied:
             self._session.leave("a server was replaced")
-            raise ServerLost("a server of the job was replaced while the chief was away; restart from a checkpoint")
-        log.warning("the chief in %s was away (%s); nobody has taken its place, and it goes on", self.task, error)
+            raise ServerLost(
+                "a server of the job was replaced while the chief was disconnected; restart from a checkpoint"
+            )
+        log.warning(
+            "the chief in %s was disconnected (%s); no other chief took over, and it continues", self.task, error
+        )
 
     # ---- Looking and appending ----
 

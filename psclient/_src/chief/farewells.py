@@ -25,7 +25,7 @@ def farewell(server: RemoteServer, say: Callable[[RemoteServer], object], what: 
         try:
             say(there)
         except PSError as error:
-            log.info("%s at %s does not hear that it %s: %s", there.task, there.address, what, error)
+            log.info("%s at %s could not be notified that it %s: %s", there.task, there.address, what, error)
         finally:
             there.close()
 

@@ -1,5 +1,7 @@
-"""Which generation comes next: who has come, who is gone, and where new members begin. Plain functions, no I/O, no
-clock."""
+"""Computes the next generation: members that joined, members that are gone, and where new members begin.
+
+Plain functions, no I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -237,9 +239,8 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionState]) -> list[str]:
-    """Returns lines for the log: which members are lost by a generation that is about to be closed, and which are
-    back."""
-    if state.generation is None:
+    """Returns log lines for the members that are lost and those that are back in a generation about to be closed."""
+    if state.generation is None or not generation.everybody:  # with no member left, the job does not go on
         return []
     before, now = ({m.session: m.task for m in each.everybody} for each in (state.generation, generation))
     ends = {session.member.session: session.state for session in sessions}
@@ -247,4 +248,4 @@ def told_of(state: JobState, generation: Generation, sessions: Sequence[SessionS
     lines = [f"goes on without {task}, which {WAYS[end]}" for task, end in lost if end in WAYS]
     earlier = {member.task for each in state.generations.values() for member in each.members}
     back = [task for number, task in now.items() if number not in before and task in earlier]
-    return lines + [f"{task} is back, and takes part again" for task in back]
+    return lines + [f"{task} has reconnected and takes part again" for task in back]

@@ -92,7 +92,8 @@ class HungMembers:
             return
         self._spoke = now
         log.warning(
-            "round %d has waited for %s for %.0f s; who does not come within %g s (PS_ROUND_TIMEOUT) is left out",
+            "round %d has waited for %s for %.0f s; a worker that takes longer than %g s "
+            "(PS_ROUND_TIMEOUT) is excluded",
             stall.round,
             ", ".join(map(str, stall.missing)),
             stall.seconds,

@@ -60,9 +60,9 @@ class JobLog:
         session, entries = self._session, self._read()
         if holds_job(entries, session.incarnations, session.job):
             self.state.take(entries)
-            log.info("goes on with job %s at entry %d", entries[0], len(entries))
+            log.info("continuing job %s at log entry %d", entries[0], len(entries))
         elif self.takes_over:
-            raise JobOver("the job is over, or the servers hold another one: there is nothing to take over")
+            raise JobOver("there is no job to take over: it has ended, or the servers hold another one")
         else:
             addresses = tuple(server.address for server in self._servers)
             copies = copies_by(session.domains) if session.copied else ()
@@ -151,7 +151,7 @@ class JobLog:
                 if not isinstance(entries[-1], Done):
                     raise
                 # It ends by this very entry, so that a lost answer cannot be asked for again.
-                log.info("server %d did not say that it knows of the end: %s", number, error)
+                log.info("server %d did not confirm the end of the job: %s", number, error)
 
     def _copy_to(self, number: int, entries: Sequence[LogEntry]) -> None:
         self._copied[number] = self._send(self._servers[number], self._copied[number], entries)
@@ -174,11 +174,15 @@ def copies_by(domains: Sequence[str]) -> tuple[int, ...]:
     """
     count = len(domains)
     if count < 2:
-        raise ConfigError("PS_REPLICATION_FACTOR=2 needs two servers: one has the copies of the other; add a ps task")
+        raise ConfigError("PS_REPLICATION_FACTOR=2 needs at least two servers; add a ps task")
     found = list[int]()
     for server, domain in enumerate(domains):
         behind = [(server + step) % count for step in range(1, count)]
         found.append(next((other for other in behind if domains[other] != domain), behind[0]))
     if len(set(domains)) == 1:
-        log.warning("all servers run in %r, and fail as one: copies help against the loss of a process", domains[0])
+        log.warning(
+            "all servers run in failure domain %r, so copies protect only against the loss of a process; "
+            "spread the servers",
+            domains[0],
+        )
     return tuple(found)

@@ -40,7 +40,11 @@ class Losses:
             if len(gone) == len(self._servers):
                 raise error
             lives = self._log.state.survives(gone)
-            ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
+            ends = (
+                []
+                if lives
+                else [Lost(losses[0].server, f"{losses[0].reason}; the server with its copies was lost too")]
+            )
             try:
                 self._log.lose(losses, ends, self._session.timeouts.call_timeout)
             except (ServerGone, ServerLost) as another:
@@ -58,7 +62,7 @@ class Losses:
         try:
             self._log.insist(Lost(lost, error.message), self._session.timeouts.call_timeout)
         except (PSError, TimeoutError) as failure:
-            log.warning("the chief cannot say that %s is lost: %s", error.task, failure)
+            log.warning("the chief could not announce that %s is lost: %s", error.task, failure)
 
     def _untold(self, losses: Sequence[Gone], error: ServerGone | ServerLost) -> list[Gone]:
         """Returns the servers that are lost and of which the log does not tell; raises the error if it is of none.
@@ -88,4 +92,4 @@ class Losses:
 
 def _how(error: PSError) -> str:
     """Returns how a server was lost, without what that would mean were there no copies."""
-    return re.split("; (?:its variables are gone|restart from)", error.message)[0]
+    return re.split("; (?:its variables are|restart from)", error.message)[0]

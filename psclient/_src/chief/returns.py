@@ -152,7 +152,7 @@ class Returns:
                 try:
                     self._log.prepare(look.there)
                 except PSError as error:
-                    log.info("%s does not know of the end: %s", Task("ps", look.server), error)
+                    log.info("%s could not be notified that the job has ended: %s", Task("ps", look.server), error)
 
     def _homes_of(self, server: int) -> set[str]:
         """Returns where a server was before it moved."""
@@ -203,7 +203,7 @@ class Returns:
             del self._looks[key]
             if look.answer.exception() is None and self._may_return(server, address, look.answer.result(), now):
                 moves = address != self._servers[server].address
-                text = f"moves to {address}" if moves else "answers again, as a new process: it is readmitted"
+                text = f"moves to {address}" if moves else "has restarted and is readmitted"
                 log.warning("%s %s", Task("ps", server), text)
                 return Return(server, look.answer.result().incarnation, number, address=address if moves else "")
         return None
@@ -320,13 +320,13 @@ class Returns:
                 there.status()  # it is there still
                 return found[0]
             time.sleep(POLL_SECONDS)
-        raise PSError("the members go on without it")
+        raise PSError("the members continued without it")
 
     def _give_up(self, back: Return, why: str) -> None:
         task, seconds = Task("ps", back.server), 2 * self._session.timeouts.session_timeout
         if back.server in self._log.state.gone:
-            log.warning("the job goes on without %s, which could not be readmitted: %s", task, why)
+            log.warning("the job continues without %s, which could not be readmitted: %s", task, why)
         else:
-            log.warning("%s stays where it is, and does not move to %s: %s", task, back.address, why)
-        log.warning("%s is asked again in %g s, or once it is started anew", back.address or task, seconds)
+            log.warning("%s could not be moved to %s: %s", task, back.address, why)
+        log.warning("the next attempt with %s is in %g s, or when it is restarted", back.address or task, seconds)
         self._failed[back.incarnation] = self._clock()

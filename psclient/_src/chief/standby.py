@@ -70,20 +70,20 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
         "gone" once nobody does; "over" where the job is over, or all these servers have ended; "none" to who may begin
         one.
     """
-    states = {"none": "a chief begins the job", "driven": "its chief is gone, or the job is over"}
+    states = {"none": "a chief starts the job", "driven": "its chief is down, or the job ends"}
     seen: Outlook = "none"
     since: float | None = None  # when no server was found any more that keeps the sessions of the job
     for server in servers:
         look_again(server)
     reminder = Reminder(
-        timeouts.report_interval, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief"))
+        timeouts.report_interval, lambda: log.info("%s is on standby until %s", task, states.get(seen, "it is chief"))
     )
     while True:
         time.sleep(LOOK_SECONDS)
         try:
             status = _ask(servers)
         except ServerLost as error:  # it has answered before: see `expect`
-            log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
+            log.warning("%s is no longer on standby: server 0 has ended (%s)", task, error)
             return "over"
         seen = outlook(status, timeouts)
         if status.incarnations and not (status.sessions or status.over or status.broken):

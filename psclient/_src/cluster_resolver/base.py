@@ -13,10 +13,12 @@ from pswire.errors import ConfigError
 
 
 class ClusterResolver(abc.ABC):
-    """Tells a process which cluster it is in, and which of its tasks it is.
+    """Finds the cluster that a process belongs to, and which of its tasks the process is.
 
-    A resolver of one's own has `cluster_spec` and `master`, and sets `task_type` and `task_id`. Its methods may be
-    called in every context. As `tf.distribute.cluster_resolver.ClusterResolver`.
+    A custom resolver has `cluster_spec` and `master`, and sets `task_type` and `task_id`. Its methods may be called in
+    any context.
+
+    Source: `tf.distribute.cluster_resolver.ClusterResolver`.
     """
 
     _task_type: str | None = None
@@ -25,18 +27,18 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it is at this call; an empty one where there is none."""
+        """Returns the current cluster; an empty one if there is none."""
 
     @abc.abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task as `<rpc_layer>://host:port`, or `host:port` without a layer.
+        """Returns the address of a task as `<rpc_layer>://host:port`, or `host:port` without a layer.
 
-        There are no session masters here: this is for scripts that show or compare addresses.
+        Session masters do not exist here: this is for scripts that show or compare addresses.
 
         Args:
             task_type: the job; None for that of this process.
             task_id: the index in the job; None for that of this process.
-            rpc_layer: the protocol to write in front; None for that of the resolver.
+            rpc_layer: the protocol to write before the address; None for that of the resolver.
 
         Raises:
             ValueError: the cluster has no such task.
@@ -44,7 +46,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, such as "worker"; None where it is not known."""
+        """The job of this process, such as "worker"; None if it is not known."""
         return self._found("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -53,7 +55,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; None where it is not known."""
+        """The index of this process in its job; None if it is not known."""
         return self._found("task_id") if self._task_id is None else int(self._task_id)
 
     @task_id.setter
@@ -62,7 +64,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` writes in front of addresses, such as "grpc"; None for none."""
+        """The protocol that `master` writes before addresses, such as "grpc"; None for none."""
         return self._found("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -71,13 +73,13 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str | None:
-        """Always "", as in TensorFlow outside of Google, unless a resolver was told another."""
+        """Empty, as in TensorFlow outside of Google, unless the resolver was given another value."""
         return ""
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Returns how many GPUs a task has.
+        """Returns the number of GPUs of a task.
 
         Args:
             task_type: the job; None for that of this process.
@@ -85,8 +87,8 @@ class ClusterResolver(abc.ABC):
             config_proto: ignored; it is a parameter in TensorFlow.
 
         Returns:
-            `{"GPU": n}` for this process, n being what it can use, and `{}` where it can use none. `{}` as well for any
-            other task: nothing is known here about the devices of other processes.
+            `{"GPU": n}` for this process with n usable GPUs, and `{}` without. `{}` as well for any other task, because
+            the devices of other processes are not known.
 
         Raises:
             ValueError: the cluster has no such task.
@@ -113,15 +115,19 @@ class StartedClusterResolver(ClusterResolver):
     _cluster: ClusterSpec
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it was when this resolver was made."""
+        """Returns the cluster as it was when the resolver was created."""
         return self._cluster
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """The job and the index of this process."""
+        """Returns the job and the index of this process."""
         return self.task_type, self.task_id
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
+        """Returns the address of a task, by default of this one.
+
+        Raises:
+            ValueError: the cluster has no such task.
+        """
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
         if job is None or index is None:

@@ -34,31 +34,31 @@ class _Place:
 
 
 class KubernetesClusterResolver(StartedClusterResolver):
-    """Tells the cluster that the pods of Indexed Jobs, of a JobSet or of StatefulSets form; asks no API server.
+    """Finds the cluster that the pods of Indexed Jobs, a JobSet or StatefulSets form, without asking the API server.
 
-    Such pods have hostnames that end with the controller's name and the pod's index: `ps-1` and `digits-ps-1` are task
-    1 of `ps`; `digits-ps-0-1` is pod 1 of the first Job `ps` of the JobSet `digits`. A Service without a cluster IP
-    gives each server the address `HOSTNAME.SERVICE:PORT`. All pods of a cluster are named alike, so that one hostname
-    tells all others.
+    The hostnames of such pods end with the controller's name and the pod's index: `ps-1` and `digits-ps-1` are task 1
+    of `ps`; `digits-ps-0-1` is pod 1 of the first Job `ps` of the JobSet `digits`. A Service without a cluster IP gives
+    each server the address `HOSTNAME.SERVICE:PORT`. All pods of a cluster have names of the same form, so that one
+    hostname determines all others.
 
-    Reads once `HOSTNAME` and, where they are set, `JOB_COMPLETION_INDEX`, which Kubernetes sets in each pod of an
-    Indexed Job, `JOB_COMPLETIONS`, and `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOB_INDEX`, which the downward API can
-    set from the labels of a JobSet's pods. The name is that of TensorFlow's resolver, which asks the API server for
-    pods by their labels, and has other arguments.
+    The constructor reads `HOSTNAME` and, if they are set, `JOB_COMPLETION_INDEX` (set by Kubernetes in each pod of an
+    Indexed Job), `JOB_COMPLETIONS`, and `JOBSET_NAME`, `REPLICATED_JOB_NAME` and `JOB_INDEX`, which the downward API
+    can set from the labels of a JobSet's pods. TensorFlow's resolver of this name asks the API server for pods by their
+    labels, and has other arguments.
 
     Args:
-        jobs: job name to number of tasks, such as `{"ps": 2, "worker": 4}`; the same in every pod.
+        jobs: maps job names to numbers of tasks, such as `{"ps": 2, "worker": 4}`; the same in every pod.
         port: the port on which each server listens.
         service: name of the servers' Service, in the namespace of the pods or with it (`ps.training`); None for the
-            name of the JobSet, which makes one of that name, else the name of the servers' controller.
-        names: job name to the name of its Job, StatefulSet or replicated job, where these are not the same.
-        completions: job name to the pods of each of its Jobs, for jobs of which a JobSet has several replicas; None
-            for one Job with all of the tasks. For the job of this pod `JOB_COMPLETIONS` may say it as well.
+            name of the JobSet, which makes a Service with that name, else the name of the servers' controller.
+        names: maps job names to the names of their Jobs, StatefulSets or replicated jobs, if these differ.
+        completions: maps job names to the number of pods of each of their Jobs, for jobs with several replicas in a
+            JobSet; None for one Job with all tasks. For the job of this pod `JOB_COMPLETIONS` may have it as well.
         rpc_layer: the protocol of addresses.
 
     Raises:
         ValueError: there is no job of servers, or a number of tasks is less than 1.
-        ConfigError: the hostname, or a variable, is not that of a pod of these jobs. It names the variable.
+        ConfigError: the hostname, or a variable, is not that of a pod of these jobs; the message names the variable.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class KubernetesClusterResolver(StartedClusterResolver):
         index = (place.replica or 0) * each + place.pod
         if index >= count or place.pod >= each:
             raise ConfigError(
-                f"this pod is task {index} of {place.job!r}, of which `jobs` has {count}, {each} in each Job; give "
-                "the numbers of the manifest: jobs, and completions where a JobSet has several replicas of a Job"
+                f"this pod is task {index} of {place.job!r}, but `jobs` has {count}, {each} in each Job; give the "
+                f"numbers of the manifest: jobs, and completions if a JobSet has several replicas of a Job"
             )
         return index
 
@@ -110,14 +110,16 @@ class KubernetesClusterResolver(StartedClusterResolver):
 
 def _check(jobs: Mapping[str, int], names: Mapping[str, str], completions: Mapping[str, int]) -> None:
     if SERVERS not in jobs:
-        raise ValueError(f'jobs must have the servers, such as {{"ps": 2, "worker": 4}}, and has {dict(jobs)}')
+        raise ValueError(f'jobs must contain the servers, such as {{"ps": 2, "worker": 4}}, not {dict(jobs)}')
     for what, counts in (("jobs", jobs), ("completions", completions)):
         for job, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{what}[{job!r}] must be a whole number from 1, not {count!r}")
     for what, keys in (("names", names), ("completions", completions)):
         if unknown := sorted(keys - jobs.keys()):
-            raise ValueError(f"{what} has {unknown[0]!r}, and jobs has no such job; it has {', '.join(sorted(jobs))}")
+            raise ValueError(
+                f"{what} contains {unknown[0]!r}, which is not in jobs; jobs has {', '.join(sorted(jobs))}"
+            )
 
 
 def _found(names: Mapping[str, str]) -> _Place:
@@ -127,14 +129,14 @@ def _found(names: Mapping[str, str]) -> _Place:
     if place is None:
         ends = ", ".join(f"{name}-0" for name in names.values())
         raise ConfigError(
-            f"HOSTNAME={host!r} is of no pod of these jobs: it has to end like {ends}, as those of Indexed Jobs, "
-            "StatefulSets and JobSets do; give `names` where the controllers have others, and leave out hostNetwork"
+            f"HOSTNAME={host!r} is not a pod of these jobs; it must end like {ends}, as in Indexed Jobs, "
+            f"StatefulSets and JobSets. Give `names` if the controllers have other names, and do not use hostNetwork"
         )
     said = _number("JOB_COMPLETION_INDEX")
     if said is not None and said != place.pod:
         raise ConfigError(
-            f"JOB_COMPLETION_INDEX={said}, but HOSTNAME={host!r} is of pod {place.pod}; leave both as Kubernetes sets "
-            "them"
+            f"JOB_COMPLETION_INDEX={said}, but HOSTNAME={host!r} belongs to pod {place.pod}; leave both as "
+            f"Kubernetes sets them"
         )
     return place
 
@@ -146,16 +148,17 @@ def _of_set(names: Mapping[str, str]) -> _Place | None:
         return None
     for name, value in told.items():
         if not value:
-            raise ConfigError(f"{name} is not set, and {_other(told, name)} is; set both by the downward API, or none")
+            raise ConfigError(
+                f"{name} is not set, but {_other(told, name)} is; set both with the downward API, or neither"
+            )
     pod = _number("JOB_COMPLETION_INDEX")
     if pod is None:
-        raise ConfigError(
-            "JOB_COMPLETION_INDEX is not set: the Jobs of a JobSet have to be Indexed (completionMode: Indexed)"
-        )
+        raise ConfigError("JOB_COMPLETION_INDEX is not set; set completionMode: Indexed for the Jobs of a JobSet")
     jobs = [job for job, name in names.items() if name == told["REPLICATED_JOB_NAME"]]
     if not jobs:
         raise ConfigError(
-            f"REPLICATED_JOB_NAME={told['REPLICATED_JOB_NAME']!r} is none of {', '.join(names.values())}; give `names`"
+            f"REPLICATED_JOB_NAME={told['REPLICATED_JOB_NAME']!r} is not one of {', '.join(names.values())}; give "
+            f"`names`"
         )
     return _Place(jobs[0], f"{told['JOBSET_NAME']}-", _number("JOB_INDEX") or 0, pod)
 

@@ -10,19 +10,21 @@ from pswire.cluster import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Answers from its arguments. As `tf.distribute.cluster_resolver.SimpleClusterResolver`.
+    """Returns its arguments.
+
+    Source: `tf.distribute.cluster_resolver.SimpleClusterResolver`.
 
     Args:
         cluster_spec: the jobs and the addresses of their tasks.
-        master: the answer of `master()` where no task is asked for.
+        master: the result of `master()` without a task.
         task_type: the job of this process.
         task_id: its index in the job.
         environment: the value of the property `environment`.
-        num_accelerators: the answer of `num_accelerators` for every task; None for `{}`.
+        num_accelerators: the result of `num_accelerators` for every task; None for `{}`.
         rpc_layer: the protocol of addresses, such as "grpc".
 
     Raises:
-        TypeError: the cluster is no `ClusterSpec`, or the master no text.
+        TypeError: the cluster is not a `ClusterSpec`, or the master not a string.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class SimpleClusterResolver(ClusterResolver):
                 f"cluster_spec must be a ClusterSpec, not {type(cluster_spec).__name__}; write ClusterSpec(...)"
             )
         if not isinstance(master, str):
-            raise TypeError(f"master must be a text such as host:port, not {master!r}")
+            raise TypeError(f"master must be a string such as host:port, not {master!r}")
         self._cluster_spec = cluster_spec
         self._master = master
         self._environment = environment
@@ -48,11 +50,11 @@ class SimpleClusterResolver(ClusterResolver):
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster that was given."""
+        """Returns the constructor's cluster."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The master that was given, or the address of a task where both its job and its index are given.
+        """Returns the constructor's master, or the address of a task if both its job and its index are given.
 
         Raises:
             ValueError: the cluster has no such task.
@@ -69,24 +71,24 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Returns what was given, whichever task is asked for; nothing is detected."""
+        """Returns the constructor's number for any task; does not detect GPUs."""
         return self._num_accelerators
 
 
 class UnionResolver(ClusterResolver):
-    """The clusters of several resolvers as one. As `tf.distribute.cluster_resolver.UnionResolver`.
+    """Combines the clusters of several resolvers; everything else comes from the first one.
 
-    All but the cluster is what the first of them says.
+    Source: `tf.distribute.cluster_resolver.UnionResolver`.
 
     Args:
-        resolvers: at least one.
-        task_type: the job of this process, instead of what the first resolver says.
-        task_id: its index in the job, instead of what the first resolver says.
-        rpc_layer: the protocol of addresses, instead of what the first resolver says.
+        resolvers: one or more resolvers.
+        task_type: the job of this process, instead of that of the first resolver.
+        task_id: its index in the job, instead of that of the first resolver.
+        rpc_layer: the protocol of addresses, instead of that of the first resolver.
 
     Raises:
-        TypeError: an argument is no `ClusterResolver`.
-        ValueError: there is none.
+        TypeError: an argument is not a `ClusterResolver`.
+        ValueError: no resolver is given.
     """
 
     def __init__(
@@ -100,18 +102,18 @@ class UnionResolver(ClusterResolver):
             raise ValueError("a union needs at least one ClusterResolver")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise TypeError(f"a union is one of ClusterResolvers, not of {type(resolver).__name__}")
+                raise TypeError(f"a union takes ClusterResolvers, not {type(resolver).__name__}")
         self._resolvers = resolvers
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs of all resolvers.
+        """Returns the jobs of all resolvers.
 
-        Where each resolver lists a job from task 0 without gaps, the lists are put one after another; else the job's
-        tasks keep their indices.
+        If each resolver lists a job from task 0 without gaps, the lists are concatenated; else the job's tasks keep
+        their indices.
 
         Raises:
-            KeyError: two resolvers have the same task of a job in which one of them leaves indices out.
+            KeyError: two resolvers have the same task of a job in which one of them leaves out indices.
         """
         found: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
@@ -120,7 +122,7 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merged(job, parts) for job, parts in found.items()})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """What the resolver says whose task it is, where both its job and its index are given; else the first one.
+        """Returns the address of a task if both its job and its index are given; else the first resolver's master.
 
         Raises:
             ValueError: the cluster has no such task.
@@ -141,13 +143,13 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's."""
+        """That of the first resolver."""
         return self._resolvers[0].environment
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Returns what the first resolver says."""
+        """Returns the first resolver's number."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     def _found(self, name: str) -> Any:
@@ -164,6 +166,6 @@ def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | di
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
         twice = sorted(tasks.keys() & merged.keys())
         if twice:
-            raise KeyError(f"several resolvers have a task {twice[0]} of job {job!r}; give each task its own index")
+            raise KeyError(f"several resolvers have task {twice[0]} of job {job!r}; give each task its own index")
         merged |= tasks
     return merged

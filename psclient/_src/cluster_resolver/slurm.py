@@ -19,26 +19,29 @@ _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 class SlurmClusterResolver(StartedClusterResolver):
-    """Tells the cluster that the tasks of a Slurm step form, from the variables that Slurm sets for each of them.
+    """Finds the cluster that the tasks of a Slurm step form, from the variables that Slurm sets for each task.
 
-    Tasks are numbered through the nodes in order, as Slurm numbers them; jobs take their tasks in the order of the
-    jobs' names. Task k of a node, from 0, has port `port_base + k` and the GPUs from `k * gpus_per_task`. Reads once
-    `SLURM_PROCID` and, for what is not given, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
-    `SLURM_STEP_TASKS_PER_NODE`. As `tf.distribute.cluster_resolver.SlurmClusterResolver`, but that nodes keep the order
-    of the list: sorted by name, node10 would come before node9, and processes would be told the addresses of others.
+    Tasks are numbered over the nodes in order, as Slurm numbers them, and assigned to jobs in the order of the jobs'
+    names. Task k of a node, from 0, has port `port_base + k` and the GPUs from `k * gpus_per_task`. The constructor
+    reads `SLURM_PROCID` and, for arguments that are not given, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST` and
+    `SLURM_STEP_TASKS_PER_NODE`.
+
+    Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. Unlike there, nodes keep the order of the list:
+    sorted by name, node10 would come before node9, and processes would get wrong addresses.
 
     Args:
-        jobs: job name to number of tasks; None makes all tasks workers.
+        jobs: maps job names to numbers of tasks; None makes all tasks workers.
         port_base: the first port on each node.
         gpus_per_node: GPUs of each node; None counts those of this node.
         gpus_per_task: GPUs of each task; None divides those of a node evenly.
-        tasks_per_node: tasks on each node, or host name to tasks, in Slurm's order of the hosts; None asks Slurm.
-        auto_set_gpu: True to set `CUDA_VISIBLE_DEVICES` to this task's GPUs, at once: in TensorFlow `cluster_spec`
-            does it, but a process that has used CUDA before is not affected any more.
+        tasks_per_node: tasks on each node, or a mapping from host names to tasks, in Slurm's order of the hosts; None
+            asks Slurm.
+        auto_set_gpu: True to set `CUDA_VISIBLE_DEVICES` to this task's GPUs in the constructor. It has no effect in a
+            process that has used CUDA before.
         rpc_layer: the protocol of addresses.
 
     Raises:
-        RuntimeError: a variable is missing, jobs and nodes have not the same number of tasks, or GPUs do not suffice.
+        RuntimeError: a variable is missing, jobs and nodes have different numbers of tasks, or there are too few GPUs.
         ConfigError: the value of a variable is malformed.
     """
 
@@ -68,7 +71,7 @@ class SlurmClusterResolver(StartedClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """The GPUs of each task, whichever is asked for."""
+        """Returns the number of GPUs of each task, the same for all tasks."""
         return {"GPU": self._share}
 
 
@@ -85,14 +88,17 @@ def _nodes(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, int]:
         return dict.fromkeys(hosts, tasks_per_node)
     counts = expand_counts(slurm_variable("SLURM_STEP_TASKS_PER_NODE"))
     if len(counts) != len(hosts):
-        raise RuntimeError(f"SLURM_STEP_NODELIST has {len(hosts)} nodes, SLURM_STEP_TASKS_PER_NODE {len(counts)}")
+        raise RuntimeError(
+            f"SLURM_STEP_NODELIST has {len(hosts)} nodes, but SLURM_STEP_TASKS_PER_NODE has "
+            f"{len(counts)}; leave both as Slurm sets them"
+        )
     return dict(zip(hosts, counts, strict=True))
 
 
 def _check_counts(rank: int, jobs: Mapping[str, int], nodes: Mapping[str, int]) -> None:
     asked, there = sum(jobs.values()), sum(nodes.values())
     if asked != there:
-        raise RuntimeError(f"the jobs have {asked} tasks, but the nodes of the Slurm step {there}; make them equal")
+        raise RuntimeError(f"the jobs have {asked} tasks, but the Slurm step has {there}; make them equal")
     if rank >= there:
         raise RuntimeError(
             f"SLURM_PROCID={rank}, but the Slurm step has {there} tasks; correct tasks_per_node and jobs"
@@ -108,7 +114,7 @@ def expand_hosts(text: str) -> list[str]:
     parts = _HOST.findall(text)
     hosts = [host for part in parts for host in _expand_host(part)]
     if ",".join(parts) != text or not hosts:
-        raise ConfigError(f"SLURM_STEP_NODELIST={text!r} is no host list; one is node[1-3,7],other")
+        raise ConfigError(f"SLURM_STEP_NODELIST={text!r} is not a host list such as node[1-3,7],other")
     return hosts
 
 
@@ -123,7 +129,7 @@ def _expand_ranges(text: str) -> list[str]:
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         if not match or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f"SLURM_STEP_NODELIST: {part!r} is no range of nodes; one is 08-10")
+            raise ConfigError(f"SLURM_STEP_NODELIST: {part!r} is not a range of nodes such as 08-10")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
@@ -139,7 +145,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if not match:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list of numbers of tasks; one is 3(x2),1")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list of task counts such as 3(x2),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -164,7 +170,7 @@ def _count_gpus() -> int:
         return 0
     except subprocess.CalledProcessError as error:
         said = " ".join((error.stdout + error.stderr).split())
-        raise RuntimeError(f"nvidia-smi cannot tell the number of GPUs ({said}); give gpus_per_node") from error
+        raise RuntimeError(f"nvidia-smi cannot report the number of GPUs ({said}); give gpus_per_node") from error
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
@@ -174,7 +180,9 @@ def _share(gpus: list[str], per_task: int | None, tasks: int) -> int:
     if per_task is None and gpus and not share:
         raise RuntimeError(f"a node has {len(gpus)} GPUs for {tasks} tasks; give gpus_per_node and gpus_per_task")
     if share * tasks > len(gpus):
-        raise RuntimeError(f"{tasks} tasks with {share} GPUs each need more than the {len(gpus)} GPUs of a node")
+        raise RuntimeError(
+            f"{tasks} tasks with {share} GPUs each need more than the {len(gpus)} GPUs of a node; lower gpus_per_task"
+        )
     return share
 
 

@@ -14,18 +14,18 @@ TRAINING_JOBS = ("chief", "worker")
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Tells what the environment variable `TF_CONFIG` says at each call.
+    """Reads the cluster from the environment variable `TF_CONFIG`, at each call.
 
-    What is given to the constructor, or set later, goes before what `TF_CONFIG` says; its `environment` is ignored.
-    As `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
+    Values that are given to the constructor, or set later, override those of `TF_CONFIG`; its `environment` is ignored.
+    Each method raises `ConfigError` if the part of `TF_CONFIG` that it reads is malformed.
+
+    Source: `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
 
     Args:
         task_type: the job of this process.
         task_id: its index in the job.
         rpc_layer: the protocol of addresses, such as "grpc".
         environment: the value of the property `environment`.
-
-    Any method may raise `ConfigError`, when the part of `TF_CONFIG` that it reads is malformed.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster of `TF_CONFIG`; an empty one where it names none."""
+        """Returns the cluster of `TF_CONFIG`; an empty one if it has none."""
         return _tf_config().cluster_spec()
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task; "" in a cluster of a single task; the `session_master` of `TF_CONFIG` if it has one.
+        """Returns the address of a task, or the `session_master` of `TF_CONFIG` if it has one; "" for a single task.
 
         Raises:
             ValueError: the cluster has no such task.
@@ -96,14 +96,14 @@ def task_of(resolver: ClusterResolver) -> TaskConfig | None:
     config = task_config_of(resolver, where)
     if config and config.task.job == EVALUATOR:
         raise ConfigError(
-            "an evaluator has no part in the training: give it a strategy of its own, such as MirroredStrategy(), and "
-            "let it restore what ps.train.checkpoints_iterator(directory) yields",
+            "an evaluator does not take part in training; give it its own strategy, such as MirroredStrategy(), and "
+            "restore the checkpoints of ps.train.checkpoints_iterator(directory)",
             str(config.task),
         )
     if config and config.task.job not in TRAINING_JOBS:
         raise ConfigError(
-            f"a {config.task.job} task runs no training script; start a ps task with psserver, "
-            "and make a strategy in workers and the chief only",
+            f"a {config.task.job} task does not run a training script; start a ps task with psserver, and create a "
+            f"strategy only in workers and the chief",
             str(config.task),
         )
     return config

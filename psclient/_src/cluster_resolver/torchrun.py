@@ -23,22 +23,22 @@ MOST_PORTS = 65535
 
 
 class TorchrunClusterResolver(StartedClusterResolver):
-    """Tells the cluster that the processes of a torchrun job form, from the variables that torchrun sets for each.
+    """Finds the cluster that the processes of a torchrun job form, from the variables that torchrun sets for each.
 
-    Ranks are dealt to jobs as `SlurmClusterResolver` does: in the order of the jobs' names, so that a chief, if there
-    is one, and the servers have the first ranks. These are on the first node, whose address is the only one that
-    torchrun tells (`MASTER_ADDR`); the server of rank r listens there on port `port_base + r`. Workers listen nowhere,
-    and may be on any node. Without a chief worker 0 is the chief as well. Reads once `RANK`, `WORLD_SIZE`,
+    Ranks are assigned to jobs as in `SlurmClusterResolver`, in the order of the jobs' names: a chief, if there is one,
+    and the servers have the first ranks. Servers must be on the first node, the only one whose address torchrun
+    provides (`MASTER_ADDR`); the server of rank r listens there on port `port_base + r`. Workers do not listen, and may
+    be on any node. Without a chief, worker 0 is also the chief. The constructor reads `RANK`, `WORLD_SIZE`,
     `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT`. TensorFlow has no such resolver.
 
     Args:
-        jobs: job name to number of tasks, which make `WORLD_SIZE` together; None for one server, and workers.
-        port_base: the port of the server with rank 0, if that is one.
+        jobs: maps job names to numbers of tasks, `WORLD_SIZE` in total; None for one server, and workers.
+        port_base: the port of a server with rank 0.
         rpc_layer: the protocol of addresses.
 
     Raises:
-        RuntimeError: a variable is missing; there are more or fewer tasks than ranks; a server is on another node than
-            the first.
+        RuntimeError: a variable is missing; the number of tasks is not that of ranks; or a server is not on the first
+            node.
         ConfigError: the value of a variable is malformed, or a server's port is torchrun's own.
     """
 
@@ -49,8 +49,8 @@ class TorchrunClusterResolver(StartedClusterResolver):
         jobs = {SERVERS: 1, "worker": world - 1} if jobs is None else jobs
         if sum(jobs.values()) != world:
             raise RuntimeError(
-                f"the jobs have {sum(jobs.values())} tasks, but torchrun has started {world} processes; make them "
-                "equal, by jobs or by --nnodes and --nproc-per-node"
+                f"the jobs have {sum(jobs.values())} tasks, but torchrun started {world} processes; make them equal "
+                f"with jobs, or with --nnodes and --nproc-per-node"
             )
         if not jobs.get(SERVERS):
             raise RuntimeError(f'jobs must have a server and a worker, such as {{"ps": 1, "worker": 3}}, not {jobs}')
@@ -61,10 +61,9 @@ class TorchrunClusterResolver(StartedClusterResolver):
         self._cluster = _cluster(tasks, port_base)
 
     def serve(self, *arguments: str) -> None:
-        """Makes this process the server that its task is; returns at once where it is no server.
+        """Runs the server of this process's task; returns at once if the task is not a server.
 
-        To be called before the script makes a strategy, or anything else: the program `psserver` takes the place of
-        the script, and ends with the job.
+        Call it before the script makes a strategy: the program `psserver` replaces the script, and ends with the job.
 
         Args:
             arguments: more arguments of `psserver`, such as `"--memory-limit", "8GiB"`.
@@ -84,18 +83,18 @@ def _check_servers(tasks: Sequence[tuple[str, int]], rank: int, port_base: int) 
     node, here = _number("GROUP_RANK"), _number("LOCAL_WORLD_SIZE")
     if (tasks[rank][0] == SERVERS and node != 0) or (node == 0 and last >= here):
         raise RuntimeError(
-            f"servers are the ranks up to {last}, and the first node has {here if node == 0 else 'fewer'} processes: "
-            "torchrun tells no address but that of the first node, so that all servers have to be there; take fewer, "
-            "or raise --nproc-per-node"
+            f"servers are the ranks up to {last}, but the first node has {here if node == 0 else 'fewer'} "
+            f"processes. All servers must be on the first node, because torchrun gives only its address; use fewer "
+            f"servers, or raise --nproc-per-node"
         )
     taken = _number("MASTER_PORT")
     ports = range(port_base, port_base + last + 1)
     if ports[0] < 1 or ports[-1] > MOST_PORTS:
-        raise ConfigError(f"port_base={port_base} leaves no ports for {last + 1} ranks; take one from 1024 to 65000")
+        raise ConfigError(f"port_base={port_base} leaves no ports for {last + 1} ranks; use one from 1024 to 65000")
     if taken in ports:
         raise ConfigError(
-            f"MASTER_PORT={taken} is torchrun's own, and servers have the ports from {ports[0]} to {ports[-1]}; give "
-            "another port_base, or another --master-port"
+            f"MASTER_PORT={taken}, which torchrun uses, is within the servers' ports {ports[0]} to {ports[-1]}; give "
+            f"another port_base, or another --master-port"
         )
 
 
@@ -112,7 +111,7 @@ def _cluster(tasks: Sequence[tuple[str, int]], port_base: int) -> ClusterSpec:
 def _variable(name: str) -> str:
     text = launcher_variable(name)
     if not text:
-        raise RuntimeError(f"{name} is not set: torchrun has not started this process; start it with torchrun")
+        raise RuntimeError(f"{name} is not set, because torchrun did not start this process; start it with torchrun")
     return text
 
 

@@ -144,7 +144,7 @@ class Arrays:
 
     def __init__(self, dataset: ArrayDataset) -> None:
         if dataset.batch_size is None:
-            raise ValueError("a dataset is distributed by batches; call dataset.batch(global_batch_size) first")
+            raise ValueError("the dataset is not batched; call dataset.batch(global_batch_size) before distributing it")
         self._dataset = dataset
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -203,7 +203,10 @@ class Iterated:
             for _, item in islice(self._items(0, 0), 1):
                 self._described(item)
         if self._spec is None:
-            raise ValueError(f"the {type(self._dataset).__name__} gives no batch, so there is none to describe")
+            raise ValueError(
+                f"the {type(self._dataset).__name__} has no batch that could be inspected; pass a dataset with "
+                "at least one batch"
+            )
         return self._spec
 
     def _chosen(self) -> Callable[[], str]:
@@ -264,7 +267,7 @@ class Indexed(Listed):
         item = self._dataset[epoch * len(self._dataset) + index]
         if item is None:
             raise ValueError(
-                "a MapDataset has None where its filter leaves out a batch; distribute dataset.to_iter_dataset()"
+                "a MapDataset returned None for a batch that its filter drops; distribute dataset.to_iter_dataset()"
             )
         return item
 
@@ -358,15 +361,15 @@ def _weighed(batch: Batch, start: int, stop: int) -> Nest:
 
 
 SHARED_TWICE = (
-    "the DataLoader has a {}, which gives each worker a part of the data, and each batch is shared among workers once "
-    "more, so that most of the data is never seen; leave the sampler out (shuffle=True, "
-    "generator=torch.Generator().manual_seed(0)), and give all workers the same global batches"
+    "the DataLoader has a {}. Each batch is split among the workers as well, so most of the data would not "
+    "be seen. Leave the sampler out (shuffle=True, generator=torch.Generator().manual_seed(0)) and pass "
+    "all workers the same global batches"
 )
 """Says what is wrong with a sampler that shares data out."""
 
 UNORDERED = (
-    "the DataLoader has in_order=False: each worker would get its batches in another order, and share different ones "
-    "with the others; leave in_order=False out"
+    "the DataLoader has in_order=False, so workers would see the batches in different orders and split "
+    "different ones; remove in_order=False"
 )
 """Says what is wrong with a loader whose batches come as soon as they are read."""
 
@@ -399,12 +402,13 @@ def source_of(dataset: object) -> Source:
     name = type(dataset).__name__
     if isinstance(dataset, Iterator):
         raise TypeError(
-            f"a {name} can be gone through only once, but each data epoch begins anew; "
-            "give a list, or an object whose __iter__ makes a new iterator"
+            f"a {name} can be iterated only once, but each epoch iterates the dataset again; pass a list, "
+            "or an object whose __iter__ returns a new iterator"
         )
     if is_array(dataset) or isinstance(dataset, tuple | Mapping | str) or not isinstance(dataset, Iterable):
         raise TypeError(
-            f"a {name} is no dataset; write ps.ArrayDataset(arrays).batch(global_batch_size), or give a list of batches"
+            f"a {name} is not a dataset; use ps.ArrayDataset(arrays).batch(global_batch_size), or pass a "
+            "list of batches"
         )
     names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(dataset).__mro__]
     return next((_KINDS[name] for name in names if name in _KINDS), Iterated)(dataset)
@@ -427,16 +431,18 @@ def _checked(item: object) -> Nest:
             has_examples = is_torch(leaf) or bool(getattr(leaf, "shape", None))
             array = as_array(leaf) if has_examples else np.empty(())
         except (TypeError, ValueError) as error:
-            raise TypeError(f"a batch cannot be shared out: its field{where} is no array: {error}") from error
+            raise TypeError(
+                f"a batch cannot be split among the workers, because its field{where} is not an array: {error}"
+            ) from error
         if not array.shape:
             raise ValueError(
-                f"a batch holds{where} a {type(leaf).__name__} without a batch dimension; batch the dataset: give "
-                "arrays whose first dimension counts the examples"
+                f"a batch contains{where} a {type(leaf).__name__} without a batch dimension; batch the "
+                "dataset, so that the first dimension counts the examples"
             )
         leaves.append(array)
     if len({leaf.shape[0] for leaf in leaves}) != 1:
         raise ValueError(
-            f"the arrays of a batch need one and the same first dimension; theirs: {[tuple(x.shape) for x in leaves]}; "
+            f"the arrays of a batch differ in their first dimension: {[tuple(x.shape) for x in leaves]}; "
             "batch the dataset first"
         )
     rest = iter(leaves)

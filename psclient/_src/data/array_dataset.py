@@ -18,23 +18,32 @@ from pswire.model.tensor import Array
 
 
 class ArrayDataset:
-    """Examples in NumPy arrays. Each method returns a new dataset.
+    """A dataset of examples in NumPy arrays. Each method returns a new dataset.
 
-    Iterating gives examples, or batches once there are any, each time those of the next data epoch: shuffled anew.
-    That needs no strategy; a strategy's own passes over the dataset are counted by themselves.
+    Iterating returns the examples, or batches after `batch`; each iteration is the next data epoch, shuffled again. No
+    strategy is needed; the passes of a strategy over the dataset are counted separately.
 
     Args:
-        arrays: a nest of arrays whose first dimension counts the examples. A list is stacked into
-            one array; put several arrays into a tuple or a dict.
+        arrays: a nest of arrays whose first dimension counts the examples. A list is stacked into one array; put
+            several arrays into a tuple or a dict.
 
     Attributes:
         arrays: the arrays.
-        seed: of the last `shuffle`; None before the first.
-        batch_size: examples of a batch; None where there are no batches.
-        recipe: the calls by which it was made of the arrays, the same on all workers.
+        seed: the seed of the last `shuffle`; None before the first.
+        batch_size: number of examples in a batch; None without batches.
+        recipe: the calls that made it from the arrays, the same on all workers.
 
     Raises:
         ValueError: the arrays do not have the same number of examples, or those of a list differ in shape.
+
+    Examples:
+        >>> import numpy as np
+        >>> import psclient as ps
+        >>> dataset = ps.ArrayDataset({"x": np.arange(4), "y": np.array([0, 1, 0, 1])})
+        >>> for batch in dataset.shuffle(seed=1).batch(2):
+        ...     print(batch["x"].shape, batch["y"].shape)
+        (2,) (2,)
+        (2,) (2,)
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -45,7 +54,10 @@ class ArrayDataset:
         sizes = {array.shape[:1] for array in nest.flatten(self.arrays)}
         if len(sizes) != 1 or sizes == {()}:
             shapes = [array.shape for array in nest.flatten(self.arrays)]
-            raise ValueError(f"the arrays of a dataset need one and the same first dimension; theirs: {shapes}")
+            raise ValueError(
+                f"the arrays of a dataset differ in their first dimension: {shapes}; pass the same number of "
+                "rows in each"
+            )
         self.seed: int | None = None
         self.batch_size: int | None = None
         self.recipe = ""
@@ -73,13 +85,13 @@ class ArrayDataset:
 
     @property
     def size(self) -> int:
-        """Number of examples of a data epoch.
+        """Number of examples in a data epoch.
 
         Raises:
-            ValueError: there is no end of them.
+            ValueError: the examples do not end.
         """
         if self._endless:
-            raise ValueError("the dataset is repeated for ever, and has no number of examples")
+            raise ValueError("the dataset repeats without end, so its examples cannot be counted; use repeat(count)")
         if self._examples is not None:
             return self._examples.size
         return sum(map(self.examples, range(self.batches(0))))
@@ -87,80 +99,83 @@ class ArrayDataset:
     # ---- Stages ----
 
     def shuffle(self, seed: int = 0) -> ArrayDataset:
-        """Examples in an order of their own in each data epoch, the same for the same seed everywhere.
+        """Shuffles the examples in each data epoch, in the same order everywhere for the same seed.
 
         Args:
             seed: not negative; the same on every worker.
 
         Raises:
-            ValueError: the dataset is batched already, or repeated for ever.
+            ValueError: the dataset is batched already, or repeated without end.
         """
         examples = self._unbatched("shuffle")
         self._check_end("shuffle")
         return self._with(f"shuffle({seed})", stages.Shuffled(examples, seed), seed=seed)
 
     def shard(self, num_shards: int, index: int) -> ArrayDataset:
-        """Every `num_shards`-th example, or batch, from `index` on: one worker's part, for datasets from functions.
+        """Keeps every `num_shards`-th example or batch from `index` on: one worker's part, for datasets from functions.
 
-        Behind `shuffle` the shards of all workers have every example once in each data epoch, if all have the same
-        seed; before it each worker shuffles its own part.
+        After `shuffle` the shards of all workers together have every example once in each data epoch, if all use the
+        same seed. Before `shuffle` each worker shuffles its own part.
+
+        Args:
+            num_shards: the number of shards.
+            index: the shard, from 0.
 
         Raises:
             ValueError: `index` is not from 0 to `num_shards - 1`.
         """
         if not 0 <= index < num_shards:
-            raise ValueError(f"there is no shard {index} of {num_shards}; they are numbered from 0")
+            raise ValueError(f"shard {index} of {num_shards} does not exist; shards are numbered from 0")
         if self._examples is not None:
             return self._with("shard", stages.Sharded(self._examples, num_shards, index))
         return self._with("shard", batches=stages.ShardedBatches(self._batched, num_shards, index))
 
     def repeat(self, count: int | None = None) -> ArrayDataset:
-        """The examples, or batches, several times; where they were shuffled before, each time in another order.
+        """Repeats the examples or batches; if they were shuffled before, each time in another order.
 
-        Before `batch` a batch may have the last examples of one time, and the first ones of the next.
+        Before `batch`, a batch may have the last examples of one repetition and the first ones of the next.
 
         Args:
-            count: how often; None or -1 for ever: then a data epoch has no end.
+            count: number of repetitions; None or -1 without end: then a data epoch does not end.
 
         Raises:
-            ValueError: it is less than -1.
+            ValueError: `count` is less than -1.
         """
         if count is not None and count < -1:
-            raise ValueError(f"a dataset cannot be repeated {count} times; give None, or -1, for ever")
+            raise ValueError(f"a dataset cannot be repeated {count} times; use None or -1 to repeat without end")
         times = None if count == -1 else count
         if self._examples is not None:
             return self._with(f"repeat({times})", stages.Repeated(self._examples, times))
         return self._with(f"repeat({times})", batches=stages.RepeatedBatches(self._batched, times))
 
     def map(self, map_func: Callable[..., Nest]) -> ArrayDataset:
-        """What a function makes of each example, or of each batch.
+        """Applies a function to each example, or to each batch.
 
-        It is called when examples are read, by each worker for its own. After `batch` every worker calls it for the
-        whole batch.
+        Each worker calls it for the examples that it reads. After `batch` every worker calls it for the whole batch.
 
         Args:
-            map_func: gets an example or a batch, a tuple's items one by one; returns a nest of arrays or numbers: the
-                same whenever it gets the same, and of the same shapes for all examples. Of a batch it keeps the number
-                of examples. What breaks that raises `ValueError` when it is read.
+            map_func: takes an example or a batch, a tuple's items as separate arguments; returns a nest of arrays or
+                numbers: always the same for the same input, with the same shapes for all examples. For a batch it keeps
+                the number of examples. Otherwise reading raises `ValueError`.
         """
         if self._examples is not None:
             return self._with("map", stages.Mapped(self._examples, map_func))
         return self._with("map", batches=stages.MappedBatches(self._batched, map_func))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
-        """Examples in batches; of batches, several as one more dimension, as for several steps at once.
+        """Groups examples into batches; groups batches by one more dimension, for example for several steps at once.
 
         Args:
-            batch_size: examples of a batch over all replicas; of one replica's where a function makes
-                the dataset.
-            drop_remainder: leave out a last batch that is smaller.
+            batch_size: number of examples in a batch over all replicas; in a dataset from a function those of one
+                replica.
+            drop_remainder: True to leave out a last batch that is smaller.
 
         Raises:
-            ValueError: the last batch that is to be batched once more is smaller than the others.
+            ValueError: batches are to be grouped, and the last one is smaller than the others.
         """
         examples = stages.Whole(self._batched) if self._examples is None else self._examples
         if batch_size < 1:
-            raise ValueError(f"a batch of {batch_size} examples is none")
+            raise ValueError(f"the batch size is {batch_size}, and must be at least 1")
         return self._with(
             f"batch({batch_size}, {bool(drop_remainder)})",
             batches=stages.Batched(examples, batch_size, drop_remainder),
@@ -168,12 +183,12 @@ class ArrayDataset:
         )
 
     def unbatch(self) -> ArrayDataset:
-        """The examples of batches one by one, without what `drop_remainder` left out; they can be batched anew.
+        """Splits batches into examples, without those that `drop_remainder` left out; they can be batched again.
 
-        Of a dataset without batches: the rows of each example.
+        For a dataset without batches: the rows of each example.
 
         Raises:
-            ValueError: batches are repeated for ever, or examples without batches have no first dimension in common.
+            ValueError: batches are repeated without end, or examples without batches have no common first dimension.
         """
         self._check_end("unbatch")
         if self._examples is not None:
@@ -187,7 +202,7 @@ class ArrayDataset:
         return self.epoch(next(self._passes))
 
     def epoch(self, number: int) -> Iterator[Nest]:
-        """The examples of one data epoch, or its batches, whole."""
+        """Iterates over the examples of one data epoch, or its batches, not divided among workers."""
         if self._examples is None:
             for index in range(self._batched.count):
                 yield self.rows(number, index, 0, self.examples(index))
@@ -197,22 +212,22 @@ class ArrayDataset:
             yield example
 
     def batches(self, epoch: int) -> int:
-        """Returns how many batches a data epoch has."""
+        """Returns the number of batches in a data epoch."""
         return self._batched.count
 
     def examples(self, index: int) -> int:
-        """Returns how many examples a batch has."""
+        """Returns the number of examples in a batch."""
         return self._batched.examples(index)
 
     def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
-        """Copies of examples `start` to `stop` of a batch; fewer, or none, at its end."""
+        """Copies examples `start` to `stop` of a batch; fewer, or none, at its end."""
         return self._batched.rows(epoch, index, start, stop)
 
     def spec(self) -> Nest:
         """Returns an `ArraySpec` for each array of a batch.
 
         Raises:
-            ValueError: there is no batch, and what a function of `map` makes of one is not known.
+            ValueError: there is no batch, and the result of a `map` function is not known.
         """
         return nest.map_structure(lambda a: ArraySpec((None, *a.shape[1:]), a.dtype), self.rows(0, 0, 0, 0))
 
@@ -224,7 +239,7 @@ class ArrayDataset:
 
     def _unbatched(self, what: str) -> Examples:
         if self._examples is None:
-            raise ValueError(f"{what} comes before batch, or call unbatch first")
+            raise ValueError(f"{what} must be called before batch, or after unbatch")
         return self._examples
 
     @property
@@ -233,7 +248,10 @@ class ArrayDataset:
 
     def _check_end(self, what: str) -> None:
         if self._endless:
-            raise ValueError(f"{what} comes before repeat() without a count: no order or place is known without an end")
+            raise ValueError(
+                f"{what} must be called before repeat() without a count, because a dataset without end has no "
+                "fixed order"
+            )
 
 
 def _each(rows: Nest, count: int) -> Iterator[Nest]:
@@ -250,7 +268,7 @@ def _stacked(leaf: Nest) -> Array:
     rows = [to_numpy(item) for item in leaf]
     if len({row.shape for row in rows}) > 1:
         raise ValueError(
-            f"a list is stacked into one array, and its items have shapes {[row.shape for row in rows]}; "
-            "put several arrays into a tuple or a dict"
+            f"a list is stacked into one array, but its items have shapes {[row.shape for row in rows]}; "
+            "use a tuple or a dict for several arrays"
         )
     return np.asarray(rows)

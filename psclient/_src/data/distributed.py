@@ -72,8 +72,8 @@ class _Distributed(Unpicklable):
     def element_spec(self) -> Nest:
         """The shapes and dtypes of a batch: a nest of `ArraySpec`, with several local replicas of `PerReplicaSpec`.
 
-        From the first batch, which may have to be read for it; a pass that is under way is not disturbed. May be
-        asked for in any context.
+        They are those of the first batch, which may have to be read; this does not affect a pass in progress. In any
+        context.
 
         Raises:
             ValueError: the dataset has no batches.
@@ -84,37 +84,41 @@ class _Distributed(Unpicklable):
         return nest.map_structure(lambda spec: PerReplicaSpec((spec,) * count), self._source.spec())
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The data epochs that are still to be done, so that a script that resumes or joins skips the others.
+        """Iterates over the remaining data epochs, so that a script that resumes or joins skips finished ones.
 
-        After a checkpoint was restored, the dataset goes on from its position there, if it is the same one: of the same
-        kind, size, options and examples. Another one begins anew, and the log says so.
+        After a checkpoint was restored, the dataset continues from its position there, if it has the same kind, size,
+        options and examples. Otherwise it starts from the beginning, and logs that.
 
         Args:
-            count: of all data epochs, those included that are done.
+            count: the number of all data epochs, finished ones included.
 
         Returns:
             The numbers of these epochs, up to `count - 1`; in each, iterate over the dataset once. A worker that joins
-            a running job goes on from where the group stands, with the other datasets of the strategy as well.
+            a running job continues from the position of the others, also in the other datasets of the strategy.
         """
         self._asks = True
         at = self._position()
         self._passes.from_group = True
         first = (self._told or at).epoch
         if first >= count and at == self._went_on:
-            log.warning("all %d passes over dataset %d are done, as the checkpoint has it", count, self._number)
+            log.warning(
+                "the checkpoint was saved after all %d epochs of dataset %d, so no batches are left",
+                count,
+                self._number,
+            )
         for epoch in range(first, count):
             self._next = epoch
             yield epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state in checkpoints: its number, by which they have its position."""
+        """Returns the state for checkpoints: the dataset's number, by which they store its position."""
         return {"dataset": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The dataset goes on from its position in the checkpoint that was restored, in whatever loop.
+        """Continues, in any loop, from the position in the checkpoint that was restored.
 
         Args:
-            state: as of `state_dict`.
+            state: the result of `state_dict`.
         """
         self._saved = int(state["dataset"])
 
@@ -159,8 +163,9 @@ class _Distributed(Unpicklable):
             return
         if self._saved is None and found.source not in (0, self._digest):
             log.warning(
-                "dataset %d begins anew: the checkpoint has the position of another dataset, which had other options, "
-                "or other examples; to go on from it all the same, give the dataset to the Checkpoint: data=dataset",
+                "dataset %d starts from the beginning, because the checkpoint has the position of a "
+                "dataset with other options or examples; to use that position, pass the dataset to the "
+                "checkpoint: Checkpoint(data=dataset)",
                 self._number,
             )
             self._group.forget(found)
@@ -168,7 +173,12 @@ class _Distributed(Unpicklable):
         self._group.go_on(self._number, found)
         self._seen = None
         self._went_on = self._group.position(self._number)
-        log.info("dataset %d goes on with batch %d of pass %d, as saved", self._number, found.index, found.epoch)
+        log.info(
+            "dataset %d continues with batch %d of pass %d, as saved in the checkpoint",
+            self._number,
+            found.index,
+            found.epoch,
+        )
 
     @property
     def _digest(self) -> int:
@@ -299,23 +309,25 @@ class _Distributed(Unpicklable):
 class DistributedDataset(_Distributed):
     """A dataset whose global batches are shared among all replicas of all workers.
 
-    A batch of B examples is cut into slices of ceil(B / R), handed out in the order of the replicas; the last replicas
-    may get fewer examples, or empty arrays. B is the batch's own size: a short one at the end of the data is shared by
-    all as well. Iterating gives nests of `PerReplica`, with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
+    A batch of B examples is cut into slices of ceil(B / R), assigned in the order of the R replicas; the last replicas
+    may get fewer examples, or empty arrays. B is the batch's own size: a short batch at the end of the data is shared
+    by all as well. Iterating returns nests of `PerReplica`, with one local replica nests of arrays: CuPy on a GPU,
+    NumPy on a CPU.
 
-    With the policy OFF every worker goes through all of the data, in steps of L * ceil(B / R) examples of a batch.
+    With the policy OFF every worker reads all data, in steps of L * ceil(B / R) examples of a batch, for its L local
+    replicas.
 
     Args:
-        dataset: of global batches; see `source_of` for what it may be. It gives the same on every worker.
+        dataset: a dataset of global batches, as `experimental_distribute_dataset` takes it; the same on every worker.
         group: the replicas of all workers.
         number: the dataset's number, in the order in which the script distributes its datasets.
         passes: shared by all datasets of a strategy.
-        options: the device that batches are put on, and how they are shared.
+        options: the device for batches, and how they are shared.
 
     Raises:
-        TypeError: the dataset is of no known kind, or can be gone through only once.
+        TypeError: the kind of the dataset is not known, or it can be iterated only once.
         ValueError: the dataset is not batched; the policy is FILE or HINT. Batches of datasets other than
-            `ArrayDataset` are looked at when they are read.
+            `ArrayDataset` are checked when they are read.
     """
 
     def __init__(
@@ -330,8 +342,8 @@ class DistributedDataset(_Distributed):
         policy = self._options.auto_shard_policy
         if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
             raise ValueError(
-                f"a dataset knows no files here, so AutoShardPolicy.{policy.name} cannot share it out; use AUTO, or "
-                "experimental_distribute_datasets_from_function, and choose the files by input_pipeline_id"
+                f"AutoShardPolicy.{policy.name} cannot shard by files here; use AUTO, or "
+                "experimental_distribute_datasets_from_function and select files by input_pipeline_id"
             )
         if self._source.unfit and policy is not AutoShardPolicy.OFF:
             raise ValueError(self._source.unfit)
@@ -404,8 +416,8 @@ class DistributedDataset(_Distributed):
         found = next(self._source.batches(epoch, index), None)
         if found is None:
             raise ValueError(
-                f"examples of batch {index} of pass {epoch} are to be handed out again, and dataset {self._number} has "
-                "no such batch; it is not the one that the checkpoint was saved with"
+                f"batch {index} of pass {epoch} must be reassigned, but dataset {self._number} does not "
+                "have it; pass the dataset that was used when the checkpoint was saved"
             )
         return found
 
@@ -427,16 +439,17 @@ class DistributedDataset(_Distributed):
         if first >= replicas and self._options.auto_shard_policy is not AutoShardPolicy.OFF:
             self._warned = True
             log.warning(
-                "dataset %d is shared by the asynchronous workers that began the job, and this one joined it later and "
-                "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
+                "dataset %d is split among the asynchronous workers that started the job, and this worker "
+                "joined later, so it gets no batches. To share batches, use "
+                "ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
                 self._number,
             )
         # Where all workers make each round together, servers compare what they read.
         elif self._source.order_is_own and (self._group.backup_workers or self._group.slice() != (first, replicas)):
             self._warned = True
             log.warning(
-                "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "
-                "give its DataLoader a generator of its own: generator=torch.Generator().manual_seed(0)",
+                "each process shuffles dataset %d differently, so some examples are seen twice and others "
+                "not at all; give its DataLoader a generator: generator=torch.Generator().manual_seed(0)",
                 self._number,
             )
 
@@ -501,8 +514,8 @@ class DistributedDatasetFromFunction(_Distributed):
     def _nothing(self, epoch: int) -> str:
         worker = f"input pipeline {self._context.input_pipeline_id} of {self._context.num_input_pipelines}"
         return (
-            f"the dataset of {worker} gives no batch in pass {epoch}; every worker needs at least one, and "
-            "what dataset_fn returns must give its batches anew each time it is iterated"
+            f"the dataset of {worker} has no batch in pass {epoch}; each worker needs at least one, and the "
+            "dataset returned by dataset_fn must start again each time it is iterated"
         )
 
 

@@ -118,4 +118,4 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    raise TypeError(f"a {type(value).__name__} is no index")
+    raise TypeError(f"a {type(value).__name__} cannot be used as an index; use an integer")

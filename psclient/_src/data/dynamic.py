@@ -201,8 +201,9 @@ class HandedOut:
         """Returns a batch, or the part of one that was handed out."""
         if examples.index >= self._source.count():
             raise ValueError(
-                f"batch {examples.index} of pass {epoch} was not done, and dataset {self._dataset} has "
-                f"{self._source.count()} batches; it is not the one that the checkpoint was saved with"
+                f"batch {examples.index} of pass {epoch} was unfinished, but dataset {self._dataset} has "
+                f"only {self._source.count()} batches; pass the dataset that was used when the checkpoint "
+                "was saved"
             )
         batch = self._source.batch(epoch, examples.index)
         if not examples.stop:
@@ -278,17 +279,17 @@ class DynamicDataset(DistributedDataset):
         calls = group.chunk_calls
         if calls is None:
             raise ValueError(
-                "AutoShardPolicy.DYNAMIC hands out batches to workers that make updates of their own, and in this "
-                "strategy every replica takes its part of each batch in each round; use AUTO, or "
-                "consistency=ps.Async() or ps.BoundedStaleness(k)"
+                "AutoShardPolicy.DYNAMIC assigns whole batches to asynchronous workers, but in this "
+                "strategy all replicas split each batch; use AUTO, or consistency=ps.Async() or "
+                "ps.BoundedStaleness(k)"
             )
         super().__init__(dataset, group, number, passes, options)
         source = indexable(self._source)
         if source is None:
             raise TypeError(
-                f"AutoShardPolicy.DYNAMIC hands out batches by their numbers, and those of a {type(dataset).__name__} "
-                "have to be read one after the other; give a ps.ArrayDataset, a list of batches or a MapDataset of "
-                "grain, or use AUTO"
+                "AutoShardPolicy.DYNAMIC needs batches that can be read by number, but a "
+                f"{type(dataset).__name__} is read in order; pass a ps.ArrayDataset, a list of batches or a "
+                "grain MapDataset, or use AUTO"
             )
         least = 2 * self._depth if self._options.prefetch else 1  # those that rounds look up, or hint at, are known
         self._handed = HandedOut(group, calls, number, source, least)
@@ -300,9 +301,9 @@ class DynamicDataset(DistributedDataset):
         """Where the workers are: who comes late begins there, and nobody does again what others have done."""
         if self._chunks.chunk_calls is None:
             raise RuntimeError(
-                f"dataset {self._number} hands out batches (AutoShardPolicy.DYNAMIC) to workers that make updates of "
-                "their own, and since set_consistency all make rounds together; iterate a dataset with AUTO here, or "
-                "change back before this pass"
+                f"dataset {self._number} uses AutoShardPolicy.DYNAMIC, which needs asynchronous workers, "
+                "but set_consistency made them synchronous; iterate a dataset with AUTO here, or change "
+                "the consistency back before this pass"
             )
         begun = self._chunks.begins(self._number), self._chunks.restores
         if begun != self._begun:

@@ -35,7 +35,7 @@ class DistributedIterator(Unpicklable):
 
     Args:
         batches: yields the batches of the pass.
-        dataset: over which the pass goes.
+        dataset: the distributed dataset.
     """
 
     def __init__(self, batches: Iterator[Nest], dataset: Resumable) -> None:
@@ -43,14 +43,14 @@ class DistributedIterator(Unpicklable):
         self._dataset = dataset
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state in checkpoints: that of the dataset."""
+        """Returns the state for checkpoints: that of the dataset."""
         return self._dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Its next batch is the one that followed when the checkpoint was saved.
+        """Continues after the batch at which the checkpoint was saved.
 
         Args:
-            state: as of `state_dict`.
+            state: the result of `state_dict`.
         """
         self._dataset.load_state_dict(state)
         self._batches = self._dataset._going_on()
@@ -70,7 +70,7 @@ class DistributedIterator(Unpicklable):
         return next(self._batches)
 
     def get_next_as_optional(self) -> Optional:
-        """Returns the next batch, if there is one: no end of a pass is an error."""
+        """Returns the next batch, if there is one; the end of the pass is not an error."""
         batch = next(self._batches, _NOTHING)
         return Optional(batch, lambda: self.element_spec)
 
@@ -104,7 +104,7 @@ class Optional:
     def get_value(self) -> Nest:
         """Returns the batch; raises `ValueError` if there is none."""
         if self._value is _NOTHING:
-            raise ValueError("the pass over the dataset has ended, and there is no batch; ask has_value() first")
+            raise ValueError("the pass over the dataset has ended; call has_value() first")
         return self._value
 
     @property

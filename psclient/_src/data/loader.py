@@ -21,18 +21,18 @@ class BaseLoader:
         self._batches = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state in `ps.train.Checkpoint(data=loader)`, by which it goes on in any loop."""
+        """Returns the state for `ps.train.Checkpoint(data=loader)`, from which any loop continues."""
         return self._batches.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next batch is the one that followed when the checkpoint was saved that was restored."""
+        """Continues after the batch at which the restored checkpoint was saved."""
         self._batches.load_state_dict(state_dict)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Returns the epochs that are still to be done, so that a script that resumes or joins skips the others.
+        """Returns an iterator over the remaining epochs, so that a script that resumes or joins skips finished ones.
 
         Args:
-            count: of all epochs, those included that are done.
+            count: the number of all epochs, finished ones included.
         """
         return self._batches.epochs(count)
 

@@ -167,7 +167,9 @@ class Mapped(Examples):
     @cached_property
     def _none(self) -> Nest:
         if not self.size:
-            raise ValueError("there is no example from which the shapes of what map makes could be known")
+            raise ValueError(
+                "map needs at least one example to find out the shapes of its results, but the dataset is empty"
+            )
         return nest.map_structure(lambda array: array[:0], self.take(0, range(1)))
 
 
@@ -214,8 +216,9 @@ class Whole(Examples):
         endless = before.count >= ENDLESS
         if before.count and not endless and before.examples(before.count - 1) != self._each:
             raise ValueError(
-                f"batches of {self._each} are to be batched once more, and the last one has "
-                f"{before.examples(before.count - 1)} examples; call batch({self._each}, drop_remainder=True) before"
+                f"batches of {self._each} cannot be batched again, because the last one has "
+                f"{before.examples(before.count - 1)} examples; call batch({self._each}, "
+                "drop_remainder=True) before"
             )
 
     def take(self, epoch: int, chosen: Chosen) -> Nest:
@@ -240,7 +243,7 @@ class Split(Examples):
         self._before = before
         shapes = [array.shape[1:] for array in nest.flatten(before.take(0, range(0)))]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
-            raise ValueError(f"unbatch splits examples along one and the same first dimension; theirs: {shapes}")
+            raise ValueError(f"unbatch needs arrays with the same first dimension, but they have shapes {shapes}")
         self._parts = shapes[0][0]
         self.size = before.size * self._parts
 
@@ -335,8 +338,8 @@ class MappedBatches(Batches):
         shapes = [array.shape for array in nest.flatten(made)]
         if any(shape[:1] != (count,) for shape in shapes):
             raise ValueError(
-                f"map after batch makes arrays of shapes {shapes} of a batch of {count} examples, and has to keep "
-                "their number, by which batches are shared and positions are saved; take map before batch"
+                f"map after batch returned shapes {shapes} for a batch of {count} examples, but must keep "
+                "the number of examples; call map before batch"
             )
         return made
 
@@ -382,5 +385,8 @@ def _joined(parts: Sequence[Nest]) -> Nest:
 
 def _stacked(*rows: Array) -> Array:
     if len({row.shape for row in rows}) > 1:
-        raise ValueError(f"map makes arrays of shapes {sorted({row.shape for row in rows})}; all need the same one")
+        raise ValueError(
+            f"map returned arrays of different shapes {sorted({row.shape for row in rows})}; return the same "
+            "shape for each example"
+        )
     return np.stack(rows)

@@ -96,7 +96,7 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables: of parameter servers `/job:ps/task:0/device:CPU:0`. In any context."""
+        """The devices that hold variables; on servers such as `/job:ps/task:0/device:CPU:0`. In any context."""
         return self._backend.parameter_devices
 
     @property
@@ -111,7 +111,7 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """False: arrays may have any shape; each new shape of a reduction makes a new plan. In any context."""
+        """False: arrays may have any shape; a reduction of a new shape makes a new plan. In any context."""
         return False
 
     @property
@@ -123,7 +123,7 @@ class StrategyExtended:
     def should_checkpoint(self) -> bool:
         """True in exactly one of the processes that run the script: the first in task order. In any context.
 
-        That is the chief if it runs the script, else worker 0, or who is left if that is gone.
+        This is the chief if it runs the script, else worker 0, or the first remaining worker if worker 0 has left.
         """
         return self._backend.group.leads
 
@@ -155,10 +155,10 @@ class StrategyExtended:
         compression: Compressed = None,
         partitioner: Cut = None,
     ) -> Variable:
-        """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name.
+        """Gets or creates a variable. `Variable` calls it, and a restore for checkpoints with another variable name.
 
-        `Variable` gives a `compression`, and a `partitioner`, only where its caller has given one. Where there are no
-        servers nothing is cut.
+        `Variable` gives a `compression` and a `partitioner` only if its caller has given one. Without servers variables
+        are not cut into shards.
         """
         if context.is_default(self._strategy):
             return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
@@ -180,25 +180,27 @@ class StrategyExtended:
 
     @property
     def colocation(self) -> Colocation:
-        """The place for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
+        """The place of variables that the thread creates in `colocate_vars_with`; empty outside of it."""
         return self._colocated.get()
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
-        """Variables created within live on the same devices. In replica and cross-replica context of the scope.
+        """Places variables created within on the same devices. In replica and cross-replica context of the scope.
 
-        Beside a variable they have its consistency as well, if they do not say otherwise.
+        Variables beside a variable also have its consistency, unless they set another one.
 
         Args:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
 
         Raises:
-            ValueError: it is a variable of another strategy, or no parameter device.
+            ValueError: it is a variable of another strategy, or not a parameter device.
             RuntimeError: on entering, outside of the strategy's scope.
         """
         place = self._placed(colocate_with_variable)
         if context.get_strategy() is not self._strategy:
-            raise RuntimeError("colocate_vars_with is called outside of its scope; enter strategy.scope() first")
+            raise RuntimeError(
+                "colocate_vars_with was called outside of the strategy's scope; enter strategy.scope() first"
+            )
         token, whole = self._colocated.set(place), container(colocate_with_variable)
         try:
             with created_beside(whole) if isinstance(whole, Variable) else contextlib.nullcontext():
@@ -207,25 +209,25 @@ class StrategyExtended:
             self._colocated.reset(token)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """Returns the devices for variables that serve several others, such as a step count. In any context.
+        """Returns the devices for variables that belong to several others, such as a step count. In any context.
 
-        Such a variable is mirrored on every server that holds one of `var_list`, so that it is beside each update that
-        reads it.
+        Such a variable is mirrored on every server that holds one of `var_list`, so that each update that reads it
+        finds it on its server.
 
         Args:
-            var_list: the variables being optimized; none for all parameter devices.
+            var_list: the variables being optimized; empty for all parameter devices.
 
         Returns:
             Devices, for `colocate_vars_with` and `update_non_slot`.
 
         Raises:
-            TypeError: one of them is no variable.
-            ValueError: one was created in the scope of another strategy.
+            TypeError: an element is not a variable.
+            ValueError: a variable was created in the scope of another strategy.
         """
         variables = [container(variable) for variable in var_list]
         for variable in variables:
             if not isinstance(variable, Variable):
-                raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
+                raise TypeError(f"non_slot_devices takes a list of variables, not a {type(variable).__name__}")
             variable._check_strategy(self._strategy)
         place = sorted({device for variable in variables for device in variable.place})
         return tuple([self.parameter_devices[device] for device in place]) or tuple(self.parameter_devices)
@@ -240,7 +242,7 @@ class StrategyExtended:
         unknown = [device for device in devices if not (isinstance(device, str) and device in known)]
         if unknown or not devices:
             raise ValueError(
-                f"{unknown or where!r} is no parameter device; give a variable or what non_slot_devices returned"
+                f"{unknown or where!r} is not a parameter device; pass a variable, or the result of non_slot_devices"
             )
         return tuple(sorted(known.index(device) for device in devices))
 
@@ -253,21 +255,21 @@ class StrategyExtended:
 
         Args:
             reduce_op: SUM or MEAN, also as a string in any case.
-            value: a per-replica value with an array from each local replica; with one local replica a plain
-                array is this worker's contribution.
-            destinations: a variable, or parameter devices, such as `non_slot_devices` returned: the value lives
-                there, for `update` and `update_non_slot`; a worker device, a list of them, or a per-replica value
-                (also `value` itself): the value comes to these, or to each replica's.
+            value: a per-replica value with an array from each local replica; with one local replica also a plain array,
+                this worker's contribution.
+            destinations: a variable or parameter devices, such as `non_slot_devices` returned: the result stays there,
+                for `update` and `update_non_slot`. Or worker devices: one, a list, or a per-replica value, also `value`
+                itself: the result is sent to these devices, or to those of its replicas.
             experimental_hints: ignored.
 
         Returns:
-            A lazy value with the variable's locality, or an array, or a mirrored value: each may be used as an array,
+            A lazy value with the variable's locality, or an array, or a mirrored value. Each may be used as an array,
             and has `numpy()`.
 
         Raises:
-            ValueError: SUM of a plain value with several local replicas, or of a mirrored one; shapes that differ; a
+            ValueError: SUM of a plain value with several local replicas, or of a mirrored value; shapes differ; a
                 variable of another strategy, or a device of another process.
-            TypeError: the value is no array of numbers; the destination is none.
+            TypeError: the value is not an array of numbers, or the destination is not one of these.
             RuntimeError: called in replica or update context.
         """
         (reduced,) = self._reduce_to("reduce_to", reduce_op, [(value, destinations)])
@@ -279,15 +281,15 @@ class StrategyExtended:
         value_destination_pairs: Iterable[tuple[Value, object]],
         experimental_hints: object = None,
     ) -> list[Value]:
-        """Combines several values at once, as several `reduce_to`. In cross-replica context.
+        """Combines several values at once, as several calls of `reduce_to`. In cross-replica context.
 
         Args:
             reduce_op: as in `reduce_to`.
-            value_destination_pairs: (value, destinations) pairs, also as they come from a `zip`.
+            value_destination_pairs: (value, destinations) pairs, for example from `zip`.
             experimental_hints: ignored.
 
         Returns:
-            A list of what `reduce_to` returns.
+            A list of the results of `reduce_to`.
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
@@ -295,9 +297,9 @@ class StrategyExtended:
         """Reduces like `reduce_to`, by a variable's aggregation, ONLY_FIRST_REPLICA included.
 
         Args:
-            aggregation: any but NONE.
-            value: a per-replica value, or what all replicas have alike.
-            destination: the variable beside which the result stays; None gives a host array here.
+            aggregation: any except NONE.
+            value: a per-replica value, or a value that is the same in all replicas.
+            destination: the variable beside which the result stays; None for a host array in this process.
         """
         with self._cross_replica("aggregate"):
             first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
@@ -308,7 +310,7 @@ class StrategyExtended:
             return self._reduced([(local, self._destination(Uncompressed(destination), None))])[0]
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
-        """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
+        """Reduces a value and returns it to every process; see `Strategy.reduce`."""
         with self._cross_replica("reduce"):
             local = nest.map_leaves(lambda leaf: self._local(op, leaf, axis), value)
             if axis is None:
@@ -316,7 +318,7 @@ class StrategyExtended:
             return nest.pack_sequence_as(value, list(map(_reduced_here, self._here(local))))
 
     def gather(self, value: Nest, axis: SupportsIndex) -> Any:
-        """Concatenates a value's arrays over all replicas of all workers; see `StrategyFace.gather`."""
+        """Concatenates a value's arrays over all replicas of all workers; see `Strategy.gather`."""
         with self._cross_replica("gather"):
             number = check_axis(axis)
             local = len(self.worker_devices)
@@ -333,7 +335,7 @@ class StrategyExtended:
             return self._brought(combine("sum", [array], EVERYONE, None))
 
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
-        """As `gather`, and gives each local replica the result on its device."""
+        """As `gather`, but returns to each local replica the result on its device."""
         found = self.gather(value, axis)
         return nest.map_structure(lambda array: bring(array, self._backend.group.devices), found)
 
@@ -345,8 +347,8 @@ class StrategyExtended:
         In cross-replica context.
 
         Args:
-            values: as `batch_reduce_to` takes them.
-            variables: the variable beside which each sum is.
+            values: as in `batch_reduce_to`.
+            variables: the variables beside which the sums stay, one for each value.
             reductions: the earlier reductions.
         """
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
@@ -420,14 +422,14 @@ class StrategyExtended:
                 return Beside(self._placed(names))
             return tuple(self._worker_device(name) for name in names)
         raise TypeError(
-            f"{destinations!r} is no destination; give a variable, a worker device such as "
+            f"{destinations!r} is not a destination; pass a variable, a worker device such as "
             f"{self.worker_devices[0]!r}, or the value itself"
         )
 
     def _worker_device(self, name: str) -> Device:
         full = self._backend.full_name(Device.parse(name)) if not name.startswith("/job:") else name
         if full not in self.worker_devices:
-            raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self.worker_devices)}")
+            raise ValueError(f"{name!r} is not a device of this process, which has {', '.join(self.worker_devices)}")
         return self._backend.group.devices[self.worker_devices.index(full)]
 
     # ---- Updates ----
@@ -440,36 +442,35 @@ class StrategyExtended:
         kwargs: Mapping[str, object] | None = None,
         group: bool = True,
     ) -> Nest:
-        """Runs `fn(var, *args, **kwargs)` beside a variable, in update context. In cross-replica context.
+        """Runs `fn(var, *args, **kwargs)` where a variable is, in update context. In cross-replica context.
 
-        A variable on servers has one copy: there the function is traced, and runs on the server, see
-        `docs/architecture.md`. For a variable with copies here it is called once for each, on its device. It may
-        assign `var` and the other variables that it is given.
+        A variable on servers has one copy: there the function is traced and runs on the server, see
+        `docs/architecture.md`. For a variable with copies in this process the function is called once for each copy, on
+        its device. It may assign `var` and the other variables among its arguments.
 
         Args:
             var: the variable to update.
-            fn: called with the variable, or in a trace with what stands for it, and the arguments.
-            args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
-                unwrapped, arrays and numbers that every process has alike; no per-replica values.
-            group: False gives a nest with a list of each copy's result at each leaf; a variable on several servers
+            fn: called with the variable, or in a trace with a stand-in for it, and the arguments.
+            args: positional arguments: variables and values with the locality of `var`; mirrored values, which are
+                unwrapped; arrays and numbers that are the same in every process. No per-replica values.
+            kwargs: keyword arguments, likewise.
+            group: False returns a nest with a list of each copy's result at each leaf; a variable on several servers
                 has a copy on each.
 
         Returns:
-            What `fn` returns, merged over the copies; on servers lazily.
+            What `fn` returns, merged over the copies; with servers a lazy value.
 
         Raises:
-            TypeError: `var` is no variable, or `args` no tuple.
+            TypeError: `var` is not a variable, or `args` not a tuple.
             ProgramError: `fn` cannot be traced.
             ValueError: a per-replica value, or a variable of another strategy, is among the arguments.
-            LocalityError: an argument lives on another server.
+            LocalityError: an argument is on another server.
             RuntimeError: called in replica or update context.
         """
         with self._cross_replica("update"):
             var = container(var)
             if not isinstance(var, Variable):
-                raise TypeError(
-                    f"update takes a variable, and not a {type(var).__name__}; for devices use update_non_slot"
-                )
+                raise TypeError(f"update takes a variable, not a {type(var).__name__}; use update_non_slot for devices")
             place = self._placed(var)
             own, named = context.arguments("update", args, kwargs)
             self._check_variables(own, named, isinstance(var, SyncOnReadVariable))
@@ -491,10 +492,12 @@ class StrategyExtended:
         Args:
             colocate_with: the result of `non_slot_devices`.
             fn: as in `update`; it may use variables of these devices by closure.
-            args, kwargs, group: as in `update`.
+            args: as in `update`.
+            kwargs: as in `update`.
+            group: as in `update`.
 
         Returns:
-            What `fn` returns, merged over the devices; on servers lazily.
+            What `fn` returns, merged over the devices; with servers a lazy value.
         """
         with self._cross_replica("update_non_slot"):
             place = self._placed(colocate_with)

@@ -19,16 +19,17 @@ from psclient._src.variables.variable import Variable
 
 
 class StrategyExtended(extended.StrategyExtended):
-    """The additional methods, with those that only `tf.compat.v1` has.
+    """The additional methods of a strategy, with those that only `tf.compat.v1` has.
 
     Source: `tf.compat.v1.distribute.StrategyExtended`, r2.2 and r2.3.
 
     Args:
-        container_strategy, backend: as `extended.StrategyExtended` has them.
+        container_strategy: as in `extended.StrategyExtended`.
+        backend: as in `extended.StrategyExtended`.
     """
 
     def broadcast_to(self, tensor: Value, destinations: object) -> Value:
-        """Mirrors a value that every process has alike. In cross-replica context.
+        """Mirrors a value that is the same in every process. In cross-replica context.
 
         Args:
             tensor: an array or number.
@@ -38,29 +39,32 @@ class StrategyExtended(extended.StrategyExtended):
             A mirrored value with a copy on each device; for one device, or a variable on servers, the array.
 
         Raises:
-            ValueError: a per-replica value is given.
+            ValueError: `tensor` is a per-replica value.
         """
         with self._cross_replica("broadcast_to"):
             if isinstance(tensor, values.DistributedValues) and not isinstance(tensor, Mirrored | Variable):
-                raise ValueError("broadcast_to takes one value, and not a per-replica one; reduce it with reduce_to")
+                raise ValueError("broadcast_to takes one value, not a per-replica value; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
             return bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
 
     def read_var(self, v: Variable) -> Any:
-        """A variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
+        """Returns a variable's value; for an ON_READ variable in cross-replica context the aggregate. In any context.
+
+        Args:
+            v: a variable of this strategy.
 
         Raises:
-            TypeError: `v` is no variable.
-            ValueError: the variable is of another strategy.
+            TypeError: `v` is not a variable.
+            ValueError: the variable belongs to another strategy.
         """
         whole = values.container(v)
         if not isinstance(whole, Variable):
-            raise TypeError(f"read_var takes a variable, and not a {type(v).__name__}")
+            raise TypeError(f"read_var takes a variable, not a {type(v).__name__}")
         whole._check_strategy(self._strategy)
         return v.read_value()
 
     def value_container(self, value: Leaf) -> Leaf:
-        """Returns the variable of which a value is one replica's copy; else the value itself. In any context."""
+        """Returns the variable that a value is a replica's copy of; else the value itself. In any context."""
         return values.container(value)
 
     def experimental_make_numpy_dataset(self, numpy_input: object, session: None = None) -> ArrayDataset:
@@ -82,12 +86,12 @@ class StrategyExtended(extended.StrategyExtended):
 
         Args:
             fn: called as `fn(context, inputs)`, with a `MultiStepContext`; usually it calls `call_for_each_replica`.
-            iterator: of a distributed dataset.
-            iterations: number of batches.
+            iterator: an iterator over a distributed dataset.
+            iterations: the number of batches.
             initial_loop_values: `last_step_outputs` before the first step.
 
         Returns:
-            The context, with what the last step has set.
+            The context, with the values that the last step has set.
 
         Raises:
             StopIteration: the iterator ended before `iterations` batches.
@@ -133,7 +137,10 @@ class MultiStepContext:
             self._set(context.get_strategy(), name, output, reduce_op)
             return
         if reduce_op is None:
-            raise ValueError(f"output {name!r} is set in replica context, where replicas differ; give a reduce_op")
+            raise ValueError(
+                f"output {name!r} was set in replica context, where replicas may have different values; pass a "
+                "reduce_op"
+            )
         boxed = context.Box((name, output, reduce_op))
         context.require_replica("set_last_step_output").merge_call(self._set_boxes, (boxed,))
 

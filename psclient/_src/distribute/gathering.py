@@ -48,8 +48,8 @@ def of_each(value: Any, replicas: int, host: Callable[[Any], Value]) -> Sequence
     if replicas > 1 and not isinstance(value, Readable):
         check_value(value)
         raise ValueError(
-            f"gather of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
-            "give what strategy.run returned from each replica"
+            f"gather got a {type(value).__name__} instead of a per-replica value, with {replicas} local "
+            "replicas; pass the values that strategy.run returned"
         )
     return [host(value)] * replicas
 
@@ -118,9 +118,9 @@ class Place:
             shapes = [_shape(rows[number]) for number in here]
             if len(set(shapes)) > 1:
                 raise ValueError(
-                    f"replicas reduce arrays of shapes {', '.join(map(str, shapes))}: the batch in use has {examples} "
-                    f"examples for {len(shapes)} replicas; give axis=0, or leave such batches out: "
-                    "batch(..., drop_remainder=True)"
+                    f"the replicas reduce arrays of shapes {', '.join(map(str, shapes))}, because the "
+                    f"current batch has {examples} examples for {len(shapes)} replicas; pass axis=0, or "
+                    "drop such batches: batch(..., drop_remainder=True)"
                 )
 
     def _known(self, arrays: Sequence[Sequence[Array]]) -> tuple[Array, list[int], bool]:
@@ -169,7 +169,7 @@ def check_axis(axis: SupportsIndex) -> int:
     try:
         number = operator.index(axis)
     except TypeError:
-        raise TypeError(f"axis is {axis!r}; a gather joins arrays along one dimension: give its number") from None
+        raise TypeError(f"axis is {axis!r}, but gather joins arrays along one dimension; pass an integer") from None
     if number < 0:
         raise ValueError(f"axis is {number}, and must be at least 0; the first dimension is 0")
     return number
@@ -178,9 +178,9 @@ def check_axis(axis: SupportsIndex) -> int:
 def check_dimensions(ndim: int, axis: int) -> None:
     """Raises `ValueError` if an array of so many dimensions cannot be gathered along an axis."""
     if not ndim:
-        raise ValueError("a scalar has no dimension to be gathered along; give each replica's as an array, x[None]")
+        raise ValueError("scalars cannot be gathered; pass an array from each replica, such as x[None]")
     if axis >= ndim:
-        raise ValueError(f"axis {axis} is none of an array of {ndim} dimensions; the last is {ndim - 1}")
+        raise ValueError(f"axis {axis} does not exist in an array of {ndim} dimensions; the last one is {ndim - 1}")
 
 
 def check_alike(rows: Sequence[Array], axis: int) -> None:
@@ -192,13 +192,16 @@ def check_alike(rows: Sequence[Array], axis: int) -> None:
     """
     dtypes = sorted({_NAMES[row[_DTYPE]] for row in rows})
     if len(dtypes) > 1:
-        raise ValueError(f"replicas gather arrays of {' and '.join(dtypes)}; give arrays of one dtype")
+        raise ValueError(
+            f"the replicas gather arrays of dtypes {' and '.join(dtypes)}; use the same dtype in all replicas"
+        )
     shapes = [_shape(row) for row in rows]
     for shape in shapes:
         check_dimensions(len(shape), axis)
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1 or len(set(map(len, shapes))) > 1:
         raise ValueError(
-            f"replicas gather arrays of shapes {', '.join(map(str, shapes))}; these may differ in dimension {axis} only"
+            f"the replicas gather arrays of shapes {', '.join(map(str, shapes))}, which may differ only in "
+            f"dimension {axis}"
         )
 
 

@@ -131,7 +131,7 @@ class LocalBackend:
     def check_open(self) -> None:
         """Raises `RuntimeError` once the strategy is closed."""
         if self._closed:
-            raise RuntimeError("this strategy is closed; make another one")
+            raise RuntimeError("this strategy is closed; create a new one")
 
     def create(
         self,
@@ -237,13 +237,17 @@ def apply_to_copies(
     Args:
         strategy: the strategy that owns the variables.
         copies: local replicas, with their devices.
-        fn, args, kwargs: the function and its arguments; it gets of each distributed value the copy that is there.
+        fn: the function.
+        args: its positional arguments; for each distributed value it gets the copy on its device.
+        kwargs: its keyword arguments, likewise.
 
     Raises:
         ValueError: there is a per-replica value among the arguments.
     """
     if any(isinstance(leaf, values.PerReplica) for leaf in nest.flatten((tuple(args), dict(kwargs)))):
-        raise ValueError("update takes no per-replica values; reduce them first with reduce_to(op, value, variable)")
+        raise ValueError(
+            "update does not take per-replica values; reduce them first with reduce_to(op, value, variable)"
+        )
     results = []
     for index, device in copies:
         own_args, own_kwargs = values.select((tuple(args), dict(kwargs)), index)

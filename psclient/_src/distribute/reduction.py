@@ -197,8 +197,8 @@ def check_arrays(local: Sequence[LocalValue]) -> None:
 def refuse_keys(table: str) -> NoReturn:
     """Raises `TypeError`: rows by keys are reduced to somewhere else than their table."""
     raise TypeError(
-        f"rows by the keys of table {table!r} are reduced for the table alone: write "
-        "strategy.extended.reduce_to(op, rows, table), and update the table with it"
+        f"rows of table {table!r} can be reduced only to that table; use strategy.extended.reduce_to(op, "
+        "rows, table), then update the table with the result"
     )
 
 
@@ -246,8 +246,8 @@ def combine(
             total = value
         elif total.shape != value.shape:
             raise ValueError(
-                f"replicas reduce arrays of shapes {total.shape} and {value.shape}; give the axis of the batch, "
-                "such as axis=0, so that batches of different sizes can be reduced"
+                f"the replicas reduce arrays of shapes {total.shape} and {value.shape}; pass the batch "
+                "axis, such as axis=0, to reduce batches of different sizes"
             )
         elif count:
             total = value if not weight else add(total, value)
@@ -268,7 +268,10 @@ def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset
     """
     shapes = {value.shape for value in values}
     if len(shapes) > 1:
-        raise ValueError(f"replicas reduce IndexedSlices of shapes {' and '.join(map(str, sorted(shapes)))}")
+        raise ValueError(
+            f"the replicas reduce IndexedSlices of shapes {' and '.join(map(str, sorted(shapes)))}; use the "
+            "same shape in all replicas"
+        )
     counted = [value.rows() for replica, value in enumerate(values) if replica not in empty]
     ids, rows = counted[0] if counted else values[0]._none()
     common = np.result_type(*(value.dtype for value in values))
@@ -289,7 +292,8 @@ def combine_keys(op: ReduceOp, values: Sequence[object], empty: frozenset[int], 
     """Combines the local replicas' rows by keys into what this process contributes, each key once.
 
     Args:
-        op, empty: as of `combine_rows`.
+        op: as of `combine_rows`.
+        empty: as of `combine_rows`.
         values: of each local replica, in order.
         over_axis: True if an axis is to be reduced within each, which has no meaning.
 
@@ -324,7 +328,7 @@ def _checked_axes(axis: SupportsIndex | Sequence[SupportsIndex] | None) -> tuple
             return ()
         return tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
     except TypeError:
-        raise TypeError(f"axis is {axis!r}; give one number, usually 0 for the batch's axis, or None") from None
+        raise TypeError(f"axis is {axis!r}; use an integer, usually 0 for the batch axis, or None") from None
 
 
 def check_value(value: Value) -> AnyArray:
@@ -333,10 +337,10 @@ def check_value(value: Value) -> AnyArray:
     if can_travel(array.dtype):
         return array
     if array.dtype.kind not in "OUSTMm":  # numbers, or records of them
-        raise TypeError(f"arrays of dtype {array.dtype} cannot travel; known are {', '.join(DTYPES)}")
+        raise TypeError(f"arrays of dtype {array.dtype} cannot be sent; supported are {', '.join(DTYPES)}")
     raise TypeError(
-        f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest one "
-        "leaf after another, or the whole nest to get_replica_context().all_reduce"
+        f"a {type(value).__name__} cannot be reduced; pass an array or a number from each replica. Reduce a "
+        "nested structure leaf by leaf, or with get_replica_context().all_reduce"
     )
 
 
@@ -344,9 +348,9 @@ def _over(axes: tuple[int, ...], array: AnyArray) -> AnyArray:
     """The array; raises `ValueError` if it does not have these axes, or has one of them twice."""
     for axis in axes:
         if not -array.ndim <= axis < array.ndim:
-            raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; give axis=None for a scalar")
+            raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; use axis=None for a scalar")
     if len({axis % array.ndim for axis in axes}) < len(axes):
-        raise ValueError(f"axis {axes} of an array of shape {tuple(array.shape)} names one twice")
+        raise ValueError(f"axis {axes} names a dimension of an array of shape {tuple(array.shape)} twice")
     return array
 
 

@@ -31,8 +31,8 @@ def of_replicas(op: ReduceOp, value: object, replicas: int, fit: Fit | None = No
     """
     if isinstance(value, Mirrored) and op is ReduceOp.SUM:
         raise ValueError(
-            "SUM of a Mirrored value, which is one value that all replicas have: it is reduced already; use it as "
-            "it is, or MEAN, which returns it"
+            "a Mirrored value has one value for all replicas and is already reduced, so SUM is not "
+            "defined; use the value itself, or MEAN, which returns it"
         )
     if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
         values = tuple(unwrap(value, replicas))
@@ -43,9 +43,15 @@ def of_replicas(op: ReduceOp, value: object, replicas: int, fit: Fit | None = No
             check_value(value)  # What is no array is told so, however many replicas there are.
         number = isinstance(value, bool | int | float | complex)
         raise ValueError(
-            f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
-            "give what strategy.run returned from each replica, or use MEAN"
-            + ("; of Python's numbers run makes one where all are equal, so return arrays" if number else "")
+            (
+                f"SUM got a {type(value).__name__} instead of a per-replica value, with {replicas} local "
+                "replicas; pass the values that strategy.run returned, or use MEAN"
+            )
+            + (
+                "; run returns one number if all replicas return equal Python numbers, so return arrays"
+                if number
+                else ""
+            )
         )
     if fit is not None:
         values = tuple([fit(v) if isinstance(v, IndexedSlices) else v for v in values])
@@ -55,5 +61,5 @@ def of_replicas(op: ReduceOp, value: object, replicas: int, fit: Fit | None = No
 def own_value(value: Value) -> Value:
     """Returns one replica's value, read if it is a variable; raises `TypeError` for a per-replica value within one."""
     if isinstance(value, PerReplica):
-        raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
+        raise TypeError("a per-replica value contains another one; reduce its leaves one by one")
     return value.numpy() if isinstance(value, Readable) and not isinstance(value, IndexedSlices) else value

@@ -95,8 +95,8 @@ class ReplicaRunner:
             mine = self._busy.acquire(blocking=False)
             if not mine:
                 raise RuntimeError(
-                    "strategy.run is called while another run of this strategy is under way; other threads have to "
-                    "wait until it has ended"
+                    "strategy.run was called while another run of this strategy is active; call it from "
+                    "one thread at a time"
                 )
             self._running = before + 1
             self._slice()  # It may have to wait for other processes: better here than in each replica.
@@ -191,7 +191,7 @@ class ReplicaRunner:
         """Runs the function that the replicas met for; returns what each of them gets."""
         if len({call.name for call in calls}) > 1:
             raise RuntimeError(
-                "replicas meet for different functions: "
+                "the replicas called merge_call with different functions: "
                 + ", ".join(f"{call.name} in local replica {i}" for i, call in enumerate(calls))
             )
         fn = calls[0].fn
@@ -205,7 +205,7 @@ def _given_up(failure: BaseException) -> BaseException:
     """Returns what a replica's `merge_call` raises once something has ended the run."""
     if isinstance(failure, RunAgain):
         return RunAgain()
-    return RuntimeError(f"merge_call is given up, since the run failed: {failure!r}")
+    return RuntimeError(f"merge_call was cancelled, because the run failed: {failure!r}")
 
 
 class _Meeting:
@@ -266,8 +266,8 @@ class _Meeting:
                 raise self._failure
             if self._calls and self._ended:
                 raise RuntimeError(
-                    "replicas make unequal numbers of merge_calls: local replicas "
-                    f"{sorted(self._ended)} have ended, while {sorted(self._calls)} wait in "
+                    "the replicas made different numbers of merge_calls: local replicas "
+                    f"{sorted(self._ended)} have ended, but {sorted(self._calls)} wait in "
                     f"merge_call({self._calls[min(self._calls)].name}); call it in every replica"
                 )
             return [self._calls[replica] for replica in sorted(self._calls)] or None

@@ -77,7 +77,8 @@ def update_rows(
 
     Args:
         fn: the function.
-        args, kwargs: its arguments, as one copy of the variables has them.
+        args: its positional arguments, with one copy of each variable.
+        kwargs: its keyword arguments, likewise.
         device: the copy's.
 
     Raises:
@@ -85,7 +86,7 @@ def update_rows(
     """
     slices = [leaf for leaf in nest.flatten((tuple(args), dict(kwargs))) if isinstance(leaf, IndexedSlices)]
     if len({id(one) for one in slices}) != 1:
-        raise ProgramError(f"a lazy update takes the rows of one gradient, and is given {len(slices)}")
+        raise ProgramError(f"a lazy update takes the rows of one gradient, but got {len(slices)}")
     ids, rows = slices[0].rows()
     shape = slices[0].shape or ()
     views: dict[int, RowsOfVariable] = {}

@@ -22,7 +22,8 @@ def how_sparse(
     """Returns what an update is to rows that are not given; warns where it makes a whole array of rows.
 
     Args:
-        program, refs: the update, and its arguments.
+        program: the update.
+        refs: its arguments.
         given: numbers of the arguments that are rows.
         wish: says what it shall be; None if nobody has.
         used: the variables among its arguments.
@@ -40,7 +41,7 @@ def how_sparse(
     if len({refs[i] for i in given}) != 1 or len(set(refs)) < len(refs):
         why = why or "it takes the rows of one gradient, and each variable once"
     if table is not None and not given:
-        refuse_whole_update(table, "it is given none; reduce IndexedSlices for the table, and pass what that returns")
+        refuse_whole_update(table, "it got none; reduce IndexedSlices for the table, and pass the result")
     if why and wish and (sparse == "lazy" or wish.as_lazy):
         refuse_lazy_update([v.name for v in used], why)
     if sparse == "lazy":

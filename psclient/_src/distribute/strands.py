@@ -69,8 +69,8 @@ class Marks:
         if apart and len(apart) < len(assigned):
             other = next(variable for variable in assigned if not variable.handle.spec.alone)
             raise ValueError(
-                f"an update assigns both {apart[0].name!r}, which has consistency={APART}, and {other.name!r}, which "
-                "all workers update together; make an update of each"
+                f"an update assigns both {apart[0].name!r}, which has consistency={APART}, and "
+                f"{other.name!r}, which all workers update together; use one update for each"
             )
         mine = {ref.index for ref in refs if ref.kind == "reduction" and ref.index in given}
         taken = [ref for ref in refs if ref.kind != "operand" and not (ref.kind == "reduction" and ref.index in mine)]
@@ -78,17 +78,17 @@ class Marks:
         if not (apart if assigned else alone):
             if alone:
                 raise ValueError(
-                    f"the update of {_names(assigned)}, which all workers make together, takes "
-                    f"{_said(alone[0], variables)}, which is not the same for all of them at any time; reduce what you "
-                    "compute of it, and pass that"
+                    f"the update of {_names(assigned)}, which all workers make together, uses "
+                    f"{_said(alone[0], variables)}, which may differ between workers; reduce the value "
+                    "computed from it, and pass the result"
                 )
             return
         of_all = [ref for ref in taken if ref.kind != "variable" and ref not in alone]
         if of_all:
             raise ValueError(
-                f"the update of {_names(assigned)}, which each worker makes alone, since it has consistency={APART}, "
-                f"takes {_said(of_all[0], variables)} of all workers, for which it does not wait; reduce it to that "
-                "variable with reduce_to(op, value, variable), or look at it first, and pass its value"
+                f"each worker updates {_names(assigned)} separately (consistency={APART}), but the update "
+                f"uses {_said(of_all[0], variables)}, which waits for all workers; reduce it to that "
+                "variable with reduce_to(op, value, variable), or read it first and pass its value"
             )
         self.reductions |= mine
         self.applies.add(number)

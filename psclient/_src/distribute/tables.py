@@ -75,7 +75,7 @@ class TableExtended(ShardedExtended):
                 _check_same(known, space, trainable, alone)
                 return known
             if self._names.get(name):
-                raise ValueError(f"there is a variable {name!r} already, which is no table; choose another name")
+                raise ValueError(f"a variable named {name!r} already exists and is not a table; choose another name")
             spec = VariableSpec(name, TensorSpec(table.dtype, (ROWS, *table.shape)), trainable, alone=alone)
             unplaced = KeySharding.of(space, ((),) * space.parts).parts(spec)
             sharding = KeySharding.of(space, self._table_backend.places_for(unplaced))
@@ -91,11 +91,11 @@ class TableExtended(ShardedExtended):
             table._check_strategy(self._strategy)
             whole = table.sharding.space.table
             if table.name != whole:
-                raise ValueError(f"{table.name!r} lies beside table {whole!r}; restrict that")
+                raise ValueError(f"{table.name!r} is a slot of table {whole!r}; restrict that table instead")
             if rows and not MIN_CAPACITY <= rows <= MAX_COUNT:
                 raise ValueError(
-                    f"table {whole!r} cannot be restricted to {rows} rows, of which each bucket keeps its share; give "
-                    f"0, or {MIN_CAPACITY} to {MAX_COUNT}"
+                    f"table {whole!r} cannot be restricted to {rows} rows, which are spread over its "
+                    f"buckets; use 0, or {MIN_CAPACITY} to {MAX_COUNT}"
                 )
             self._table_backend.trim(table.parts, rows)
 
@@ -133,4 +133,4 @@ def _check_same(known: TableVariable, space: KeySpace, trainable: bool, alone: b
         asked[field.name] = getattr(space.spec, field.name)
     other = [f"{name} {own[name]!r}, not {asked[name]!r}" for name in own if own[name] != asked[name]]
     if other:
-        raise ValueError(f"table {known.name!r} is there already, with {'; '.join(other)}; take another name")
+        raise ValueError(f"table {known.name!r} already exists with {'; '.join(other)}; choose another name")

@@ -25,12 +25,12 @@ class Unpicklable:
         _pickle_remedy: what to send, or to save, instead.
     """
 
-    _pickle_remedy: ClassVar[str] = "make it there, with a strategy of that process"
+    _pickle_remedy: ClassVar[str] = "create it there, with a strategy of that process"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         what: Any = getattr(self, "name", None)
         named = f" {what!r}" if isinstance(what, str) else ""
         raise TypeError(
-            f"the {type(self).__name__}{named} cannot be pickled, and so not be sent to another process: it belongs to "
-            f"a strategy of this one; {self._pickle_remedy}"
+            f"the {type(self).__name__}{named} cannot be pickled or sent to another process, because it "
+            f"belongs to a strategy of this process; {self._pickle_remedy}"
         )

@@ -20,7 +20,7 @@ from pswire.security.identity import Security
 
 log = logging.getLogger("psworker")
 
-DRIVES_ON = "drives the job on while workers leave that were told as well"
+DRIVES_ON = "received a signal to end, and waits for the workers that are leaving the job"
 """What a chief does at SIGTERM."""
 
 
@@ -39,7 +39,9 @@ def drive(
 
     Args:
         config: the cluster and this task.
-        timeouts, security, refused: of all connections.
+        timeouts: the timeouts of all connections.
+        security: the certificates and token of all connections.
+        refused: the meaning of a refused connection.
         job: the identity of the job.
         standby: True to wait until nobody drives the job any more.
         copied: True if variables have copies.
@@ -65,7 +67,7 @@ def drive(
                 raise SystemExit(128 + signal.SIGTERM)
             return
         except JobOver as error:  # it was over by then, by a loss that nobody has told yet
-            log.warning("%s goes on with nothing: %s", config.task, error)
+            log.warning("%s cannot go on: %s", config.task, error)
         finally:
             NOTICE.has_left(chief.steps_down.tell)
             chief.close()
@@ -81,7 +83,7 @@ def _takes_over(chief: Chief, begun: Callable[[], object]) -> bool:
     except ServerLost as error:
         if chief.opened:
             raise
-        log.warning("%s; the job is over, or lost", error)
+        log.warning("%s; the job is over or lost", error)
     return True
 
 
@@ -94,7 +96,7 @@ def _drives(chief: Chief, task: Task, begun: Callable[[], object]) -> bool:
         expect(server)
         other = taken_over_by(server, task)
         if other is not None:
-            log.warning("%s drives the job in the place of %s, which stands by", other, task)
+            log.warning("%s has taken over the job from %s, which is the standby now", other, task)
             return False
         try:
             chief.drive(begun=begun)

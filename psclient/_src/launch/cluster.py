@@ -218,11 +218,11 @@ class Cluster:
             reminder.look()
             if running == [EVALUATOR] and not told:
                 told = True
-                self._tell(EVALUATOR, f"psworker: the workers have left; {EVALUATOR} ends by itself, or at Ctrl-C")
+                self._tell(EVALUATOR, f"psworker: all workers have ended; waiting for {EVALUATOR}, or press Ctrl-C")
             if deadline is not None and time.monotonic() > deadline:
                 late = [str(task) for task, process in self.processes.items() if process.poll() is None]
                 self.stop()
-                raise TimeoutError(f"after {timeout:g} s these still ran: {', '.join(late)}")
+                raise TimeoutError(f"these tasks still run after {timeout:g} s: {', '.join(late)}")
             time.sleep(POLL_SECONDS)
         return self._end()
 
@@ -326,9 +326,9 @@ class Cluster:
         for task in failed:
             if task.job == "ps" and task not in self._lost:
                 code = self.processes[task].poll() or 0
-                text = f"psworker: {task} was lost ({describe_exit(code)}); the job goes on with its copies"
+                text = f"psworker: {task} was lost ({describe_exit(code)}); the job goes on with copies"
                 if self._restarts.spend({task: code}, (), time.monotonic()):
-                    self._tell(task, f"{text}; replaced, {self._restarts.left} restarts left")
+                    self._tell(task, f"{text}; restarted, {self._restarts.left} restarts left")
                     self.start_task(task)
                 else:
                     self._lost.append(task)
@@ -354,7 +354,7 @@ class Cluster:
 
     def _say_who_runs(self, running: list[Task]) -> None:
         names = ", ".join(map(str, running))
-        self._tell(running[0], f"psworker: waits for {names} to end; all other scripts have")
+        self._tell(running[0], f"psworker: waiting for {names} to end; all other scripts have ended")
 
     def _tell(self, task: Task, text: str, error: bool = True) -> None:
         if error and logging_setup.structured():
@@ -372,7 +372,7 @@ class Cluster:
         self._await(list(self.processes), LEAVE_SECONDS if began else 0.0)
         running = [task for task, process in self.processes.items() if process.poll() is None]
         for task in running if began else ():
-            self._tell(task, f"psworker: {task} did not end by itself after the last worker")
+            self._tell(task, f"psworker: {task} did not end after the last worker, and was stopped")
         if self._failed():
             return self._failure()
         unsaved = [task for task, process in self.processes.items() if process.poll() == NOT_SAVED]
@@ -450,12 +450,14 @@ def shown_flags(config: LaunchConfig, place: int) -> list[str]:
 def _why(replacement: Replacement, code: int | None, left: int) -> str:
     how = "it does not answer" if code is None else describe_exit(code)
     if not replacement.counts:
-        return f"psworker: {replacement.task} ended because a server was lost ({how}); replaced, at no cost"
-    return f"psworker: {replacement.task} failed ({how}); replaced, {left} restarts left"
+        return (
+            f"psworker: {replacement.task} ended because a server was lost ({how}); restarted, without using a restart"
+        )
+    return f"psworker: {replacement.task} failed ({how}); restarted, {left} restarts left"
 
 
 def _unfinished(running: list[Task]) -> str:
     return (
-        f"psworker: {', '.join(map(str, running))} still waited for the end of the job {LEAVE_SECONDS:g} s after "
-        "the last worker: a worker did not leave cleanly"
+        f"psworker: {', '.join(map(str, running))} was stopped {LEAVE_SECONDS:g} s after the last worker, because a "
+        f"worker did not leave the job cleanly"
     )

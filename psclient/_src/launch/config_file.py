@@ -77,7 +77,7 @@ class _Once(yaml.SafeLoader):
         for key, _ in node.value:
             name = self.construct_object(key, deep=True)
             if name in found:
-                raise ConfigError(f"line {key.start_mark.line + 1}: key {name} comes twice; leave one of them out")
+                raise ConfigError(f"line {key.start_mark.line + 1}: key {name} appears twice; remove one")
             found.add(name)
         return super().construct_mapping(node, deep)
 
@@ -95,9 +95,9 @@ def load_launch_config(path: Path) -> LaunchConfig:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except RecursionError:
-        raise ConfigError(f"{path} is no configuration: its values lie too deep in each other") from None
+        raise ConfigError(f"{path} is not a configuration, because its values are nested too deep") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     values = _checked(data, str(path))
     try:
         return LaunchConfig(**values)

@@ -71,7 +71,7 @@ def load_hosts(path: Path) -> tuple[Host, ...]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text: {error}") from error
+        raise ConfigError(f"{path} is not a text file: {error}") from error
     hosts: list[Host] = []
     lines: dict[tuple[str, int], int] = {}
     for number, words in _lines(text):
@@ -79,7 +79,7 @@ def load_hosts(path: Path) -> tuple[Host, ...]:
         host = _host(words, where)
         before = lines.setdefault((host.name, host.port), number)
         if before != number:
-            raise ConfigError(f"{where}: host {host.name} is in line {before} as well; write all of its tasks there")
+            raise ConfigError(f"{where}: host {host.name} is also in line {before}; write all of its tasks there")
         hosts.append(host)
     _check(hosts, path, list(lines.values()))
     return tuple(hosts)
@@ -95,7 +95,7 @@ def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
 def _host(words: list[str], where: str) -> Host:
     match = _HOST.fullmatch(words[0])
     if not match or words[0].startswith("-") or (match[4] and not 0 < int(match[4]) < 1 << 16):
-        raise ConfigError(f"{where}: {words[0]!r} is no host; write node1, user@node1 or node1:22")
+        raise ConfigError(f"{where}: {words[0]!r} is not a host; write node1, user@node1 or node1:22")
     user, name, port = match[1] or "", match[2] or match[3], int(match[4] or 0)
     counts: dict[str, int] = {}
     texts: dict[str, str] = {}
@@ -106,7 +106,7 @@ def _host(words: list[str], where: str) -> Host:
             raise ConfigError(f"{where}: {word!r} has no value; write {key}={1 if key in COUNTS else 'ADDRESS'}")
         said = counts if key in COUNTS else texts
         if COUNTS.get(key, key) in said:
-            raise ConfigError(f"{where}: {COUNTS.get(key, key)} is said twice; leave one of them out")
+            raise ConfigError(f"{where}: {COUNTS.get(key, key)} appears twice; remove one")
         if key in COUNTS:
             counts[COUNTS[key]] = _count(value, f"{where}: {key}")
         else:
@@ -126,12 +126,13 @@ def _count(text: str, where: str) -> int:
 def _check(hosts: list[Host], path: Path, lines: list[int]) -> None:
     """Raises `ConfigError` if these hosts are no cluster, or some could not reach the servers of others."""
     if not any(host.ps for host in hosts):
-        raise ConfigError(f"{path}: no host has a server; write ps=1 behind one of them")
+        raise ConfigError(f"{path}: no host has a server; write ps=1 after one of them")
     if all(is_loopback(host.address) for host in hosts):
         return
     for host, line in zip(hosts, lines, strict=True):
         if host.ps and is_loopback(host.address):
             raise ConfigError(
-                f"{path}, line {line}: the other hosts cannot reach servers at {join_address(host.address, 0)[:-2]}, "
-                "which is another machine there; write address=NAME, the name by which they reach this one"
+                f"{path}, line {line}: other hosts cannot reach servers at {join_address(host.address, 0)[:-2]}, "
+                f"which means another machine there; write address=NAME with the name by which they reach this "
+                f"machine"
             )

@@ -107,16 +107,16 @@ def certified_task(options: SecurityOptions) -> Task | None:
     for name, path in options.variables().items():
         if PLACEHOLDER in path:
             raise ConfigError(
-                f"{name}={path}: a worker that joins is told its task later than it reads this file; write the path of "
-                "one worker's file, such as certs/worker-2/tls.crt (psctl certs OUT --extra-workers N makes them)"
+                f"{name}={path}: a worker that joins does not know its task yet, so the path cannot contain {{task}}; "
+                f"write the path of one worker, such as certs/worker-2/tls.crt (psctl certs OUT --extra-workers N)"
             )
     names = options.names()
     found = sorted(int(match[1]) for name in names if (match := _WORKER.fullmatch(name)))
     if options.tls_cert and len(found) != 1:
         whose = ", ".join(sorted(names)) or "no task"
         raise ConfigError(
-            f"{options.tls_cert} is of {whose}, and a worker joins as the one worker that its certificate names; "
-            "psctl certs OUT --extra-workers N makes certificates of the next ones"
+            f"{options.tls_cert} is for {whose}, but a worker that joins needs the certificate of exactly one "
+            f"worker; psctl certs OUT --extra-workers N makes such certificates"
         )
     return Task("worker", found[0]) if found else None
 
@@ -175,7 +175,7 @@ class Joiner:
         why = ""
         where = ", ".join(self._addresses)
         reminder = Reminder(
-            self._timeouts.report_interval, lambda: log.warning("waits for a job at %s: %s", where, why)
+            self._timeouts.report_interval, lambda: log.warning("waiting for a job at %s: %s", where, why)
         )
         while True:
             try:
@@ -186,9 +186,8 @@ class Joiner:
                 why = error.message.partition("; ")[0]  # what to do is said below
             if time.monotonic() > until:
                 raise Unreachable(
-                    f"there is no job to join at {where} for {self._timeouts.start_timeout:g} s (PS_START_TIMEOUT): "
-                    f"{why}; "
-                    "start its servers and its chief, or correct --join"
+                    f"found no job to join at {where} within {self._timeouts.start_timeout:g} s (PS_START_TIMEOUT): "
+                    f"{why}; start its servers and its chief, or correct --join"
                 )
             reminder.look()
             self._ended.wait(PAUSE)
@@ -262,7 +261,7 @@ class Joiner:
             raise refusals[0]
         newest = newest_of(each for _, each in found.values())
         if newest is None:
-            raise Unreachable("no chief has begun a job there yet")
+            raise Unreachable("the chief has not started a job there yet")
         self._check(newest)
         return self._told(found[newest.server][0], newest, {index: each.address for index, (each, _) in found.items()})
 
@@ -270,9 +269,9 @@ class Joiner:
         """Raises why nobody can join the job that a server tells of."""
         where = ", ".join(self._addresses)
         if status.over:
-            raise JobIsOver(f"the job at {where} is over: there is nothing to join")
+            raise JobIsOver(f"the job at {where} is over, so it cannot be joined")
         if status.broken:
-            raise Unreachable(f"the job there has lost a server, and is not begun anew yet: {status.broken}")
+            raise Unreachable(f"the job there has lost a server, and was not restarted yet: {status.broken}")
 
     def _told(self, server: RemoteServer, status: ServerStatus, given: Mapping[int, str]) -> RunningJob:
         """Returns the job of which a server tells; at the given addresses servers have answered, by their numbers."""
@@ -282,10 +281,13 @@ class Joiner:
             raise Unreachable(f"no answer for {LOOK_SECONDS:g} s", str(server.task)) from None
         began = entries.entries[0] if entries.entries else None
         if not isinstance(began, JobStarted):
-            raise Unreachable("no chief has begun a job there yet")
+            raise Unreachable("the chief has not started a job there yet")
         self._check_name(began.name)
         if len(began.addresses) < len(began.incarnations):
-            raise ConfigError("the job's chief is of a version that does not tell where the servers are; install ours")
+            raise ConfigError(
+                "the job's chief has an older version that does not send the addresses of servers; "
+                "install the same version everywhere"
+            )
         known = {moved.server: moved.address for moved in status.moved} | dict(given)
         servers = tuple(known.get(index, address) for index, address in enumerate(began.addresses))
         _check_reachable(servers, set(status.gone) | given.keys(), next(iter(given.values())))
@@ -296,8 +298,8 @@ class Joiner:
         if self._name and self._name != name:
             held = f"the job {name!r}" if name else "a job without a name"
             raise ConfigError(
-                f"this process is to join the job {self._name!r} (PS_JOB), and the servers at "
-                f"{', '.join(self._addresses)} hold {held}; unset PS_JOB to join that one, or correct --join"
+                f"PS_JOB names the job {self._name!r}, but the servers at {', '.join(self._addresses)} hold {held}; "
+                f"unset PS_JOB to join that job, or correct --join"
             )
 
     def _cluster(self, job: RunningJob, task: Task) -> ClusterSpec:
@@ -347,8 +349,8 @@ def _check_reachable(servers: Sequence[str], known: set[int], answered: str) -> 
     for index, address in enumerate(servers):
         if index not in known and is_loopback(check_address(address, "the job's log")[0]):
             raise ConfigError(
-                f"the job's chief reaches {Task('ps', index)} at {address}, which is another machine from here; write "
-                "the addresses of all servers, --join HOST:PORT,HOST:PORT"
+                f"the job has {Task('ps', index)} at {address}, which is a local address here; give the addresses of "
+                f"all servers: --join HOST:PORT,HOST:PORT"
             )
 
 

@@ -142,7 +142,7 @@ EXAMPLES = (
     default=None,
     cls=Flag,
     group=CLUSTER,
-    help="Run the chief in a process of its own, or in worker 0. [default: of its own]",
+    help="Run the chief in its own process, or in worker 0. [default: own process]",
 )
 @click.option("--chief-runs-script", is_flag=True, cls=Flag, group=CLUSTER, help="Run the script in the chief as well.")
 @flags(ServerOptions, unsaid=True)
@@ -195,7 +195,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
     module = given["module"] or ""
     if given["standby"] and (launch or script):
-        raise ConfigError("--standby is for one more process of the chief task, which runs no script")
+        raise ConfigError("--standby starts a second chief, which does not run a script; leave the script out")
     invocation = Invocation(
         script, args, launch, given["parent"], level, kind, bool(given["debug"]), module, given["standby"]
     )
@@ -223,24 +223,22 @@ def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> Non
             raise ConfigError(f"{flag_name(name)} is for tasks on a Ray cluster; add --ray auto")
     places = [flag_name(name) for name in ("standalone", "hosts", "ray") if given[name]]
     if len(places) > 1:
-        raise ConfigError(f"{' and '.join(places)} are different places for a cluster; leave one out")
+        raise ConfigError(f"{' and '.join(places)} cannot be used together; keep one of them")
     if given["hosts"] is None:
         return
     for name in ("ps", "workers"):
         if name in cluster:
-            raise ConfigError(f"the file of --hosts says which tasks there are; leave {flag_name(name)} out")
+            raise ConfigError(f"the file of --hosts defines the tasks; leave {flag_name(name)} out")
 
 
 def _check_join(invocation: Invocation) -> None:
     """Raises `ConfigError` if a process with these arguments cannot join a job, whatever the servers say."""
     if invocation.launch or invocation.standby:
-        raise ConfigError(
-            "--join is for one more worker of a job that runs; leave out --standalone, --config, --standby"
-        )
+        raise ConfigError("--join adds a worker to a running job; leave out --standalone, --config, --standby")
     if tf_config_text().strip():
         raise ConfigError(
-            "TF_CONFIG says which task this process is, and with --join the servers do; unset TF_CONFIG to join the "
-            "job, or leave out --join"
+            "with --join the servers choose this process's task, but TF_CONFIG names one; unset TF_CONFIG, or leave "
+            "out --join"
         )
     if not (invocation.script or invocation.module):
         raise ConfigError("a worker needs a script; write psworker --join HOST:PORT [OPTIONS] SCRIPT [ARGS]")
@@ -289,7 +287,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         die_with(invocation.parent)
     task = config.task if config else None
     if task and task.job == "ps":
-        raise ConfigError(f"TF_CONFIG says that this process is {task}; start it with psserver")
+        raise ConfigError(f"TF_CONFIG names {task} as this process's task; start it with psserver")
     if invocation.module and task is None:
         raise ConfigError(f"{invocation.module} is for workers of a cluster; set TF_CONFIG, or add --standalone")
     if invocation.module and task and task.job == "worker":
@@ -353,7 +351,7 @@ def run_joined(invocation: Invocation) -> int:
             say(None, str(error))
             return 0
         logging_setup.name(str(joined.task))
-        log.warning("joins the job %r as %s, beside the %d workers of its cluster", *joined.said)
+        log.warning("joins the job %r as %s; its cluster has %d workers", *joined.said)
         joiner.hold(always=invocation.restarts > 0)
         if invocation.restarts:
             return supervise(joiner, joined, _arguments(invocation), invocation.restarts)
@@ -415,7 +413,7 @@ def _on_hosts(hosts: Path, remote: tuple[str, str], config: LaunchConfig, printe
     try:
         command = tuple(shlex.split(ssh)) or Remote.ssh
     except ValueError as error:
-        raise ConfigError(f"--ssh {ssh!r} is no command: {error}") from None
+        raise ConfigError(f"--ssh {ssh!r} is not a command: {error}") from None
     how = Remote(command, python or Remote.python)
     return SshCluster(load_hosts(hosts), how, config, printer, printer.terminal())
 

@@ -29,7 +29,7 @@ def ray_package() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ConfigError("Ray is not installed; pip install 'paramserver[ray]'") from error
+        raise ConfigError("Ray is not installed; in the clone: pip install -e '.[ray]'") from error
     return ray
 
 

@@ -96,8 +96,8 @@ def connect(address: str) -> None:
         refused = isinstance(error, ConnectionRefusedError)
         why = "nothing listens there" if refused else last_line(error).rstrip(".")
         raise ConfigError(
-            f"no Ray cluster is found at {address} ({why}); start one with ray start --head, or name the address of "
-            "its head"
+            f"found no Ray cluster at {address} ({why}); start one with ray start --head, or give the address of its "
+            f"head"
         ) from error
 
 
@@ -140,7 +140,7 @@ class RayCluster(RemoteCluster):
         """
         ray = ray_package()
         if not ray.is_initialized():
-            raise ConfigError("this process is no driver of a Ray cluster; call ray.init() first")
+            raise ConfigError("this process is not connected to a Ray cluster; call ray.init() first")
         bundles = [dict(self._bundle(task)) for task in self._order]
         name = f"paramserver {self.job}"
         self._group = ray.util.placement_group(bundles, self.resources.placement, name=name)
@@ -185,14 +185,14 @@ class RayCluster(RemoteCluster):
 
         word = Reminder(
             self.config.timeouts.report_interval,
-            lambda: self._tell(self._order[0], f"psworker: waits for Ray to have {wanted}: {there()}"),
+            lambda: self._tell(self._order[0], f"psworker: waiting for Ray to have {wanted}: {there()}"),
         )
         while not self._group.wait(SLICE_SECONDS):
             word.look()
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"Ray has had no {wanted} within {limit:g} s (PS_START_TIMEOUT): {there()}; ask for less with "
-                    "--ps-resources and --worker-resources, or add nodes"
+                    f"Ray had no {wanted} within {limit:g} s (PS_START_TIMEOUT): {there()}; request less with "
+                    f"--ps-resources and --worker-resources, or add nodes"
                 )
 
     def _free(self) -> None:
@@ -245,7 +245,7 @@ class RayCluster(RemoteCluster):
         while not ray.wait([asked], timeout=SLICE_SECONDS)[0]:
             if time.monotonic() > until or self._signals or unwanted():
                 ray.kill(self._waiting.pop(task))
-                raise Unreachable("Ray has not started its actor in time; see `ray status`", str(task))
+                raise Unreachable("Ray did not start its actor in time; see `ray status`", str(task))
         try:
             found = ray.get(asked)
         except ray.exceptions.RayError as error:
@@ -254,8 +254,8 @@ class RayCluster(RemoteCluster):
         name = f"{found['host']} ({found['address']})"
         if found["version"] != package_version():
             raise ConfigError(
-                f"{name} has paramserver {found['version']}, and the driver {package_version()}; install the same "
-                "version on both"
+                f"{name} has paramserver {found['version']}, but the driver has {package_version()}; install the "
+                f"same version on both"
             )
         if not found["script"]:
             raise ConfigError(

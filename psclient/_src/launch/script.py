@@ -158,8 +158,10 @@ def one_line(error: PSError, script: Path) -> str:
 
 
 def end_on_sigterm(launched: bool = False) -> None:
-    """Makes SIGTERM tell a worker to leave its job where its next step begins; any other process, and at the second
-    signal a worker, it ends by an ordinary exit with code 143, so that sessions take their leave. One more kills.
+    """Makes a worker leave its job at its next step when it receives SIGTERM.
+
+    Any other process, and a worker at the second signal, exits with code 143, so that its sessions are closed. One
+    more signal kills the process.
 
     Args:
         launched: True if the launcher of a local cluster has started this process: at its SIGHUP nothing is left first.

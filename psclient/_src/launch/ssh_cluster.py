@@ -187,18 +187,20 @@ def check_hosts(hosts: Sequence[Host], remote: Remote, script: str, seconds: flo
 
 def _judge(host: Host, remote: Remote, code: int, out: str, err: str) -> None:
     """Raises `ConfigError` if a host, which has answered so, cannot run tasks."""
-    said = (err.strip().splitlines() or ["it says nothing"])[-1]
+    said = (err.strip().splitlines() or ["it printed nothing"])[-1]
     if code == LOST:
         raise ConfigError(
-            f"cannot reach {host.name} by ssh: {said}; no password is asked for here: it needs a key, and a known "
-            f"host: try {as_words([*remote.ssh, '-o', 'BatchMode=yes', *host.target, 'true'])}"
+            f"cannot reach {host.name} by ssh: {said}; it needs a key and a known host, because passwords are not "
+            f"supported: try {as_words([*remote.ssh, '-o', 'BatchMode=yes', *host.target, 'true'])}"
         )
     if code in (126, 127):
-        raise ConfigError(f"{host.name} has no Python at {remote.python} ({said}); say where with --remote-python PATH")
+        raise ConfigError(
+            f"{host.name} has no Python at {remote.python} ({said}); give its path with --remote-python PATH"
+        )
     if "No module named" in said:
         raise ConfigError(
-            f"{remote.python} on {host.name} lacks this package ({said}); install it there, or say with "
-            "--remote-python which Python has it"
+            f"{remote.python} on {host.name} does not have this package ({said}); install it there, or give another "
+            f"Python with --remote-python"
         )
     try:
         found = json.loads(out.strip().splitlines()[-1])
@@ -206,13 +208,13 @@ def _judge(host: Host, remote: Remote, code: int, out: str, err: str) -> None:
         raise ConfigError(f"{host.name} cannot run tasks (exit code {code}): {said}") from None
     if found["version"] != package_version():
         raise ConfigError(
-            f"{host.name} has paramserver {found['version']}, and this machine {package_version()}; install the same "
-            "version on both"
+            f"{host.name} has paramserver {found['version']}, but this machine has {package_version()}; install the "
+            f"same version on both"
         )
     if not found["directory"]:
         raise ConfigError(
-            f"{host.name} has no directory {Path.cwd()}, in which psworker runs here, and tasks there; make it, or "
-            "start psworker in one that all hosts have"
+            f"{host.name} does not have the directory {Path.cwd()}, in which tasks run; create it, or start psworker "
+            f"in a directory that all hosts have"
         )
     if not found["script"]:
-        raise ConfigError(f"{host.name} has the directory {Path.cwd()}, and not the script in it; copy it there")
+        raise ConfigError(f"{host.name} has the directory {Path.cwd()}, but not the script in it; copy it there")

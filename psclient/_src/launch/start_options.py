@@ -32,10 +32,10 @@ class StartOptions:
         group=HOSTS,
     )
     remote_python: str | None = option(
-        None, "With --hosts: Python on the hosts.", PATH, otherwise="that of this psworker", group=HOSTS
+        None, "With --hosts: path of Python on the hosts.", PATH, otherwise="that of this psworker", group=HOSTS
     )
     ssh: str | None = option(
-        None, "With --hosts: command that connects, with its options.", otherwise="ssh", group=HOSTS, metavar="COMMAND"
+        None, "With --hosts: ssh command with its options.", otherwise="ssh", group=HOSTS, metavar="COMMAND"
     )
     ray: str | None = option(
         None,

@@ -76,11 +76,11 @@ def supervise(joiner: Joiner, joined: Joined, arguments: Sequence[str], restarts
         if code in FINAL or child.told or not restarts:
             return exit_code(code)
         restarts -= 1
-        say(joined.task, f"failed ({describe_exit(code)}); starts again, {restarts} restarts left")
+        say(joined.task, f"failed ({describe_exit(code)}); restarting, {restarts} restarts left")
         try:
             joined = joiner.take()
         except JobIsOver as error:
-            say(joined.task, f"does not start again: {error}")
+            say(joined.task, f"not restarted: {error}")
             return exit_code(code)
 
 

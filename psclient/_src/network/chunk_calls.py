@@ -31,7 +31,7 @@ class ChunkCalls:
         session = self._session
 
         def late() -> Unreachable:
-            return Unreachable(f"{session.task} has asked server 0 for a batch, and was not answered")
+            return Unreachable(f"{session.task} requested a batch from server 0 and got no response")
 
         deadline = session.deadline(2 * session.timeouts.call_timeout)
-        return session.wait(future, deadline, late, lambda: "waits for server 0 to hand out a batch", lambda: False)
+        return session.wait(future, deadline, late, lambda: "waits for server 0 to assign a batch", lambda: False)

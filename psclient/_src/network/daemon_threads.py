@@ -89,4 +89,4 @@ def check_startable() -> None:
 
 
 def _unstarted(error: RuntimeError) -> PSError:
-    return PSError(f"no thread could be started ({error}); where the script has ended, call close() at its end")
+    return PSError(f"a thread could not be started ({error}); if the script has ended, call close() before its end")

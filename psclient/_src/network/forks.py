@@ -79,9 +79,9 @@ class Owner:
         """Raises `PSError` in a fork of the process: it would wait for answers that never come."""
         if self._generation != _GENERATION.forks:
             raise PSError(
-                "this process is a fork of the process that opened the strategy, and has none of its connections; do "
-                "in that process what needs servers (for a DataLoader num_workers=0), or start this one anew "
-                "(multiprocessing_context='spawn') with a strategy of its own"
+                "this process is a fork of the process that opened the strategy, so it cannot use its "
+                "connections. Use servers only in that process (DataLoader: num_workers=0), or start this "
+                "one with multiprocessing_context='spawn' and its own strategy"
             )
 
 

@@ -280,7 +280,7 @@ class GrpcCalls:
                 header = told
             assembly.add(frame.offset, frame.data or ())
         if header is None:
-            raise InvalidRequest(f"{self._address} answered without a header", self._task)
+            raise InvalidRequest(f"{self._address} sent a response without a header", self._task)
         return header, assembly.check_whole()
 
     # ---- The stream ----
@@ -356,7 +356,7 @@ class GrpcCalls:
             self._breaks += 1
             ends, self._streams = self._breaks >= MAX_BREAKS, self._streams and self._breaks < MAX_BREAKS
         if ends:
-            log.info("%s is sent single calls: streams to %s do not last", self._task, self._address)
+            log.info("%s uses single calls, because streams to %s break repeatedly", self._task, self._address)
 
     # ---- The end ----
 

@@ -85,7 +85,10 @@ class Hosting:
             return servers[0]
         found = next((server for server in servers if server not in self.gone), None)
         if found is None:
-            raise ServerLost("was lost, and so were its copies; restart from a checkpoint", str(Task("ps", servers[0])))
+            raise ServerLost(
+                "was lost together with the servers that had its copies; restart from a checkpoint",
+                str(Task("ps", servers[0])),
+            )
         return found
 
     def lose(self, losses: Sequence[Gone]) -> list[Gone]:
@@ -163,7 +166,7 @@ class Hosting:
                 elif opened is not None:
                     self._set(self.gone - {server})
         if opened is not None:
-            log.warning("%s goes on with %s, which is back", self._task, Task("ps", server))
+            log.warning("%s uses %s again, which was readmitted", self._task, Task("ps", server))
         return opened
 
     def _set(self, gone: frozenset[int]) -> None:
@@ -174,7 +177,7 @@ class Hosting:
     def _fail(self, server: int, reason: str) -> None:
         there = self._servers[server]
         if isinstance(there, RemoteServer):
-            there.fail(ServerGone(f"is gone: {reason}", str(Task("ps", server))))
+            there.fail(ServerGone(f"is down: {reason}", str(Task("ps", server))))
 
     def suspect(self, server: int, error: PSError, decides: bool) -> bool:
         """Notes that a server was found lost; returns whether somebody decides what becomes of that.
@@ -283,7 +286,7 @@ class Hosting:
                 self._set(frozenset(gone | found.keys()))
             self.lives = dict(enumerate(newest.incarnations))
             for server in self.gone:
-                self._fail(server, "it was lost before this process came")
+                self._fail(server, "it was lost before this process started")
             for there in (self._servers[server] for server in self.live):
                 if isinstance(there, RemoteServer):
                     expect(there)
@@ -329,7 +332,7 @@ class Lookout:
             try:
                 status = found.status()
             except PSError as error:
-                log.debug("%s is not back: %s", Task("ps", server), error)
+                log.debug("%s has not returned: %s", Task("ps", server), error)
                 continue
             finally:
                 found.close()

@@ -117,7 +117,7 @@ class JobNews:
     def take(self, watched: Watched) -> None:
         """Takes in the next entries; raises `ServerLost` where the log is another one than before."""
         if watched.start < self.followed:
-            raise ServerLost("the job was started anew; restart this process")
+            raise ServerLost("the servers hold a new job; restart this process")
         self.followed = watched.start + len(watched.entries)
         for entry in watched.entries:
             match entry:
@@ -250,11 +250,11 @@ class LogCalls:
                 partial(self._follow, len(entries)),
                 deadline,
                 lambda: ChiefLost(
-                    f"no chief began the job within {self.timeouts.start_timeout:g} s; start the chief task (psworker "
-                    "with "
-                    "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
+                    f"no chief started the job within {self.timeouts.start_timeout:g} s; start the chief "
+                    "task (psworker with its TF_CONFIG), or remove it from the cluster to make worker 0 "
+                    "the chief"
                 ),
-                lambda: "waits for a chief to begin the job",
+                lambda: "waits for a chief to start the job",
             )
             del entries[watched.start :]  # a log that is shorter is another job's
             entries += watched.entries
@@ -273,7 +273,7 @@ class LogCalls:
         if bool(self.begun.copies) != self.copied:
             here, there = (f"PS_REPLICATION_FACTOR={1 + each}" for each in (self.copied, bool(self.begun.copies)))
             raise ConfigError(
-                f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
+                f"{self.task} uses {here}, but the job uses {there}; use the same value in every process of the job"
             )
 
     def look(self, after: int = -1) -> Watched:
@@ -287,7 +287,7 @@ class LogCalls:
         return self.ask_keeper(
             lambda keeper: keeper.watch(self.number, known, 0),
             self.deadline(self.timeouts.call_timeout),
-            lambda: Unreachable(f"no news for {self.timeouts.call_timeout:g} s", str(log_server)),
+            lambda: Unreachable(f"no answer for {self.timeouts.call_timeout:g} s", str(log_server)),
             lambda: f"waits for news of {log_server}",
             lambda: False,
         )
@@ -339,14 +339,14 @@ class LogCalls:
             try:
                 self.propose(*proposal)
             except PSError as error:
-                log.debug("%s could not propose again: %s", self.task, error)
+                log.debug("%s could not repeat a proposal: %s", self.task, error)
 
     def check_chief(self) -> None:
         """Ends the session if the chief has been silent for longer than `Timeouts.chief_timeout`."""
         silent = self.log_status().chief
         if self.timeouts.chief_timeout < silent < float("inf"):
             error = ChiefLost(
-                f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
-                "start the chief again"
+                f"the chief has not responded for {silent:.0f} s, and {self.task} needs it to continue; "
+                "restart the chief"
             )
             self.end(error)

@@ -42,7 +42,7 @@ def _await_generation(session: Session, server: ParameterServer, deadline: Deadl
     """Waits until a server knows that this process takes part: the chief copies the log to all but the first."""
 
     def word() -> str:
-        return "waits for the chief to tell all servers that it takes part"
+        return "waits for the chief to announce it to all servers"
 
     while (status := server.status()).generation is None or status.generation.session(session.number) is None:
         news = server.watch(session.number, status.log, -1)

@@ -103,5 +103,9 @@ def until_free(call: Callable[[], T], timeouts: Timeouts, ended: threading.Event
                 raise
             if not told:
                 told = True
-                log.warning("waits for it to end, for at most its lease of %g s: %s", timeouts.session_timeout, error)
+                log.warning(
+                    "waiting up to %g s (PS_SESSION_TIMEOUT) for the earlier process of this task to end: %s",
+                    timeouts.session_timeout,
+                    error,
+                )
         ended.wait(timeouts.heartbeat_interval / 2)

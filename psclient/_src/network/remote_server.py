@@ -164,8 +164,7 @@ class RemoteServer(PlainCalls):
         return messages.OPENED.from_pb(m)
 
     def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
-        """Calls `ParameterServer.heartbeat`; on a transport where the process does nothing, and so has nothing new to
-        say."""
+        """Calls `ParameterServer.heartbeat`; on an idle transport if there is one, which needs no new content."""
         transports = self._transports.get(session)
         if transports and (drives := transports.heartbeat(round, pace, clock)) is not None:
             return drives

@@ -105,7 +105,7 @@ class Attempts:
         while True:
             self._check()
             if life != self._life:
-                raise ServerGone("is gone, and another process is in its place", self._task)
+                raise ServerGone("was replaced by another process", self._task)
             now = time.monotonic()
             seconds = self._attempt_seconds(verb, limit - (now - started), extra)
             try:
@@ -133,7 +133,7 @@ class Attempts:
             # A server that answers late on purpose is not named here: who waits says for whom.
             if why != NOT_YET and time.monotonic() - spoke > self._timeouts.report_interval:
                 spoke = time.monotonic()
-                log.warning("no answer from %s at %s (%s) yet; trying on", self._task, self._address, why)
+                log.warning("no answer from %s at %s (%s); retrying", self._task, self._address, why)
             self._failed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_PAUSE)
 
@@ -174,11 +174,11 @@ class Attempts:
         """Returns the error for an answer of no server of ours, or for a message too large for one."""
         if code == "UNIMPLEMENTED":
             return Unreachable(
-                f"what answers at {self._address} is no parameter server of this version; correct the address, or "
-                "install the same version of paramserver everywhere",
+                f"the process at {self._address} is not a parameter server of this version; correct the "
+                "address, or install the same version of paramserver everywhere",
                 self._task,
             )
-        return InvalidRequest(f"the call was refused: {details} ({code})", self._task)
+        return InvalidRequest(f"the call was rejected: {details} ({code})", self._task)
 
     def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str, gone: bool) -> None:
         """Raises what is to be told to the caller, if there is no use in trying again."""
@@ -187,14 +187,13 @@ class Attempts:
         if self.opened:
             if gone or (why == NOBODY and self._decides):
                 raise ServerLost(
-                    f"was lost ({NOBODY} any more, at {self._address}); its variables are gone; "
-                    "restart from a checkpoint",
+                    f"was lost ({NOBODY}, at {self._address}); its variables are lost; restart from a checkpoint",
                     self._task,
                 )
             if silence >= self._timeouts.server_timeout:
                 raise ServerLost(
-                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_SERVER_TIMEOUT; {why}); "
-                    "restart from a checkpoint",
+                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_SERVER_TIMEOUT; "
+                    f"{why}); restart from a checkpoint",
                     self._task,
                 )
             if silence:
@@ -207,7 +206,7 @@ class Attempts:
             text = f"{verb.name} did not complete within {elapsed:.3g} s{self._missing()}"
             return BY_NAME[verb.late](text, self._task)
         return Unreachable(
-            f"no answer at {self._address} for {elapsed:.3g} s ({why}); "
-            "start this task, or correct its address in TF_CONFIG",
+            f"no answer at {self._address} for {elapsed:.3g} s ({why}); start this task, or correct its "
+            "address in TF_CONFIG",
             self._task,
         )

@@ -149,7 +149,10 @@ class Session(LogCalls):
                 if self._open_all(opened, key, waits):
                     break
                 if time.monotonic() > until:
-                    raise Unreachable("servers do not agree on which of them keeps the sessions", str(self.task))
+                    raise Unreachable(
+                        "the servers do not agree on which of them keeps the sessions; restart this process",
+                        str(self.task),
+                    )
                 # Another server keeps the sessions since then. It may have opened this one by the number that it had.
                 key = self.number
                 opened.clear()
@@ -308,9 +311,9 @@ class Session(LogCalls):
                 try:
                     self.servers[index].leave(self.number, error)
                 except (ServerLost, ServerGone, Unreachable) as failure:
-                    log.debug("could not say goodbye: %s", failure)
+                    log.debug("the session could not be closed: %s", failure)
                 except PSError as failure:
-                    log.warning("%s does not leave cleanly: %s", self.task, failure)
+                    log.warning("%s could not close its session: %s", self.task, failure)
                     return error or str(failure)
         return error
 
@@ -427,7 +430,7 @@ class Session(LogCalls):
             if needs_chief():
                 self.check_chief()
         except (PSError, TimeoutError) as error:
-            log.debug("%s cannot say whom it waits for: %s", self.task, error)
+            log.debug("%s cannot find out what it waits for: %s", self.task, error)
 
     def _take(self, future: Future[T]) -> T:
         error = future.exception()
@@ -443,8 +446,9 @@ waits(Session._unless_broken)
 
 
 def until_heartbeat(pause: float, number: int, now: float) -> float:
-    """Returns the seconds until a session heartbeats: at one of a few times, which are the same for all that share a
-    clock.
+    """Returns the seconds until a session's next heartbeat.
+
+    Heartbeats are sent at one of a few times, which are the same for all sessions that share a clock.
 
     Args:
         pause: seconds between two heartbeats.

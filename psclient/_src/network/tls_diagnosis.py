@@ -16,24 +16,28 @@ PROTOCOL = "h2"
 """The protocol that gRPC speaks within TLS."""
 
 NO_TLS = (
-    "it speaks without TLS, and this process has a certificate; start the server with --tls-cert, --tls-key and "
-    "--tls-ca, or this process without (PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA)"
+    "the server does not use TLS, but this process has a certificate; start the server with --tls-cert, "
+    "--tls-key and --tls-ca, or this process without them (PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA)"
 )
 ONLY_TLS = (
-    "the server expects TLS, and this process has no certificate; give it --tls-cert, --tls-key and --tls-ca (or "
-    "PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA; psctl certs makes the files)"
+    "the server requires TLS, but this process has no certificate; set --tls-cert, --tls-key and --tls-ca "
+    "(or PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA). psctl certs creates the files"
 )
-NOT_OURS = "the server's certificate is not signed by our CA; give both the files of one psctl certs"
+NOT_OURS = (
+    "the server's certificate was not signed by this process's CA; use files from the same psctl certs run on both"
+)
 
 FOUND = {
-    "hostname mismatch": "the certificate of the server there is not {name}'s; correct the addresses of the servers "
-    "(TF_CONFIG, --address), or give the server its own certificate",
+    "hostname mismatch": (
+        "the certificate of that server is not for {name}; correct the servers' addresses (TF_CONFIG, "
+        "--address), or give the server its own certificate"
+    ),
     "unable to get local issuer certificate": NOT_OURS,
     "self-signed certificate": NOT_OURS,
     "self signed certificate": NOT_OURS,
     "certificate signature failure": NOT_OURS,
-    "certificate has expired": "the server's certificate has expired; psctl certs OUT --renew makes a new one",
-    "certificate is not yet valid": "the server's certificate is not yet valid; set the clock of one of both machines",
+    "certificate has expired": "the server's certificate has expired; renew it with psctl certs OUT --renew",
+    "certificate is not yet valid": "the server's certificate is not yet valid; correct the clock of either machine",
 }
 """Readings of OpenSSL's errors about a server's certificate."""
 
@@ -41,8 +45,8 @@ PLAIN = ("WRONG_VERSION_NUMBER", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE")
 """OpenSSL's errors where the other end answers, and not in TLS."""
 
 REFUSED = (
-    "the server does not take our certificate: it has expired, or is not signed by the server's CA; give both the "
-    "files of one psctl certs (--renew makes new certificates)"
+    "the server rejected this process's certificate, which has expired or was not signed by the server's "
+    "CA; use files from the same psctl certs run on both (--renew creates new certificates)"
 )
 
 
@@ -116,7 +120,7 @@ def _with_certificates(sock: socket.socket, security: Security, name: str) -> st
     except ssl.SSLCertVerificationError as error:
         said = error.verify_message
         found = (words.format(name=name) for part, words in FOUND.items() if part in said.lower())
-        return next(found, f"the server's certificate is not good: {said}")
+        return next(found, f"the server's certificate is not valid: {said}")
     except ssl.SSLError as error:
         reason = error.reason or ""
         return REFUSED if "ALERT" in reason else NO_TLS if reason in PLAIN else ""

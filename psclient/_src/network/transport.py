@@ -158,9 +158,9 @@ class Silence:
             self._heartbeat = now
         self.heard = False
         if self._silent >= self._lease:
-            return f"nothing has come on it for {self._silent:.3g} s"
+            return f"nothing was received on it for {self._silent:.3g} s"
         if self._stuck >= self._lease:
-            return f"the server receives nothing more on it for {self._stuck:.3g} s"
+            return f"the server has not read from it for {self._stuck:.3g} s"
         return ""
 
 
@@ -240,7 +240,7 @@ class Transport:
             _, taken, _, _ = socket.recv_fds(sock, 1, 1)
             files += taken
             if len(taken) != 1:
-                raise OSError("the server hands over no memory")
+                raise OSError("the server did not pass its shared memory")
             self._mirror = SharedView(Segment.take(taken[0]).memory, self._let_go)
             self._enough = self._mirror.size // ENOUGH
         finally:
@@ -330,9 +330,8 @@ class Transport:
         return mirror.keep() if mirror is not None else []
 
     def forget(self) -> None:
-        """Drops the transport in a fork of the process: it belongs to the process that opened it, and ends with
-        that."""
-        self._why = "a fork has no part in the job"
+        """Drops the transport in a fork of the process: it belongs to the process that opened it."""
+        self._why = "a fork cannot use it"
         self._drop()
 
     # ---- A caller that receives in the thread's place ----
@@ -352,8 +351,9 @@ class Transport:
         return self._sock.fileno()
 
     def take_over(self, wake: Callable[[], object]) -> None:
-        """Makes the calling thread the one that receives, until `give_back`; the transport's own heeds the socket no
-        more.
+        """Makes the calling thread the one that receives, until `give_back`.
+
+        The transport's own thread ignores the socket until then.
 
         Args:
             wake: called by any thread once the transport is lost; then it must be given back soon.
@@ -379,15 +379,14 @@ class Transport:
         self._heed()
 
     def read(self) -> None:
-        """Handles what has come, in the thread that has taken the transport over; closes the transport if it is
-        broken."""
+        """Handles received data in the thread that has taken the transport over; closes a broken transport."""
         try:
             self._receive()
         except (OSError, PSError) as error:
             self.close(str(error))
         except BaseException:
             # An interrupt, perhaps in the middle of a message: the rest of it would have no beginning.
-            self.close("it was read when its process was interrupted")
+            self.close("the process was interrupted while reading from it")
             raise
 
     # ---- The thread of the transport ----
@@ -491,7 +490,7 @@ class Transport:
             call.assembly = call.assembly or Assembly(size, self._traffic)
             call.header = header if message.kind is Kind.ANSWER else None
         if call.assembly is None:
-            raise InvalidRequest("a part of an answer without a header")
+            raise InvalidRequest("part of a response has no header")
         if data is not None:
             call.assembly.add(message.offset, (data,))
         if call.header is not None and call.assembly.payload.whole:
@@ -514,7 +513,7 @@ class Transport:
         if message.data is not None:
             return message.data
         if self._mirror is None:
-            raise InvalidRequest("data without memory")
+            raise InvalidRequest("a message refers to memory that was not shared")
         return self._mirror.read(message.place, message.size)
 
 

@@ -1,5 +1,4 @@
-"""A caller that waits reads the transports itself: so an answer wakes the thread that needs it, and no other one
-before."""
+"""A caller that waits reads the transports itself, so that a response wakes only the thread that needs it."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class TransportReader:
 
     @waits
     def _receive(self, taken: Sequence[Transport], future: Future[Any], until: float) -> None:
-        """Receives on transports that were taken over until there is an answer, or all are lost; gives lost ones
-        back."""
+        """Receives on transports that were taken over until there is an answer, or all are lost; returns lost ones."""
         self._thread = threading.get_ident()
         future.add_done_callback(self._ring)
         transports = {transport.fileno(): transport for transport in taken}

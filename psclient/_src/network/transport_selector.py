@@ -74,7 +74,7 @@ class TransportSelector:
     def _has(self, name: TransportName, offer: Offer) -> bool:
         found = {"shm": bool(offer.path), "tcp": bool(offer.port), "grpc": True}[name]
         if not found:
-            log.info("no %s transport to %s: the server has none", name, self._server)
+            log.info("no %s transport to %s: the server does not offer it", name, self._server)
         return found
 
     def ask(
@@ -128,21 +128,22 @@ class TransportSelector:
             if self._transport is lost and (offer := self._offer) is not None:
                 self._losses = 1 if lost.answered >= FORGIVEN else self._losses + 1
                 if self._losses > LOSSES:
-                    self._skip("it breaks again and again")
+                    self._skip("it breaks repeatedly")
                 self._transport = self._open(offer, replaces=True)
         self._check_open()
         return self._transport
 
     def heartbeat(self, round: int, pace: Pace, clock: int) -> bool | None:
-        """Heartbeats on the transport, if no call is under way there, and the heartbeat says what the last one over
-        gRPC has said.
+        """Sends a heartbeat on the transport, if it is idle and the content is that of the last one over gRPC.
 
         On the transport it says nothing, so that it may come late. A call that waits there needs heartbeats on another
         connection, which show that the transport is broken, and not the server; a heartbeat that is not answered is
         such a call.
 
         Args:
-            round, pace, clock: what the heartbeat says. Who waits in a round, or has a clock, says so each time.
+            round: the round that this process waits in, if any; sent each time.
+            pace: the pace that the heartbeat reports.
+            clock: the clock of this process, if it has one; sent each time.
 
         Returns:
             The answer; None if there is none, so that the heartbeat has to travel over gRPC.
@@ -159,18 +160,19 @@ class TransportSelector:
         return bool(reply.drive)
 
     def heartbeat_answered(self, round: int, pace: Pace, clock: int) -> None:
-        """Takes the answer of a heartbeat over gRPC: closes the transport if the server has been silent on it for too
-        long.
+        """Closes the transport if a heartbeat over gRPC is answered while the transport has been silent for too long.
 
         Args:
-            round, pace, clock: what the heartbeat has said.
+            round: the round that the heartbeat reported.
+            pace: the pace that the heartbeat reported.
+            clock: the clock that the heartbeat reported.
         """
         self._said = None if round >= 0 or clock else pace
         transport = self._transport
         if transport is not None and (why := transport.silent()):
             log.warning(
-                "the %s transport to %s is broken: %s, while it answers heartbeats; what waits there is sent again. "
-                "Does a firewall or NAT in between drop connections?",
+                "the %s transport to %s is broken: %s, although the server answers heartbeats. Unanswered "
+                "messages are sent again. Check whether a firewall or NAT drops connections",
                 *(transport.name, self._server, why),
             )
             transport.close(why)
@@ -212,7 +214,7 @@ class TransportSelector:
                 old, self._transport, self._at, self._losses = self._transport, transport, at, 0
                 log.info("%s transport to %s", transport.name, self._server)
         if old is not None:
-            old.close("a better transport is there")
+            old.close("a better transport is available")
         self._check_open()
 
     def _check_open(self) -> None:

@@ -27,5 +27,5 @@ def share_cores(cluster: ClusterSpec, task: Task) -> None:
     share = threads_of(len(cluster.at_host_of(task)))
     for library in ThreadpoolController().lib_controllers:
         if library.user_api == "blas" and library.num_threads > share:
-            log.debug("%s: %s computes in %d threads, not %d", task, library.prefix, share, library.num_threads)
+            log.debug("%s: %s uses %d threads instead of %d", task, library.prefix, share, library.num_threads)
             library.set_num_threads(share)

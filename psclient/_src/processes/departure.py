@@ -59,7 +59,7 @@ class Departure:
         """
         notice = self.notice
         if generation is not None and not alone and generation.session(self._session.number) is None:
-            log.info("%s leaves, as it was told to end", self._session.task)
+            log.info("%s leaves the job after SIGTERM", self._session.task)
             notice.leave()
         if not notice.leaving:
             return
@@ -69,6 +69,7 @@ class Departure:
             notice.leave()
         if notice.late:
             log.warning(
-                "%s leaves without a word from the chief: what it was dealt next nobody has", self._session.task
+                "%s leaves the job before the chief confirmed it; batches assigned to it meanwhile are not processed",
+                self._session.task,
             )
             notice.leave()

@@ -91,7 +91,7 @@ def register(
             json.dump(asdict(one) | {"name": path.name.removesuffix(SUFFIX)}, file)
         draft.replace(path)
     except (OSError, ConfigError) as error:
-        log.info("psctl --local will not find this cluster: %s", error)
+        log.info("psctl --local cannot find this cluster: %s", error)
         return None
     return path
 
@@ -121,13 +121,13 @@ def choose(name: str) -> LocalCluster:
         return named[0]
     if not found:
         raise ConfigError(
-            "no cluster of the launcher runs on this machine under this user; psworker --standalone starts one, and "
-            "psctl --address looks at servers anywhere"
+            "no cluster started by psworker --standalone runs on this machine for this user; start one, or "
+            "use psctl --address for servers elsewhere"
         )
     names = ", ".join(each.name for each in found)
     if named:
-        raise ConfigError(f"{len(found)} clusters run on this machine: {names}; write --local=NAME")
-    raise ConfigError(f"no cluster is named {name!r}; there is {names}")
+        raise ConfigError(f"{len(found)} clusters run on this machine: {names}; choose one with --local=NAME")
+    raise ConfigError(f"no cluster is named {name!r}; running clusters: {names}")
 
 
 def _directory(make: bool) -> Path:
@@ -139,8 +139,8 @@ def _directory(make: bool) -> Path:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"{directory} has to be a directory of this user alone (mode 0700), for it has tokens; remove it, or set "
-            "XDG_RUNTIME_DIR"
+            f"{directory} contains tokens and must be accessible to this user only (mode 0700); remove it, "
+            "or set XDG_RUNTIME_DIR"
         )
     return directory
 
@@ -166,7 +166,7 @@ def _read(path: Path) -> LocalCluster | None:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
-                log.warning("%s is passed over: it has to be a file of this user alone (mode 0600)", path)
+                log.warning("ignoring %s: it must be accessible to this user only (mode 0600)", path)
                 return None
             said: dict[str, Any] = json.loads(file.read(MOST_BYTES))
         servers = tuple(map(str, said["servers"]))

@@ -217,7 +217,7 @@ class Printer:
         if found is None:
             return line.text
         first = self._said.setdefault(found[2], line.task)
-        return line.text if first == line.task else f"{found[1]}the same error as of {first}"
+        return line.text if first == line.task else f"{found[1]}same error as {first}"
 
     def _show_bar(self, line: Line) -> None:
         if self._terminal:

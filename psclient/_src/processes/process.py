@@ -153,7 +153,8 @@ def waiting_server_arguments(servers: Sequence[str], host: str, port: int, optio
 
     Args:
         servers: the addresses of the job's servers, in their order.
-        host, port: where it listens.
+        host: the address that it listens on.
+        port: the port that it listens on.
         options: its other options.
     """
     return ["--join", ",".join(servers), *_arguments(host, port, options)]
@@ -187,7 +188,7 @@ def await_listening(process: Process, task: Task, timeouts: Timeouts) -> str:
             raise Unreachable(
                 f"the server did not listen within {timeouts.start_timeout:g} s; see its output", str(task)
             )
-        log.warning("waits for %s to listen", task)
+        log.warning("waiting for %s to listen", task)
     line = process.stdout.readline().decode()
     if not line:
         code = process.wait()

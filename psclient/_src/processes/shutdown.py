@@ -67,7 +67,7 @@ def run() -> list[PSError]:
         except PSError as error:
             failures.append(error)
         except Exception:
-            log.exception("an error at the end of the process")
+            log.exception("an error occurred while the process ended")
     if any_run:
         # A call of gRPC's in a cycle of garbage would be deleted at the end of the interpreter, where it may wait for
         # good for a lock that a thread held when it was stopped.

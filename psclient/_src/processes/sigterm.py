@@ -26,7 +26,7 @@ LAST_SECONDS = 3.0
 """Seconds that a process may take to close after its grace period: less than what schedulers give beyond that."""
 
 
-LEAVES = "leaves the job where its next step begins"
+LEAVES = "leaves the job when its next step begins"
 """What a worker does at SIGTERM."""
 
 
@@ -165,7 +165,7 @@ class Notice:
 
     def _count_down(self) -> None:
         log.warning(
-            "told to end (SIGTERM): %s, within %g s; a second signal ends this process at once",
+            "received SIGTERM: %s, within %g s; a second signal ends the process immediately",
             self._does,
             self._grace,
         )
@@ -173,7 +173,7 @@ class Notice:
             try:
                 told()
             except Exception:
-                log.exception("could not tell that this process leaves")
+                log.exception("other parts of this process could not be notified of SIGTERM")
         time.sleep(self._grace)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(LAST_SECONDS)

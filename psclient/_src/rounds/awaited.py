@@ -36,7 +36,7 @@ class Awaited:
         """Returns the line to log while a round is waited for."""
         names = self.names(server)
         idle = [name for name in names if "worker" in name]
-        remedy = "; if its script has stopped, as after Ctrl-C in a notebook, run its next step, or close its strategy"
+        remedy = "; if its script has stopped, as after Ctrl-C in a notebook, run its next step or close its strategy"
         return f"waits in round {round} for {', '.join(names)}{remedy if idle else ''}"
 
     def told(self, server: int) -> str:
@@ -44,7 +44,7 @@ class Awaited:
         try:
             return ", ".join(self.names(server))
         except (PSError, TimeoutError) as error:
-            return f"what it could not say ({error})"
+            return f"unknown tasks ({error})"
 
     def held_up(self, server: int) -> str:
         """Returns whom a server waits for, in words, if it is somebody else."""

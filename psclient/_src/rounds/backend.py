@@ -92,7 +92,7 @@ class _RemoteVariables:
         """Raises `RuntimeError` once the strategy is closed, and `PSError` in a fork of the process."""
         self.check_process()
         if self._closed:
-            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
+            raise RuntimeError("this strategy is closed; use its servers before close(), or create another strategy")
 
     def is_apart(self, consistency: Consistency, name: str) -> bool:
         """Returns whether a variable with a consistency is updated by each worker alone; see `Backend.is_apart`."""
@@ -341,7 +341,7 @@ class RemoteBackend(_RemoteVariables):
                     servers, batch = len(self.parameter_devices), self.group.batch
                     self._section = Section(servers, self._send, said, with_copies, marks, batch)
                 elif not self._section.alive:
-                    log.warning("a thread has ended within a scope; what it recorded there is lost")
+                    log.warning("a thread ended inside a scope; the operations it recorded there are lost")
                     self._section = None
                 elif time.monotonic() > until:
                     self._section.check_thread()
@@ -409,7 +409,7 @@ class RemoteBackend(_RemoteVariables):
                 cell.array = array
         finally:
             self._before = None
-        log.info("%s was taken in by its first step, which is computed again with the values of now", self._task)
+        log.info("%s was added to the job in its first step, which runs again with the current values", self._task)
         return replicas()
 
     def _order_snapshot(self, path: str, state: str = "", returns: int = 0) -> bytes:
@@ -473,7 +473,7 @@ class RemoteBackend(_RemoteVariables):
     def _send(self, section: Section) -> Plan:
         self.check_open()
         if section is not self._section:
-            raise RuntimeError("this value was never computed: its section was given up when its code failed")
+            raise RuntimeError("this value was not computed, because an error ended the step that recorded it")
         if not context.in_merge_call():
             section.give_back_unused()
         try:
@@ -513,10 +513,9 @@ def _reduced(
 def _warn_of_loss(task: Task, plan: Plan, round: int) -> None:
     names = ", ".join(sorted({reduction.target or f"a {reduction.op}" for reduction in plan.reductions}))
     log.warning(
-        "%s came to a running job, and what it computed before it was taken in is out of date: its contribution to "
-        "%s in round %d does not count. Nobody can compute it again, since it was not made by a function that "
-        "strategy.run calls: let that function make the first reduction of the script, or loop over a dataset of "
-        "the strategy, in which a process is taken in before it computes",
+        "%s joined a running job; its gradient push for %s in round %d was computed with old values and is "
+        "excluded. It cannot be recomputed, because it was not made in strategy.run: make the first "
+        "reduction in strategy.run, or iterate over a dataset of the strategy",
         task,
         names,
         round,

@@ -301,7 +301,7 @@ class Creation:
             future,
             self._session.deadline(limit),
             lambda: given[0].named(
-                RoundTimeout(f"the first value of variable {which} took longer than {limit:g} s to {task}")
+                RoundTimeout(f"sending the first value of variable {which} to {task} took longer than {limit:g} s")
             ),
             lambda: f"waits for {task} to take the first value of variable {which}",
             lambda: False,

@@ -108,14 +108,14 @@ class FirstValues:
             if deadline.left() <= 0:
                 raise missing[0].named(
                     RoundTimeout(
-                        f"variable {missing[0].name} got no first value within {session.timeouts.round_timeout:g} s: "
-                        "it waits "
-                        f"for {first}; create the same variables in every process, in the same order"
+                        f"variable {missing[0].name} got no initial value within "
+                        f"{session.timeouts.round_timeout:g} s from {first}; create the same variables in "
+                        "every process, in the same order"
                     )
                 )
             if time.monotonic() - said > session.timeouts.report_interval:
                 who, what = (session.task, first), missing[0]
-                log.warning("%s waits for %s to give variable %s its first value (%s)", *who, what.name, what.line)
+                log.warning("%s waits for %s to set the initial value of variable %s (%s)", *who, what.name, what.line)
                 said = time.monotonic()
             session.pause(pause)
             pause = min(2 * pause, PAUSES[1])

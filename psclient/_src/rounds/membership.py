@@ -92,8 +92,10 @@ class Follower(Progress):
         session.hosting.moves = {**session.hosting.moves, back.server: back.address}
         self.departure.hand_over(back.path, "", back.generation)
         task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round_timeout)
-        late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
-        word = f"waits for {task}, which comes back, to read its variables"
+        late = RoundTimeout(
+            f"{session.task} waited too long for {task} to be readmitted; check that the chief is running"
+        )
+        word = f"waits for {task}, which is being readmitted, to read its variables"
         while generation.awaited is not None:
             self._follow(deadline, lambda: late, lambda: word)
             generation = self._news.after(generation)
@@ -175,8 +177,7 @@ class Group(Follower):
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
-        """Enters the join point before a batch: a newer generation may hold from here on; who was told to end
-        leaves."""
+        """Enters the join point before a batch: a newer generation may begin here; a process asked to end leaves."""
         self.settle()
         self._begin_step()
         self.enter(f"dataset:{dataset}")
@@ -211,8 +212,9 @@ class Group(Follower):
             return replicas, replicas
         if place.replicas != len(self.devices):
             raise ConfigError(
-                f"{place.task} has {len(self.devices)} replicas, and had {place.replicas} when the job began, by which "
-                "its share of the data was fixed; start it with as many devices as then"
+                f"{place.task} has {len(self.devices)} replicas, but had {place.replicas} when the job "
+                "began, and its share of the data depends on that number; start it with the same number of "
+                "devices"
             )
         return self._place_in(sharers), replicas
 
@@ -344,8 +346,7 @@ class Group(Follower):
             self._begin_step()
 
     def _begin_step(self) -> None:
-        """A step begins: the generation that some leave here is taken in; see `Departure`, which may end this
-        process."""
+        """Begins a step: adopts the generation in which members leave; `Departure` may end this process."""
         if self.apart:
             return  # a closure is finished first
         if (generation := self.due(STEP)) is not None:
@@ -387,8 +388,7 @@ class Group(Follower):
             self._take_in(self._announced)
 
     def due(self, join_point: str) -> Generation | None:
-        """Returns the generation whose new members begin when this process comes to a join point; None if there is
-        none."""
+        """Returns the generation whose new members begin at this join point, or None."""
         announced = self._announced
         if announced is None or announced.join_point != join_point:
             return None
@@ -464,9 +464,7 @@ class Group(Follower):
         self.round = self.generation.start.round if self.generation.start else round
         self._announced, self._entered, self.saved = None, True, 0
         self._adopt()
-        log.info(
-            "%s makes rounds with %s from round %d, generation %d", session.task, change.said, self.round, made + 1
-        )
+        log.info("%s trains with %s from round %d, generation %d", session.task, change.said, self.round, made + 1)
         return True
 
     def _told(self) -> None:
@@ -519,13 +517,13 @@ class Group(Follower):
 
 def _late(task: Task, expected: Sequence[Task]) -> RoundTimeout:
     missing = ", ".join(map(str, expected)) or "the others"
-    return RoundTimeout(f"{task} waited too long to take part; are all of {missing} and the chief running?")
+    return RoundTimeout(f"{task} waited too long to join the job; check that {missing} and the chief are running")
 
 
 def _word(session: Session, expected: Sequence[Task]) -> str:
     here = {state.member.task for state in session.look().sessions if state.state == "open"}
     missing = [str(task) for task in expected if task not in here]
-    return f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to take it into the group"
+    return f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to add it to the job"
 
 
 def _awaited(session: Session, news: JobNews, change: Change) -> list[str]:
@@ -548,13 +546,12 @@ def _never_came(session: Session, news: JobNews, change: Change) -> PSError:
     missing = _awaited(session, news, change)
     if not missing:
         return RoundTimeout(
-            f"nobody has made the change that set_consistency({change.said}) asks for; is there a chief?"
+            f"set_consistency({change.said}) did not take effect in time; check that the chief is running"
         )
     error = Diverged(
-        f"the processes do not run the same program: {session.task} has called set_consistency({change.said}), and for "
-        f"{session.timeouts.round_timeout:g} s (PS_ROUND_TIMEOUT) {', '.join(missing)} did not. Every process must "
-        "call it at "
-        "the same place of its program, with the same value"
+        f"{session.task} called set_consistency({change.said}), and {', '.join(missing)} did not within "
+        f"{session.timeouts.round_timeout:g} s (PS_ROUND_TIMEOUT); call it in every process at the same "
+        "place of the program, with the same value"
     )
     session.end(error)
     return error
@@ -572,7 +569,7 @@ def _watch(session: int, after: int, keeper: ParameterServer) -> Future[Watched]
 
 
 def _incomplete() -> RoundTimeout:
-    return RoundTimeout("the checkpoint was not complete in time; is the chief running?")
+    return RoundTimeout("the checkpoint was not completed in time; check that the chief is running")
 
 
 def _behind(
@@ -581,13 +578,13 @@ def _behind(
     """Returns the error of a late process whose join point the others do not reach, and the text while it waits."""
     kind, _, which = join_point.partition(":")
     places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
-    place = places.get(kind, "the section that it begins with")
+    place = places.get(kind, "the compiled step that it begins with")
 
     def late() -> RoundTimeout:
         return RoundTimeout(
-            f"{task} came late and waited too long: the others did not come to {place} again. Who comes late is taken "
-            "in where its script begins: make no section before the loop, and distribute each dataset once, not anew "
-            "for every pass"
+            f"{task} joined late and waited too long, because the others did not reach {place} again. A "
+            "late process joins where its script begins: record no step before the training loop, and "
+            "distribute each dataset once, not for each epoch"
         )
 
-    return late, lambda: f"waits to be taken in when {others()} come to {place}"
+    return late, lambda: f"waits until {others()} reach {place} to join them"

@@ -147,5 +147,5 @@ def _parts(variable: Variable) -> list[tuple[ServerVariable, Any]]:
     if isinstance(variable, ServerVariable):
         return [(variable, ...)]
     if not isinstance(variable, ShardedVariable):
-        raise TypeError(f"variable {variable.name!r} has no one value on servers that an array could have")
+        raise TypeError(f"variable {variable.name!r} has no single value on the servers that could be read as an array")
     return [*zip(variable.variables, variable.sharding.bounds, strict=True)]

@@ -82,7 +82,10 @@ class Restoring:
             else:
                 break
         if any(replace(reply, damaged=damaged) != found for reply in replies):
-            raise CheckpointError(f"the servers do not read the same checkpoint {found.path!r}; is it on all hosts?")
+            raise CheckpointError(
+                f"the servers read different checkpoints at {found.path!r}; make sure that all hosts have the "
+                "same files"
+            )
         commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(orders[0]))
         plan = Plan(restore=commit)
         self._group.restore(found.positions)  # first: they are the positions after the round

@@ -157,8 +157,8 @@ class Outgoing:
 
 
 TWICE = (
-    "interrupted twice in round {}, which was on its way: this process's part of it is lost, and nobody can go on; "
-    "restart"
+    "interrupted twice in round {}; this process's part of the round is lost, so the job cannot continue. "
+    "Restart the job"
 )
 
 
@@ -226,8 +226,7 @@ class Exchange:
         self.group.begin_run()
 
     def _pace(self) -> Pace:
-        """Returns what heartbeats tell: the counts, and whether this process was told to end, which the chief hears
-        of."""
+        """Returns the content of heartbeats: the counts, and for the chief whether this process was asked to end."""
         notice, alone = self.group.departure.notice, self.group.alone
         asks = notice.leaving and not alone
         saves = asks and notice.saves
@@ -495,7 +494,8 @@ class Exchange:
         except Exception as error:
             # The servers wait for the rest of it, and nobody can send that.
             failure = PSError(
-                f"the contribution to round {self.group.round} could not be copied from the GPU ({error}); restart",
+                f"the gradients for round {self.group.round} could not be copied from the GPU ({error}); "
+                "restart the process",
                 str(self.session.task),
             )
             self.session.end(failure)
@@ -561,8 +561,9 @@ def _warn_of_state(task: Task, order: SnapshotOrder) -> None:
     own = [repr(path) for path in json.loads(order.state or "{}").get("state", {}) if not path.startswith(".")]
     if own:
         log.warning(
-            "%s came to a running job, and saves: in checkpoint %r the state of %s is what this process has, which was "
-            "not restored; what those had who began the job is lost. Keep in variables what must not be",
+            "%s joined a running job and saves checkpoint %r, in which the state of %s is only that of "
+            "this process: it was not restored, and the state of the workers that began the job is lost. "
+            "Keep state that must survive in variables",
             task,
             order.path,
             ", ".join(own),

@@ -112,8 +112,8 @@ class ReducedKeys(ServerValue):
 
     def _fetch(self) -> Array:
         raise TypeError(
-            "rows that were reduced for a dynamic table stay on its servers, for updates of the table; look the rows "
-            "up, or reduce what you want to see as an array"
+            "rows reduced for a dynamic table stay on its servers, for updates of the table; look the rows "
+            "up, or reduce as an array what you want to read"
         )
 
 
@@ -179,8 +179,8 @@ class Section:
         """Raises `RuntimeError` in any thread but the one that made it."""
         if not self.mine:
             raise RuntimeError(
-                "another thread has opened a section of this strategy, and has not ended it; reductions, updates and "
-                "their values are for one thread at a time, all threads may read variables"
+                "another thread is recording a step of this strategy; use one thread at a time for "
+                "reductions and updates (all threads may read variables)"
             )
 
     @property
@@ -251,8 +251,10 @@ class Section:
 
         Args:
             servers: the servers where it runs.
-            fn, args, kwargs: the function and what it takes: variables, located and mirrored values,
-                arrays that every process has alike, Python scalars, anything else that it looks at.
+            fn: the function.
+            args: its positional arguments: variables, located and mirrored values, arrays that every process has
+                alike, Python scalars, anything else that it looks at.
+            kwargs: its keyword arguments, likewise.
 
         Returns:
             What the function returns, with located values and variables as leaves.
@@ -280,8 +282,7 @@ class Section:
             refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
         if self.flushed:
             raise RuntimeError(
-                "an update function has ended the section that it is part of; let it only compute with what it is "
-                "given, and with variables"
+                "an update function ended the step it belongs to; use only its arguments and variables in it"
             )
         written = [refs[target].index for target, _ in traced.program.assigns]
         if self.marks is not None:
@@ -342,8 +343,8 @@ class Section:
     def _check_copies(variable: ServerVariable, servers: tuple[int, ...]) -> None:
         if set(variable.place) != set(servers):
             raise LocalityError(
-                f"variable {variable.name!r} has copies that this update does not reach, and they must stay equal; "
-                "assign it with update_non_slot(variable.devices, ...)"
+                f"variable {variable.name!r} has copies that this update does not change, and all copies "
+                "must stay equal; assign it with update_non_slot(variable.devices, ...)"
             )
 
     def _operand(self, array: Array, servers: tuple[int, ...], label: str = "") -> Ref:
@@ -437,7 +438,7 @@ class Section:
 
     def _check_more(self) -> None:
         if self._whole is not None:
-            raise RuntimeError("this section is complete, and repeats as a whole; record what follows in another one")
+            raise RuntimeError("this compiled step is complete; record further operations in another step")
 
     # ---- Sending ----
 
@@ -481,8 +482,8 @@ class Section:
         values = self._values or {}
         if ref not in values:
             raise RuntimeError(
-                "this value stayed on the servers when its section ended; look at it before, or return it from "
-                "the function given to merge_call"
+                "this value stayed on the servers when its step ended; read it before that, or return it "
+                "from the function passed to merge_call"
             )
         return values[ref]
 
@@ -556,7 +557,7 @@ class _Inputs:
             return self._array(to_numpy(value.values[0]))
         if isinstance(value, PerReplica):
             raise ValueError(
-                "update takes no per-replica values; reduce them first with reduce_to(op, value, variable)"
+                "update does not take per-replica values; reduce them first with reduce_to(op, value, variable)"
             )
         return self._array(value) if is_array(value) else None
 
@@ -581,8 +582,8 @@ class _Inputs:
             devices = self.strategy.extended.parameter_devices
             where = ", ".join(devices[server] for server in self.servers)
             raise LocalityError(
-                f"a value never crosses servers inside a section: {value!r} is used in an update on {where}; "
-                f"{remedy}, or read it first and pass its value"
+                f"a value cannot move between servers within a step: {value!r} is used in an update on "
+                f"{where}; {remedy}, or read it first and pass its value"
             )
 
     def lift(self, value: object) -> Tracer | None:

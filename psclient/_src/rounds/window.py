@@ -180,8 +180,9 @@ class Window:
         if self._often == MANY_STEPS:
             self._told = True
             log.warning(
-                "each of the last %d steps has waited several times for values of its rounds, the last one %d times, "
-                "at %s; each wait is a round trip. Look at values once, at the end of a step, or not in every step",
+                "each of the last %d steps waited several times for values of its rounds, the last one %d "
+                "times, at %s; each wait costs a round trip. Read values once at the end of a step, or not "
+                "in every step",
                 MANY_STEPS,
                 self._step_waits,
                 ", ".join(self._lines),
@@ -273,14 +274,17 @@ class Window:
                 session.end(error)
         if failure is None and round.futures and not replies:
             session.end(
-                ServerLost("was lost, and so were its copies; restart from a checkpoint", _names(round.futures))
+                ServerLost(
+                    "was lost together with the servers that had its copies; restart from a checkpoint",
+                    _names(round.futures),
+                )
             )
         if failure is not None and replies:
             # It is applied where it did not fail: nobody may compute on half a round.
             session.end(failure)
         elif failure is not None and not round.waited:
             # What came after it was computed, and perhaps sent, as if it had been made.
-            session.end(type(failure)(f"{failure.message}; {round.line or 'the script'} has sent it", failure.task))
+            session.end(type(failure)(f"{failure.message}; sent by {round.line or 'the script'}", failure.task))
         session.check()
         session.answered(round.plan.id)
         return replies, failure
@@ -336,7 +340,7 @@ class OwnWindow(Window):
     def _await(self, round: UnderWay, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
         session, task = self._session, Task("ps", server)
         new = round.plan.id not in self._approved
-        whom = f"{task}, or the chief, who has to approve it once," if new else str(task)
+        whom = f"{task}, or for the chief, which has to approve its first use," if new else str(task)
         said = f"update {round.number} of its own variables, with ps.Async()"
         return session.wait(
             future,
@@ -357,7 +361,8 @@ def _last_round(
     """Returns what answers say of a round's members.
 
     Args:
-        number, generation: of the round.
+        number: the round's number.
+        generation: the round's generation.
         members: those of the generation; none where this process made the round alone.
         me: its task.
         out: members that it was completed without.

@@ -19,13 +19,13 @@ def check_deterministic(deterministic: bool, consistency: Consistency) -> None:
     """Raises `ConfigError` where time would decide what is computed, and a user insists that it does not."""
     if deterministic and consistency.backup_workers:
         raise ConfigError(
-            "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has"
-            "; leave one of them out"
+            "deterministic=True needs the gradients of all workers in each round, but with backup_workers "
+            "the slowest are excluded; remove one of the two"
         )
     if deterministic and not isinstance(consistency, Sync):
         raise ConfigError(
-            f"deterministic=True needs rounds that all workers make together, and {type(consistency).__name__} lets "
-            "each update come when it comes; take consistency=Sync(), or leave deterministic out"
+            f"deterministic=True needs rounds of all workers, but {type(consistency).__name__} applies each "
+            "update when it arrives; use consistency=Sync(), or remove deterministic"
         )
 
 
@@ -33,9 +33,9 @@ def check_copied(consistency: Consistency) -> None:
     """Raises `ConfigError` where copies could come to differ."""
     if consistency.mode != "sync":
         raise ConfigError(
-            "PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers, and with "
-            f"{consistency} "
-            "each server decides alone; take consistency=ps.Sync(), or set PS_REPLICATION_FACTOR=1"
+            "PS_REPLICATION_FACTOR=2 needs rounds with the same gradients on all servers, but with "
+            f"{consistency} each server decides separately; use consistency=ps.Sync(), or set "
+            "PS_REPLICATION_FACTOR=1"
         )
 
 
@@ -46,8 +46,8 @@ def check_backup_workers(backup_workers: int, config: TaskConfig | None) -> None
         workers = len(config.cluster.tasks("worker")) + (config.task.job == "chief")
     if backup_workers and backup_workers >= workers:
         raise ConfigError(
-            f"backup_workers={backup_workers} needs more than {backup_workers} workers, and the cluster has {workers}; "
-            "give a smaller number, or leave backup_workers out"
+            f"backup_workers={backup_workers} needs more than {backup_workers} workers, but the cluster has "
+            f"{workers}; use a smaller number, or remove backup_workers"
         )
 
 
@@ -73,25 +73,24 @@ def is_apart(
         if given in (job, began):
             return False
         raise ConfigError(
-            f"variable {name!r} has consistency={_said(given)}, and the job has {_said(job)}; a variable may have "
-            "that, or ps.Async() in a job with ps.Sync()"
+            f"variable {name!r} has consistency={_said(given)}, but the job has {_said(job)}; use the "
+            "consistency of the job, or ps.Async() in a job with ps.Sync()"
         )
     what = f"variable {name!r} has consistency={_said(given)}"
     if given.nonfinite not in (job.nonfinite, began.nonfinite):
         raise ConfigError(
-            f"{what}, and the job has {_said(job)}: NaN and infinity are treated alike in all of a job; write "
+            f"{what}, but the job has {_said(job)}, and nonfinite must be the same in the whole job; use "
             f"{_said(Async(job.nonfinite))}"
         )
     if deterministic:
         raise ConfigError(
-            f"{what}, which lets each update come when it comes, and deterministic=True needs rounds that all workers "
-            "make together; leave one of them out"
+            f"{what}, which applies each update when it arrives, but deterministic=True needs rounds of all "
+            "workers; remove one of the two"
         )
     if session.copied:
         raise ConfigError(
-            f"{what}, and PS_REPLICATION_FACTOR=2 needs rounds that have the same contributions on all servers; leave "
-            "the "
-            "consistency out, or set PS_REPLICATION_FACTOR=1"
+            f"{what}, but PS_REPLICATION_FACTOR=2 needs rounds with the same gradients on all servers; "
+            "remove the consistency, or set PS_REPLICATION_FACTOR=1"
         )
     check_variables(job, name)
     return True
@@ -106,14 +105,15 @@ def check_variables(job: Consistency, name: str) -> None:
     """
     if job.backup_workers:
         raise ConfigError(
-            f"variable {name!r} has consistency=ps.Async(), and with {_said(job)} the examples of a late worker are "
-            "handed out again, which have updated that variable already; take ps.Sync() without backup workers"
+            f"variable {name!r} has consistency=ps.Async(), but with {_said(job)} the examples of a late "
+            "worker are reassigned after they have updated the variable; use ps.Sync() without backup "
+            "workers"
         )
     if isinstance(job, BoundedStaleness):
         raise ConfigError(
-            f"variable {name!r} has consistency=ps.Async(), and with {_said(job)} no worker gets further ahead than "
-            f"{job.k} rounds, in none of its variables; take ps.Sync() or ps.Async() for the job, or leave the "
-            "variable's consistency out"
+            f"variable {name!r} has consistency=ps.Async(), but {_said(job)} limits all variables to "
+            f"{job.k} rounds of staleness; use ps.Sync() or ps.Async() for the job, or remove the "
+            "variable's consistency"
         )
 
 
@@ -153,19 +153,19 @@ def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: b
     """
     if context.in_merge_call() or (context.has_strategy() and not context.crosses_replicas()):
         raise RuntimeError(
-            "set_consistency is called between rounds, in cross-replica context: call it outside of run, merge_call "
-            "and update"
+            "set_consistency was called inside of run, merge_call or update; call it between steps, in "
+            "cross-replica context"
         )
     group = backend.group
     if coordinates or group.apart:
         raise ConfigError(
-            "set_consistency is for workers that all run the script; those of a ClusterCoordinator run what it "
-            "schedules, each by itself, and stay asynchronous"
+            "set_consistency does not support workers of a ClusterCoordinator, which stay asynchronous; "
+            "use it where every worker runs the script"
         )
     if (dataset := group.under_way) is not None:
         raise RuntimeError(
-            f"set_consistency is called amid a pass over dataset {dataset}, whose batches are shared as its beginning "
-            "has it; change between two passes, or close the iterator before"
+            f"set_consistency was called during a pass over dataset {dataset}, whose batches are already "
+            "assigned; call it between two passes, or close the iterator before"
         )
     for variable in backend.exchange.creation.variables.values():
         if variable.spec.alone:
@@ -186,8 +186,8 @@ def meet(group: Group, coordinates: bool, now: Consistency, set_consistency: Cal
     """
     if coordinates or group.apart or group.under_way is not None:
         raise RuntimeError(
-            "asynchronous workers meet at a barrier between two passes over their datasets, and those of a "
-            "ClusterCoordinator do not: call barrier() before or after the loop"
+            "barrier() was called during a pass over a dataset, or by a worker of a ClusterCoordinator; "
+            "call it before or after the loop"
         )
     if not group.outside:
         set_consistency(Sync(nonfinite=now.nonfinite))

@@ -13,16 +13,16 @@ from psclient._src.distribute.strategy import Strategy
 
 
 class MirroredStrategy(Strategy):
-    """Trains on the devices of this process: each variable has a copy on each, and all get the same updates.
+    """Trains on the devices of this process: each variable has a copy on each device, and all get the same updates.
 
     Source: `tf.distribute.MirroredStrategy`.
 
     Args:
-        devices: the replicas' devices, such as `["gpu:0", "gpu:1"]`; by default all GPUs, or one CPU. Several CPU
-            replicas are told apart by number: `["cpu:0", "cpu:1"]`.
+        devices: the devices of the replicas, such as `["gpu:0", "gpu:1"]`; by default all GPUs, or one CPU. Several CPU
+            replicas differ by number: `["cpu:0", "cpu:1"]`.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: a device does not exist.
     """
 
     def __init__(self, devices: Sequence[str] | None = None) -> None:

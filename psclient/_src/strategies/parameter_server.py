@@ -88,46 +88,61 @@ _open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
 class ParameterServerStrategy(Strategy):
     """Trains with variables on parameter servers, as `tf.distribute` does.
 
-    Every process of the job runs the same script. Without a cluster, one local server is started for it.
+    Every process of the job runs the same script. Without a cluster, the strategy starts one local server.
 
-    Calls send their rounds and return; a look at a value waits for it, see `blocking_waits`.
+    Calls send their rounds and return at once. Reading a value waits until it has arrived, see `blocking_waits`.
 
-    One thread at a time runs replicas, reduces, updates, creates variables and saves; another waits as long as what
-    the first has recorded is not sent, at the end of its scope at the latest, and is refused after
-    `PS_CALL_TIMEOUT`. All threads may read variables: those that make no rounds see what came last. A fork of the
-    process has no part in the job: it may only compute with what was read before.
+    One thread at a time may run replicas, reduce, update, create variables and save. Another thread that calls one of
+    these waits until the first thread's work is sent, at the latest when its scope ends, and raises an error after
+    `PS_CALL_TIMEOUT`. All threads may read variables; a thread that makes no rounds reads the newest values. A fork of
+    the process does not take part in the job: it may only use values that were read before.
 
     Args:
-        devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
-            or one CPU.
+        devices: devices of the local replicas, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs, or one
+            CPU.
         consistency: `Sync()`, the default, `BoundedStaleness(k)` or `Async()`; the same in all processes.
             `set_consistency` changes it while the job runs.
-        cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
-        timeouts: by default what `PS_SESSION_TIMEOUT` and the others say.
-        ps_strategy: choice of the server for a variable that is not created beside another; the same in all processes.
-            "greedy" takes the one with the fewest bytes, "round_robin" the next in turn, as TensorFlow does by
-            default; both pass over servers whose memory limit leaves no room.
-        transport: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
-            the next one is. By default what `PS_TRANSPORT` says, else the fastest that works.
-        deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
-            are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
-            `Sync()` job whose workers stay; updates that come as they come, `BoundedStaleness(k)` and `Async()`, are
-            refused, as backup workers are.
-        variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
-            dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
-            same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
-        local_reduction: True to sum the gradients of the workers of a host in shared memory, in synchronous rounds, so
-            that one of them sends the sum. By default what `PS_LOCAL_REDUCTION` says, else False.
-        compression: how contributions travel to trained variables of floating dtypes that do not say it themselves:
-            one of `ps.compression`, the same in all processes. None for as they are. See `docs/compression.md`.
+        cluster_resolver: finds the cluster and the task of this process; by default `TFConfigClusterResolver()`.
+        timeouts: time limits; by default those of the environment, such as `PS_SESSION_TIMEOUT`.
+        ps_strategy: how to choose the server for a variable that is not colocated with another; the same in all
+            processes. "greedy" chooses the server with the fewest bytes, "round_robin" the next in turn, as TensorFlow
+            does by default. Both skip servers whose memory limit the variable would exceed.
+        transport: the fastest transport to use: "shm", "tcp" or "grpc". If it does not work, the next slower one is
+            used. By default `PS_TRANSPORT`, else the fastest that works.
+        deterministic: True to require bit-identical results from each run of the same job, on any number of servers:
+            contributions are summed in task order, and batches are those of the checkpoint. Every `Sync()` job whose
+            workers stay computes such results. `BoundedStaleness(k)`, `Async()` and backup workers raise `ConfigError`.
+        variable_partitioner: cuts variables into shards, which are placed on the servers in turn: a function of a shape
+            and a dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`;
+            the same in all processes. A variable with more than one shard is a `ps.ShardedVariable`. None for no
+            shards.
+        local_reduction: True to sum the gradients of all workers on a host in shared memory, so that one worker sends
+            the sum; for synchronous rounds. By default `PS_LOCAL_REDUCTION`, else False.
+        compression: compresses gradients of trained floating-point variables that do not set it themselves: one of
+            `ps.compression`, the same in all processes. None for no compression. See `docs/compression.md`.
 
     Raises:
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `transport`, a certificate or the token is wrong; another
-            process began with another consistency, or another `k`; `deterministic` and another consistency than
-            `Sync()`, or `backup_workers`; not more workers than `backup_workers`.
-        TypeError: `compression` is no way to compress.
+            process uses another consistency or another `k`; `deterministic` with a consistency other than `Sync()` or
+            with `backup_workers`; not more workers than `backup_workers`.
+        TypeError: `compression` is not one of `ps.compression`.
         Unreachable: a server does not answer.
-        ChiefLost: no chief began the job in time.
+        ChiefLost: no chief started the job in time.
+
+    Examples:
+        >>> import numpy as np
+        >>> import psclient as ps
+        >>> strategy = ps.ParameterServerStrategy()  # without TF_CONFIG: one local server
+        >>> with strategy.scope():
+        ...     w = ps.Variable(np.zeros(2, np.float32))
+        ...     optimizer = ps.optimizers.SGD(learning_rate=0.5)
+        >>> def step(x):
+        ...     gradient = w.numpy() - x
+        ...     optimizer.apply_gradients([(gradient, w)])
+        >>> strategy.run(step, args=(np.ones(2, np.float32),))
+        >>> w.numpy()
+        array([0.5, 0.5], dtype=float32)
+        >>> strategy.close()
     """
 
     def __init__(
@@ -250,7 +265,7 @@ class ParameterServerStrategy(Strategy):
         except TaskTaken:
             other = taken_over_by(self._session.log_server, self.task)
             if other is not None:
-                log.warning("%s drives the job in the place of %s", other, self.task)
+                log.warning("%s is the chief instead of %s", other, self.task)
                 chief.close()
                 return
             chief.start()
@@ -278,25 +293,25 @@ class ParameterServerStrategy(Strategy):
         """As `Strategy.scope`.
 
         Raises:
-            PSError: this process is a fork of the one that opened the strategy.
+            PSError: this process is a fork of the one that created the strategy.
         """
         self._remote.check_process()
         return super().scope()
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of the cluster and this process's task; None where one server was started for this process."""
+        """The resolver of the cluster and of this process's task; None if this process started its own server."""
         return self._resolver
 
     @property
     def consistency(self) -> Consistency:
-        """How updates of different workers relate, as of now: what `set_consistency` gave last. In any context."""
+        """The current consistency, as set last by `set_consistency`. In any context."""
         change = self._session.change
         return self._given if change is None else consistency_of(change)
 
     @property
     def local_rank(self) -> int:
-        """As `Strategy.local_rank`; in a worker that joined the job the number of those of the cluster on its host."""
+        """As `Strategy.local_rank`; in a worker that joined later, the number of the cluster's workers on its host."""
         return sum(task < self.task for task in self._config.cluster.at_host_of(self.task) if task in self._expected)
 
     def _meet(self) -> None:
@@ -314,29 +329,31 @@ class ParameterServerStrategy(Strategy):
     def set_consistency(self, consistency: Consistency) -> None:
         """Changes how updates of different workers relate, while the job runs. In cross-replica context, or outside.
 
-        Every process calls it at the same place of its program with the same value, as it creates variables. It waits
-        until all have come, and all that they have pushed is applied: after it everybody reads the same values, and
-        goes on with the same `round`. Variables, slots, tables and datasets stay. The consistency that there is already
-        changes nothing, and waits for nobody.
+        Every process calls it at the same place of the script with the same value. It waits until all processes have
+        called it and all their gradients are applied. Afterwards all processes read the same values and continue with
+        the same `round`. Variables, slots, tables and datasets stay. Setting the current consistency does nothing and
+        does not wait.
 
-        A process that comes late, or again, has the consistency of the others. Where its script comes here before it
-        takes part, the others have this place behind them, and the call does nothing. So let the call depend on what
-        all share, as in `if strategy.round < n: strategy.set_consistency(...)` before a loop up to n.
+        A process that joins or restarts gets the current consistency of the others; if its script reaches a call that
+        the others have already made, that call does nothing. Therefore let the call depend on shared state, as in `if
+        strategy.round < n: strategy.set_consistency(...)` before a loop up to n.
 
         Args:
             consistency: `Sync()`, `BoundedStaleness(k)` or `Async()`, with any of their arguments.
 
         Raises:
-            Diverged: another process has called it with another value, makes a round first, or has not come within
+            Diverged: another process has called it with another value, makes a round first, or has not called it within
                 `PS_ROUND_TIMEOUT`.
-            RuntimeError: it is called in a replica's function, or amid a pass over a distributed dataset.
-            ConfigError: it does not go together with `deterministic`, `PS_REPLICATION_FACTOR=2`, the number of workers
-                or a `ClusterCoordinator`, as for a new strategy, or with the consistency of a variable; a server is of
-                a version that cannot.
-            TypeError: it is no consistency.
+            RuntimeError: called in a replica function, or during a pass over a distributed dataset.
+            ConfigError: the consistency does not work with `deterministic`, `PS_REPLICATION_FACTOR=2`, the number of
+                workers, a `ClusterCoordinator` or the consistency of a variable; or a server's version does not support
+                it.
+            TypeError: `consistency` is not a consistency.
         """
         if not isinstance(consistency, Consistency):
-            raise TypeError(f"{consistency!r} is no consistency; give ps.Sync(), ps.BoundedStaleness(k) or ps.Async()")
+            raise TypeError(
+                f"{consistency!r} is not a consistency; use ps.Sync(), ps.BoundedStaleness(k) or ps.Async()"
+            )
         self._remote.check_open()
         check_place(self._remote, consistency, self._coordinator is not None)
         check_deterministic(self._deterministic, consistency)
@@ -347,27 +364,27 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def last_round(self) -> Round | None:
-        """The last round that came back: its members, and who was left out. None before the first. It never waits."""
+        """The last completed round: its members and the excluded ones. None before the first round. Does not wait."""
         return self._exchange.window.last_round
 
     @property
     def round(self) -> int:
-        """The number of the next round; a process that comes back starts at the group's."""
+        """The number of the next round. A process that restarts begins with the current number of the job."""
         return self._remote.group.round
 
     @property
     def blocking_waits(self) -> int:
-        """How often this process has waited for rounds. In any context.
+        """The number of times that this process has waited for rounds. In any context.
 
-        A round is sent without a wait. What waits is a look at a value of one that is under way, such as `float(loss)`
-        or a read of a variable that it assigns, and what comes to a batch, a save or a restore with rounds under way.
-        So does the first round of each new plan, and one that may refuse a value or sends more than 4 MiB to a server.
+        Sending a round does not wait. These calls wait: reading a value of a round in progress, such as `float(loss)`
+        or a variable that it assigns; starting a batch, a save or a restore while rounds are in progress; the first
+        round of each new plan; a round that may reject a value or that sends more than 4 MiB to a server.
         """
         return self._exchange.measures.waits
 
     @property
     def task(self) -> Task:
-        """The task that this process is."""
+        """The task of this process."""
         return self._config.task
 
     @property
@@ -392,7 +409,7 @@ class ParameterServerStrategy(Strategy):
             with self.scope(), context.enter_cross_replica(self):
                 self._remote.checkpoints.save(f"sigterm/ckpt-{self.round}", BY_NAMES)
         except CheckpointError as error:
-            log.error("%s saves no checkpoint before it goes on: %s", self.task, error)
+            log.error("%s could not save a checkpoint before leaving: %s", self.task, error)
 
     @property
     def _has_failed(self) -> bool:
@@ -406,13 +423,13 @@ class ParameterServerStrategy(Strategy):
         return not hasattr(self, "extended") or self._remote.group.alone
 
     def close(self) -> None:
-        """Leaves the job; called at the end of the process if it is not called before.
+        """Leaves the job. Called when the process ends, if it was not called before.
 
-        A clean end tells the others that this process has done its part. Does nothing in a fork of the process.
+        A clean end reports to the others that this process has finished. In a fork of the process it does nothing.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written; all else is done.
-            PSError: the last rounds, which the script did not wait for, were not made.
+            CheckpointError: the last checkpoint could not be written; everything else is done.
+            PSError: the last rounds, for which the script did not wait, failed.
         """
         if os.getpid() != self._owner:
             return
@@ -467,7 +484,7 @@ class ParameterServerStrategy(Strategy):
             self._remote.settle()
             self._wait_saved()
         except PSError as error:
-            log.error("%s does not leave cleanly: %s", self.task, error)
+            log.error("%s ended with unfinished work: %s", self.task, error)
             self._undone = error if untold else None
             return str(error)
         return ""
@@ -507,7 +524,7 @@ def _close_dropped(strategy: ParameterServerStrategy) -> None:
     try:
         strategy.close()
     except PSError as error:
-        log.error("a strategy was dropped without close(), and does not leave cleanly: %s", error)
+        log.error("a strategy was dropped without close() and ended with unfinished work: %s", error)
 
 
 def open_strategies() -> list[ParameterServerStrategy]:
@@ -525,7 +542,7 @@ def _memory_limit(server: RemoteServer) -> int:
 
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
     if embedded is None:
-        raise ConfigError("there is neither a cluster nor an embedded server")
+        raise ConfigError("the process has neither a cluster nor an embedded server")
     cluster = ClusterSpec({"ps": (embedded.address,), "worker": ("127.0.0.1:0",)})
     return TaskConfig(cluster, Task("worker", 0))
 

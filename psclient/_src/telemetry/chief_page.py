@@ -31,7 +31,7 @@ class ChiefPage:
         self._security = security
         self._addresses: Mapping[Task, str] = {}
         self._servers: Servers | None = None
-        scope = f"{task} as it drives the job, with all servers."
+        scope = f"{task} as the chief, with all servers."
         self._page = StatusPage(Source(task, scope, self._look, chief.log_from), security.token)
 
     @property

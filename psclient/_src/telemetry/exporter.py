@@ -1,6 +1,6 @@
 """The metrics of a worker and of a chief, for Prometheus: read from what is counted anyway, when somebody asks.
 
-docs/observability.md says what they are good for. What a script counts with `prometheus_client` is served with them.
+docs/metrics.md says what they are good for. What a script counts with `prometheus_client` is served with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("psclient")
 PATHS = ("/", "/events")
 """The paths of a status page."""
 
-NO_PAGE = "this process drives no job, and has no status page; psctl dashboard says where there is one\n"
+NO_PAGE = "this process is not the chief and has no status page; psctl dashboard shows the address of one"
 
 
 @dataclass(frozen=True)
@@ -78,49 +78,49 @@ WORKER = "paramserver_worker_"
 CHIEF = "paramserver_chief_"
 
 OF_WORKERS: tuple[Row[Worker], ...] = (
-    Row(WORKER + "rounds", "counter", "Rounds that this process has made.", _rounds, ("outcome",)),
+    Row(WORKER + "rounds", "counter", "Rounds of this process.", _rounds, ("outcome",)),
     Row(WORKER + "steps", "counter", "Calls of `strategy.run`.", lambda w: {ALL: w.exchange.measures.steps}),
     Row(
         WORKER + "blocking_waits",
         "counter",
-        "Times that this process has waited for rounds; in most loops one for each step.",
+        "Number of times this process waited for a round; in most loops once per step.",
         lambda w: {ALL: w.exchange.measures.waits},
     ),
     Row(WORKER + "round", "gauge", "The next round.", lambda w: {ALL: w.exchange.group.round}),
     Row(
         WORKER + "phase_seconds",
         "histogram",
-        "Its time: computing between two rounds, waiting for a round, reading what it does not have.",
+        ("Seconds spent computing between two rounds, waiting for a round, and reading values that are not cached."),
         _phases,
         ("phase",),
     ),
     Row(
         WORKER + "payload_bytes",
         "counter",
-        "Bytes of payloads that travelled, repeats included.",
+        "Payload bytes sent and received, including repeats.",
         _payloads,
         ("transport", "direction"),
     ),
     Row(
         WORKER + "local_reductions",
         "counter",
-        "With local reduction: gradient pushes of this host's workers that this process has sent in sums; and its own "
-        "that "
-        "it has pushed by themselves.",
+        (
+            "With local reduction: gradient pushes of this host's workers that this process sent as sums, and "
+            "its own that it pushed separately."
+        ),
         _contributions,
         ("how",),
     ),
     Row(
         WORKER + "excluded_pushes",
         "counter",
-        "Contributions of others that this process's rounds were completed without, on each server.",
+        "Pushes of other workers that were excluded from this process's rounds, on each server.",
         lambda w: {ALL: w.exchange.measures.excluded},
     ),
     Row(
         WORKER + "last_round_members",
         "gauge",
-        "Members of the last round that came back: those whose contributions it has, and those that it was completed "
-        "without.",
+        "Members of the last completed round: counted, whose pushes it contains, and excluded.",
         _last_round,
         ("outcome",),
     ),
@@ -129,11 +129,13 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
 OF_CHIEFS: tuple[Row[Chief], ...] = (
     Row(CHIEF + "generations", "counter", "Generations of this job.", lambda c: {ALL: c.driven.generations}),
     Row(CHIEF + "members", "gauge", "Members of the newest generation.", lambda c: {ALL: c.driven.members}),
-    Row(CHIEF + "plans_approved", "counter", "Plans of this job that may run.", lambda c: {ALL: c.driven.plans}),
+    Row(
+        CHIEF + "plans_approved", "counter", "Compiled steps of this job that may run.", lambda c: {ALL: c.driven.plans}
+    ),
     Row(
         CHIEF + "missing",
         "gauge",
-        "Tasks of the cluster without a session: always 1.",
+        "Tasks of the cluster without a session; always 1.",
         lambda c: {(str(task),): 1.0 for task in c.driven.missing},
         ("task",),
     ),
@@ -147,7 +149,7 @@ OF_CHIEFS: tuple[Row[Chief], ...] = (
     Row(
         CHIEF + "checkpoint_seconds",
         "histogram",
-        "From a checkpoint's order until its manifest was written, or it failed.",
+        "Seconds from the start of a checkpoint until its manifest was written, or it failed.",
         lambda c: {ALL: c.driven.saving},
     ),
 )

@@ -136,7 +136,9 @@ class Servers:
         errors = [found.error for found in looked if found.error]
         if errors:
             raise errors[0]
-        raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
+        raise ConfigError(
+            f"none of the addresses leads to {Task('ps', number)}; list all servers of the job in --address"
+        )
 
 
 def _ask(server: RemoteServer) -> Looked:

@@ -28,8 +28,8 @@ LARGE = 1 << 20
 """Bytes of an array that a function brings along, from which on it is said that they travel at each call."""
 
 _NOT_THE_USERS = frozenset({"psclient", "numpy", "cupy", "cupyx", "torch", "jax"})
-_VALUE = "its value is not known while the update function is traced; leave it an array"
-_SHAPE = "values keep their shapes, but for reductions and broadcasting; create the variable in another shape"
+_VALUE = "the update function is being traced and this value is not known yet; keep it an array"
+_SHAPE = "only reductions and broadcasting change shapes in an update function; create the variable in another shape"
 _SPREAD = "np.mean(np.square(x - np.mean(x)))"
 _CAST = "write x.astype(dtype)"
 
@@ -39,12 +39,12 @@ _INSTEAD: dict[str, str] = {
     **dict.fromkeys(("to", "float", "double", "half", "int", "long", "bool", "type", "cuda"), _CAST),
     "std": f"write np.sqrt({_SPREAD})",
     "var": f"write {_SPREAD}",
-    **dict.fromkeys(("assign", "assign_add", "assign_sub"), "only variables are assigned; write x = value"),
-    **dict.fromkeys(("value", "read_value"), "it is a value already"),
+    **dict.fromkeys(("assign", "assign_add", "assign_sub"), "variables are assigned, not values; write x = value"),
+    **dict.fromkeys(("value", "read_value"), "it is already a value"),
     "norm": "write np.linalg.norm(x)",
     "fill": "write v.assign(value)",
-    "real": "complex values have no parts here",
-    "imag": "complex values have no parts here",
+    "real": "there are no complex values in update functions",
+    "imag": "there are no complex values in update functions",
 }
 
 
@@ -147,8 +147,8 @@ def refuse_result(fn: Callable[..., object], result: object) -> None:
         result.close()  # Or Python says that it was never awaited.
     name, line = _named(fn)
     fail(
-        f"{name} returns a {type(result).__name__}, of which nothing has run; write a plain function without `yield` "
-        "and `async`, that returns values and no generator expression",
+        f"{name} returns a {type(result).__name__}, so its body was not run; use a plain function without "
+        "`yield` and `async` that returns values, not a generator expression",
         at=line,
     )
 
@@ -163,15 +163,15 @@ def refuse_slots(optimizer: Any) -> None:
     slots = optimizer.slots
     if isinstance(slots, str) or len(set(slots)) < len(slots):
         raise TypeError(
-            f"slots of {type(optimizer).__name__} is {slots!r}, and must be a tuple of names, each of them once; "
-            'of one name write slots = ("momentum",)'
+            f"slots of {type(optimizer).__name__} is {slots!r}, and must be a tuple of different names; for "
+            'one name use slots = ("momentum",)'
         )
     taken = ("v", "gradient", "iterations", *slots)
     try:
         inspect.signature(optimizer.update).bind(*taken)
     except TypeError as error:
         name, line = _named(optimizer.update)
-        fail(f"{name} is called with ({', '.join(taken)}): {error}; take these, or change slots", at=line)
+        fail(f"{name} is called with ({', '.join(taken)}): {error}; accept these arguments, or change slots", at=line)
 
 
 def refuse_step(optimizer: Any, returned: object, variables: Sequence[object], assigned: bool) -> None:
@@ -186,23 +186,27 @@ def refuse_step(optimizer: Any, returned: object, variables: Sequence[object], a
     name, line = _named(optimizer.update)
     if not all(any(leaf is known for known in (None, *variables)) for leaf in nest.flatten(returned)):
         refuse_result(optimizer.update, returned)
-        fail(f"{name} returns a value, which is lost; assign it, as in v.assign(value), and return nothing", at=line)
+        fail(
+            f"{name} returns a value, which is not used; assign it, as in v.assign(value), and return nothing", at=line
+        )
     if not assigned:
-        fail(f"{name} does not assign its variable, so that a step changes nothing; write v.assign_sub(step)", at=line)
+        fail(f"{name} does not assign its variable, so a step changes nothing; write v.assign_sub(step)", at=line)
 
 
 def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> None:
     """Raises `ProgramError` if a function that is to be traced once brings something else along in another call.
 
     Args:
-        brought, again: in two calls that should do the same.
+        brought: the values of the first of two calls that should do the same.
+        again: the values of the second call.
     """
     for one, other in zip(brought, again, strict=False):
         if not one.same(other):
             what = "a number" if one.is_number else f"an array ({one})"
             fail(
-                f"{one.function} makes {what} that is another one in each call, such as noise; it is traced "
-                "once, and would use the first one ever after; pass it as an argument, or add it to the gradient",
+                f"{one.function} makes {what} that differs in each call, such as noise; the function is "
+                "traced once and would reuse the first one, so pass it as an argument, or add it to the "
+                "gradient",
                 at=one.line,
             )
 
@@ -219,8 +223,9 @@ def warn_of_large(brought: Iterable[Brought], fn: Callable[..., object], around:
         if one.array.nbytes >= LARGE and hasattr(one.value, "nbytes"):  # A list may be an argument.
             name = (around or Surroundings([fn])).name_of(one.value) or "an array"
             _warn_once(
-                f"{one.line}: {one.function} brings {name} along ({one}, {one.array.nbytes / 2**20:.0f} MiB), which "
-                "travels to the servers in each call; make it a variable with colocate_vars_with, and pass that"
+                f"{one.line}: {one.function} uses {name} ({one}, {one.array.nbytes / 2**20:.0f} MiB), which "
+                "is sent to the servers in each call; make it a variable with colocate_vars_with, and pass "
+                "that"
             )
 
 
@@ -249,21 +254,20 @@ def refuse_whole_update(table: str, why: str | None) -> NoReturn:
         why: the reason why it cannot; None if it would change rows without a gradient.
     """
     reason = why or (
-        "it changes rows that have no gradient, as momentum and decay do; pass ps.exact_update(fn) to make that up "
-        "when a "
-        "row is touched, or ps.lazy_update(fn) to leave it out"
+        "it changes rows without a gradient, as momentum and decay do; pass ps.exact_update(fn) to update "
+        "such rows when they are used again, or ps.lazy_update(fn) to skip them"
     )
-    fail(f"an update of table {table!r} has to run on the rows of one gradient, as a table has no whole: {reason}")
+    fail(f"an update of table {table!r} must run on the rows of one gradient, because a table has no size: {reason}")
 
 
 WHOLE_BYTES = 1 << 30
 """Largest array that an update makes of rows; a larger one is refused."""
 
 _INSTEAD_OF_WHOLE = {
-    (False, True): "Where only the given rows shall change, pass ps.lazy_update(fn) to update",
-    (False, False): "Write it of elementwise operations and sums along each row, to have it run on rows",
-    (True, True): "Where only the given rows shall change, give the optimizer sparse='lazy'",
-    (True, False): "Take another optimizer where that is too much; with sparse='dense' it is done and not said",
+    (False, True): "To change only the given rows, pass ps.lazy_update(fn) to update",
+    (False, False): "Use elementwise operations and sums along each row to run it on rows only",
+    (True, True): "To change only the given rows, use sparse='lazy' in the optimizer",
+    (True, False): "If that is too slow, use another optimizer; sparse='dense' silences this warning",
 }
 """What to do, by whether it is an optimizer's step, and whether it could be lazy."""
 
@@ -278,7 +282,7 @@ def refuse_lazy_update(names: Sequence[str], why: str) -> NoReturn:
         why: the reason why it cannot.
     """
     which = ", ".join(map(repr, names)) or "nothing"
-    raise ProgramError(f"the update of {which} cannot run lazily: {why}")
+    raise ProgramError(f"the update of {which} cannot run on given rows only (lazy): {why}")
 
 
 def warn_of_whole(
@@ -297,13 +301,13 @@ def warn_of_whole(
         ProgramError: the array is too large.
     """
     which = ", ".join(map(repr, names)) or "nothing"
-    reason = why or "it changes rows that have no gradient, as momentum and decay do"
+    reason = why or "it changes rows without a gradient, as momentum and decay do"
     said = (
-        f"the update of {which} makes an array of {human(nbytes)} of some rows, in each step: {reason}. "
+        f"the update of {which} creates an array of {human(nbytes)} from a few rows in each step: {reason}. "
         f"{_INSTEAD_OF_WHOLE[of_optimizer, may_be_lazy]}"
     )
     if nbytes > WHOLE_BYTES:
-        raise ProgramError(f"{said}; an array of more than {WHOLE_BYTES >> 20} MiB is refused")
+        raise ProgramError(f"{said}; arrays of more than {WHOLE_BYTES >> 20} MiB are not allowed")
     if tuple(names) not in _warned:
         _warned.add(tuple(names))
         log.warning("%s", said)

@@ -55,8 +55,8 @@ class Configured:
     def __setattr__(self, name: str, value: object) -> None:
         if is_view(self):
             fail(
-                f"{type(self).__name__}.{name} is assigned in an update function, which runs beside the variable; that "
-                "would be lost; keep it in a slot of the optimizer, or in a local name"
+                f"{type(self).__name__}.{name} was assigned in an update function, which runs on a server, "
+                "so the value would be lost; use a slot of the optimizer, or a local variable"
             )
         super().__setattr__(name, value)
 
@@ -66,8 +66,8 @@ class Configured:
             why = ""
             if is_view(self):
                 why = (
-                    "; an update function sees only attributes that are numbers, words, functions or tuples of these; "
-                    "keep arrays in slots of the optimizer"
+                    "; an update function can use only attributes that are numbers, strings, functions or "
+                    "tuples of these, so keep arrays in slots of the optimizer"
                 )
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{why}")
 
@@ -93,8 +93,9 @@ class Configured:
         for name, value in taken.items():
             if value is _LEFT_OUT and hasattr(kind, name):
                 raise TypeError(
-                    f"attribute {name!r} of {kind.__name__} hides the class's own, and update functions see "
-                    "numbers, words, functions and tuples only; make it one of these, or give it another name"
+                    f"attribute {name!r} of {kind.__name__} hides the attribute of the class, but update "
+                    "functions can use only numbers, strings, functions and tuples of these; use one of "
+                    "these types, or another name"
                 )
         made = vars(self)[_LAST] = Settings(kind, names, attributes)
         return made

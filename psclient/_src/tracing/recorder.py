@@ -159,7 +159,7 @@ class Recording:
             weak = not isinstance(tracer, Tracer)
             numbers.append((self._weak(op, arg, tracers, about) if weak else self.tracer(tracer)).number)
         if len(self._steps) - len(self._origins) >= MAX_NODES:
-            fail(f"the update function does more than {MAX_NODES} operations; write array operations in place of loops")
+            fail(f"the update function has more than {MAX_NODES} operations; replace loops by array operations")
         try:
             spec = infer(op, [self._specs[number] for number in numbers], attrs)
         except (ProgramError, InvalidRequest) as error:
@@ -172,7 +172,10 @@ class Recording:
         if found is None:
             found = self._bring(value, self.operand(value))
         if found.recording is not self or not self._open:
-            fail("a value of another update function, or of one that has returned, is used; return it there")
+            fail(
+                "a value of another update function, or of one that has returned, was used; return it from "
+                "that function"
+            )
         return found
 
     def _bring(self, value: object, tracer: Tracer) -> Tracer:
@@ -186,7 +189,7 @@ class Recording:
         try:
             name = np.dtype(dtype).name
         except TypeError:
-            fail(f"there is no dtype {dtype!r}; known are {', '.join(DTYPES)}")
+            fail(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
         tracer = self.tracer(value)
         return tracer if tracer.dtype.name == name else self.apply("astype", (tracer,), dtype=name)
 
@@ -268,7 +271,7 @@ class Recording:
 
     def _add(self, step: Input | Node, spec: TensorSpec) -> int:
         if not self._open:
-            fail("a value is used after its update function has returned; return it from there")
+            fail("a value was used after its update function returned; return it from the function")
         self._steps.append(step)
         self._specs.append(spec)
         return len(self._steps) - 1
@@ -283,7 +286,7 @@ class Recording:
             kinds = (d if isinstance(d, np.dtype) else _weak_type(d) for d in dtypes)
             resolved = function.resolve_dtypes((*kinds, None))
         except TypeError as error:
-            fail(f"{about}{op} does not take these: {error}")
+            fail(f"{about}{op} does not support these arguments: {error}")
         at = next(i for i, peer in enumerate(peers) if peer is value)
         return self._typed(value, resolved[at], about)
 
@@ -320,8 +323,9 @@ def trace(
     Args:
         recording: has made the tracers that are in `args`; it ends here.
         fn: the update function.
-        args, kwargs: tracers, and anything else that `fn` takes; Python scalars stay what they are
+        args: tracers, and anything else that `fn` takes; Python scalars stay what they are
             and become operands where they meet a tracer.
+        kwargs: its keyword arguments, likewise.
         around: the names that it reads, where they are known.
 
     Raises:

@@ -22,9 +22,9 @@ from pswire.model.tensor import DTYPES, TensorSpec
 
 DType = Any  # Whatever `numpy.dtype` takes, or None where that is the default.
 
-_NOT_YET = "its value is not known while the update function is traced"
+_NOT_YET = "the update function is being traced and this value is not known yet"
 _CHOOSE = f"{_NOT_YET}; write np.where(condition, a, b)"
-_NUMBER = f"{_NOT_YET}; leave it an array, or use .astype"
+_NUMBER = f"{_NOT_YET}; keep it an array, or use .astype"
 _WHOLE = "update functions work on whole arrays; write array operations, such as np.sum(x, axis=0)"
 _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add(y) for a variable"
 
@@ -163,14 +163,14 @@ class Tracer(NDArrayOperatorsMixin):
     def round(self, decimals: int = 0, out: None = None) -> Tracer:
         """The nearest whole numbers, as `numpy.ndarray.round` without decimals."""
         if decimals or out is not None:
-            fail("rounding takes no decimals and no out in an update function")
+            fail("rounding does not support decimals or out in an update function")
         return self if self.dtype.kind in "iu" else self.recording.apply("round", (self,))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: object) -> Tracer:
         if kwargs.get("out") is not None:
             fail(_IN_PLACE)
         if method != "__call__":
-            fail(f"np.{ufunc.__name__}.{method} is not known in update functions; write np.sum or np.max")
+            fail(f"np.{ufunc.__name__}.{method} is not supported in update functions; use np.sum or np.max")
         return _ufunc(self.recording, f"np.{ufunc.__name__}", self._op(ufunc.__name__, inputs), inputs, kwargs)
 
     def _op(self, ufunc: str, inputs: Sequence[object]) -> str | None:
@@ -188,7 +188,7 @@ class Tracer(NDArrayOperatorsMixin):
         if handler is None:
             _unknown(name)
         if args and is_weak(args[0]) and func is not np.where:
-            fail(f"{name} takes an array first in an update function, and not a {type(args[0]).__name__}")
+            fail(f"the first argument of {name} in an update function must be an array, not a {type(args[0]).__name__}")
         try:
             bound = inspect.signature(handler).bind(*map(self.recording.tracer, args[:1]), *args[1:], **kwargs)
         except TypeError as error:
@@ -222,7 +222,7 @@ class Tracer(NDArrayOperatorsMixin):
 
     def __format__(self, spec: str) -> str:
         if spec:
-            fail(f"{self!r} in the format {spec!r}: {_NOT_YET}; return it, and print what the update returns")
+            fail(f"{self!r} cannot be formatted as {spec!r}: {_NOT_YET}; return it, and print the result of the update")
         return str(self)
 
     def __round__(self, digits: int | None = None) -> NoReturn:
@@ -318,7 +318,7 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _unknown(name: str) -> NoReturn:
-    fail(f"{name} is not known in update functions; known are {', '.join(_known())}")
+    fail(f"{name} is not supported in update functions; use one of {', '.join(_known())}")
 
 
 def _known() -> list[str]:
@@ -335,13 +335,13 @@ def _ufunc(
         _unknown(name)
     given = [key for key, value in kwargs.items() if value is not None]
     if given:
-        fail(f"{name} takes no {', '.join(given)} in an update function; write np.where or .astype")
+        fail(f"{name} does not support {', '.join(given)} in an update function; use np.where or .astype")
     return _where(recording.tracer(args[0]), *args[1:]) if op == "where" else recording.apply(op, args)
 
 
 def _where(condition: Tracer, *values: object) -> Tracer:
     if len(values) != 2:
-        fail("np.where takes a condition and two values in an update function")
+        fail("np.where in an update function needs a condition and two values")
     return condition.recording.apply("where", (condition.astype(bool), *values))
 
 
@@ -351,7 +351,7 @@ def _dot(a: Tracer, b: object) -> Tracer:
         return a.recording.apply("matmul", (a, other))
     scales = 0 in (a.ndim, other.ndim)
     if not scales and (a.ndim > 2 or other.ndim > 1 or a.shape[-1] != other.shape[0]):
-        fail(f"np.dot of {a!r} and {other!r} is not known; it takes two vectors, a matrix and a vector, two matrices")
+        fail(f"np.dot of {a!r} and {other!r} is not supported; use two vectors, a matrix and a vector, or two matrices")
     product = a.recording.apply("multiply", (a, other))
     return product if scales else product.sum(axis=-1).astype(product.dtype)
 
@@ -368,13 +368,13 @@ def _norm(x: Tracer, ord: object = None, axis: object = None, keepdims: bool = F
     """NumPy's norm as far as it is one of vectors, or the root of the sum of all squares."""
     one_axis = isinstance(axis, int) or (axis is None and x.ndim == 1)
     if ord is not None and not one_axis and not (isinstance(ord, str) and ord == "fro"):
-        fail(f"np.linalg.norm of matrices with ord={ord!r} is not known in update functions; leave ord out")
+        fail(f"np.linalg.norm of matrices with ord={ord!r} is not supported in update functions; leave ord out")
     return _vector_norm(x, axis=axis, keepdims=keepdims, ord=2 if ord in (None, "fro") else ord)
 
 
 def _vector_norm(x: Tracer, *, axis: object = None, keepdims: bool = False, ord: object = 2) -> Tracer:
     if ord not in (1, 2, np.inf, -np.inf):
-        fail(f"the norm with ord={ord!r} is not known in update functions; known are 1, 2, inf and -inf")
+        fail(f"the norm with ord={ord!r} is not supported in update functions; use 1, 2, inf or -inf")
     if x.dtype.kind not in "fc":  # As NumPy does, for which bfloat16 is no floating dtype.
         x = x.astype(np.float64)
     size = x.recording.apply("abs", (x,)) if ord != 2 or x.dtype.kind == "c" else x

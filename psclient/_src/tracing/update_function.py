@@ -196,7 +196,8 @@ class UpdateFunction:
 
         Args:
             strategy: the strategy whose variables are updated.
-            args, kwargs: the arguments of the call.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
             give: called with a leaf; returns the input of the program that it becomes, or None where it becomes none.
 
         Raises:
@@ -206,7 +207,7 @@ class UpdateFunction:
         try:
             known = self._traces.get(key, ())
         except TypeError as error:
-            fail(f"an argument of {self.__name__} cannot be compared: {error}; give arrays, numbers, words or tuples")
+            fail(f"an argument of {self.__name__} cannot be compared: {error}; pass arrays, numbers, strings or tuples")
         call = _known_call(known, given, numbers)
         if call is not None:
             return call
@@ -280,8 +281,8 @@ class UpdateFunction:
         """Refuses values from elsewhere than the arguments; arrays are the function's own, and are let through."""
         if isinstance(value, Readable | DistributedValues):
             fail(
-                f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "
-                "an optimizer keep it in a slot, and a number as an attribute"
+                f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; "
+                "pass it as an argument, or in an optimizer keep arrays in a slot and numbers in attributes"
             )
 
 
@@ -291,15 +292,30 @@ def _known_call(known: Sequence[Trace], given: Sequence[Given], numbers: list[Nu
 
 
 def update_function(fn: Callable[..., object]) -> UpdateFunction:
-    """Promises that an update function depends on its arguments alone: then it is traced once, and not for each call.
+    """Declares that an update function depends only on its arguments: it is traced once instead of at each call.
 
-    A call whose arguments have the same structure, dtypes and shapes, and the same words and functions, does what the
-    first one did. Numbers (int, float, complex) may differ: they are operands of one program. What the function
-    reads by closure or as a global is looked at again for each call: another object, or another number, makes
-    another trace, as the module says; what is inside of such an object has to stay what it is. In any context.
+    A call whose arguments have the same structure, dtypes and shapes, and the same strings and functions, runs the
+    first trace. Numbers (int, float, complex) may differ: they are operands of the program. Values that the function
+    reads by closure or as a global are compared at each call: another object, or another number, makes another trace.
+    Such an object must not change inside. In any context.
 
     Args:
-        fn: for `strategy.extended.update` and `update_non_slot`. Not a method.
+        fn: a function for `strategy.extended.update` and `update_non_slot`. Not a method.
+
+    Returns:
+        The function, to be called as before.
+
+    Examples:
+        >>> import psclient as ps
+        >>> strategy = ps.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     w = ps.Variable([1.0, 2.0])
+        >>> @ps.update_function
+        ... def decay(v, rate):
+        ...     v.assign_sub(rate * v)
+        >>> strategy.extended.update(w, decay, args=(0.5,))
+        >>> w.numpy()
+        array([0.5, 1. ], dtype=float32)
     """
     return UpdateFunction(fn)
 
@@ -360,8 +376,8 @@ def _opened(
             key.append((kind, leaf))
         elif (found := give(leaf)) is None:
             fail(
-                f"a {kind.__name__} stands among the arguments, which may change without a word; give numbers, words, "
-                "arrays, or a Configured object"
+                f"an argument is a {kind.__name__}, whose content may change unnoticed; pass numbers, "
+                "strings, arrays, or a Configured object"
             )
         else:
             place = len(given)

@@ -12,7 +12,7 @@ from pswire.model.compression import FLOATS, Codec
 
 
 class Compression(ABC):
-    """Base of the ways to compress contributions; each process of a job says the same."""
+    """Base of the compressions; the same in each process of a job."""
 
     @property
     @abstractmethod
@@ -22,9 +22,9 @@ class Compression(ABC):
 
 @dataclass(frozen=True)
 class Float16(Compression):
-    """Each element is sent as IEEE half precision, in 2 bytes.
+    """Sends each element as IEEE half precision, in 2 bytes.
 
-    Finite elements beyond 65504 are sent as that, and the rest of them with the next contribution.
+    Finite elements beyond 65504 are sent as 65504, and the difference with the next contribution.
     """
 
     @property
@@ -35,7 +35,7 @@ class Float16(Compression):
 
 @dataclass(frozen=True)
 class BFloat16(Compression):
-    """Each element is sent as bfloat16, in 2 bytes: the range of float32, and three decimal digits."""
+    """Sends each element as bfloat16, in 2 bytes: the range of float32, with three decimal digits."""
 
     @property
     def _codec(self) -> Codec:
@@ -45,10 +45,10 @@ class BFloat16(Compression):
 
 @dataclass(frozen=True)
 class Int8(Compression):
-    """Each element is sent as one of 255 steps, in 1 byte.
+    """Sends each element as one of 255 steps, in 1 byte.
 
-    The steps go from the largest magnitude below zero to the same above it: of 256 elements of an array, one after
-    another in C order, or of one row, where contributions are rows. NaN or infinity makes all of these NaN.
+    The steps reach from minus the largest magnitude to the largest magnitude of a block: 256 consecutive elements of an
+    array in C order, or one row of a row-wise contribution. A NaN or infinity makes its whole block NaN.
     """
 
     @property
@@ -59,29 +59,33 @@ class Int8(Compression):
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The elements of the largest magnitude are sent, as they are, each with its place; of equal ones the first.
+    """Sends only the elements of the largest magnitude, uncompressed, each with its index; of equal ones the first.
 
-    Where contributions are rows, the rows are sent that have the elements of the largest magnitude. What is not sent
-    waits, and is added to what comes.
+    For row-wise contributions it sends the rows that contain the largest elements. Elements that are not sent are added
+    to the next contribution.
 
     Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017.
 
     Args:
-        ratio: the part of all elements, or of a contribution's rows, that is sent, above 0 and at most 1. The number
-            is rounded up. An element takes 4 bytes more than it does by itself.
+        ratio: the fraction of all elements, or of a contribution's rows, that is sent; more than 0, at most 1. The
+            number is rounded up. An element takes 4 bytes more than in an uncompressed array.
 
     Raises:
-        TypeError: the ratio is no number.
-        ValueError: it is not above 0, or above 1.
+        TypeError: the ratio is not a number.
+        ValueError: the ratio is not more than 0 and at most 1.
     """
 
     ratio: float
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float | np.floating):
-            raise TypeError(f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01")
+            raise TypeError(
+                f"TopK(ratio={self.ratio!r}) is not a number; use a number above 0 and at most 1, such as 0.01"
+            )
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"TopK(ratio={self.ratio}): give a number above 0 and at most 1, such as 0.01 for 1 %")
+            raise ValueError(
+                f"TopK(ratio={self.ratio}) is out of range; use a number above 0 and at most 1, such as 0.01 for 1 %"
+            )
 
     @property
     def _codec(self) -> Codec:
@@ -104,7 +108,7 @@ def check_compression(given: object, where: str) -> Compressed:
         return given
     named = given.__name__ if isinstance(given, type) and issubclass(given, Compression) else "Int8"
     made = f"{named}({0.01 if given is TopK else ''})"
-    raise TypeError(f"{where}: compression is {given!r}; give an object such as ps.compression.{made}, or False")
+    raise TypeError(f"{where}: compression is {given!r}; pass an object such as ps.compression.{made}, or False")
 
 
 def is_compressible(dtype: str) -> bool:

@@ -32,7 +32,7 @@ def consistency_here(strategy: StrategyFace) -> Consistency | None:
 def check_consistency(given: object, name: str) -> None:
     """Raises `TypeError` if what was given for a variable is no consistency; None stands for that of the strategy."""
     if not isinstance(given, Consistency | None):
-        raise TypeError(f"variable {name!r}: {given!r} is no consistency; give ps.Async(), or leave consistency out")
+        raise TypeError(f"variable {name!r}: {given!r} is not a consistency; use ps.Async(), or leave consistency out")
 
 
 def is_apart(strategy: StrategyFace, consistency: Consistency | None, name: str) -> bool:

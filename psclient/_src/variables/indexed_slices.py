@@ -23,22 +23,34 @@ from pswire.model.tensor import Array
 
 
 class IndexedSlices:
-    """A value of a variable's shape of which only some rows are given; all others are zero.
+    """A sparse gradient: some rows of a variable's shape; all other rows are zero.
 
-    Rows with the same index count together: the value has their sum. Reductions, updates and `apply_gradients` take it
-    wherever they take an array. `np.asarray` makes the whole array of it.
+    Rows with the same index are summed. Reductions, updates and `apply_gradients` accept it wherever they accept an
+    array. `np.asarray` makes the dense array.
 
     Source: `tf.IndexedSlices`.
 
     Args:
         values: (n, ...), the rows; an array of NumPy or CuPy.
-        indices: integers (n,), the place of each row; may repeat, in any order. For a dynamic table the key of each.
-        dense_shape: shape of the whole, (size, ...); None where it is not known, as a gradient's, which takes that of
-            its variable.
+        indices: integers (n,), the index of each row; may repeat, in any order. For a dynamic table the key of each
+            row.
+        dense_shape: shape of the dense array, (size, ...); None if it is not known, as for a gradient, which has the
+            shape of its variable.
 
     Raises:
-        TypeError: the values are no array of numbers, or the indices no integers.
+        TypeError: the values are not an array of numbers, or the indices not integers.
         ValueError: the shapes do not fit.
+
+    Examples:
+        >>> import numpy as np
+        >>> import psclient as ps
+        >>> table = ps.Variable(np.zeros((3, 2)))
+        >>> gradient = ps.IndexedSlices(np.ones((2, 2)), indices=[0, 2])
+        >>> ps.optimizers.SGD(0.5).apply_gradients([(gradient, table)])
+        >>> table.numpy()
+        array([[-0.5, -0.5],
+               [ 0. ,  0. ],
+               [-0.5, -0.5]])
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
@@ -48,16 +60,18 @@ class IndexedSlices:
             self._indices = self._indices.astype(np.int64)  # NumPy makes floats of an empty list.
         self._shape = None if dense_shape is None else tuple(int(n) for n in to_numpy(as_array(dense_shape)).tolist())
         if self._values.dtype.kind in "OUSMm":
-            raise TypeError(f"the values of IndexedSlices are numbers, and not {self._values.dtype}")
+            raise TypeError(f"the values of IndexedSlices must be numbers, not {self._values.dtype}")
         if self._indices.dtype.kind not in "iu":
-            raise TypeError(f"the indices of IndexedSlices are integers, and not {self._indices.dtype}")
+            raise TypeError(f"the indices of IndexedSlices must be integers, not {self._indices.dtype}")
         if self._indices.ndim != 1 or self._values.ndim < 1 or len(self._values) != len(self._indices):
             raise ValueError(
-                f"IndexedSlices have one row for each index: values of shape {tuple(self._values.shape)} and indices "
-                f"of shape {tuple(self._indices.shape)} do not fit"
+                f"values of shape {tuple(self._values.shape)} and indices of shape "
+                f"{tuple(self._indices.shape)} do not match; IndexedSlices need one row for each index"
             )
         if self._shape is not None and (len(self._shape) < 1 or self._shape[1:] != tuple(self._values.shape[1:])):
-            raise ValueError(f"rows of shape {tuple(self._values.shape[1:])} are no rows of shape {self._shape}")
+            raise ValueError(
+                f"rows of shape {tuple(self._values.shape[1:])} do not fit the shape {self._shape} of the whole array"
+            )
 
     @classmethod
     def _of_rows(cls, rows: Rows, dense_shape: tuple[int, ...]) -> IndexedSlices:
@@ -75,29 +89,29 @@ class IndexedSlices:
 
     @property
     def indices(self) -> AnyArray:
-        """The place of each row, integers (n,)."""
+        """The index of each row, integers (n,)."""
         return self._indices
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """Shape of the whole; None if it is not known."""
+        """Shape of the dense array; None if it is not known."""
         return self._shape
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole; raises `ValueError` if it is not known."""
+        """Shape of the dense array; raises `ValueError` if it is not known."""
         if self._shape is None:
-            raise ValueError("these IndexedSlices do not know the shape of the whole; give dense_shape")
+            raise ValueError("these IndexedSlices do not know the shape of the whole array; pass dense_shape")
         return self._shape
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the whole."""
+        """Number of dimensions of the dense array."""
         return int(self._values.ndim)
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Dtype of the values, as NumPy has it."""
+        """NumPy dtype of the values."""
         found: np.dtype[np.generic] = self._values.dtype
         return found
 
@@ -114,21 +128,21 @@ class IndexedSlices:
         if self._shape == shape:
             return self
         if (row := tuple(self._values.shape[1:])) != shape[1:]:
-            raise ValueError(f"{where()}: each row has shape {row}, and must have {shape[1:]}")
+            raise ValueError(f"{where()}: each row has shape {row}, but must have {shape[1:]}")
         if self._shape is not None:
-            raise ValueError(f"{where()}: dense_shape is {self._shape}, and must be {shape}; leave it out")
+            raise ValueError(f"{where()}: dense_shape is {self._shape}, but must be {shape}; leave it out")
         made = IndexedSlices(self._values, self._indices, shape)
         made._grouped = self._grouped
         return made
 
     def rows(self, where: str = "IndexedSlices") -> Rows:
-        """Returns its rows with each place once; rows of the same place are summed in their order.
+        """Returns its rows with each index once; rows with the same index are summed in their order.
 
         Args:
-            where: what they belong to, for messages.
+            where: the variable they belong to, for messages.
 
         Raises:
-            ValueError: an index is no row of the whole.
+            ValueError: an index is not a row of the dense array.
         """
         if self._grouped is None:
             ids = check_ids(to_numpy(self._indices), self.shape[0], where)
@@ -159,7 +173,7 @@ class IndexedSlices:
         return Rows(np.empty(0, np.int64), self._values[:0])
 
     def numpy(self) -> Array:
-        """The whole array on the host, with zeros where no row is."""
+        """Returns the dense array on the host, with zeros in all other rows."""
         ids, values = self.rows()
         whole = np.zeros(self.shape, self.dtype)
         whole[ids] = to_numpy(values)
@@ -192,7 +206,7 @@ def _sums(values: AnyArray, order: Int64s, starts: Int64s) -> AnyArray:
 
 
 def convert_to_tensor(value: Any, dtype: npt.DTypeLike | None = None) -> Array:
-    """Returns a value as an array on the host; of `IndexedSlices` the whole, with zeros where no row is.
+    """Returns a value as an array on the host; for `IndexedSlices` the dense array.
 
     Source: `tf.convert_to_tensor`.
     """

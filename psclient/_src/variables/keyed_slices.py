@@ -62,7 +62,8 @@ class KeyedSlices(IndexedSlices):
         """
         if self.shape != shape:
             raise ValueError(
-                f"{where()}: rows of table {self.space.table!r}, by keys, stand where shape {shape} is expected"
+                f"{where()}: expected an array of shape {shape}, but got rows of table "
+                f"{self.space.table!r}; pass an array"
             )
         return self
 
@@ -90,8 +91,8 @@ class KeyedSlices(IndexedSlices):
     def numpy(self) -> Array:
         """Raises `TypeError`: a table has no size."""
         raise TypeError(
-            f"rows of table {self.space.table!r}, by keys, are no part of a whole array: a table has no size; take "
-            "their values and indices"
+            f"rows of table {self.space.table!r} cannot be converted to an array, because a table has no "
+            "size; use their values and indices"
         )
 
     def _like(self, values: AnyArray) -> KeyedSlices:

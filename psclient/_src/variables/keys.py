@@ -71,7 +71,10 @@ class KeySpace:
             wrong = keys < 0
         if wrong is not None and wrong.any():
             bad = int(np.argmax(wrong))
-            raise ValueError(f"{where}: key {keys[bad]} at place {bad} is no {self.spec.key_dtype}, as its keys are")
+            raise ValueError(
+                f"{where}: key {keys[bad]} at position {bad} is not a valid {self.spec.key_dtype}; use keys of "
+                "that type"
+            )
         return np.ascontiguousarray(keys.astype(self.spec.key_dtype, copy=False)).view(np.int64)
 
     def shown(self, keys: Int64s) -> Array:

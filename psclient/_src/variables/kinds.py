@@ -158,7 +158,7 @@ def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:
 
 
 def _miscast(name: str, dtype: Any, held: Any) -> TypeError:
-    return TypeError(f"variable {name!r}: {dtype} cannot be assigned to {held}; write value.astype({held.name!r})")
+    return TypeError(f"variable {name!r}: {dtype} cannot be assigned to {held}; use value.astype({held.name!r})")
 
 
 def _misfit(name: str, spec: TensorSpec, shape: tuple[int, ...]) -> ValueError:
@@ -223,8 +223,7 @@ class Cell:
             self.array = whole
 
     def _changed(self, how: str, delta: object) -> AnyArray:
-        """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
-        update programs."""
+        """Returns the array plus or minus a value, in NumPy's dtype: the result is rounded once, as on servers."""
         check_fits(self._name, self._spec, how, delta)
         weak = isinstance(delta, bool | int | float | complex) and not isinstance(delta, np.generic)
         delta = delta if weak else to_device(as_array(delta), self.device)
@@ -486,7 +485,9 @@ class SyncOnReadVariable(CopiedVariable):
         ):
             raise self._across_replicas(how)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
-            raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
+            raise ValueError(
+                f"a per-replica value was assigned to {self.name!r} in cross-replica context; assign one value"
+            )
         self._check_aggregation("assigned")
         value = value._component(0) if isinstance(value, Mirrored) else read(value)
         if self.is_shared:
@@ -505,15 +506,16 @@ class SyncOnReadVariable(CopiedVariable):
 
     def _across_replicas(self, how: str) -> ValueError:
         return ValueError(
-            f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; call "
-            f"{how} in the function given to strategy.run, or assign the whole value"
+            f"{how} of {self.name!r} was called in cross-replica context, but an ON_READ variable has a "
+            f"value for each replica; call {how} in the function passed to strategy.run, or assign the "
+            "whole value"
         )
 
     def _refuse_update(self) -> NoReturn:
         """Raises `ValueError`: the copies of what is updated would not stay equal."""
         raise ValueError(
-            f"{self.name!r} is an ON_READ variable, whose copies differ by replica; read it before, in cross-replica "
-            "context, and pass its value"
+            f"{self.name!r} is an ON_READ variable, which has a value for each replica; read it before, in "
+            "cross-replica context, and pass its value"
         )
 
     def share_out(self, value: object) -> None:
@@ -571,9 +573,9 @@ class SyncOnReadVariable(CopiedVariable):
     def _check_aggregation(self, what: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{self.name!r} is {what} in cross-replica context, where its copies differ, and has no aggregation; "
-                "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or take its copies "
-                "with strategy.experimental_local_results"
+                f"{self.name!r} is {what} in cross-replica context, where it has a value for each replica, "
+                "and has no aggregation; create it with aggregation=ps.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA, or use strategy.experimental_local_results"
             )
 
 

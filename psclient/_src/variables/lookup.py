@@ -56,42 +56,45 @@ class LookedUpRows:
 
     @cached_property
     def inverse(self) -> AnyArray:
-        """Integers of the shape of the ids that were asked for: the place of each in `values`; on their device."""
+        """Integers of the shape of the ids: the index of each id's row in `values`; on the device of the values."""
         return to_device(self.places, device_of(self.values))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what was asked for: that of the ids, then that of a row."""
+        """Shape of the result: that of the ids, then that of a row."""
         return (*self.places.shape, *self.variable.shape[1:])
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Dtype of the rows, as NumPy has it."""
+        """NumPy dtype of the rows."""
         return self.variable.dtype
 
     def numpy(self) -> Array:
-        """The row of each id that was asked for, on the host."""
+        """Returns the row of each id, on the host."""
         return np.asarray(to_numpy(self.values)[self.places])
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.asarray(self.numpy(), dtype=dtype)
 
     def gradient(self, d: Value) -> IndexedSlices:
-        """Returns the gradient of the variable, with each place once; nothing is copied. In any context.
+        """Returns the gradient of the variable, with each index once; nothing is copied. In any context.
 
         Args:
-            d: the gradient by `values`, an array of their shape.
+            d: the gradient with respect to `values`, an array of their shape.
+
+        Returns:
+            `IndexedSlices` for `apply_gradients`.
 
         Raises:
-            ValueError: it has another shape.
-            TypeError: it is no array of numbers.
+            ValueError: `d` has another shape.
+            TypeError: `d` is not an array of numbers.
         """
         array = as_array(read(d))
         if tuple(array.shape) != tuple(self.values.shape):
             raise ValueError(
-                f"the gradient of {len(self.ids)} rows of {_named(self.variable)} has shape {tuple(array.shape)}, and "
-                f"their values {tuple(self.values.shape)}; of a gradient by values[inverse], in which a row may come "
-                "several times, make ps.IndexedSlices(d, ids)"
+                f"the gradient of {len(self.ids)} rows of {_named(self.variable)} has shape "
+                f"{tuple(array.shape)}, but their values have {tuple(self.values.shape)}; if it is a "
+                "gradient by values[inverse], with repeated rows, pass ps.IndexedSlices(d, ids)"
             )
         through = array if self._backward is None else self._backward(array)
         return self.variable._slices(self.ids, self._counts, through)
@@ -152,16 +155,16 @@ class RowReadable(Readable):
         """Reads the rows of some ids, each once. In replica and cross-replica context.
 
         Args:
-            ids: integers of any shape, of NumPy, CuPy or Python; may repeat. Of a dynamic table keys.
+            ids: integers of any shape, of NumPy, CuPy or Python; may repeat. For a dynamic table, keys.
 
         Returns:
-            The rows, of which the gradient can be made. They are copies, as of now. Of a key without a row in a table
-            what it would begin with.
+            The rows, as copies of their current values, with a method `gradient` for the variable's gradient. A key
+            without a row in a table has its initial value.
 
         Raises:
-            TypeError: the ids are no integers, such as floats, bools, or lists of different lengths.
-            ValueError: an id is no row of the variable, or no key of the table's dtype; the first is named. Or the
-                variable has no rows.
+            TypeError: the ids are not integers, for example floats, bools, or lists of different lengths.
+            ValueError: an id is not a row of the variable, or not a key of the table's dtype (the message names the
+                first); or the variable has no rows.
             RuntimeError: called in an update function.
         """
         asked = self._checked_ids(ids)
@@ -169,7 +172,7 @@ class RowReadable(Readable):
         return LookedUpRows(self, self._shown(found), self._take_rows(found), places)
 
     def sparse_read(self, indices: Nest, name: str | None = None) -> AnyArray:
-        """Returns the row of each index: an array of their shape, then that of a row, on the replica's device.
+        """Returns the row of each index, as an array of shape (*indices, *row) on the replica's device.
 
         In replica and cross-replica context. Each row is read once; the array is a copy.
 
@@ -180,7 +183,9 @@ class RowReadable(Readable):
             name: ignored.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `lookup`.
+            TypeError: as `lookup`.
+            ValueError: as `lookup`.
+            RuntimeError: as `lookup`.
         """
         rows = self.lookup(indices)
         with device_scope(device_of(rows.values)):
@@ -199,32 +204,36 @@ class RowReadable(Readable):
         return False
 
     def prefetch(self, *ids: Nest) -> None:
-        """Says which rows will be looked up next, so that they come with the next round that assigns the variable.
+        """Requests the rows of the next lookup, to be fetched with the next round that assigns the variable.
 
-        The lookup then waits for no call of its own; it sees the variable as of that round. What was not named is
-        fetched when it is looked up. In replica and cross-replica context; a variable in this process has nothing to
-        fetch. `InputOptions(prefetch=...)` calls it for each batch.
+        The lookup then makes no call of its own; it reads the variable as of that round. All other rows are fetched
+        when they are looked up. In replica and cross-replica context; without effect for a variable in this process.
+        `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
-            ids: as of `lookup`, each.
+            ids: as in `lookup`; several arrays may be given.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `lookup`.
+            TypeError: as `lookup`.
+            ValueError: as `lookup`.
+            RuntimeError: as `lookup`.
         """
         self._prefetch(self._name(ids))
 
     def prefetch_hint(self, *ids: Nest) -> None:
-        """Says which rows the batch behind the next one looks up, so that a server reads them from its disk meanwhile.
+        """Announces the rows of the lookup after the next one, so that a server reads them from its disk meanwhile.
 
-        Servers are told with the next round that assigns the table, and `prefetch` names the rows one batch later.
-        Nothing that is computed depends on it. In replica and cross-replica context; of no use, and without effect,
-        unless `_takes_hints` is True. `InputOptions(prefetch=...)` calls it for each batch.
+        The hint is sent with the next round that assigns the table, and `prefetch` requests the rows one batch later.
+        It does not change any result. In replica and cross-replica context; only tables with rows on disk use it.
+        `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
-            ids: as of `lookup`, each.
+            ids: as in `lookup`; several arrays may be given.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as `lookup`.
+            TypeError: as `lookup`.
+            ValueError: as `lookup`.
+            RuntimeError: as `lookup`.
         """
         if self._takes_hints:
             self._prefetch_hint(self._name(ids))
@@ -281,11 +290,12 @@ class RowReadable(Readable):
         """Returns ids as int64 on the host, in their shape."""
         if context.update_lift() is not None:
             raise RuntimeError(
-                f"rows of {_named(self)} are looked up in an update function, which runs on a server with whole "
-                "arrays; look them up before, in the function given to strategy.run, and pass what is made of them"
+                f"rows of {_named(self)} were looked up in an update function, which runs on a server with "
+                "whole arrays; look them up before, in the function passed to strategy.run, and pass the "
+                "result"
             )
         if not self.shape:
-            raise ValueError(f"{_named(self)} has no dimensions, hence no rows; read it with read_value()")
+            raise ValueError(f"{_named(self)} has no dimensions and therefore no rows; read it with read_value()")
         given = _integers(self, read(ids))
         return self._check(given.ravel(), place_of(self)).reshape(given.shape)
 
@@ -354,11 +364,11 @@ def _integers(variable: RowReadable, ids: Nest) -> Array:
         found = to_numpy(as_array(ids))
     except ValueError:  # NumPy's word for lists of different lengths names neither.
         raise TypeError(
-            f"the ids of rows of {_named(variable)} are lists of different lengths; give an array, or take "
+            f"the row ids of {_named(variable)} are lists of different lengths; pass an array, or use "
             "ps.nn.embedding_lookup_sparse for bags of ids"
         ) from None
     if not found.size and not hasattr(ids, "dtype"):
         return found.astype(np.int64)  # NumPy makes floats of an empty list.
     if found.dtype.kind not in "iu":
-        raise TypeError(f"the ids of rows of {_named(variable)} are integers, and not {found.dtype}")
+        raise TypeError(f"the row ids of {_named(variable)} must be integers, not {found.dtype}")
     return found

@@ -25,7 +25,7 @@ class PartitionFn(Protocol):
 
 
 class Partitioner:
-    """Base of partitioners: a subclass says in `__call__` into how many parts each axis is cut.
+    """Base of partitioners: a subclass returns from `__call__` the number of parts for each axis.
 
     Source: `tf.distribute.experimental.partitioners.Partitioner`.
     """
@@ -38,16 +38,18 @@ class Partitioner:
             dtype: the variable's dtype.
             axis: the axis that is cut; strategies cut the first alone.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it cuts; write __call__(self, shape, dtype)")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define how to split a variable; implement __call__(self, shape, dtype)"
+        )
 
 
 class FixedShardsPartitioner(Partitioner):
-    """Cuts each variable into so many shards; one of fewer rows into as many as it has.
+    """Cuts each variable into a fixed number of shards; a variable with fewer rows has one shard for each row.
 
     Source: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.
 
     Args:
-        num_shards: number of shards.
+        num_shards: the number of shards.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -62,16 +64,16 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Cuts variables into as many shards as have this size on average, up to a greatest number of them.
+    """Cuts variables into as many shards as possible of at least a size on average.
 
-    The number is rounded up, as TensorFlow rounds it, so that shards may be a little smaller.
+    The number is rounded up, as in TensorFlow, so that shards may be slightly smaller.
 
     Source: `tf.distribute.experimental.partitioners.MinSizePartitioner`.
 
     Args:
-        min_shard_bytes: size of a shard.
-        max_shards: greatest number of shards.
-        bytes_per_string: has no effect: no variable is of strings.
+        min_shard_bytes: size of a shard in bytes.
+        max_shards: largest number of shards.
+        bytes_per_string: ignored; variables of strings do not exist.
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
@@ -89,14 +91,14 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Cuts variables into as few shards as are no larger than this size; a row is never cut.
+    """Cuts variables into as few shards as possible of at most a size; rows are never cut.
 
     Source: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.
 
     Args:
-        max_shard_bytes: greatest size of a shard.
-        max_shards: greatest number of shards, which then may be larger; None for no limit.
-        bytes_per_string: has no effect: no variable is of strings.
+        max_shard_bytes: largest size of a shard in bytes.
+        max_shards: largest number of shards, which then may be larger; None for no limit.
+        bytes_per_string: ignored; variables of strings do not exist.
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
@@ -194,7 +196,9 @@ def _cut(shape: Sequence[int], axis: int, parts: int) -> list[int]:
 
 def _size(shape: Sequence[int], axis: int) -> int:
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"a variable of shape {tuple(shape)} cannot be cut along axis {axis}, which it does not have")
+        raise ValueError(
+            f"a variable of shape {tuple(shape)} cannot be split along axis {axis}, which it does not have"
+        )
     return int(shape[axis])
 
 
@@ -202,7 +206,7 @@ def _positive(name: str, value: SupportsIndex) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; give a whole number") from None
+        raise TypeError(f"{name} is {value!r}; use an integer") from None
     if number < 1:
         raise ValueError(f"{name} is {number}, and must be at least 1")
     return number
@@ -220,7 +224,7 @@ def check_partitioner(partitioner: object, where: str = "variable_partitioner") 
         return None
     if isinstance(partitioner, type) or not callable(partitioner):
         raise TypeError(
-            f"{where} is {partitioner!r}; give a function of a shape and a dtype, such as "
+            f"{where} is {partitioner!r}; pass a function of a shape and a dtype, such as "
             "ps.experimental.partitioners.FixedShardsPartitioner(2)"
         )
     return partitioner
@@ -244,8 +248,8 @@ def shards_for(partitioner: PartitionFn, name: str, spec: TensorSpec, dtype: np.
     rows = spec.shape[0]
     if given != len(spec.shape) or len(parts) != given or parts[1:] != [1] * (given - 1) or not 1 <= parts[0] <= rows:
         raise ValueError(
-            f"partitioner {partitioner!r} returned {found!r} for variable {name!r} of shape {spec.shape}; it "
-            f"has to return a list of {len(spec.shape)} whole numbers, the first from 1 to {rows}, the number of rows, "
-            "and all others 1, since variables are cut along their first axis"
+            f"partitioner {partitioner!r} returned {found!r} for variable {name!r} of shape {spec.shape}; "
+            f"it must return {len(spec.shape)} integers, the first from 1 to {rows}, and 1 for all others, "
+            "because variables are split along their first axis"
         )
     return parts[0]

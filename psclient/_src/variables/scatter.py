@@ -99,62 +99,63 @@ class RowWritable(RowReadable):
     """
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Adds to some rows, for each time that an index comes.
+        """Adds to some rows; an index that is repeated adds each time.
 
         Source: `tf.Variable.scatter_add`.
 
         Args:
-            sparse_delta: the rows, and the place of each.
-            use_locking, name: ignored: each assignment is whole.
+            sparse_delta: the rows, and the index of each.
+            use_locking: ignored; each assignment is atomic.
+            name: ignored.
 
         Returns:
             The variable.
 
         Raises:
-            TypeError: it is no `IndexedSlices`, or its dtype does not fit.
-            ValueError: an index is no row of the variable; rows of another shape; in replica context several replicas,
-                and no aggregation.
+            TypeError: `sparse_delta` is not an `IndexedSlices`, or its dtype does not fit.
+            ValueError: an index is not a row of the variable; rows of another shape; in replica context several
+                replicas without an aggregation.
             RuntimeError: called in an update function that runs on a server.
         """
         return _scattered(self, "scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Subtracts from some rows, as `scatter_add`.
+        """Subtracts from some rows; arguments, result and errors are those of `scatter_add`.
 
         Source: `tf.Variable.scatter_sub`.
         """
         return _scattered(self, "scatter_sub", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Gives some rows a value; where an index comes several times, the last. As `scatter_add`, for one replica.
+        """Assigns some rows; of repeated indices the last counts. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_update`.
         """
         return _scattered(self, "scatter_update", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Gives some rows the minimum of what they have and what is given. As `scatter_add`, for one replica.
+        """Sets some rows to the minimum of their values and the given ones. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_min`.
         """
         return _scattered(self, "scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Gives some rows the maximum of what they have and what is given. As `scatter_add`, for one replica.
+        """Sets some rows to the maximum of their values and the given ones. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_max`.
         """
         return _scattered(self, "scatter_max", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Multiplies some rows, for each time that an index comes. As `scatter_add`, for one replica.
+        """Multiplies some rows, once for each time an index is given. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_mul`.
         """
         return _scattered(self, "scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
-        """Divides some rows of floats, for each time that an index comes. As `scatter_add`, for one replica.
+        """Divides some rows of floats, once for each time an index is given. As `scatter_add`, with one replica only.
 
         Source: `tf.Variable.scatter_div`.
         """
@@ -178,19 +179,22 @@ def _scattered(variable: Any, how: str, delta: Any) -> Any:
         return getattr(variable, how)(delta)
     if context.update_lift() is not None:
         raise RuntimeError(
-            f"{how} of variable {variable.name!r} in an update function, which works on whole arrays; call it in "
-            "cross-replica context, or pass the rows to the update as an argument and write v.assign_add(rows)"
+            f"{how} of variable {variable.name!r} was called in an update function, which works on whole "
+            "arrays; call it in cross-replica context, or pass the rows to the update and use "
+            "v.assign_add(rows)"
         )
     if isinstance(delta, Mirrored):
         delta = delta._component(context.local_replica(variable.strategy) or 0)
     if not isinstance(delta, IndexedSlices):
         raise TypeError(
-            f"{how} of variable {variable.name!r} takes ps.IndexedSlices, and not {type(delta).__name__}; write "
+            f"{how} of variable {variable.name!r} needs ps.IndexedSlices, not {type(delta).__name__}; use "
             "ps.IndexedSlices(rows, ids)"
         )
     where = f"{how} of {place_of(variable)}"
     if not variable.shape:
-        raise ValueError(f"{where}, which has no dimensions, hence no rows; write assign, assign_add or assign_sub")
+        raise ValueError(
+            f"{where}, which has no dimensions and therefore no rows; use assign, assign_add or assign_sub"
+        )
     return variable._scatter_here(how, combine_rows(how, variable, _fitting(variable, how, delta), where))
 
 
@@ -198,12 +202,15 @@ def _fitting(variable: RowWritable, how: str, slices: IndexedSlices) -> IndexedS
     """Returns rows of the dtype in which they are combined; raises `TypeError` if it is none for the variable."""
     held, scatter = variable.dtype, SCATTERS[how]
     if held.kind not in scatter.kinds:
-        raise TypeError(f"{how} is not for variables of {held}, and {variable.name!r} is one; read and assign it")
+        raise TypeError(
+            f"{how} does not support {held}, the dtype of variable {variable.name!r}; read the variable and "
+            "assign the result"
+        )
     common = np.result_type(held, slices.dtype) if scatter.op else slices.dtype
     if not np.can_cast(common, held, "same_kind"):
         raise TypeError(
-            f"variable {variable.name!r}: {how} of rows of {slices.dtype} gives {common}, which cannot be assigned to "
-            f"{held}; write rows.astype({held.name!r})"
+            f"variable {variable.name!r}: {how} of rows of {slices.dtype} gives {common}, which cannot be "
+            f"assigned to {held}; use rows.astype({held.name!r})"
         )
     if slices.dtype == common:
         return slices

@@ -145,8 +145,8 @@ class Sharding:
         if isinstance(leaf, VariableOfShards):
             if leaf.sharding != self:
                 raise ValueError(
-                    f"variable {leaf.name!r} is cut into other shards, or lies elsewhere, than {whole.name!r}; create "
-                    "it in strategy.extended.colocate_vars_with, or pass its value"
+                    f"variable {leaf.name!r} is split differently from {whole.name!r}, or is on other "
+                    "servers; create it in strategy.extended.colocate_vars_with, or pass its value"
                 )
             return leaf.variables
         if isinstance(leaf, ShardedValue):
@@ -243,8 +243,9 @@ class VariableOfShards(Variable):
     def _refuse_update(self) -> NoReturn:
         """Raises `ValueError`: an update function sees a shard, and this is all of them."""
         raise ValueError(
-            f"{self.name!r} is in {len(self._shards)} shards, and an update function runs beside one of them; pass it "
-            "to the update of a variable that is cut alike, as an argument, or read it before, and pass its value"
+            f"{self.name!r} has {len(self._shards)} shards, but an update function sees only one of them; "
+            "pass it as an argument to the update of a variable that is split in the same way, or read it "
+            "before and pass its value"
         )
 
     def _taken(self, how: str, value: Any) -> Any:
@@ -293,16 +294,16 @@ class CutVariable(VariableOfShards):
 
 
 class ShardedVariable(CutVariable):
-    """A variable that is cut along its first axis, its shards on several servers; used as a plain variable is.
+    """A variable that is cut along its first axis into shards on several servers; used like any other variable.
 
-    Made by `Variable` in the scope of a strategy that has a `variable_partitioner`. `variables` are the shards, named
-    "NAME/part_0", ...: shard i has the rows from `sharding.starts[i]` on. Reads, assignments, lookups and updates are
-    of the whole, and each server is asked for its own rows alone. A checkpoint has the whole by the variable's name.
+    `Variable` makes one in the scope of a strategy with a `variable_partitioner`. `variables` are the shards, named
+    "NAME/part_0", ...: shard i has the rows from `sharding.starts[i]` on. Reads, assignments, lookups and updates use
+    the whole variable; each server is asked only for its own rows. A checkpoint stores the whole variable by its name.
 
-    Source: `tf.distribute`'s ShardedVariable; iteration is over rows, as with a plain variable.
+    Source: `tf.distribute`'s ShardedVariable; iteration is over rows, as for any other variable.
 
     Attributes:
-        sharding: where each shard begins, and its servers.
+        sharding: the first row of each shard, and its servers.
     """
 
     _kept: tuple[tuple[Array, ...], Array] | None = None

@@ -22,7 +22,7 @@ def check_catch_up(catch_up: object) -> CatchUp:
         if catch_up == word:
             found: CatchUp = word
             return found
-    raise ValueError(f"catch_up is {catch_up!r}; it is 'replay' or 'closed_form'")
+    raise ValueError(f"catch_up is {catch_up!r}; use 'replay' or 'closed_form'")
 
 
 def check_sparse(sparse: object) -> Sparse:
@@ -31,7 +31,7 @@ def check_sparse(sparse: object) -> Sparse:
         if sparse == word:
             found: Sparse = word
             return found
-    raise ValueError(f"sparse is {sparse!r}; it is one of 'exact', 'lazy' and 'dense'")
+    raise ValueError(f"sparse is {sparse!r}; use 'exact', 'lazy' or 'dense'")
 
 
 class SparseUpdate:
@@ -72,40 +72,41 @@ class SparseUpdate:
 
 
 def lazy_update(fn: Callable[..., object]) -> SparseUpdate:
-    """Makes an update function be for the rows of its `IndexedSlices` alone: all other rows stay as they are.
+    """Makes an update function update only the rows of its `IndexedSlices`: all other rows keep their values.
 
-    Without it an update means what it means for the whole gradient, which is zero where no row is given: momentum goes
-    on there, weight decay as well. Where that is the same, as for SGD, rows alone are computed anyhow.
+    Without it an update computes the result for the dense gradient, whose other rows are zero: momentum and weight
+    decay continue there. Where the result is the same, as for SGD, only the given rows are computed anyway.
 
-    The function assigns variables of one shape, by elementwise operations on them, on rows of one gradient, and on
+    The function may assign variables of one shape, by elementwise operations on them, on rows of one gradient, and on
     numbers.
 
         strategy.extended.update(table, ps.lazy_update(fn), args=(gradient, momentum))
 
     Args:
-        fn: for `strategy.extended.update`, also one that `update_function` has made.
+        fn: an update function for `strategy.extended.update`, also one decorated with `update_function`.
     """
     return _sparse(fn, "lazy", "lazy_update")
 
 
 def exact_update(fn: Callable[..., object], catch_up: CatchUp = "replay") -> SparseUpdate:
-    """Makes servers put an update off in rows that its `IndexedSlices` do not have, until somebody needs them.
+    """Makes servers defer an update of rows that its `IndexedSlices` do not contain until these rows are needed.
 
-    The update means what it means without `exact_update`, and every value that anybody reads has the same bits: a row
-    that has missed updates has them made up when it is touched, read or saved. So a round costs what its rows cost, and
-    what they have missed.
+    The result is that of the update without `exact_update`, with the same bits in every value that is read: a row's
+    missed updates are applied when the row is updated, read or saved. A round then costs what its rows and their missed
+    updates cost.
 
-    The function is as for `lazy_update`, and assigns each table that it reads. Where it is another, and with copies of
-    the variables in the processes, the whole gradient is made.
+    The function follows the rules of `lazy_update`, and assigns each table that it reads. For other functions, and with
+    copies of the variables in the processes, the dense gradient is used.
 
     Args:
-        fn: for `strategy.extended.update`, also one that `update_function` has made.
-        catch_up: "closed_form" to have many updates made up as one where the function has a closed form: it multiplies
-            each table by numbers, and adds to one of them a multiple of another one, which it may divide by a root.
-            Then values are right within a few millionths, and what a row has missed costs the same, however much it is.
+        fn: an update function for `strategy.extended.update`, also one decorated with `update_function`.
+        catch_up: "replay" applies missed updates one after another. "closed_form" applies many at once if the function
+            has a closed form: it multiplies each table by numbers, and adds to one of them a multiple of another one,
+            which it may divide by a root. Values are then correct within a few millionths, and the cost does not depend
+            on the number of missed updates.
 
     Raises:
-        TypeError: it is no function.
+        TypeError: `fn` is not a function.
         ValueError: `catch_up` is another word.
     """
     return _sparse(fn, "exact", "exact_update", check_catch_up(catch_up))
@@ -113,5 +114,5 @@ def exact_update(fn: Callable[..., object], catch_up: CatchUp = "replay") -> Spa
 
 def _sparse(fn: Callable[..., object], sparse: Sparse, name: str, catch_up: CatchUp = "replay") -> SparseUpdate:
     if not callable(fn):
-        raise TypeError(f"{name} takes an update function, and not a {type(fn).__name__}")
+        raise TypeError(f"{name} takes an update function, not a {type(fn).__name__}")
     return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy", catch_up=catch_up)

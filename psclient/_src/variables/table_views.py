@@ -28,14 +28,14 @@ _KEYS = (1 << KEY_BITS) - 1
 
 
 class TableView(RowWritable):
-    """One of the tables of a `TableGroup`, used for lookups and gradients as a table of its own is.
+    """One of the tables of a `TableGroup`; lookups and gradients are those of a separate table.
 
-    Its keys are integers from 0 to 2**48 - 1; those of ids with more bits, such as hashes, are for the user to shorten.
+    Its keys are integers from 0 to 2**48 - 1; shorten ids with more bits, such as hashes, before.
 
     Attributes:
         name: its name in the group.
-        table: the table that has its rows, as those of all others of the group.
-        number: its number in the group; in the table its keys have it above their own bits.
+        table: the table that stores the rows of the whole group.
+        number: its number in the group, stored above the 48 bits of its keys.
         strategy: the strategy that owns the table.
     """
 
@@ -51,25 +51,25 @@ class TableView(RowWritable):
 
     @property
     def dim(self) -> int | tuple[int, ...]:
-        """The size of a row; its shape, unless that has one dimension."""
+        """The size of a row; its shape if it does not have one dimension."""
         return self.table.dim
 
     def keys(self) -> Array:
-        """Returns its keys that have a row, (n,), as `TableVariable.keys`; those of the whole group are asked for."""
+        """Returns its keys that have a row, (n,), as `Variable.keys`; fetches those of the whole group."""
         keys = self.table.keys()
         found: Array = self._shown(keys[self._are_own(keys)])
         return found
 
     def size(self) -> int:  # type: ignore[override]  # as of `TableVariable`
-        """Returns the number of its rows, as `keys`."""
+        """Returns the number of its rows; fetches the keys of the whole group."""
         return len(self.keys())
 
     def export(self) -> tuple[Array, Array]:
-        """Returns its keys and rows, as `TableVariable.export`; those of the whole group are asked for."""
+        """Returns its keys and rows, as `Variable.export`; fetches those of the whole group."""
         return self.of(*self.table.export())
 
     def of(self, keys: Array, rows: Array) -> tuple[Array, Array]:
-        """Returns its own of the group's keys and rows."""
+        """Returns its own part of the group's keys and rows."""
         own = self._are_own(keys)
         return self._shown(keys[own]), rows[own]
 
@@ -96,8 +96,9 @@ class TableView(RowWritable):
         if wrong.any():
             bad = int(np.argmax(wrong))
             raise ValueError(
-                f"{where}: key {ids[bad]} at place {bad} is not from 0 to 2**{KEY_BITS} - 1, as keys of a group are; "
-                f"take a table of its own, or shorten keys, as by key % 2**{KEY_BITS}"
+                f"{where}: key {ids[bad]} at position {bad} is not from 0 to 2**{KEY_BITS} - 1, as the "
+                "tables of a group require; create the table outside of the group, or shorten keys, for "
+                f"example key % 2**{KEY_BITS}"
             )
         return keys | self._base
 
@@ -113,7 +114,7 @@ class TableView(RowWritable):
     def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
         known = self.table._known(slices)
         if isinstance(known, KeyedSlices) and not self._are_own(known.counted.keys).all():
-            raise ValueError(f"rows of other tables of the group are given to {self.name!r}")
+            raise ValueError(f"rows of other tables of its group were passed to {self.name!r}; pass rows of this table")
         return known
 
     def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
@@ -140,13 +141,13 @@ class TableView(RowWritable):
 
 
 class TableGroup(Mapping[str, TableView]):
-    """Several tables of rows of one size as one table on the servers: a mapping from their names to `TableView`s.
+    """Several tables with rows of one size, stored as one table on the servers: maps their names to `TableView`s.
 
-    The gradients of all of them in one `apply_gradients` are one reduction, and `lookup` of all is one call for each
-    server. Made by `group`.
+    The gradients of all of them in one `apply_gradients` are one reduction, and `lookup` of all makes one call to each
+    server. `group` makes it.
 
     Args:
-        table: the table that has all rows.
+        table: the table that stores all rows.
         names: names of the views, in the order of their numbers.
     """
 
@@ -166,17 +167,19 @@ class TableGroup(Mapping[str, TableView]):
         return len(self._views)
 
     def lookup(self, ids: Mapping[str, Nest]) -> dict[str, LookedUpRows]:
-        """Reads rows of several tables, whose servers are asked once. In replica and cross-replica context.
+        """Reads rows of several tables with one call to each server. In replica and cross-replica context.
 
         Args:
-            ids: for each table, by its name, what its `lookup` takes.
+            ids: maps the name of each table to the ids for its `lookup`.
 
         Returns:
-            For each what its `lookup` returns.
+            A dict with the result of `lookup` for each table.
 
         Raises:
             KeyError: there is no such table.
-            TypeError, ValueError, RuntimeError: as `TableView.lookup`.
+            TypeError: as `TableView.lookup`.
+            ValueError: as `TableView.lookup`.
+            RuntimeError: as `TableView.lookup`.
         """
         views = sorted((self[name] for name in ids), key=lambda view: view.number)
         found = [view._grouped(view._checked_ids(ids[view.name])) for view in views]
@@ -189,34 +192,34 @@ class TableGroup(Mapping[str, TableView]):
         return {name: made[name] for name in ids}
 
     def prefetch(self, ids: Mapping[str, Nest]) -> None:
-        """Says which rows of several tables will be looked up next: calls `prefetch` of each.
+        """Requests the rows of the next lookup of several tables: calls `prefetch` of each.
 
         Args:
-            ids: for each table, by its name, what its `prefetch` takes.
+            ids: maps the name of each table to the ids for its `prefetch`.
         """
         for name, own in ids.items():
             self[name].prefetch(own)
 
     def prefetch_hint(self, ids: Mapping[str, Nest]) -> None:
-        """Says which rows the batch behind the next one looks up: calls `prefetch_hint` of each table.
+        """Announces the rows of the lookup after the next one: calls `prefetch_hint` of each table.
 
         Args:
-            ids: as of `prefetch`.
+            ids: as in `prefetch`.
         """
         for name, own in ids.items():
             self[name].prefetch_hint(own)
 
     def size(self) -> int:
-        """Returns the number of rows of all tables; see `TableVariable.size`."""
+        """Returns the number of rows of all tables; see `Variable.size`."""
         return self.table.size()
 
     def export(self) -> dict[str, tuple[Array, Array]]:
-        """Returns keys and rows of each table, by its name; see `TableVariable.export`."""
+        """Returns keys and rows of each table, by its name; see `Variable.export`."""
         keys, rows = self.table.export()
         return {name: view.of(keys, rows) for name, view in self.items()}
 
     def restrict(self, rows: SupportsIndex) -> None:
-        """Evicts rows until all tables have so many at most together; see `TableVariable.restrict`."""
+        """Evicts rows until all tables together have at most a number of rows; see `Variable.restrict`."""
         self.table.restrict(rows)
 
     def __repr__(self) -> str:
@@ -274,11 +277,16 @@ def join_views(gradients: list[Value], variables: list[Any]) -> tuple[list[Value
 def _joined(given: Sequence[tuple[TableView, Value]]) -> Value:
     ordered = sorted(given, key=lambda each: each[0].number)
     if len({view.number for view, _ in ordered}) < len(ordered):
-        raise ValueError(f"a table of {ordered[0][0].table.name!r} stands in several pairs; add up its gradients first")
+        raise ValueError(
+            f"several pairs have a gradient for a table of {ordered[0][0].table.name!r}; add the gradients up first"
+        )
     owns = [local_results(gradient) for _, gradient in ordered]
     counts = {len(own) for own in owns}
     if len(counts) > 1:
-        raise ValueError(f"tables of {ordered[0][0].table.name!r} are given gradients of other numbers of replicas")
+        raise ValueError(
+            f"the tables of {ordered[0][0].table.name!r} got gradients from different numbers of replicas; pass "
+            "gradients of the same replicas"
+        )
     slices = [[_fitting(view, each) for each in own] for (view, _), own in zip(ordered, owns, strict=True)]
     replicas = [KeyedSlices.joined([own[n] for own in slices]) for n in range(counts.pop())]
     distributed = any(isinstance(gradient, DistributedValues) for _, gradient in ordered)
@@ -288,8 +296,9 @@ def _joined(given: Sequence[tuple[TableView, Value]]) -> Value:
 def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
     if not isinstance(gradient, IndexedSlices):
         raise ValueError(
-            f"the gradient of table {view.name!r} is {'None' if gradient is None else type(gradient).__name__}; give "
-            "rows.gradient(d) of what was looked up, or ps.IndexedSlices(rows, keys)"
+            f"the gradient of table {view.name!r} is "
+            f"{'None' if gradient is None else type(gradient).__name__}; pass rows.gradient(d) for rows "
+            "that were looked up, or ps.IndexedSlices(rows, keys)"
         )
     return cast(KeyedSlices, view._fit_slices(gradient))
 

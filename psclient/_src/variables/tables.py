@@ -73,7 +73,7 @@ class KeySharding(Sharding):
 def refuse_whole(name: str) -> NoReturn:
     """Raises `TypeError`: there is no array of a table."""
     raise TypeError(
-        f"table {name!r} has no size, so that there is no array of it: look rows up by their keys, or export() all"
+        f"table {name!r} has no size and cannot be read as an array; look up rows by their keys, or call export()"
     )
 
 
@@ -86,7 +86,9 @@ class PartOfTable(ServerVariable):
         refuse_whole(self.whole.name)
 
     def _check(self, ids: Array, where: str) -> Int64s:
-        raise TypeError(f"{self.name!r} is a part of table {self.whole.name!r}; use rows by their keys there")
+        raise TypeError(
+            f"{self.name!r} is a part of table {self.whole.name!r}; look up rows by their keys in that table"
+        )
 
     def _assign(self, how: str, value: Value) -> Value:
         if context.update_lift() is None:
@@ -108,25 +110,40 @@ class PartOfTable(ServerVariable):
 
 
 class TableVariable(CutVariable):
-    """A dynamic table: a variable of rows by keys, as many as there are keys. Made by `get_variable`.
+    """A dynamic table: a variable with a row for each key that was trained. `get_variable` makes one.
 
-    A key is any 64-bit integer. Its row is there from its first gradient on; a lookup before that gives what the row
-    would begin with, and creates nothing. Lookups, `apply_gradients`, reductions, updates and `scatter_*` take keys
-    where other variables take places. There is no array of the whole: reads, assignments and arithmetic raise
+    A key is any 64-bit integer. Its row is created by its first gradient. A lookup before that returns the initial
+    value of the row and creates nothing. Lookups, `apply_gradients`, reductions, updates and `scatter_*` take keys
+    where other variables take row indices. A table has no dense array: reads, assignments and arithmetic raise
     `TypeError`.
 
-        users = ps.dynamic_embedding.get_variable("users", dim=64)      # in strategy.scope()
-        rows = users.lookup(batch["user"])                              # in the function given to strategy.run
-        optimizer.apply_gradients([(rows.gradient(d), users)])
-
-    Variables that are created in `colocate_vars_with(users)` with one row, of as many dimensions as the table, lie
-    beside each row of it, and begin there with that value, which has to be one number: so do the slots of optimizers.
-    Others have a copy beside each part.
+    Variables with one row that are created in `colocate_vars_with(table)`, with as many dimensions as the table, get a
+    value for each row of the table, which starts with the value of that row and must be one number everywhere: slots of
+    optimizers are such variables. Other variables have a copy beside each part.
 
     Source: `dynamic_embedding.Variable` of TensorFlow Recommenders Addons.
 
     Attributes:
         sharding: the buckets of each part, and its server.
+
+    Examples:
+        >>> import numpy as np
+        >>> import psclient as ps
+        >>> strategy = ps.ParameterServerStrategy()
+        >>> with strategy.scope():
+        ...     users = ps.dynamic_embedding.get_variable("users", dim=2, initializer=0.0)
+        ...     optimizer = ps.optimizers.SGD(0.5)
+        >>> def step(ids):
+        ...     rows = users.lookup(ids)
+        ...     gradient = np.ones_like(rows.values)
+        ...     optimizer.apply_gradients([(rows.gradient(gradient), users)])
+        >>> strategy.run(step, args=(np.array([3, 5, 3]),))
+        >>> users.size()
+        2
+        >>> users.gather([3, 17])
+        array([[-0.5, -0.5],
+               [ 0. ,  0. ]], dtype=float32)
+        >>> strategy.close()
     """
 
     _kind = "table"
@@ -144,17 +161,17 @@ class TableVariable(CutVariable):
 
     @property
     def table_spec(self) -> TableSpec:
-        """The table as servers know it."""
+        """The description of the table that servers have."""
         return self.sharding.space.spec
 
     @property
     def dim(self) -> int | tuple[int, ...]:
-        """The size of a row; its shape, unless that has one dimension."""
+        """The size of a row; its shape if it does not have one dimension."""
         return self.shape[1] if self.ndim == 2 else self.shape[1:]
 
     @property
     def parts(self) -> list[PartOfTable]:
-        """The parts, in the order of their buckets; also `variables`."""
+        """The parts, in the order of their buckets; the same as `variables`."""
         return [part for part in self._shards if isinstance(part, PartOfTable)]
 
     @property
@@ -169,9 +186,9 @@ class TableVariable(CutVariable):
     # ---- Its rows ----
 
     def size(self) -> int:  # type: ignore[override]  # of an array, which this has not; the name is TFRA's
-        """Returns the number of rows, as of the last round of this process. In any context but an update function.
+        """Returns the number of rows, as of the last round of this process. In any context except an update function.
 
-        Each process may ask for itself. Where workers are asynchronous it is the number of now.
+        Processes may call it independently. With asynchronous workers it is the current number.
         """
         return sum(part.size for part in self._content("size"))
 
@@ -182,27 +199,28 @@ class TableVariable(CutVariable):
     def export(self) -> tuple[Array, Array]:
         """Returns keys and rows, (n,) and (n, *row shape), in the order of the keys' hashes, on the host; as `size`.
 
-        They come from all servers at once, some 4 MiB at a time, and are held here as a whole. Where workers are
-        asynchronous others may change the table between two pieces.
+        Pieces of about 4 MiB are fetched from all servers at once; the result is held in memory. With asynchronous
+        workers others may change the table between two pieces.
         """
         found = self._content("rows")
         keys = self.sharding.space.shown(np.concatenate([part.keys for part in found]))
         return keys, np.concatenate([part.rows for part in found])
 
     def restrict(self, rows: SupportsIndex) -> None:
-        """Evicts rows until there are so many at most. In cross-replica context, or outside of every scope.
+        """Evicts rows until the table has at most a number of rows.
 
-        It is a round, which every process makes alike. Each of the table's 1024 buckets keeps its share; those rows go
-        that the eviction policy holds for the worst, without one those that were not updated for longest.
+        In cross-replica context, or outside of every scope. It is a round, which every process makes in the same way.
+        Each of the table's 1024 buckets keeps its share. The eviction policy chooses the rows; without a policy the
+        least recently updated rows are evicted.
 
-        Source: `restrict` of TFRA's variables.
+        Source: `restrict` of TensorFlow Recommenders Addons' variables.
 
         Args:
             rows: 0, or at least 16,384.
 
         Raises:
-            TypeError: it is no whole number.
-            ValueError: it is another number; what is restricted lies beside a table.
+            TypeError: `rows` is not an integer.
+            ValueError: `rows` is another number; or this is a variable beside a table.
             RuntimeError: called in replica or update context.
         """
         self.strategy.extended.restrict(self, operator.index(rows))
@@ -246,7 +264,10 @@ class TableVariable(CutVariable):
         if not isinstance(slices, KeyedSlices):
             return None
         if slices.space != self.sharding.space:
-            raise ValueError(f"rows of table {slices.space.table!r} are given to table {self.sharding.space.table!r}")
+            raise ValueError(
+                f"rows of table {slices.space.table!r} were passed to table {self.sharding.space.table!r}; pass "
+                "rows of the same table"
+            )
         return slices
 
     def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
@@ -293,8 +314,11 @@ class TableVariable(CutVariable):
         replica = None if context.crosses_replicas() else context.get_replica_context()
         if replica is not None and context.has_strategy() and replica.num_replicas_in_sync > 1:
             raise ValueError(
-                f"{how} of table {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "
-                "replicas may have other rows; call it in cross-replica context, with rows that every process has alike"
+                (
+                    f"{how} of table {self.name!r} was called in replica context, where each of "
+                    f"{replica.num_replicas_in_sync} replicas may have different rows; call it in cross-replica "
+                    "context, with rows that are the same in every process"
+                )
                 + (", or sum them with strategy.extended.reduce_to" if SCATTERS[how].assign else "")
             )
         return super()._scatter_here(how, slices)
@@ -330,8 +354,8 @@ def slot_of(table: str, name: str, value: Array) -> SlotTensor:
     first = row.reshape(-1)[0]
     if not (row == first).all():
         raise ValueError(
-            f"{name!r} beside table {table!r} begins with a row of different values; each key's row begins with one "
-            "number, so give an array that is the same everywhere"
+            f"{name!r} is a slot of table {table!r}, so all its initial values must be equal; pass an array "
+            "with the same value everywhere"
         )
     return SlotTensor(name, value.dtype.name, row.shape, float(first))
 

@@ -55,7 +55,7 @@ class VariableSynchronization(_Named):
 
 
 class VariableAggregation(_Named):
-    """The operation that combines replicas' values: assigned ones of a variable, or the copies of one that is read."""
+    """How to combine replicas' values when they are assigned to a variable, or its copies when they are read."""
 
     NONE = 0
     """No combination: assigning in replica context is an error, unless there is one replica."""
@@ -115,8 +115,9 @@ class _VariableType(type):
     ) -> Any:
         if cls is not Variable:
             raise TypeError(
-                f"{cls.__name__} is what a strategy makes of a variable; write ps.Variable(value) in strategy.scope(), "
-                "with a variable_partitioner of the strategy, or ps.Variable(value, partitioner=...), for shards"
+                f"{cls.__name__} cannot be created directly; use ps.Variable(value) in strategy.scope(). "
+                "For shards, give the strategy a variable_partitioner, or use ps.Variable(value, "
+                "partitioner=...)"
             )
         if context.in_update():
             raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
@@ -124,21 +125,21 @@ class _VariableType(type):
         on_read = synchronization is VariableSynchronization.ON_READ
         if on_read and trainable:
             raise ValueError(
-                "a variable with synchronization ON_READ differs by replica and cannot be trained; leave "
-                "trainable=True out, or take ON_WRITE"
+                "a variable with synchronization ON_READ has a value for each replica and cannot be "
+                "trained; remove trainable=True, or use ON_WRITE"
             )
         if not isinstance(name, str | None):
-            raise TypeError(f"name is {name!r}; the name of a variable is a text, such as {str(name)!r}")
+            raise TypeError(f"name is {name!r}; use a string, such as {str(name)!r}")
         if check_compression(compression, "ps.Variable") and on_read:
             raise ValueError(
-                "a variable with synchronization ON_READ gets no contributions that could be compressed; leave "
-                "compression out, or take ON_WRITE"
+                "a variable with synchronization ON_READ receives no gradients that could be compressed; "
+                "remove compression, or use ON_WRITE"
             )
         check_consistency(consistency, name or "Variable")
         if consistency is not None and on_read:
             raise ValueError(
-                "a variable with synchronization ON_READ has a copy for each replica, which nobody else updates; leave "
-                "consistency out, or take ON_WRITE"
+                "a variable with synchronization ON_READ has a value for each replica, which only that "
+                "replica updates; remove consistency, or use ON_WRITE"
             )
         strategy = context.get_strategy()
         if partitioner is not False and check_partitioner(partitioner, "partitioner"):
@@ -158,13 +159,13 @@ def _check_cut(on_read: bool, beside: bool) -> None:
     """Raises `ValueError` if a variable cannot have a partitioner of its own."""
     if on_read:
         raise ValueError(
-            "a variable with synchronization ON_READ has a copy for each replica, which is never cut; leave "
-            "partitioner out, or take ON_WRITE"
+            "a variable with synchronization ON_READ has a value for each replica and is never split; "
+            "remove partitioner, or use ON_WRITE"
         )
     if beside:
         raise ValueError(
-            "a variable that is created beside another one is cut as that one is; leave partitioner out, or create it "
-            "outside of colocate_vars_with"
+            "a variable in colocate_vars_with is split like the variable it is placed with; remove "
+            "partitioner, or create it outside of colocate_vars_with"
         )
 
 
@@ -174,7 +175,8 @@ def _settled(
     found, given = VariableSynchronization(synchronization), _on_read.get()
     if found is VariableSynchronization.NONE:
         raise ValueError(
-            "synchronization NONE is for no variable of a strategy; take ON_READ for copies that differ by replica"
+            "synchronization NONE is not supported for variables of a strategy; use ON_READ for a value "
+            "for each replica"
         )
     if found is VariableSynchronization.AUTO and given is not None:
         return VariableSynchronization.ON_READ, given
@@ -191,22 +193,22 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
         spec_of(value)
     except (TypeError, InvalidRequest) as error:
         kind = InvalidRequest if isinstance(error, InvalidRequest) else TypeError
-        raise kind(f"the initial value of variable {request.name!r} is no array of numbers: {error}") from error
+        raise kind(f"the initial value of variable {request.name!r} is not an array of numbers: {error}") from error
     if request.aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
         raise ValueError(
-            f"a variable of {value.dtype} cannot hold a mean; take a floating dtype, or aggregate by SUM or "
+            f"a variable of {value.dtype} cannot hold a mean; use a floating dtype, or aggregation SUM or "
             "ONLY_FIRST_REPLICA"
         )
     if request.aggregation is VariableAggregation.SUM and value.dtype.kind == "b":
         raise ValueError(
-            "a variable of bool cannot hold a sum; take an integer dtype, or aggregate by ONLY_FIRST_REPLICA"
+            "a variable of bool cannot hold a sum; use an integer dtype, or aggregation ONLY_FIRST_REPLICA"
         )
     alone = is_apart(strategy, request.consistency, request.name)
     spec = VariableSpec(request.name, spec_of(value), request.trainable, alone=alone)
     if request.compression and not is_compressible(spec.tensor.dtype):
         raise ValueError(
-            f"contributions to variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; leave "
-            f"compression out, or take a floating dtype: {', '.join(FLOATS)}"
+            f"gradients for variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; remove "
+            f"compression, or use a floating dtype: {', '.join(FLOATS)}"
         )
     # Strategies of others need not know of compression, nor of partitioners.
     asked = {"compression": request.compression, "partitioner": request.partitioner}
@@ -227,56 +229,66 @@ def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Ar
 
 
 class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
-    """A variable of the current strategy. Create it inside `strategy.scope()`, on every process alike.
+    """A variable of the current strategy. Create it inside `strategy.scope()`, in the same way on every process.
 
-    Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
-    of the last round, on the replica's device; in an update function the value at that point. In replica
-    context the local replicas create one together. Outside of every scope it is an ordinary local variable
-    of the default strategy.
+    Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as of the last
+    round, on the replica's device; in an update function the value at that point. In replica context the local replicas
+    create one variable together. Outside of every scope it is an ordinary local variable of the default strategy.
 
     Args:
-        initial_value: array, number, nest of numbers, or a function without arguments that returns one,
-            called once. The value of the lowest live task that creates it here, and in replica context of its first
+        initial_value: array, number, nest of numbers, or a function without arguments that returns one, called once.
+            The value of the lowest live task that creates the variable is used; in replica context that of its first
             replica.
-        trainable: True if optimizers should train it; by default True, but for ON_READ.
+        trainable: True if optimizers should train it; by default True, except for ON_READ.
         name: unique in the strategy; a repeated name gets a number.
-        dtype: a key of `pswire.model.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,
-            where Python floats are float32.
+        dtype: a NumPy dtype or the name of one, also "bfloat16"; by default that of the value, where Python floats are
+            float32.
         synchronization: ON_READ for a copy per replica, combined when it is read in cross-replica context.
-        aggregation: combines the replicas' values in `assign*` in replica context, or when ON_READ copies are read.
-        compression: how contributions to it travel to servers, one of `ps.compression`, the same in all processes;
-            False for as they are, None for what the strategy says. See `docs/compression.md`.
+        aggregation: how to combine the replicas' values in `assign*` in replica context, or when ON_READ copies are
+            read.
+        compression: compresses this process's contributions to the variable: one of `ps.compression`, the same in all
+            processes; False for no compression, None for that of the strategy. See `docs/compression.md`.
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
-            strategy with `ps.Sync()` for a variable that each worker updates alone; None for what the strategy says,
-            or, in `colocate_vars_with`, for what that variable has. See `docs/concepts.md`.
-        partitioner: cuts it into shards on several servers, the same in all processes: a function of its shape and
-            dtype, such as one of `ps.experimental.partitioners`; False for not at all, None for what the strategy says.
-            Where there are no servers nothing is cut. See `docs/embeddings.md`.
+            strategy with `ps.Sync()` for a variable that each worker updates independently; None for that of the
+            strategy or, in `colocate_vars_with`, of that variable. See `docs/asynchronous.md`.
+        partitioner: cuts the variable into shards on several servers, the same in all processes: a function of its
+            shape and dtype, such as one of `ps.experimental.partitioners`; False for no shards, None for that of the
+            strategy. Without servers it has no effect. See `docs/embeddings.md`.
 
     Attributes:
         strategy: the strategy that owns it.
         spec: dtype and shape.
-        name: unique in the strategy.
+        name: its name, unique in the strategy.
         trainable: True if optimizers train it.
         synchronization: ON_WRITE or ON_READ.
         aggregation: the constructor's aggregation.
         compression: the constructor's compression.
         consistency: the constructor's consistency, or that of the variable beside which it was created.
-        alone: True if each worker updates it alone, also where all other variables are updated by all together.
-        feedback: what compression has left over of this process's contributions; None where they are not compressed.
-        residual: where they are, the variable that has the sum of all processes' residuals as of the last checkpoint.
+        alone: True if each worker updates it independently in a job whose other updates are synchronous.
+        feedback: what compression has left over of this process's contributions; None without compression.
+        residual: with compression, the variable with the sum of all processes' residuals as of the last checkpoint.
 
     Raises:
-        RuntimeError: it is created in an update function.
-        TypeError: the name is no text; compression, consistency or partitioner is none.
+        RuntimeError: created in an update function.
+        TypeError: the name is not a string; or compression, consistency or partitioner has another type.
         ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool; compression
             of an integer dtype, or with ON_READ; consistency or partitioner with ON_READ; a partitioner in
-            `colocate_vars_with`, or one that returns no numbers of parts.
-        ConfigError: contributions are to be compressed, or it has a consistency of its own, and a server is of a
-            version that does not know that; it has one that does not go together with that of the job.
-        InvalidRequest: its dtype cannot travel.
-        VariableMismatch: another process created something else in its place.
-        MemoryLimit: its server has no room for it.
+            `colocate_vars_with`, or one that does not return numbers of parts.
+        ConfigError: a server's version does not support compression, or a consistency of a variable; or its consistency
+            does not work with that of the job.
+        InvalidRequest: its dtype is not supported.
+        VariableMismatch: another process created a different variable in its place.
+        MemoryLimit: its server does not have enough memory for it.
+
+    Examples:
+        >>> import psclient as ps
+        >>> strategy = ps.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     w = ps.Variable([1.0, 2.0], name="w")
+        >>> w.assign_add([0.5, 0.5]).numpy()
+        array([1.5, 2.5], dtype=float32)
+        >>> w * 2
+        array([3., 5.], dtype=float32)
     """
 
     synchronization = VariableSynchronization.ON_WRITE
@@ -326,7 +338,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     @property
     def device(self) -> str:
-        """The device that holds it; of several copies the replica's own, and in cross-replica context the first."""
+        """The device that holds it; with several copies the replica's own, in cross-replica context the first."""
         own = context.local_replica(self.strategy) or 0
         return self.devices[own if own < len(self.devices) else 0]
 
@@ -364,12 +376,12 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
     # ---- Writing ----
 
     def assign(self, value: Value) -> Value:
-        """Gives it a value.
+        """Assigns a value.
 
-        In an update function this is part of the update. In cross-replica context, which is entered where
-        there is no scope, it is an update of its own, with a value that every process has alike. In replica
-        context the replicas' values are combined as `aggregation` says, and assigned once, the value of an only
-        replica as it is; an ON_READ variable's replica assigns its own copy.
+        In an update function this is part of the update. In cross-replica context, which is entered if there is no
+        scope, it is an update of its own, with a value that is the same in every process. In replica context the
+        replicas' values are combined by `aggregation` and assigned once; a single replica's value is assigned as it is;
+        for an ON_READ variable each replica assigns its own copy.
 
         Args:
             value: an array or number of its shape, or one that NumPy would broadcast to it; cast within its kind.
@@ -379,23 +391,24 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
         Raises:
             TypeError: its dtype is of another kind.
-            ValueError: its shape does not fit; in replica context a shared value to be summed, or no aggregation
-                where several replicas are in sync; in cross-replica context a per-replica value, or an ON_READ
-                variable without aggregation.
+            ValueError: its shape does not fit; in replica context a shared value to be summed, or no aggregation while
+                several replicas are in sync; in cross-replica context a per-replica value, or an ON_READ variable
+                without aggregation.
         """
         return _assigned(self, "assign", value)
 
     def assign_add(self, delta: Value) -> Value:
-        """Adds to it; as `assign`.
+        """Adds a value to it; arguments, result and errors are those of `assign`.
 
-        In cross-replica context that is done to each copy of an ON_READ variable; SUM and NONE refuse it.
+        In cross-replica context it adds to each copy of an ON_READ variable; with SUM and NONE it raises an error.
         """
         return _assigned(self, "assign_add", delta)
 
     def assign_sub(self, delta: Value) -> Value:
-        """Subtracts from it; as `assign`.
+        """Subtracts a value from it; arguments, result and errors are those of `assign`.
 
-        In cross-replica context that is done to each copy of an ON_READ variable; SUM and NONE refuse it.
+        In cross-replica context it subtracts from each copy of an ON_READ variable; with SUM and NONE it raises an
+        error.
         """
         return _assigned(self, "assign_sub", delta)
 
@@ -409,9 +422,9 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         replica = context.require_replica(how)
         if self.aggregation is VariableAggregation.NONE and replica.num_replicas_in_sync > 1:
             raise ValueError(
-                f"variable {self.name!r} is assigned in replica context, where each replica may have another value; "
-                "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign it in "
-                "cross-replica context"
+                f"variable {self.name!r} was assigned in replica context, where each replica may have a "
+                "different value; create it with aggregation=ps.VariableAggregation.SUM, MEAN or "
+                "ONLY_FIRST_REPLICA, or assign it in cross-replica context"
             )
         return replica.merge_call(self._merge_assign, args=(how, value))
 
@@ -453,13 +466,15 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         of_sum = SCATTERS[how].assign
         if not of_sum or self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{how} of variable {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "
-                "replicas may have other rows; "
+                (
+                    f"{how} of variable {self.name!r} was called in replica context, where each of "
+                    f"{replica.num_replicas_in_sync} replicas may have different rows; "
+                )
                 + (
                     "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or call it in "
                     "cross-replica context"
                     if of_sum
-                    else "call it in cross-replica context, with rows that every process has alike"
+                    else "call it in cross-replica context, with rows that are the same in every process"
                 )
             )
         return replica.merge_call(self._merge_assign, args=(of_sum, slices))
@@ -477,9 +492,9 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         replicas = len(strategy.extended.worker_devices)
         if self.aggregation is VariableAggregation.SUM and replicas > 1 and not copied:
             raise ValueError(
-                f"{how} of variable {self.name!r}, which has aggregation SUM, gets the same value from all {replicas} "
-                "local replicas, and how often it counts is not clear; give each replica an array of its own, or take "
-                "aggregation MEAN or ONLY_FIRST_REPLICA"
+                f"{how} of variable {self.name!r} with aggregation SUM got the same value from all "
+                f"{replicas} local replicas, so it is not clear how often to count it; pass an array from "
+                "each replica, or use aggregation MEAN or ONLY_FIRST_REPLICA"
             )
 
 

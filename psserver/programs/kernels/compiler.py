@@ -189,7 +189,7 @@ class Compiler:
         try:
             code = machine_code.object_code(kernel.compiled.inspect_llvm(), sizes, pointers)
         except Exception:  # whatever LLVM says, the kernel works
-            log.info("a compiled kernel cannot be kept", exc_info=True)
+            log.debug("a compiled kernel cannot be cached", exc_info=True)
             return
         if code:
             kept.write(name, code)
@@ -211,7 +211,7 @@ class Compiler:
                 else (kept, machine_code.identity(row_groups, functions, intrinsics, sys.modules[__name__]))
             )
         except (ImportError, OSError) as error:
-            log.info("compiled kernels are not kept: %s", error)
+            log.info("compiled kernels are not cached: %s", error)
             return None
 
     @property
@@ -258,7 +258,10 @@ class Compiler:
             with self._lock:
                 told, self._told = self._told, True
             if not told:
-                log.exception("an update program cannot be compiled; it runs interpreted, as will others like it")
+                log.exception(
+                    "an update function cannot be compiled, so it runs interpreted, which is slower; the "
+                    "same may hold for others"
+                )
             return None
         finally:
             self.seconds += time.perf_counter() - began

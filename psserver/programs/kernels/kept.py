@@ -62,7 +62,7 @@ class KeptCode:
         except OSError as error:
             if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-            raise PermissionError(f"{folder} is a link or a file; name a folder") from None
+            raise PermissionError(f"{folder} is not a directory; name a directory") from None
         # Not closed by hand: a compilation that a server's end has left behind may still use it.
         weakref.finalize(self, os.close, self._place)
         _check_ours(os.fstat(self._place), folder)
@@ -141,16 +141,16 @@ def kept_in(folder: str) -> KeptCode | None:
     """Opens a folder for machine code; returns None, and says why, if it cannot be used, and None for no folder."""
     if not folder:
         return None
-    off = "PS_KERNEL_CACHE=0 says that none is to be kept"
+    off = "PS_KERNEL_CACHE=0 switches the cache off"
     try:
         return KeptCode(folder)
     except PermissionError as error:
         if error.errno is None:  # not the system's word but ours
-            log.warning("compiled kernels are not kept: %s; %s", error, off)
+            log.warning("compiled kernels are not cached: %s; %s", error, off)
             return None
-        log.info("compiled kernels are not kept: %s cannot be used (%s)", folder, error.strerror)
+        log.info("compiled kernels are not cached: %s cannot be used (%s)", folder, error.strerror)
     except OSError as error:
-        log.info("compiled kernels are not kept: %s cannot be used (%s)", folder, error.strerror)
+        log.info("compiled kernels are not cached: %s cannot be used (%s)", folder, error.strerror)
     return None
 
 
@@ -160,7 +160,7 @@ def _check_ours(seen: os.stat_result, path: str) -> None:
         raise PermissionError(f"{path} belongs to user {seen.st_uid}, who could change code that this server runs")
     if seen.st_mode & _OTHERS_WRITE:
         raise PermissionError(
-            f"others may write to {path}, and so change code that this server runs: chmod go-w {path}"
+            f"other users can write to {path}, and so change code that this server runs; run chmod go-w {path}"
         )
 
 

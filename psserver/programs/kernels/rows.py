@@ -158,7 +158,7 @@ def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape, size: in
         spec = replace(item.spec, shape=rows if item.kind == "value" and table else table)
         if spec_of(array) != spec or not (array.flags.c_contiguous or item.kind != "variable"):
             raise ProgramError(
-                f"input {index} of an update of rows is {spec}, contiguous, and {spec_of(array)} is given"
+                f"input {index} of an update of rows must be a contiguous {spec}, but got {spec_of(array)}"
             )
 
 

@@ -125,11 +125,13 @@ class Sampler:
             except Exception as error:  # a fault of the page must not end it, nor stay unseen
                 log.log(
                     logging.DEBUG if self._closed else logging.WARNING,
-                    "the status page could not look at the job: %r",
+                    "the status page could not read the state of the job: %r",
                     error,
                     exc_info=True,
                 )
-                parts = {"problems": paragraph(f"! this page could not look at the job: {error!r}; see the log")}
+                parts = {
+                    "problems": paragraph(f"! this page could not read the state of the job: {error!r}; see the log")
+                }
             with self._changed:
                 if parts is not None:
                     self._sample = Sample(self._sample.number + 1, parts)

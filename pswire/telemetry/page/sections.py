@@ -88,8 +88,10 @@ def _servers(sight: Sight) -> Html:
 def _tasks(sight: Sight) -> Html:
     rows = [{name: cell(task) for name, cell in TASK_COLUMNS.items()} for task in sight.view.tasks]
     if not rows:
-        return paragraph("No task is known here: the server that keeps the sessions tells of them, and the chief.")
-    return table("Workers and the chief, and whom they wait for", list(TASK_COLUMNS), rows)
+        return paragraph(
+            "No tasks are known here. See the page of the chief, or of the server that keeps the sessions."
+        )
+    return table("Workers and the chief, and the tasks they wait for", list(TASK_COLUMNS), rows)
 
 
 def _time_line(sight: Sight) -> Html:
@@ -115,7 +117,7 @@ def _rounds(sight: Sight) -> Html:
             row |= {name: f"{100 * spent.get(name, 0.0) / whole:.0f} %" for name in PHASES}
             row["shares"] = _shares([spent.get(name, 0.0) / whole for name in PHASES])
         rows.append(row)
-    caption = "Waiting for contributions since the first one came, applying them, answering; since the last look"
+    caption = "Waiting for gradients after the first push, applying them, responding; since the last update"
     waiting = [_oldest(server) for server in sight.view.servers if server.waits_for]
     headings = ("server", "rounds/s", "a round's time", *PHASES, "shares")
     return Html(table(caption, headings, rows) + (items(waiting) if waiting else ""))
@@ -128,7 +130,7 @@ def _oldest(server: ServerView) -> str:
     what = section if len(section) <= MOST_CHARACTERS else f"{section[:MOST_CHARACTERS]} ..."
     after = f", and {more} rounds after it" if more else ""
     waits = ", ".join(map(short, server.waits_for))
-    return f"{short(server.task)}: round {first['round']}{after}: waits for {waits}; {what}"
+    return f"{short(server.task)}: round {first['round']}{after} waits for {waits}; {what}"
 
 
 def _shares(shares: Sequence[float]) -> Html:
@@ -158,16 +160,20 @@ def _transports(sight: Sight) -> Html:
                 }
             )
     if not rows:
-        return paragraph("No bytes of values have travelled yet.")
+        return paragraph("No values have been transferred yet.")
     headings = ("server", "transport", "in", "out", "received so far", "sent so far")
-    return table("Bytes of payloads, as the servers see them", headings, rows)
+    return table("Bytes of payloads, as counted by the servers", headings, rows)
 
 
 def _variables(sight: Sight) -> Html:
     if not sight.variables:
         return paragraph("There are no variables yet.")
     shown = sight.variables[:MOST_ROWS]
-    found = table("Variables; slots stand below theirs", ("variable", "shape", "dtype", "bytes", "servers"), shown)
+    found = table(
+        "Variables; slot variables are listed below their variable",
+        ("variable", "shape", "dtype", "bytes", "servers"),
+        shown,
+    )
     more = len(sight.variables) - len(shown)
     return Html(found + (paragraph(f"And {more} more; psctl vars lists all.") if more else "") + _tables(sight))
 
@@ -204,7 +210,7 @@ def _checkpoints(sight: Sight) -> Html:
     if not rows:
         return paragraph("None yet.")
     headings = ("checkpoint", "round", "state", "ago", "by", "left", "why")
-    return table("Checkpoints, the newest first", headings, rows[:EVENTS])
+    return table("Checkpoints, newest first", headings, rows[:EVENTS])
 
 
 def _settled(event: Event, now: float) -> dict[str, str]:
@@ -224,8 +230,8 @@ def _refused(sight: Sight) -> Html:
         for seconds, server, each in found[:EVENTS]
     ]
     if not rows:
-        return paragraph("None among the last calls.")
-    return table("Calls that servers refused, and work that failed", ("ago", "server", "what", "said", "why"), rows)
+        return paragraph("None in the last calls.")
+    return table("Calls that servers rejected, and failed work", ("ago", "server", "what", "said", "why"), rows)
 
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Sight], Html]]] = {
@@ -238,6 +244,6 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Sight], Html]]] = {
     "transports": ("Transports", _transports),
     "variables": ("Variables", _variables),
     "checkpoints": ("Checkpoints", _checkpoints),
-    "refused": ("Refused callers", _refused),
+    "refused": ("Rejected callers", _refused),
 }
 """By the name of its place each part of the page: its heading, and what makes it."""

@@ -27,16 +27,18 @@ CODE = "code"
 NEW_LINK = "get a new link with psctl dashboard"
 
 REFUSALS: Mapping[Refusal, str] = {
-    "missing": "This page needs a link with a code. Run psctl dashboard where the job's token is, and open its link.",
-    "malformed": f"The code in this link is not whole: copy the link again, or {NEW_LINK}.",
-    "other job": f"The code in this link is of another job, or of an older token of this one; {NEW_LINK} for this job.",
+    "missing": "This page needs a link with a code. Run psctl dashboard on a machine with the job's token, and open "
+    "its link.",
+    "malformed": f"The code in this link is incomplete; copy the link again, or {NEW_LINK}.",
+    "other job": f"The code in this link belongs to another job, or to an older token of this job; {NEW_LINK} for "
+    f"this job.",
     "wrong": f"The code in this link was changed; {NEW_LINK}.",
-    "over": f"The code is over: it was good for one hour; {NEW_LINK}.",
+    "over": f"The code has expired after one hour; {NEW_LINK}.",
 }
 
 LOCAL_ONLY = (
-    "This job has no token, so that its page is shown on the machine of this process alone, at localhost or 127.0.0.1. "
-    "From elsewhere forward the port with ssh -L, or give the job a token (PS_TOKEN)."
+    "This job has no token, so its page is shown only on this machine, at localhost or 127.0.0.1. From other "
+    "machines forward the port with ssh -L, or give the job a token (PS_TOKEN)."
 )
 
 SILENCE = b": nothing new\n\n"

@@ -1,5 +1,4 @@
-"""The lives of sessions as bars, and generations as marks on them: small drawings, and beside each the same in
-words."""
+"""Draws the lifetimes of sessions as bars with generations as marks, and writes the same in words beside each."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from pswire.telemetry.views.numbers import duration, short
 ENDS = {
     "left": "left",
     "failed": "failed",
-    "lost": "lost: its lease ended",
-    "hung": "hung: it held a round up",
+    "lost": "lost: no heartbeat",
+    "hung": "hung: it held up a round",
 }
 """Words for the end of a life."""
 
-CAPTION = "Who was there, from the left until now; dashed lines are generations"
+CAPTION = "Lifetime of each task, from the left until now; dashed lines are generations"
 
 
 def time_line(lives: Sequence[Life], events: Iterable[Event], now: float) -> Html:
@@ -33,7 +32,7 @@ def time_line(lives: Sequence[Life], events: Iterable[Event], now: float) -> Htm
         return Html("")
     generations = [now - event.time for event in events if event.what == "generation" and event.time is not None]
     rows = [_row(life, begin, generations) for life in lives]
-    return table(f"{CAPTION}. The whole is {duration(begin)}.", ("task", "life", "since", "until"), rows)
+    return table(f"{CAPTION}. The width is {duration(begin)}.", ("task", "life", "since", "until"), rows)
 
 
 def _row(life: Life, begin: float, generations: Iterable[float]) -> Mapping[str, str]:

@@ -121,15 +121,15 @@ class JobHistory:
             case Created():
                 self.variables.append(entry.variable)
             case JobStarted():
-                self._add(time, "begin", f"a chief began the job on {len(entry.incarnations)} servers", entry)
+                self._add(time, "begin", f"a chief started the job on {len(entry.incarnations)} servers", entry)
             case GenerationClosed():
                 self._add(time, "generation", self._generation_words(entry.generation), entry)
             case Snapshotted(error=""):
-                self._add(time, "checkpoint", f"{entry.path} is saved, of round {entry.round}", entry)
+                self._add(time, "checkpoint", f"{entry.path} is saved, after round {entry.round}", entry)
             case Snapshotted():
-                self._add(time, "checkpoint", f"{entry.path} has failed: {entry.error}", entry)
+                self._add(time, "checkpoint", f"{entry.path} failed: {entry.error}", entry)
             case Gone() | Lost():
-                stays = "the job goes on with copies" if isinstance(entry, Gone) else "nobody goes on"
+                stays = "the job goes on with copies" if isinstance(entry, Gone) else "the job ends"
                 self._add(time, "loss", f"{short(str(Task('ps', entry.server)))}: {entry.reason}; {stays}", entry)
             case Done():
                 self._add(time, "end", "the job is over", entry)
@@ -143,11 +143,11 @@ class JobHistory:
         said = f"generation {generation.number}: {_names(generation.members) or 'nobody'}"
         came = [m for m in generation.members if m.session not in {each.session for each in before}]
         went = [m for m in before if m.session not in {each.session for each in generation.members}]
-        said += f"; came: {_names(came)}" if came and before else ""
-        said += f"; not any more: {_names(went)}" if went else ""
+        said += f"; joined: {_names(came)}" if came and before else ""
+        said += f"; left: {_names(went)}" if went else ""
         if generation.returns is not None:
             back = short(str(Task("ps", generation.returns.server)))
-            said += f"; {back} is back" if generation.returns.ready else f"; {back} is being readmitted"
+            said += f"; {back} was readmitted" if generation.returns.ready else f"; {back} is being readmitted"
         return said
 
 

@@ -16,14 +16,12 @@ from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, 
 from pswire.telemetry.views.looked import Looked, gone_of, keeper_of, why_silent
 
 DIFFERS = (
-    "one of them computes otherwise, or its memory is bad: the chief gives one up, once, which is to be started again; "
-    "where it comes back, run both on processors of one kind"
+    "the two machines compute differently, or one has faulty memory. The chief removes one server once; start it "
+    "again, and if this comes back, run both on the same kind of processor"
 )
 """What becomes of two servers with other values, and what to do."""
 
-CATCHING_UP = (
-    "it is back, and reads its variables, or makes up the rounds of meanwhile; end no other server until it has"
-)
+CATCHING_UP = "it is recovering its variables; do not end another server before this is done"
 """What a server does that is back, and what not to do."""
 
 CHIEF = "the chief"
@@ -306,14 +304,15 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
             yield Problem(
                 "gone",
                 task,
-                "it was lost, and the job goes on with copies; start it again, or psserver --join: it is readmitted",
+                "it was lost, and the job goes on with copies; start it again, or start a standby server with "
+                "psserver --join",
             )
             continue
         if status is None:
             yield Problem(why_silent(found), task, found.error.message if found.error else "it does not answer")
             continue
         if status.incarnation in seen:
-            message = f"{found.address} and {seen[status.incarnation]} are one server; correct the addresses"
+            message = f"{found.address} and {seen[status.incarnation]} are the same server; correct the addresses"
             yield Problem("same_server", task, message)
         seen[status.incarnation] = found.address
         if status.broken:
@@ -321,25 +320,26 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         if status.recovering:
             yield Problem("recovering", task, CATCHING_UP)
         if status.incarnations not in ((), job):
-            message = f"{found.address} is a server of another job than the others; correct the addresses"
+            message = f"{found.address} belongs to another job than the other servers; correct the addresses"
             yield Problem("other_job", task, message)
         elif job and status.incarnation not in job:
-            message = "it was started anew since the job began, and its variables are gone"
+            message = "it was restarted after the job began, and its variables are lost"
             yield Problem("replaced", task, f"{message}; restart the job from a checkpoint")
     for server, missed in held_up([found.status for found in looked if found.status]):
         said = (
-            f"it has not reached {Task('ps', missed.server)} for {missed.seconds:.0f} s ({missed.reason}); rounds wait"
+            f"it has not reached {Task('ps', missed.server)} for {missed.seconds:.0f} s ({missed.reason}), so rounds "
+            f"wait; check the network between them"
         )
         yield Problem("cut_off", str(Task("ps", server)), said)
     for status in (found.status for found in looked if found.status):
         for each in status.differences:
-            said = f"it has other values than {Task('ps', each.server)} since round {each.round} ({each.told})"
+            said = f"it has different values than {Task('ps', each.server)} since round {each.round} ({each.told})"
             yield Problem("differs", str(Task("ps", status.server)), f"{said}; {DIFFERS}")
     if log_server is None and seen:
         keeper = str(Task("ps", keeper_of([found.status for found in looked if found.status])))
-        yield Problem("no_keeper", keeper, "it keeps the sessions: nobody else knows who is there")
+        yield Problem("no_keeper", keeper, "it does not answer, and only this server knows the state of the workers")
     if job and len(job) != len(looked):
-        message = f"the job has {len(job)} servers, and {len(looked)} were asked; name all of them, in order"
+        message = f"the job has {len(job)} servers, but {len(looked)} were asked; name all of them, in order"
         yield Problem("incomplete", "", message)
 
 
@@ -424,16 +424,18 @@ def _no_chief(drivers: Sequence[TaskView]) -> Problem:
     """Nobody approves plans, closes generations or commits checkpoints."""
     gone = next((task for task in drivers if task.session), None)
     if gone is None:
-        what = "no chief has come yet; start the chief task, or worker 0 where the cluster has no chief"
+        what = "the chief has not connected yet; start the chief task, or worker 0 if the cluster has no chief"
         return Problem("no_chief", "", what)
-    silent = f"the chief has been gone for {gone.silent_seconds:.0f} s ({gone.state}), and new sections, new members"
+    silent = (
+        f"the chief has not answered for {gone.silent_seconds:.0f} s ({gone.state}); new compiled steps, new workers"
+    )
     return Problem("no_chief", gone.task, f"{silent} and checkpoints need one; start it again")
 
 
 GONE = {
-    "lost": "no sign of life for {silent:.0f} s: its lease ended, and rounds go on without it; start it again",
+    "lost": "it sent no heartbeat for {silent:.0f} s, and rounds go on without it; start it again",
     "failed": "its process failed {silent:.0f} s ago, and rounds go on without it; see its log, and start it again",
-    "hung": "it heartbeat, and held a round up for PS_ROUND_TIMEOUT; rounds go on without it; end its process",
-    "missing": "it has not come yet; start it with its TF_CONFIG",
+    "hung": "it sent heartbeats, but held up a round for PS_ROUND_TIMEOUT; rounds go on without it: end its process",
+    "missing": "it has not connected yet; start it with its TF_CONFIG",
 }
 """Messages about a task by the state that is a problem."""

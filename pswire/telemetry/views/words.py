@@ -10,16 +10,16 @@ from pswire.telemetry.views.job_view import JobView, StandbyView
 from pswire.telemetry.views.numbers import duration, short, size
 
 STATES = {
-    "none": "no job: no chief has begun one",
-    "starting": "job starts: nobody takes part yet",
-    "running": "job runs",
+    "none": "no job: the chief has not started one",
+    "starting": "job is starting: no worker takes part yet",
+    "running": "job is running",
     "over": "job is done",
-    "broken": "job is broken: a round failed halfway",
+    "broken": "job is broken: a round failed after some of its updates",
     "unknown": "no server answers",
 }
 
 MODES = {
-    "": "nobody takes part",
+    "": "no workers",
     "sync": "sync",
     "async": "async",
     "bounded": "bounded",
@@ -39,7 +39,7 @@ def heading(view: JobView) -> str:
 
 def standby_line(standby: StandbyView) -> str:
     """Returns where a process waits, and for which place."""
-    place = f"gets the place of {short(standby.place)}" if standby.place else "waits for the place of a server"
+    place = f"will replace {short(standby.place)}" if standby.place else "standby"
     return f"{standby.address} (in {standby.domain}) {place}"
 
 
@@ -55,9 +55,9 @@ SERVER_COLUMNS: Columns = {
     "round": lambda s: _round(s.round),
     "lag": lambda s: str(s.lag),
     "variables": lambda s: str(s.variables),
-    "their bytes": lambda s: of(s.variable_bytes, s.memory_limit),
+    "bytes": lambda s: of(s.variable_bytes, s.memory_limit),
     "in files": lambda s: size(s.tier_bytes) if s.tier_memory else "",
-    "of these here": lambda s: of(s.tier_resident_bytes, s.tier_memory) if s.tier_memory else "",
+    "of these in memory": lambda s: of(s.tier_resident_bytes, s.tier_memory) if s.tier_memory else "",
     "memory": lambda s: size(s.resident_bytes) if s.resident_bytes else "",
     "device": lambda s: s.device,
     "transports": lambda s: ", ".join(f"{count} {transport}" for transport, count in sorted(s.transports.items())),

@@ -25,7 +25,7 @@ def traced():
 
 
 REFUSED = {
-    "deleted": (deleted, "is deleted: it was donated"),
+    "deleted": (deleted, "was deleted, because it was donated"),
     "traced": (traced, "is traced.*return it from the compiled function"),
     "random keys": (lambda: jax.random.split(jax.random.key(0), 3), r"jax\.random\.key_data"),
 }

@@ -114,7 +114,7 @@ def test_clipping_is_an_option_and_masks_may_be_trees(strategy):
     with pytest.raises(ValueError, match="the leaves of mask lack params/out"):
         on_servers(strategy, psj.optimizers.adamw(1e-3, mask={"dense": mask["dense"]}))
     with pytest.raises(
-        TypeError, match=r"is a transformation of optax.*write psj\.optimizers\.adagrad.*psj\.optimizers\.sgd with"
+        TypeError, match=r"is an optax transformation.*use psj\.optimizers\.adagrad.*psj\.optimizers\.sgd with"
     ):
         on_servers(strategy, optax.adam(1e-3))
 
@@ -122,16 +122,20 @@ def test_clipping_is_an_option_and_masks_may_be_trees(strategy):
 @pytest.mark.parametrize(
     ("make", "error", "word"),
     [
-        (lambda: psj.optimizers.adam(1e-3, mu_dtype="bfloat16"), ValueError, "dtype is 'bfloat16'; slots are of the"),
+        (
+            lambda: psj.optimizers.adam(1e-3, mu_dtype="bfloat16"),
+            ValueError,
+            "dtype is 'bfloat16', which is not supported; slots have the",
+        ),
         (
             lambda: psj.optimizers.sgd(1e-3, 0.9, False, "bfloat16"),
             ValueError,
-            "dtype is 'bfloat16'; slots are of the",
+            "dtype is 'bfloat16', which is not supported; slots have the",
         ),
         (
             lambda: psj.optimizers.lamb,
             AttributeError,
-            r"psj\.optimizers has no 'lamb'; servers run adagrad, adam, adamw, sgd by",
+            r"psj\.optimizers has no 'lamb'; available are adagrad, adam, adamw, sgd, with",
         ),
         (lambda: psj.optimizers.adam(1e-3, b1=1), ValueError, "b1 is 1, and must be at least 0 and less than 1"),
     ],

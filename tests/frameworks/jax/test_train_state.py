@@ -88,14 +88,14 @@ def test_only_the_newest_state_makes_steps(strategy):
     equal(state.params, params())
     assert (state.step, after.step) == (0, 1)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(after.params))
-    with pytest.raises(RuntimeError, match=r"a newer one.*state = state\.apply_gradients"):
+    with pytest.raises(RuntimeError, match=r"an outdated state.*state = state\.apply_gradients"):
         state.apply_gradients(grads=ones(after))
     newest = strategy.run(lambda: after.apply_gradients(grads=ones(after)))
     equal(newest.params, jax.tree.map(lambda x: x - 2, params()))
     assert strategy.run(lambda: newest.step) == 2
     unseen = create(strategy)
     after = unseen.apply_gradients(grads=jax.tree.map(jnp.asarray, params()))
-    with pytest.raises(RuntimeError, match="not the newest, and its parameters are gone"):
+    with pytest.raises(RuntimeError, match="outdated and its parameters were freed"):
         _ = unseen.params
     equal(after.params, jax.tree.map(np.zeros_like, params()))
 
@@ -118,18 +118,18 @@ def test_a_state_is_a_pytree(strategy):
     assert paths[:2] == [".step", ".params['dense']['bias']"]
     doubled = jax.tree.map(lambda x: 2 * x, state)
     assert doubled.step == 2
-    with pytest.raises(RuntimeError, match=r"function of pytrees has made.*state\.replace\(params"):
+    with pytest.raises(RuntimeError, match=r"made by a pytree function.*state\.replace\(params"):
         doubled.apply_gradients(grads=ones(doubled))
 
 
 def test_a_round_is_not_made_in_jit(strategy):
     """Neither a step nor a variable is created while JAX traces, nor is a row looked up."""
     state = create(strategy)
-    with pytest.raises(TypeError, match=r"apply_gradients is called on traced gradients.*outside"):
+    with pytest.raises(TypeError, match=r"apply_gradients was called on traced gradients.*outside"):
         jax.jit(lambda grads: state.apply_gradients(grads=grads))(state.params)
     with pytest.raises(TypeError, match=r"params/w is traced.*outside of jax\.jit"):
         jax.jit(lambda w: create(strategy, {"w": w}))(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"ids of rows of 'params/dense/kernel.*' are traced"):
+    with pytest.raises(TypeError, match=r"row ids of 'params/dense/kernel.*' are traced"):
         jax.jit(lambda ids: psj.lookup(state.variables["dense"]["kernel"], ids))(jnp.arange(2))
 
 
@@ -149,13 +149,17 @@ def test_parameters_keep_their_dtype(strategy, dtype):
 @pytest.mark.parametrize(
     ("leaf", "error", "why"),
     [
-        (np.zeros(2, "int32"), ValueError, "params/x is of int32, and steps are fractions; keep integers out"),
-        (np.zeros(2, bool), ValueError, "params/x is of bool, and steps are fractions"),
+        (
+            np.zeros(2, "int32"),
+            ValueError,
+            "params/x is of int32, which cannot hold fractional steps; keep integers out",
+        ),
+        (np.zeros(2, bool), ValueError, "params/x is of bool, which cannot hold fractional steps"),
         (np.zeros(2, "complex64"), ValueError, "params/x is of complex64, and servers train real numbers"),
-        (np.zeros(2), ValueError, "params/x is of float64, and JAX would compute in float32; give float32, or call"),
-        (np.zeros(2, ml_dtypes.float8_e4m3fn), ValueError, "params/x is of float8_e4m3fn, and parameters are of"),
-        ("a word", TypeError, "params/x is a str; parameters are arrays"),
-        (lambda: jax.random.key(0), ValueError, "params/x is of key<fry>, and parameters are of float16"),
+        (np.zeros(2), ValueError, "params/x is of float64, but JAX would compute in float32; use float32, or call"),
+        (np.zeros(2, ml_dtypes.float8_e4m3fn), ValueError, "params/x is of float8_e4m3fn, and parameters must be of"),
+        ("a word", TypeError, "params/x is a str; parameters must be arrays"),
+        (lambda: jax.random.key(0), ValueError, "params/x is of key<fry>, and parameters must be of float16"),
     ],
 )
 def test_what_is_no_parameter_is_refused(strategy, leaf, error, why):
@@ -169,12 +173,12 @@ def test_gradients_are_like_the_parameters(strategy):
     whole = ones(state)
     dense = whole["dense"]
     for grads, word in (
-        ({"dense": dense}, r"the gradients lack params/scales.*give a tree of the structure"),
+        ({"dense": dense}, r"the gradients lack params/scales.*pass a tree with the structure"),
         ({**whole, "more": jnp.ones(1)}, "the gradients have params/more"),
         ({**whole, "dense": Pair(**dense)}, "in other containers than the parameters"),
         (
             {**whole, "dense": {**dense, "bias": jnp.ones(3)}},
-            r"variable 'params/dense/bias.*' has shape \(3,\), and the variable \(2,",
+            r"variable 'params/dense/bias.*' has shape \(3,\), but the variable has \(2",
         ),
     ):
         with pytest.raises(ValueError, match=word):
@@ -189,7 +193,9 @@ def test_replaced_parameters_are_assigned(strategy):
     assert state.apply_fn is ones
     state = state.apply_gradients(grads=ones(state))
     equal(state.params, jax.tree.map(lambda x: x + 9, params()))
-    with pytest.raises(TypeError, match=r"replace\(step, tx=\.\.\.\): params and apply_fn can be replaced"):
+    with pytest.raises(
+        TypeError, match=r"replace\(step, tx=\.\.\.\) is not supported; only params and apply_fn can be replaced"
+    ):
         state.replace(step=0, tx=None)
     with strategy.scope():
         state.variables["scales"].assign([[7.0], [8.0]])
@@ -208,13 +214,13 @@ def test_other_strategies_with_one_replica_do_the_same(kind):
 
 def test_what_cannot_be_a_strategy_or_an_optimizer_is_refused(strategy):
     """A process is one replica, for JAX has all its devices; servers run their own optimizers, and two reductions."""
-    with opened("mirrored-2") as two, pytest.raises(ValueError, match="has 2 replicas in this process, and JAX uses"):
+    with opened("mirrored-2") as two, pytest.raises(ValueError, match="has 2 replicas in this process, but JAX uses"):
         create(two)
-    with pytest.raises(RuntimeError, match=r"there is no strategy; give strategy=ps\.ParameterServerStrategy"):
+    with pytest.raises(RuntimeError, match=r"no strategy is active; pass strategy=ps\.ParameterServerStrategy"):
         create(None)
-    with pytest.raises(TypeError, match=r"tx is a function; give one of psj\.optimizers or ps\.optimizers"):
+    with pytest.raises(TypeError, match=r"tx is a function; use one of psj\.optimizers or ps\.optimizers"):
         create(strategy, tx=lambda g: g)
-    with pytest.raises(ValueError, match="reduction is 'max'; known are 'mean', 'sum'"):
+    with pytest.raises(ValueError, match="reduction is 'max'; use one of 'mean', 'sum'"):
         create(strategy, reduction="max")
 
 

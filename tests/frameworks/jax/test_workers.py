@@ -318,10 +318,10 @@ def test_only_tables_may_be_trained(strategy):
 @pytest.mark.parametrize(
     ("given", "error", "word"),
     [
-        (lambda rows, d, t: {t: d}, TypeError, r"a key of rows is a ServerVariable; write rows=\{rows: d\}"),
-        (lambda rows, d, t: {rows: d[:2]}, ValueError, r"of rows of 'table.*' has shape \(2, 3\), and .* \(16, 3\)"),
+        (lambda rows, d, t: {t: d}, TypeError, r"a key of rows is a ServerVariable; use rows=\{rows: d\}"),
+        (lambda rows, d, t: {rows: d[:2]}, ValueError, r"of rows of 'table.*' has shape \(2, 3\), but .* \(16, 3\)"),
         (lambda rows, d, t: {rows: d, psj.lookup(t, [3]): d}, ValueError, "was looked up twice for this step; look"),
-        (lambda rows, d, t: psj.lookup(FIRST, [1]), TypeError, "in a variable or a table, and not in a ndarray"),
+        (lambda rows, d, t: psj.lookup(FIRST, [1]), TypeError, "in a variable or a table, not in a ndarray"),
         (lambda rows, d, t: psj.lookup(t, [SIZE]), ValueError, "id 50 at place 0 is no row of 50"),
     ],
 )

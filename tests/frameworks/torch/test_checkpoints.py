@@ -328,10 +328,10 @@ def test_checkpoints_have_those_of_the_first_worker(tmp_path, dtype):
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_buffer_that_servers_do_not_have(strategy, persistent):
     """Is named, with its dtype; one that is not persistent stays this worker's own. A mode is one of three."""
-    with pytest.raises(ValueError, match="buffers is 'sum'; it is one of 'first', 'mean' and 'own'"):
+    with pytest.raises(ValueError, match="buffers is 'sum'; use 'first', 'mean' or 'own'"):
         pst.Optimizer(normed(), torch.optim.SGD, lr=0.01, buffers="sum", strategy=strategy)
     module = torch.nn.Linear(2, 2)
     module.register_buffer("scales", torch.ones(2).to(torch.float8_e4m3fn), persistent)
-    word = r"buffer 'scales' is torch\.float8_e4m3fn, which servers do not"
+    word = r"buffer 'scales' is torch\.float8_e4m3fn, a dtype that servers do not"
     with pytest.raises(ValueError, match=word) if persistent else nullcontext():
         pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)

@@ -236,7 +236,9 @@ def test_a_step_that_is_excluded_is_told(left, word):
             trained(alone, theirs, 1)
         assert apart(module, alone) < 1e-5
         optimizer = sgd(strategy, early)
-        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* without overlap=True"):
+        with pytest.raises(
+            RuntimeError, match=rf"were already sent to the servers .*{word}.*create .* without overlap=True"
+        ):
             leave(early, optimizer, early=True)
 
     assert_ends(work, word)
@@ -260,12 +262,10 @@ def test_a_second_backward_is_told_where_gradients_have_left():
         twice(alone, torch.optim.SGD(alone.parameters(), lr=1e-4))
         assert apart(module, alone) < 1e-5
         module = Wide(3)
-        with pytest.raises(
-            RuntimeError, match=r"by a second backward\(\) before step\(\).*no_sync.*without overlap=True"
-        ):
+        with pytest.raises(RuntimeError, match=r"a second backward\(\) before step\(\).*no_sync.*without overlap=True"):
             twice(module, sgd(strategy, module))
 
-    assert_ends(work, r"the gradient of 'layers\.2\.weight' was computed by a second backward")
+    assert_ends(work, r"a second backward\(\) before step\(\) computed a gradient of 'layers\.2\.weight'")
 
 
 def change_the_rate(module, optimizer):
@@ -296,14 +296,14 @@ def backward(module, optimizer):
     module(torch.ones(1, SIDE)).sum().backward()
 
 
-CLIPPED = "clip_grad_norm_ does; it is this worker's alone.*give the optimizer global_clipnorm.*register_hook"
+CLIPPED = r"clip_grad_norm_, but step\(\) uses the gradient from backward.*use global_clipnorm.*register_hook"
 
 
 @pytest.mark.parametrize(
     ("do", "wide", "early", "word"),
     [
         (change_the_rate, True, True, r"a learning rate was changed between backward\(\) and step\(\)"),
-        (fail_in_backward, True, True, r"backward has failed, or has given no gradient to 'layers\.0\.weight'"),
+        (fail_in_backward, True, True, r"backward failed, or computed no gradient for 'layers\.0\.weight'"),
         (clip, True, True, CLIPPED),
         (clip, True, False, CLIPPED),
         (clip, False, True, CLIPPED),

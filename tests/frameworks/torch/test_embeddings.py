@@ -369,23 +369,23 @@ def config(**options):
 WRONG = {
     "a tensor": (lambda table: pst.Embedding(torch.zeros(3, 2)), TypeError, "rows of a Tensor cannot be looked up"),
     "a mode": (lambda table: pst.EmbeddingBag(table, mode="least"), ValueError, "mode is 'least'"),
-    "a list": (lambda table: pst.Embedding(table)([1, 2]), TypeError, r"ids of 'table.*' are a list; give a tensor"),
-    "lists": (lambda table: pst.EmbeddingBag(table)([[1]]), TypeError, r"ids of 'table.*' are a list; give a tensor"),
+    "a list": (lambda table: pst.Embedding(table)([1, 2]), TypeError, r"ids of 'table.*' are a list; pass a tensor"),
+    "lists": (lambda table: pst.EmbeddingBag(table)([[1]]), TypeError, r"ids of 'table.*' are a list; pass a tensor"),
     "an id": (lambda table: pst.Embedding(table)(torch.tensor([SIZE])), ValueError, "id 20.*'table|'table.*20"),
     "integers": (
         lambda table: pst.Embedding(ps.Variable(np.arange(3), name="numbers")),
         TypeError,
-        "table 'numbers' is of int64; rows that are trained are floating",
+        "table 'numbers' is of int64; only floating dtypes can be trained",
     ),
     "a dtype": (
         lambda table: pst.EmbeddingBagCollection([config(data_type="INT8")]),
         ValueError,
-        "table 't' has data_type INT8; it is one of FP16, BF16, FP32, FP64",
+        "table 't' has data_type INT8; use one of FP16, BF16, FP32, FP64",
     ),
     "no size": (
         lambda table: pst.EmbeddingBagCollection([config(init_fn=torch.nn.init.ones_)]),
         ValueError,
-        "table 't' has an init_fn and no size",
+        "table 't' has an init_fn but no size",
     ),
     "a feature": (
         lambda table: pst.EmbeddingBagCollection([CONFIGS[0]])(
@@ -397,7 +397,7 @@ WRONG = {
     "two of a name": (
         lambda table: pst.EmbeddingBagCollection([CONFIGS[0], CONFIGS[0]]),
         ValueError,
-        "two tables.*have one name",
+        "two tables.*have the same name",
     ),
 }
 

@@ -277,9 +277,15 @@ def test_features_of_a_collection_ride_as_well(strategy):
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda optimizer, rows: pst.Loader(iter(loader()), optimizer), "can be gone through only once"),
-        (lambda optimizer, rows: pst.Loader(loader(), torch.optim.SGD([torch.ones(1)])), "a SGD makes no rounds"),
-        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}), "prefetch has a Sequential"),
+        (lambda optimizer, rows: pst.Loader(iter(loader()), optimizer), "can be iterated only once"),
+        (
+            lambda optimizer, rows: pst.Loader(loader(), torch.optim.SGD([torch.ones(1)])),
+            "a SGD is not a distributed optimizer",
+        ),
+        (
+            lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}),
+            "prefetch has a key of type Sequential",
+        ),
         (lambda optimizer, rows: pst.Loader(loader(), optimizer, {rows: 3}), "prefetch has 3 for a Embedding"),
     ],
 )
@@ -342,14 +348,14 @@ def test_what_would_decide_for_each_worker_alone_is_refused(strategy):
     """torch's own scaler, and clipping of what was unscaled."""
     module = mlp()
     optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
-    with pytest.raises(RuntimeError, match=r"take psclient\.torch\.GradScaler, which decides for all of them"):
+    with pytest.raises(RuntimeError, match=r"use psclient\.torch\.GradScaler, which decides for all workers"):
         scaled(optimizer, torch.amp.GradScaler("cpu"), losses_of(module, batches(1)))
     optimizer.zero_grad()
     scaler = pst.GradScaler("cpu")
     scaler.scale(module(batches(1)[0][0]).sum()).backward()
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match="give the optimizer global_clipnorm"):
+    with pytest.raises(RuntimeError, match="use global_clipnorm"):
         scaler.step(optimizer)
 
 

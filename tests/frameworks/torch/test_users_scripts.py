@@ -251,7 +251,7 @@ def test_layers_that_come_later_are_trained(strategy):
     assert "1.0.running_mean" in ours[1]._trackable_children()["buffers"]
     stranger = torch.nn.Linear(2, 2)
     refused(
-        ValueError, "add its layer to the module before", lambda: ours[1].add_param_group({"params": stranger.weight})
+        ValueError, "add its layer to the module first", lambda: ours[1].add_param_group({"params": stranger.weight})
     )
 
 
@@ -262,7 +262,7 @@ def test_a_module_without_servers_is_not_in_a_checkpoint(strategy):
     with strategy.scope():
         refused(
             ValueError,
-            r"parameter '1\.weight' no psclient\.torch\.Optimizer trains",
+            r"parameter '1\.weight' of a module in a checkpoint is not trained by a psclient\.torch\.Optimizer",
             lambda: ps.train.Checkpoint(model=net),
         )
     assert pst_optimizer.variables
@@ -278,9 +278,9 @@ def test_lengths_and_weights_fit_the_values(strategy):
         bags = pst.EmbeddingBagCollection([config], is_weighted=True)
     values, ones = torch.tensor([1, 2, 3]), torch.ones(3)
     for lengths, weights, words in (
-        ([1, 1], ones, "lengths of 'a', 'b' add up to 2, and there are 3 values"),
-        ([2, 2], ones, "add up to 4, and there are 3 values"),
-        ([4, -1], ones, "none of them below 0"),
+        ([1, 1], ones, "lengths of 'a', 'b' add up to 2, but there are 3 values"),
+        ([2, 2], ones, "add up to 4, but there are 3 values"),
+        ([4, -1], ones, "at least 0"),
         ([1, 1, 1], ones, "2 keys have 3 lengths"),
         ([2, 1], torch.ones(2), "2 weights for 3 values"),
     ):
@@ -297,7 +297,7 @@ def test_sizes_in_place_of_a_table_are_told():
         lambda: pst.EmbeddingBag(10, 4, mode="sum"),
         lambda: pst.EmbeddingBag(num_embeddings=10, embedding_dim=4),
     ):
-        refused(TypeError, r"takes a table in place of sizes.*ps\.Variable", make)
+        refused(TypeError, r"takes a table instead of sizes.*ps\.Variable", make)
 
 
 def test_a_large_parameter_with_sparse_gradients_is_told(strategy, caplog):
@@ -357,7 +357,7 @@ def test_what_is_no_array_is_told_by_its_field(strategy):
     ):
         refused(
             TypeError,
-            rf"its field at \['x'\]\[1\] is no array: .*{words}",
+            rf"its field at \['x'\]\[1\] is not an array: .*{words}",
             lambda given=given: [*pst.Loader([{"x": (torch.ones(4), given)}], optimizer)],
         )
 

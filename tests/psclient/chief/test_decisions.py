@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from psclient._src.chief.decisions import decide, undone
-from psclient._src.chief.generations import Beginning
+from psclient._src.chief.generations import Beginning, told_of
 from psclient._src.chief.job_state import JobState
 from psclient._src.chief.leaving import LeaveSaves, StepDown
 from pswire.api import Watched
@@ -73,6 +73,15 @@ def test_a_job_begins_once_all_have_come():
     assert decide(job(began(a, b)), look(at(a), at(b)), BOTH) == []
 
 
+def test_a_job_that_nobody_is_left_of_does_not_say_that_it_goes_on():
+    """As a trial of a sweep that ends by an exception; of two members the one that is left goes on."""
+    failed = [at(b, "failed")]
+    (closed,) = decide(job(began(a, b)), look(at(a), *failed), BOTH)
+    assert told_of(job(began(a, b)), closed.generation, failed) == [f"goes on without {B}, which has failed"]
+    (closed,) = decide(job(began(b)), look(*failed), {B})
+    assert (closed.generation.members, told_of(job(began(b)), closed.generation, failed)) == ((), [])
+
+
 def test_a_new_member_is_taken_in_at_its_join_point():
     """With those that wait at the same place; others wait until older members have said where it begins."""
     state = job(began(a))
@@ -138,7 +147,7 @@ def test_a_job_ends_when_its_members_have_left():
     assert Done() not in decide(state, look(at(a, "left"), at(b, "failed")), BOTH)
     assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [GenerationClosed(Generation(2, ())), Done()]
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
-    assert undone(sessions, {A, B, C}) == {A: "still here", C: "never came"}
+    assert undone(sessions, {A, B, C}) == {A: "still connected", C: "never connected"}
 
 
 LEAVES, SAVES = Pace(leaving=True), Pace(leaving=True, saving=True)
@@ -282,7 +291,7 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
 
 
 def test_what_was_asked_before_the_last_change_is_no_question():
-    """A session's word stays where it is; the number says which change it means."""
+    """A session's word could not be moved; the number says which change it means."""
     first = changed(2, TO_ASYNC, a, b, round=5)
     state = job(began(a, b), first)
     x, y = first.generation.members

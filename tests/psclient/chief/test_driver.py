@@ -113,7 +113,7 @@ def test_parts_of_different_rounds_are_no_checkpoint(job, tmp_path):
         assert (tmp_path / path / "manifest.json").exists() == (not done.error)
         return done
 
-    assert "the servers' parts are of different rounds (0, 1); save again" in save("run/ckpt-1", 0, 1).error
+    assert "the servers wrote parts from different rounds (0, 1); save again" in save("run/ckpt-1", 0, 1).error
     assert save("run/ckpt-2", 2, 2).round == 2
 
 
@@ -161,14 +161,14 @@ def test_it_waits_for_those_who_are_gone():
     presence = AbandonmentTimer({A, B}, TIMEOUTS)
     now, told = given_up(presence, states(a="lost", b="failed", a2="left"), 100.0, 200.0)
     assert now == 110.0
-    assert told.startswith(f"no worker has been here for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed. ")
+    assert told.startswith(f"no worker was connected for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed. ")
 
 
 def test_it_waits_longer_for_those_who_never_came():
     """A script may do much before it makes its strategy, also where another one has failed by then."""
     now, told = given_up(AbandonmentTimer({A, B}, TIMEOUTS), states(a="failed"), 0.0, 100.0)
     assert now == 30.0
-    assert f"(PS_FIRST_WORKER_TIMEOUT): {A} failed, {B} never came. " in told
+    assert f"(PS_FIRST_WORKER_TIMEOUT): {A} failed, {B} never connected. " in told
     now, told = given_up(
         AbandonmentTimer({A}, Timeouts(no_workers_timeout=50.0, first_worker_timeout=30.0)), [], 0.0, 100.0
     )

@@ -100,7 +100,11 @@ def test_what_has_no_copy_ends_the_job(hosting):
     session = SimpleNamespace(hosting=hosting, copied=True, timeouts=Timeouts())
     Losses(SERVERS, session, log).go_on_without(lost(1))
     refused(ServerLost, "", lambda: Losses(SERVERS, session, log).go_on_without(lost(2)))
-    assert log.state.log == [Gone(1, "was lost"), Gone(2, "was lost"), Lost(2, "was lost; so were its copies")]
+    assert log.state.log == [
+        Gone(1, "was lost"),
+        Gone(2, "was lost"),
+        Lost(2, "was lost; the server with its copies was lost too"),
+    ]
 
 
 LEASE = 10.0
@@ -177,9 +181,9 @@ def test_nobody_is_given_up_whose_values_would_be_lost(job, caplog):
     job.lose(2)
     for _ in range(2):
         assert job.look((0, 1)) is None
-    assert [record.getMessage() for record in caplog.records if "stay so" in record.getMessage()] == [
-        "/job:ps/task:0 and /job:ps/task:1 have other values since round 64 ('a'), and stay so: no other copy would be "
-        "left of what one of them has"
+    assert [record.getMessage() for record in caplog.records if "not repaired" in record.getMessage()] == [
+        "/job:ps/task:0 and /job:ps/task:1 have different values since round 64 ('a'). They are not repaired: removing "
+        "either server would lose variables that have no other copy"
     ]
 
 
@@ -189,7 +193,7 @@ def test_who_has_begun_with_the_same_and_differs_again_stays(job, caplog):
     for _ in range(2):
         job.clock.now += LEASES * LEASE
         assert job.look((0, 1)) is None
-    assert sum("and so compute differently" in record.getMessage() for record in caplog.records) == 1
+    assert sum("so they compute differently" in record.getMessage() for record in caplog.records) == 1
     assert job.look((0, 1), (2, 3), names=["c"]) == 3
 
 

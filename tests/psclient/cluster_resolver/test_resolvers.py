@@ -160,9 +160,9 @@ def test_resolvers_refuse_other_types():
     """A dict is no ClusterSpec, a number no master, a cluster no resolver; a union has at least one."""
     with pytest.raises(TypeError, match="cluster_spec must be a ClusterSpec, not dict; write ClusterSpec"):
         SimpleClusterResolver(JOBS_GIVEN)
-    refused(TypeError, "master must be a text such as host:port, not 3", lambda: SimpleClusterResolver(SPEC, 3))
+    refused(TypeError, "master must be a string such as host:port, not 3", lambda: SimpleClusterResolver(SPEC, 3))
     refused(ValueError, "at least one ClusterResolver", lambda: UnionResolver())
-    refused(TypeError, "ClusterResolvers, not of ClusterSpec", lambda: UnionResolver(SPEC))
+    refused(TypeError, "ClusterResolvers, not ClusterSpec", lambda: UnionResolver(SPEC))
     refused(TypeError, "foo", lambda: union({}, foo=1))
     refused(TypeError, "cluster_resolver must be a ClusterResolver, not ClusterSpec", lambda: task_of(SPEC))
 
@@ -216,7 +216,7 @@ def test_unions(clusters, expected):
 )
 def test_a_conflict_in_a_union_is_told(clusters):
     """Two tasks with one index, in a job with gaps, are a KeyError that names them."""
-    refused(KeyError, "several resolvers have a task 0 of job 'worker'", lambda: union(*clusters).cluster_spec())
+    refused(KeyError, "several resolvers have task 0 of job 'worker'", lambda: union(*clusters).cluster_spec())
 
 
 def two_resolvers() -> tuple[SimpleClusterResolver, SimpleClusterResolver]:
@@ -255,23 +255,23 @@ def test_the_task_of_a_strategy():
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=1)) == TaskConfig(SPEC, Task("worker", 1))
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker")) == TaskConfig(SPEC, Task("worker", 0))
     assert task_of(SimpleClusterResolver(ClusterSpec({}))) is None
-    with pytest.raises(ConfigError, match="SimpleClusterResolver says that this process is a boss, and has no cluster"):
+    with pytest.raises(ConfigError, match="SimpleClusterResolver names this process as a boss, but has no cluster"):
         task_of(SimpleClusterResolver(ClusterSpec({}), task_type="boss"))
-    with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2: it has 1 ps, 2 worker; correct"):
+    with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2; it has 1 ps, 2 worker: correct"):
         task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
 
 
 P, W = ["p:1"], ["w:1"]
 NO_TASKS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
-    "no task": (JOBS_GIVEN, None, None, 'a cluster but no task type: .* task_type="worker", task_id=0 of a resolver'),
+    "no task": (JOBS_GIVEN, None, None, 'a cluster but no task type; .* task_type="worker", task_id=0 of a resolver'),
     "an unknown task": (JOBS_GIVEN, "boss", 0, "unknown task type 'boss'; known are chief"),
     "a broken index": (JOBS_GIVEN, "worker", -1, "task index -1 must be a whole number"),
     "no server": ({"worker": W}, "worker", 0, "no 'ps' task; variables need at least one server"),
-    "two chiefs": ({"worker": W, "ps": P, "chief": ["a:1", "b:1"]}, "worker", 0, "2 chiefs; it can have one"),
-    "nobody who trains": ({"ps": P}, "ps", 0, "nobody would train"),
+    "two chiefs": ({"worker": W, "ps": P, "chief": ["a:1", "b:1"]}, "worker", 0, "2 chiefs, but can have only one"),
+    "nobody who trains": ({"ps": P}, "ps", 0, "so no task would train"),
     "an unknown job": ({**JOBS_GIVEN, "boss": W}, "worker", 0, "unknown job 'boss'"),
     "a gap": ({"worker": {1: "w:1"}, "ps": P}, "worker", 1, r"cluster\['worker'\] must have the indices 0, 1"),
-    "no address": ({"worker": ["w"], "ps": P}, "worker", 0, r"cluster\['worker'\]: 'w' is no address"),
+    "no address": ({"worker": ["w"], "ps": P}, "worker", 0, r"cluster\['worker'\]: 'w' is not an address"),
 }
 
 
@@ -286,8 +286,8 @@ def test_what_is_no_task_of_a_strategy_is_told(case):
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ("ps", "a ps task runs no training script; start a ps task with psserver"),
-        ("evaluator", "an evaluator has no part in the training: give it a strategy of its own, such as Mirrored"),
+        ("ps", "a ps task does not run a training script; start a ps task with psserver"),
+        ("evaluator", "an evaluator does not take part in training; give it its own strategy, such as Mirrored"),
     ],
 )
 def test_a_task_that_does_not_train_is_told(job, said):

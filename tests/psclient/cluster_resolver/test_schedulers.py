@@ -94,18 +94,20 @@ SET = {"JOBSET_NAME": "digits", "REPLICATED_JOB_NAME": "worker", "JOB_COMPLETION
 @pytest.mark.parametrize(
     ("host", "variables", "given", "said"),
     [
-        ("node7", {}, {}, r"HOSTNAME='node7' is of no pod of these jobs: .* ps-0, worker-0, .*`names`.*hostNetwork"),
-        ("worker-x", {}, {}, "is of no pod"),
-        ("trainer-0", {}, {}, "is of no pod"),
-        ("worker-4", {}, {}, "task 4 of 'worker', of which `jobs` has 4, 4 in each Job"),
+        ("node7", {}, {}, r"HOSTNAME='node7' is not a pod of these jobs; .* ps-0, worker-0, .*`names`.*hostNetwork"),
+        ("worker-x", {}, {}, "is not a pod"),
+        ("trainer-0", {}, {}, "is not a pod"),
+        ("worker-4", {}, {}, "task 4 of 'worker', but `jobs` has 4, 4 in each Job"),
         ("digits-worker-1-0", {}, {}, "task 4 of 'worker'"),
         ("digits-worker-0-2", {}, {"completions": {"worker": 2}}, "task 2 of 'worker', .* 2 in each Job"),
-        ("worker-1", {"JOB_COMPLETION_INDEX": "2"}, {}, "JOB_COMPLETION_INDEX=2, but HOSTNAME='worker-1' is of pod 1"),
+        ("worker-1", {"JOB_COMPLETION_INDEX": "2"}, {}, ("JOB_COMPLETION_INDEX=2, but HOSTNAME='worker-1' belongs "
+                                                        "to pod 1")),
         ("worker-1", {"JOB_COMPLETION_INDEX": "two"}, {}, "JOB_COMPLETION_INDEX='two' must be a whole number"),
         ("worker-1", {"JOB_COMPLETIONS": "3"}, {"completions": {"worker": 4}}, "JOB_COMPLETIONS=3, but completions"),
-        ("node7", SET | {"JOBSET_NAME": ""}, {}, "JOBSET_NAME is not set, and REPLICATED_JOB_NAME is"),
-        ("node7", SET | {"JOB_COMPLETION_INDEX": ""}, {}, "JOB_COMPLETION_INDEX is not set: .*completionMode: Indexed"),
-        ("node7", SET | {"REPLICATED_JOB_NAME": "driver"}, {}, "'driver' is none of ps, worker; give `names`"),
+        ("node7", SET | {"JOBSET_NAME": ""}, {}, "JOBSET_NAME is not set, but REPLICATED_JOB_NAME is"),
+        ("node7", SET | {"JOB_COMPLETION_INDEX": ""}, {}, ("JOB_COMPLETION_INDEX is not set; set completionMode: "
+                                                          "Indexed")),
+        ("node7", SET | {"REPLICATED_JOB_NAME": "driver"}, {}, "'driver' is not one of ps, worker; give `names`"),
     ],
 )  # fmt: skip
 def test_what_is_no_pod_of_the_cluster_is_refused(pod, host, variables, given, said):
@@ -116,10 +118,10 @@ def test_what_is_no_pod_of_the_cluster_is_refused(pod, host, variables, given, s
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"jobs": {"worker": 2}}, "jobs must have the servers"),
+        ({"jobs": {"worker": 2}}, "jobs must contain the servers"),
         ({"jobs": {"ps": 0}}, r"jobs\['ps'\] must be a whole number from 1, not 0"),
         ({"completions": {"worker": "2"}}, r"completions\['worker'\] must be a whole number"),
-        ({"names": {"wroker": "x"}}, "names has 'wroker', and jobs has no such job; it has ps, worker"),
+        ({"names": {"wroker": "x"}}, "names contains 'wroker', which is not in jobs; jobs has ps, worker"),
     ],
 )
 def test_arguments_that_are_no_cluster_are_refused(pod, given, said):
@@ -245,21 +247,21 @@ def test_slurm_gpus_are_counted(slurm, tmp_path, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     nvidia_smi(tmp_path, "echo no driver >&2; exit 9")
-    with pytest.raises(RuntimeError, match=r"cannot tell the number of GPUs \(no driver\); give gpus_per_node"):
+    with pytest.raises(RuntimeError, match=r"cannot report the number of GPUs \(no driver\); give gpus_per_node"):
         slurm(0, 1, "a", "1")
 
 
 NO_STEPS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "a rank in words": (("x", 2, "a", "2"), ONE_GPU, ConfigError, "SLURM_PROCID='x' must be a whole number"),
     "a rank too high": ((7, 2, "a", "2"), ONE_GPU, RuntimeError, "SLURM_PROCID=7, but the Slurm step has 2 tasks"),
-    "an open bracket": ((0, 2, "a[1", "2"), ONE_GPU, ConfigError, r"NODELIST='a\[1' is no host list"),
-    "a range of letters": ((0, 2, "a[1-x]", "2"), ONE_GPU, ConfigError, "is no host list"),
-    "a range of three": ((0, 2, "a[1-2-3]", "2"), ONE_GPU, ConfigError, "'1-2-3' is no range of nodes"),
-    "a range that goes down": ((0, 2, "a[3-1]", "2"), ONE_GPU, ConfigError, "'3-1' is no range of nodes"),
-    "no host": ((0, 2, "", "2"), ONE_GPU, ConfigError, "NODELIST='' is no host list"),
-    "a comma too many": ((0, 2, "a,,b", "1(x2)"), ONE_GPU, ConfigError, "is no host list"),
-    "a count in words": ((0, 2, "a", "2(y2)"), ONE_GPU, ConfigError, r"TASKS_PER_NODE='2\(y2\)' is no list"),
-    "counts for other nodes": ((0, 2, "a,b,c", "1(x2)"), ONE_GPU, RuntimeError, "NODELIST has 3 nodes, .*_NODE 2"),
+    "an open bracket": ((0, 2, "a[1", "2"), ONE_GPU, ConfigError, r"NODELIST='a\[1' is not a host list"),
+    "a range of letters": ((0, 2, "a[1-x]", "2"), ONE_GPU, ConfigError, "is not a host list"),
+    "a range of three": ((0, 2, "a[1-2-3]", "2"), ONE_GPU, ConfigError, "'1-2-3' is not a range of nodes"),
+    "a range that goes down": ((0, 2, "a[3-1]", "2"), ONE_GPU, ConfigError, "'3-1' is not a range of nodes"),
+    "no host": ((0, 2, "", "2"), ONE_GPU, ConfigError, "NODELIST='' is not a host list"),
+    "a comma too many": ((0, 2, "a,,b", "1(x2)"), ONE_GPU, ConfigError, "is not a host list"),
+    "a count in words": ((0, 2, "a", "2(y2)"), ONE_GPU, ConfigError, r"TASKS_PER_NODE='2\(y2\)' is not a list"),
+    "counts for other nodes": ((0, 2, "a,b,c", "1(x2)"), ONE_GPU, RuntimeError, "NODELIST has 3 nodes, .*_NODE has 2"),
     "jobs too many": ((0, 2, "a", "2"), {"jobs": {"worker": 3}}, RuntimeError, "the jobs have 3 tasks, but .* 2"),
     "jobs too few": ((0, 2, "a", "2"), {"jobs": {"worker": 1}}, RuntimeError, "the jobs have 1 tasks, but .* 2"),
     "GPUs too few": (
@@ -280,7 +282,9 @@ def test_what_is_no_slurm_step_is_told(slurm, case):
 
 
 def test_outside_of_slurm_one_is_told(slurm):
-    with pytest.raises(RuntimeError, match="SLURM_PROCID is not set: this process is in no Slurm step; start it with"):
+    with pytest.raises(
+        RuntimeError, match="SLURM_PROCID is not set, because this process does not run in a Slurm step; start it with"
+    ):
         SlurmClusterResolver()
 
 
@@ -349,19 +353,19 @@ def test_a_chief_has_the_first_rank(torchrun, rank, task):
 @pytest.mark.parametrize(
     ("variables", "given", "error", "said"),
     [
-        ({"RANK": None}, {}, RuntimeError, "RANK is not set: .*start it with torchrun"),
+        ({"RANK": None}, {}, RuntimeError, "RANK is not set, .*start it with torchrun"),
         ({"MASTER_ADDR": None}, {}, RuntimeError, "MASTER_ADDR is not set"),
         ({"WORLD_SIZE": "six"}, {}, ConfigError, "WORLD_SIZE='six' must be a whole number"),
-        ({}, {"jobs": {"ps": 1, "worker": 4}}, RuntimeError, "the jobs have 5 tasks, but torchrun has started 6"),
+        ({}, {"jobs": {"ps": 1, "worker": 4}}, RuntimeError, "the jobs have 5 tasks, but torchrun started 6"),
         ({}, {"jobs": {"worker": 6}}, RuntimeError, "jobs must have a server and a worker"),
-        ({}, {"jobs": {"ps": 5, "worker": 1}}, RuntimeError, "ranks up to 4, and the first node has fewer processes"),
+        ({}, {"jobs": {"ps": 5, "worker": 1}}, RuntimeError, "ranks up to 4, but the first node has fewer processes"),
         (
             {"RANK": "0", "GROUP_RANK": "0"},
             {"jobs": {"ps": 4, "worker": 2}},
             RuntimeError,
-            "ranks up to 3, and the first node has 3 processes.*raise --nproc-per-node",
+            "ranks up to 3, but the first node has 3 processes.*raise --nproc-per-node",
         ),
-        ({"MASTER_PORT": "22220"}, {}, ConfigError, "MASTER_PORT=22220 is torchrun's own.*another port_base"),
+        ({"MASTER_PORT": "22220"}, {}, ConfigError, "MASTER_PORT=22220, which torchrun uses.*another port_base"),
         ({}, {"port_base": 65536}, ConfigError, "port_base=65536 leaves no ports"),
     ],
 )

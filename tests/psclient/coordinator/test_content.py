@@ -75,12 +75,12 @@ def test_an_array_comes_back_as_it_was(array):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (print, "args is the function print: only numbers"),
+        (print, "args is the function print, which cannot be sent"),
         ((1, [lambda: 1]), r"args\[1\]\[0\] is the function <lambda>"),
         ({"a": object()}, r"args\['a'\] is a object"),
-        ({(1, 2): 3}, "args has keys that are no strings or numbers"),
-        (np.array([print]), "args: arrays of dtype object cannot travel"),
-        (np.array(["a"]), "cannot travel"),
+        ({(1, 2): 3}, "args has keys that are not strings or numbers"),
+        (np.array([print]), "args: arrays of dtype object are not supported"),
+        (np.array(["a"]), "are not supported"),
         (ps.ReduceOp.SUM, "args is a ReduceOp"),
         ({1, 2}, "args is a set"),
         (LOOP, "too deep"),
@@ -123,9 +123,9 @@ def test_functions_are_registered_by_name(monkeypatch):
     assert functions.named("step") is step
     ps.coordinator.function(step)  # a module may be imported again
     refused(ValueError, "two functions are registered as 'step'", lambda: ps.coordinator.function(name="step")(print))
-    refused(TypeError, "has no name that every process knows", lambda: ps.coordinator.function(lambda: 1))
-    refused(TypeError, "registers functions, not int", lambda: ps.coordinator.function(3))
-    refused(TypeError, "'print' is not registered, and code is never sent", lambda: functions.name_of(print))
+    refused(TypeError, "has no name that is the same in every process", lambda: ps.coordinator.function(lambda: 1))
+    refused(TypeError, "takes a function, not int", lambda: ps.coordinator.function(3))
+    refused(TypeError, "'print' is not registered", lambda: functions.name_of(print))
     refused(TypeError, "takes a function, not str", lambda: functions.name_of("step"))
 
 
@@ -150,6 +150,6 @@ def test_values_of_workers_live_as_long_as_the_coordinator_refers_to_them(monkey
     here.forget(LIVING.told() | {"next": newer.number})
     assert gone not in here._made
     assert {second.number, newer.number} <= set(here._made)
-    refused(TypeError, "the coordinator none", lambda: next(second))
+    refused(TypeError, "exist only on workers", lambda: next(second))
     here.of(8)  # another coordinator, which counts anew
     assert not here._made

@@ -68,9 +68,9 @@ def begins_with_a_bracket():
 
 
 TEXTS = {
-    no_more: "StopIteration: the iterator has ended, as its dataset has no further batch",
-    no_more_in_replicas: "StopIteration: the iterator has ended, as its dataset has no further batch",
-    no_more_of_a_loop: "StopIteration: the iterator has ended, as its dataset has no further batch",
+    no_more: "StopIteration: the iterator has ended, because its dataset has no more batches",
+    no_more_in_replicas: "StopIteration: the iterator has ended, because its dataset has no more batches",
+    no_more_of_a_loop: "StopIteration: the iterator has ended, because its dataset has no more batches",
     checks: "AssertionError: in `raise AssertionError`",
     no_text: "ValueError: in `raise ValueError`",
     blank: "LookupError: in `raise LookupError",

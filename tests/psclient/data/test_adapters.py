@@ -292,7 +292,7 @@ def test_element_spec_of_several_replicas():
         DistributedDatasetFromFunction(lambda _: ArrayDataset(data).batch(2), InputContext(), worker, 0),
     ):
         assert source.element_spec == (PerReplicaSpec((x, x)), {"y": PerReplicaSpec((y, y))})
-    with pytest.raises(ValueError, match="the list gives no batch"):
+    with pytest.raises(ValueError, match="the list has no batch"):
         distributed([], worker).element_spec  # noqa: B018
 
 
@@ -300,12 +300,12 @@ def test_what_is_no_dataset_is_refused():
     """Arrays and nests of them; what can be gone through once; what cannot be gone through. All with the remedy."""
     x = np.ones((4, 2))
     for arrays in (x, (x, x), {"x": x}, "x", 3, None, object()):
-        with pytest.raises(TypeError, match=r"is no dataset; write ps.ArrayDataset\(arrays\).batch"):
+        with pytest.raises(TypeError, match=r"is not a dataset; use ps\.ArrayDataset\(arrays\)\.batch"):
             distributed(arrays, Worker())
     for once in (iter([x]), (x for _ in range(2)), zip([x], [x], strict=True), iter(of_grain(4, 2))):
-        with pytest.raises(TypeError, match=r"only once.*give a list"):
+        with pytest.raises(TypeError, match=r"only once.*pass a list"):
             distributed(once, Worker())
-        with pytest.raises(TypeError, match=r"only once.*give a list"):
+        with pytest.raises(TypeError, match=r"only once.*pass a list"):
             DistributedDatasetFromFunction(lambda _, once=once: once, InputContext(), Worker(), 0)
 
 
@@ -319,7 +319,7 @@ def test_unbatched_elements_are_refused():
             with pytest.raises(ValueError, match=r"without a batch dimension.*; batch the dataset"):
                 next(iter(source))
     for batch in ((np.zeros((28, 28)), np.zeros(10)), ()):
-        with pytest.raises(ValueError, match=r"same first dimension.*batch the dataset first"):
+        with pytest.raises(ValueError, match=r"differ in their first dimension.*batch the dataset first"):
             next(iter(distributed([batch], Worker())))
     filtered = grain.MapDataset.range(6).batch(2).filter(lambda batch: batch[0] != 2)
     with pytest.raises(ValueError, match="to_iter_dataset"):

@@ -59,7 +59,7 @@ def test_batches_are_copies_of_stacked_lists():
     assert dataset.arrays[1].shape == (2, 3)
     assert ArrayDataset([1, 2, 3]).size == 3
     assert ArrayDataset([np.ones(2)] * 3).arrays.shape == (3, 2)
-    with pytest.raises(ValueError, match=r"shapes \[\(3,\), \(4,\)\]; put several arrays into a tuple"):
+    with pytest.raises(ValueError, match=r"shapes \[\(3,\), \(4,\)\]; use a tuple"):
         ArrayDataset([np.zeros(3), np.zeros(4)])
 
 
@@ -70,15 +70,15 @@ def test_what_makes_no_dataset_is_refused():
     assert sharded.shuffle(1).batch(2).batch_size == 2
     assert (plain.batch_size, plain.seed, plain.size) == (None, None, 6)
     assert [b.tolist() for b in sharded.batch(2).epoch(0)] == [[1, 3], [5]]
-    refused(ValueError, "same first dimension", lambda: ArrayDataset((np.zeros(2), np.zeros(3))))
+    refused(ValueError, "differ in their first dimension", lambda: ArrayDataset((np.zeros(2), np.zeros(3))))
     for arrays in (np.float32(1), ()):
         with pytest.raises(ValueError, match="first dimension"):
             ArrayDataset(arrays)
     batched = ArrayDataset(np.zeros(4)).batch(2)
-    with pytest.raises(ValueError, match="comes before batch"):
+    with pytest.raises(ValueError, match="must be called before batch"):
         batched.shuffle()
     for shards, index in ((2, 2), (2, -1), (0, 0)):
-        with pytest.raises(ValueError, match=f"there is no shard {index} of {shards}"):
+        with pytest.raises(ValueError, match=f"shard {index} of {shards}"):
             batched.shard(shards, index)
     refused(ValueError, "cannot be repeated -2 times", lambda: batched.repeat(-2))
     refused(ValueError, "0 examples", lambda: ArrayDataset(np.zeros(4)).batch(0))
@@ -188,11 +188,11 @@ def test_an_endless_dataset_has_no_end():
     ):
         assert [plain(b) for b in itertools.islice(endless, 6)] == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
         assert plain(next(source_of(endless).batches(0, 10**9 + 1)).whole) == [2, 3]
-        with pytest.raises(ValueError, match="is repeated for ever, and has no number of examples"):
+        with pytest.raises(ValueError, match="repeats without end, so its examples"):
             endless.size  # noqa: B018
-        with pytest.raises(ValueError, match="unbatch comes before repeat"):
+        with pytest.raises(ValueError, match="unbatch must be called before repeat"):
             endless.unbatch()
-    refused(ValueError, "shuffle comes before repeat", lambda: ArrayDataset(np.arange(5)).repeat().shuffle())
+    refused(ValueError, "shuffle must be called before repeat", lambda: ArrayDataset(np.arange(5)).repeat().shuffle())
     shuffled = ArrayDataset(np.arange(4)).shuffle(2).repeat()
     first, second = ([int(x) for x in itertools.islice(shuffled, 12)] for _ in range(2))
     assert [sorted(first[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
@@ -219,11 +219,11 @@ def test_what_a_function_must_not_make_is_told():
     """Other numbers of examples of a batch, shapes that differ, and shapes of nothing."""
     dataset = ArrayDataset(np.arange(6))
     for wrong in (lambda b: b[:1], lambda b: b.sum()):
-        with pytest.raises(ValueError, match=r"map after batch makes arrays of shapes .* has to keep their number"):
+        with pytest.raises(ValueError, match=r"map after batch returned shapes .* but must keep the number"):
             list(dataset.batch(3).map(wrong))
-    with pytest.raises(ValueError, match=r"map makes arrays of shapes \[\(0,\), \(1,\), \(2,\)\]; all need"):
+    with pytest.raises(ValueError, match=r"map returned arrays of different shapes \[\(0,\), \(1,\), \(2,\)\]; return"):
         list(dataset.map(np.zeros).batch(3))
-    with pytest.raises(ValueError, match="there is no example from which the shapes"):
+    with pytest.raises(ValueError, match="map needs at least one example to find out the shapes"):
         source_of(ArrayDataset(np.zeros(0)).map(lambda x: x).batch(3)).spec()
 
 
@@ -233,7 +233,7 @@ def test_examples_are_split_into_their_rows():
     assert [plain(x) for x in dataset.unbatch()] == [(i, [2 * i, 2 * i + 1]) for i in range(6)]
     assert [int(x) % 2 for x, _ in dataset.shuffle(1).unbatch()] == [0, 1] * 3
     for arrays in (np.arange(3), (np.zeros((3, 2)), np.zeros((3, 4)))):
-        with pytest.raises(ValueError, match="unbatch splits examples along one and the same first dimension"):
+        with pytest.raises(ValueError, match="unbatch needs arrays with the same first dimension"):
             ArrayDataset(arrays).unbatch()
 
 

@@ -243,7 +243,7 @@ def test_a_worker_without_any_batch_is_told_so():
         def __iter__(self) -> Iterator[Any]:
             return self.left
 
-    with pytest.raises(ValueError, match="input pipeline 1 of 2 gives no batch in pass 0"):
+    with pytest.raises(ValueError, match="input pipeline 1 of 2 has no batch in pass 0"):
         next(iter(from_batches([], Worker(), InputContext(2, 1, 2))))
     once = from_batches(Once(), Worker())
     assert len(list(once)) == 1
@@ -447,7 +447,7 @@ def test_a_pass_goes_on_with_what_had_come_back():
     source = distributed(ArrayDataset(np.arange(12)).batch(4), Worker(at=at))
     assert [rows(batch) for batch in source] == [[[1, 2]], [[4]], [[8, 9, 10, 11]]]
     lost = Worker(at=Position(0, 0, 0, (Examples(9, 0, 1),)))
-    with pytest.raises(ValueError, match="examples of batch 9 of pass 0 are to be handed out again, and dataset 0 has"):
+    with pytest.raises(ValueError, match="batch 9 of pass 0 must be reassigned, but dataset 0 does not have it"):
         list(distributed(ArrayDataset(np.arange(12)).batch(4), lost))
 
 

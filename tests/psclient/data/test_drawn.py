@@ -248,7 +248,7 @@ def test_batches_that_each_worker_has_for_itself_are_not_compared():
 def test_batches_as_they_come_are_refused():
     """`in_order=False` gives each worker another order."""
     loader = data.DataLoader(range(48), 8, num_workers=2, in_order=False)
-    with pytest.raises(ValueError, match=r"leave in_order=False out"):
+    with pytest.raises(ValueError, match=r"remove in_order=False"):
         distributed(loader, Worker())
     distributed(data.DataLoader(range(48), 8, in_order=False), Worker())
     distributed(loader, Worker(), options=InputOptions(auto_shard_policy=AutoShardPolicy.OFF))

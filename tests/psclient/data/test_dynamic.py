@@ -103,7 +103,10 @@ def test_local_replicas_share_a_batch():
 @pytest.mark.parametrize("strategy", [ps.ParameterServerStrategy, lambda: ps.MirroredStrategy(["cpu:0"])])
 def test_synchronous_workers_are_refused(strategy):
     """Each has its part of every batch in every round anyway; the sentence says what to do."""
-    with strategy() as sync, pytest.raises(ValueError, match=r"DYNAMIC hands out .* use AUTO, or consistency=ps.Async"):
+    with (
+        strategy() as sync,
+        pytest.raises(ValueError, match=r"DYNAMIC assigns whole .* use AUTO, or consistency=ps.Async"),
+    ):
         sync.experimental_distribute_dataset(arrays(4, 2), DYNAMIC)
 
 
@@ -114,7 +117,7 @@ def test_what_has_to_be_read_in_order_is_refused(job):
         torch.utils.data.DataLoader(list(range(4)), batch_size=2),
         grain.MapDataset.range(4).to_iter_dataset(),
     ):
-        with pytest.raises(TypeError, match=r"those of a \w+ have to be read one after the other.*or use AUTO"):
+        with pytest.raises(TypeError, match=r"a \w+ is read in order.*or use AUTO"):
             job.data(dataset)
     with pytest.raises(ValueError, match="global_batch_size"):
         job.data(ps.ArrayDataset(np.arange(4)))
@@ -287,7 +290,7 @@ def test_synchronous_workers_go_on_with_what_was_not_done():
 def test_a_checkpoint_of_another_dataset_is_refused(job):
     """A batch that it says was not done is none of this one."""
     job.restore(Position(0, 0, 3, (Examples(9, 0, 4),)))
-    with pytest.raises(ValueError, match="batch 9 of pass 0 was not done, and dataset 0 has 5 batches"):
+    with pytest.raises(ValueError, match="batch 9 of pass 0 was unfinished, but dataset 0 has only 5 batches"):
         list(job.data(arrays(20, 4)))
 
 

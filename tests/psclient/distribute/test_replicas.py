@@ -189,7 +189,9 @@ def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two):
                 told.append(str(error))
                 raise
 
-    refused(RuntimeError, r"unequal numbers of merge_calls: local replicas \[0\] have ended", lambda: two.run(fn))
+    refused(
+        RuntimeError, r"made different numbers of merge_calls: local replicas \[0\] have ended", lambda: two.run(fn)
+    )
     assert len(told) == 1
     assert "unequal" in told[0]
     assert works(two)
@@ -337,13 +339,13 @@ def test_two_threads_cannot_run_at_once(two):
             thread.join()
 
     two.run(fn)
-    assert [str(error)[:25] for error in errors] == ["strategy.run is called wh"]
+    assert [str(error)[:25] for error in errors] == ["strategy.run was called w"]
 
 
 def test_a_distributed_argument_of_another_size_is_refused(two):
     """Before anything runs; what is set for the caller, such as numpy.errstate, holds in a run."""
     for given in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match=f"PerReplica of {len(given)} values is given to 2 local replicas"):
+        with pytest.raises(ValueError, match=f"PerReplica with {len(given)} values was passed to 2 local replicas"):
             two.run(lambda x: None, (PerReplica(given),))
     assert works(two)
     with np.errstate(divide="raise"), pytest.raises(FloatingPointError):

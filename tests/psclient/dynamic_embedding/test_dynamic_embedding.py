@@ -31,9 +31,13 @@ def test_times_to_live(time, seconds):
 
 REFUSED = [
     *((lambda time: de.TTL(time), time, "") for time in ("", "7", "7 years", "-1d", -1, float("nan"))),
-    *((lambda kind: de.StorageOption(kind), kind, f"storage '{kind}' does not exist yet") for kind in ("ssd", "hbm")),
-    (lambda kind: de.StorageOption(kind, path="/nvme/t", dram="1GiB"), "dram_ssd", "storage 'dram_ssd' does not exist"),
-    (lambda kind: de.StorageOption(kind), "dram_ssd", "storage 'dram_ssd' does not exist yet"),
+    *((lambda kind: de.StorageOption(kind), kind, f"storage '{kind}' is not supported") for kind in ("ssd", "hbm")),
+    (
+        lambda kind: de.StorageOption(kind, path="/nvme/t", dram="1GiB"),
+        "dram_ssd",
+        "storage 'dram_ssd' is not supported",
+    ),
+    (lambda kind: de.StorageOption(kind), "dram_ssd", "storage 'dram_ssd' is not supported"),
     (lambda count: de.HashPartitioner(buckets=count), 512, ""),
     *((lambda count: de.HashPartitioner(shards=count), count, "") for count in (0, 2000, True)),
 ]
@@ -55,7 +59,7 @@ def test_tables_live_on_parameter_servers(strategy):
 
 WRONG = {
     "capacity too small": ({"capacity": 1000}, ValueError, "table 'users': a capacity of 1000 rows"),
-    "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts above a limit alone"),
+    "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts rows only above a limit"),
     "no size": ({"memory_limit": "4 Gigs"}, ValueError, "memory_limit of table 'users'"),
     "no dimension": ({"dim": 0}, ValueError, "table 'users': a row of shape"),
     "keys of floats": ({"key_dtype": "float32"}, ValueError, "table 'users': keys are int64 or uint64"),
@@ -63,13 +67,13 @@ WRONG = {
     "refused": ({"refused": "nothing"}, ValueError, "table 'users': refused"),
     "filter": ({"admission": de.CounterFilter(0)}, ValueError, "table 'users': k of a CounterFilter"),
     "no filter": ({"admission": 3}, ValueError, "table 'users': admission is one of"),
-    "checkpoint": ({"checkpoint": False}, ValueError, "every table is in each checkpoint"),
-    "storage": ({"storage": 3}, TypeError, "give StorageOption"),
-    "storage that does not exist yet": ({"storage": "dram_ssd"}, ValueError, "storage 'dram_ssd' does not exist yet"),
-    "compression of rows": ({"compression": "int8"}, ValueError, "table 'users': compression of rows does not exist"),
-    "partitioner": ({"partitioner": len}, TypeError, "give HashPartitioner"),
-    "initializer": ({"initializer": np.zeros}, TypeError, "give one of ps.initializers"),
-    "a class": ({"initializer": ps.initializers.Zeros}, TypeError, "give one of ps.initializers"),
+    "checkpoint": ({"checkpoint": False}, ValueError, "supported, because checkpoints contain all tables; remove it"),
+    "storage": ({"storage": 3}, TypeError, "use StorageOption"),
+    "storage that does not exist yet": ({"storage": "dram_ssd"}, ValueError, "storage 'dram_ssd' is not supported"),
+    "compression of rows": ({"compression": "int8"}, ValueError, "table 'users': compression of rows is not supported"),
+    "partitioner": ({"partitioner": len}, TypeError, "use HashPartitioner"),
+    "initializer": ({"initializer": np.zeros}, TypeError, "use one of ps.initializers"),
+    "a class": ({"initializer": ps.initializers.Zeros}, TypeError, "use one of ps.initializers"),
     "name": ({"name": 3}, TypeError, "name is 3"),
     "a name of nothing": ({"name": ""}, ValueError, "printable characters"),
     "hash_seed": ({"hash_seed": -1}, ValueError, "table 'users': hash_seed"),
@@ -245,7 +249,11 @@ def test_zeros_for_what_is_refused(tmp_path):
 def test_what_it_cannot_read(tmp_path):
     """A place without checkpoints, a URL, and one without tables."""
     refused(ps.errors.NoCheckpoint, "", lambda: ps.dynamic_embedding.Reader(str(tmp_path / "nothing")))
-    refused(ps.errors.ConfigError, "copy the checkpoint here", lambda: ps.dynamic_embedding.Reader("s3://bucket/run"))
+    refused(
+        ps.errors.ConfigError,
+        "copy the checkpoint to this machine",
+        lambda: ps.dynamic_embedding.Reader("s3://bucket/run"),
+    )
     write_checkpoint(tmp_path / "plain", {"w": np.zeros(2)})
     reader = ps.dynamic_embedding.Reader(str(tmp_path / "plain"))
     assert (reader.tables, reader.refresh()) == ((), False)

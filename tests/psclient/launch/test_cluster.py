@@ -123,7 +123,7 @@ def test_an_evaluator_is_waited_for(script):
 
     def hear(line: launch.Line) -> None:
         said.append(line.text)
-        if "the workers have left" in line.text:
+        if "all workers have ended" in line.text:
             over.touch()
 
     path = script(f"{text}; os.chdir(os.path.dirname(sys.argv[0]))\n{wait}")
@@ -132,7 +132,7 @@ def test_an_evaluator_is_waited_for(script):
     assert outcome == launch.Outcome(0)
     assert cluster.output(launch.EVALUATOR) == ["ps worker evaluator"]
     assert cluster.output(Task("worker", 1)) == ["ps worker worker"]
-    assert said.count("psworker: the workers have left; /job:evaluator/task:0 ends by itself, or at Ctrl-C") == 1
+    assert said.count("psworker: all workers have ended; waiting for /job:evaluator/task:0, or press Ctrl-C") == 1
 
 
 @pytest.mark.soak
@@ -254,14 +254,14 @@ def test_a_lost_server_is_replaced_at_its_address(script, tmp_path):
         killed.touch()
         assert cluster.wait(SECONDS).code == 0
     assert cluster.addresses[server] in " ".join(cluster.output(server))
-    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); replaced, 0 restarts left" in said
+    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); restarted, 0 restarts left" in said
 
 
 def test_who_still_runs_in_the_end_is_named(script):
     """What does not end in time is ended, and the error says what it was."""
     with (
         launch.Cluster(script=script("time.sleep(600)"), chief="none") as cluster,
-        pytest.raises(TimeoutError, match="still ran: /job:ps/task:0, /job:worker/task:0"),
+        pytest.raises(TimeoutError, match=r"still run after 0\.5 s: /job:ps/task:0, /job:worker/task:0"),
     ):
         cluster.wait(0.5)
 
@@ -314,7 +314,7 @@ def test_a_job_that_does_not_come_to_its_end_is_a_failure(script, chief):
     assert [cluster.processes[task].returncode for task in WORKERS[:2]] == [0, 0]
     assert (outcome.code, outcome.task) == (1, None)
     assert outcome.report.startswith("psworker: /job:ps/task:0")
-    assert outcome.report.endswith("after the last worker: a worker did not leave cleanly")
+    assert outcome.report.endswith("after the last worker, because a worker did not leave the job cleanly")
     assert "\n" not in outcome.report
 
 

@@ -65,7 +65,7 @@ def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
     text = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
     done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
     assert done.returncode == 2
-    expected = "psworker: /job:worker/task:0: error: 'nonsense' is no task; write /job:worker/task:0 (script.py:4)\n"
+    expected = "psworker: /job:worker/task:0: error: 'nonsense' is not a task; write /job:worker/task:0 (script.py:4)\n"
     assert done.stderr == expected
 
 
@@ -103,7 +103,7 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
     [
         ([], WORKER, "/job:worker/task:0: error: a worker needs a script"),
         ([], EVALUATOR, "/job:evaluator/task:0: error: an evaluator needs a script"),
-        ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with"),
+        ([], PS, "/job:ps/task:0: error: TF_CONFIG names /job:ps/task:0 as this process's task; start it with"),
         ([], "", "there is no TF_CONFIG and no script"),
         (["--standalne"], "", "--standalne"),
         (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
@@ -267,19 +267,19 @@ def test_hosts_and_their_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a ps=1\n\na worker=1", "line 3: host a is in line 1 as well; write all of its tasks there"),
-        ("a ps=1\n-oProxyCommand=x worker=1", "line 2: '-oProxyCommand=x' is no host; write node1"),
-        ("a:70000 ps=1", "line 1: 'a:70000' is no host"),
-        ("a:b@c ps=1", "line 1: 'a:b@c' is no host"),
+        ("a ps=1\n\na worker=1", "line 3: host a is also in line 1; write all of its tasks there"),
+        ("a ps=1\n-oProxyCommand=x worker=1", "line 2: '-oProxyCommand=x' is not a host; write node1"),
+        ("a:70000 ps=1", "line 1: 'a:70000' is not a host"),
+        ("a:b@c ps=1", "line 1: 'a:b@c' is not a host"),
         ("a ps=1 wroker=1", "line 1: key.*wroker.*worker"),
         ("a ps", "line 1: 'ps' has no value; write ps=1"),
         ("a ps=1 address=", "line 1: 'address=' has no value; write address=ADDRESS"),
         ("a ps=one", "line 1: ps must be a whole number from 0 to 1000, not 'one'"),
         ("a ps=-1", "line 1: ps must be a whole number"),
-        ("a ps=1 worker=1 slots=1", "line 1: worker is said twice"),
-        ("a\nb", "no host has a server; write ps=1 behind one of them"),
+        ("a ps=1 worker=1 slots=1", "line 1: worker appears twice"),
+        ("a\nb", "no host has a server; write ps=1 after one of them"),
         ("# nothing", "no host has a server"),
-        ("localhost ps=1\nnode2", "line 1: the other hosts cannot reach servers at localhost, .*; write address=NAME"),
+        ("localhost ps=1\nnode2", "line 1: other hosts cannot reach servers at localhost, .*; write address=NAME"),
     ],
 )
 def test_the_line_that_is_wrong_is_named(tmp_path, text, said):
@@ -290,7 +290,7 @@ def test_a_file_that_is_not_there(tmp_path):
     """Is named, and so is one that is no text."""
     refused(ConfigError, r"cannot read .*none: No such file", lambda: load_hosts(tmp_path / "none"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    refused(ConfigError, "binary is no text", lambda: load_hosts(tmp_path / "binary"))
+    refused(ConfigError, "binary is not a text file", lambda: load_hosts(tmp_path / "binary"))
 
 
 SERVER, A, B = Task("ps", 0), Task("worker", 0), Task("worker", 1)
@@ -460,7 +460,7 @@ def test_an_address_that_is_another_machine_here():
     _check_reachable(servers, {0, 1, 2}, "10.0.0.7:1")
     _check_reachable(("10.0.0.7:1", "host:2"), {0}, "10.0.0.7:1")
     for missing in range(3):
-        with pytest.raises(ConfigError, match=rf"reaches /job:ps/task:{missing} at .*--join HOST:PORT,HOST:PORT"):
+        with pytest.raises(ConfigError, match=rf"has /job:ps/task:{missing} at .*--join HOST:PORT,HOST:PORT"):
             _check_reachable(servers, {0, 1, 2} - {missing}, "10.0.0.7:1")
 
 
@@ -495,7 +495,9 @@ def test_the_worker_of_a_certificate(certificates, tmp_path):
 
     assert shown("worker-7", "chief-0") == Task("worker", 7)
     for names in (["worker-1", "worker-2"], ["ps-0"], ["admin"], ["worker-x"]):
-        with pytest.raises(ConfigError, match="as the one worker that its certificate names"):
+        with pytest.raises(ConfigError, match="needs the certificate of exactly one worker"):
             shown(*names)
-    with pytest.raises(ConfigError, match=r"PS_TOKEN_FILE=\{task\}/token: a worker that joins is told its task later"):
+    with pytest.raises(
+        ConfigError, match=r"PS_TOKEN_FILE=\{task\}/token: a worker that joins does not know its task yet"
+    ):
         certified_task(SecurityOptions(token_file="{task}/token"))

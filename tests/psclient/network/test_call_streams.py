@@ -232,8 +232,10 @@ def test_streams_that_never_last_are_given_up(monkeypatch, caplog):
             for _ in range(grpc_calls.MAX_BREAKS + 1):
                 job.round()
         assert (job.stream, job.calls._streams) == (None, False)
-        told = [record.getMessage() for record in caplog.records if "do not last" in record.getMessage()]
-        assert told == [f"/job:ps/task:0 is sent single calls: streams to {job.relay.address} do not last"] * 2
+        told = [record.getMessage() for record in caplog.records if "break repeatedly" in record.getMessage()]
+        assert (
+            told == [f"/job:ps/task:0 uses single calls, because streams to {job.relay.address} break repeatedly"] * 2
+        )
 
 
 def test_a_server_ends_at_once_beside_an_idle_stream():

@@ -163,7 +163,11 @@ def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name)
     answer = hand.hear()
     refusal = pb.Refusal.FromString(answer.header)
     assert (answer.kind, answer.call, refusal.error) == (Kind.REFUSAL, 2, "Fenced")
-    refused(Fenced, "this session was ended: it failed", lambda: site.server.heartbeat(here.session, -1, b""))
+    refused(
+        Fenced,
+        "this process was removed from the job, because it failed",
+        lambda: site.server.heartbeat(here.session, -1, b""),
+    )
 
 
 def test_a_server_that_ends_says_so(site):
@@ -190,7 +194,7 @@ def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
     assert transport.waits
     with site.beating():
         eventually(lambda: transport.lost)
-        assert "nothing has come on it for" in transport._why
+        assert "nothing was received on it for" in transport._why
         site.round()
         assert site.transport(heartbeats.worker) is not transport
         eventually(lambda: heartbeats.ways() == TRANSPORT)
@@ -260,7 +264,7 @@ def test_a_transport_is_broken_once_heartbeats_were_answered_for_a_lease():
     """Since the first, or since something came; not while no call is under way, when nothing is to be said."""
     *before, last = silent(Silence(TRANSPORT_LEASE), 0, 2, 4, 6, 8)
     assert before == [""] * 4
-    assert last == "nothing has come on it for 8 s"
+    assert last == "nothing was received on it for 8 s"
     silence = Silence(TRANSPORT_LEASE)
     silent(silence, 0, 2, 4, 6)
     silence.heard = True
@@ -291,7 +295,7 @@ def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
     """Though its words come; not what it does not want for now, has received, or gets of a slow network."""
     silence = Silence(TRANSPORT_LEASE)
     assert words(silence, 10, 20, 0, 2, 4, 6) == ""
-    assert words(silence, 10, 30, 8) == "the server receives nothing more on it for 8 s"
+    assert words(silence, 10, 30, 8) == "the server has not read from it for 8 s"
     silence = Silence(TRANSPORT_LEASE)
     assert words(silence, 10, 20, *range(100), paused=True) == ""
     assert words(silence, 10, 20, 100, 102, 104, 106) == ""

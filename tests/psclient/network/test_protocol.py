@@ -224,7 +224,7 @@ def test_a_new_process_in_the_place_of_a_server_is_no_new_job(server, decides):
     assert hosting.losses == (server,)
 
 
-@pytest.mark.parametrize("error", [ServerLost("nothing listens there"), ServerGone("is gone: was lost")])
+@pytest.mark.parametrize("error", [ServerLost("nothing listens there"), ServerGone("is down: was lost")])
 def test_who_comes_while_a_server_is_lost_takes_it_for_gone(error):
     """Whether it finds that out by itself, or another server tells it while it asks."""
     hosting = look("mine", status(0), error, status(2))

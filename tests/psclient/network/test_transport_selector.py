@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[TransportName, Callable[[Any], object], str, str]] = {
         "shm",
         lambda of: setattr(of, "path", ""),
         "tcp",
-        "no shm transport to /job:ps/task:0: the server has none",
+        "no shm transport to /job:ps/task:0: the server does not offer it",
     ),
     "a path that is not here": (
         *("shm", lambda of: setattr(of, "path", ELSEWHERE)),
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[TransportName, Callable[[Any], object], str, str]] = {
         "tcp",
         lambda of: setattr(of, "port", 0),
         "grpc",
-        "no tcp transport to /job:ps/task:0: the server has none",
+        "no tcp transport to /job:ps/task:0: the server does not offer it",
     ),
     "a port that nobody listens at": ("tcp", nobody_listens, "grpc", "cannot be reached"),
 }
@@ -203,7 +203,7 @@ def test_a_transport_that_breaks_is_opened_again_or_left(stack, name, said, monk
         eventually(lambda lost=lost: all(transport._why for transport in lost))
     site.round()
     assert names(site) == [TRANSPORTS[TRANSPORTS.index(name) + 1] if left else name] * 2
-    assert said.messages.count(f"no {name} transport to {site.core.task}: it breaks again and again") == 2 * left
+    assert said.messages.count(f"no {name} transport to {site.core.task}: it breaks repeatedly") == 2 * left
 
 
 def test_a_transport_that_could_not_be_opened_is_tried_again(stack, others, name, said, monkeypatch):

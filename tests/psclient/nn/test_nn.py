@@ -212,18 +212,18 @@ def test_none_is_the_mean_and_safe_weights_count_above_0():
     ("ids", "weights", "error", "words"),
     [
         ([1, 2], None, TypeError, "ps.SparseTensor, or a list with a sequence of ids"),
-        (np.array([1, 2]), None, TypeError, "a sequence of ids for each example; not ndarray"),
+        (np.array([1, 2]), None, TypeError, "a sequence of ids for each example, not ndarray"),
         ("ab", None, TypeError, "a sequence of ids"),
-        ([[1.5]], None, TypeError, "the ids of bags are integers, and not float64"),
-        ([[1]], [["a"]], TypeError, "the weights of bags are numbers"),
-        ([[1], [2]], [[1.0, 2.0], []], ValueError, "2 ids in 2 bags and 2 weights in 2"),
-        ([[1]], [[1.0], [1.0]], ValueError, "1 ids in 1 bags and 2 weights in 2"),
+        ([[1.5]], None, TypeError, "the ids of bags must be integers, not float64"),
+        ([[1]], [["a"]], TypeError, "the weights of bags must be numbers"),
+        ([[1], [2]], [[1.0, 2.0], []], ValueError, "2 ids in 2 bags, but 2 weights in 2"),
+        ([[1]], [[1.0], [1.0]], ValueError, "1 ids in 1 bags, but 2 weights in 2"),
         ([[1]], ps.SparseTensor([[0, 0]], [1.0], (1, 1)), ValueError, "in the same form"),
         (
             ps.SparseTensor([[0, 0]], [1], (1, 2)),
             ps.SparseTensor([[0, 1]], [1.0], (1, 2)),
             ValueError,
-            "weights of bags are in other places",
+            "weights of bags have other indices",
         ),
         ([[0, 9]], None, ValueError, "variable 'emb': id 9 at place 1 is no row of 4"),
         ([[-1]], None, ValueError, "variable 'emb': id -1 at place 0 is no row of 4"),
@@ -237,7 +237,7 @@ def test_wrong_arguments_are_named():
     """The combiner, the dtype of the rows, the gradient's shape and dtype, the default."""
     v = table(4, 2)
     for lookup in (ps.nn.embedding_lookup_sparse, ps.nn.safe_embedding_lookup_sparse):
-        with pytest.raises(ValueError, match="combiner is 'max'; known are 'mean', 'sqrtn', 'sum'"):
+        with pytest.raises(ValueError, match="combiner is 'max'; use one of 'mean', 'sqrtn', 'sum'"):
             lookup(v, [[0]], None, "max")
         with pytest.raises(ValueError, match=r"partition_strategy is 'mod'.*div"):
             lookup(v, [[0]], None, partition_strategy="mod")
@@ -248,7 +248,7 @@ def test_wrong_arguments_are_named():
     bags = ps.nn.embedding_lookup_sparse(v, [[0, 1]], None)
     with pytest.raises(ValueError, match=r"gradient of bags of shape \(1, 2\) has shape \(2, 2\)"):
         bags.gradient(np.ones((2, 2)))
-    refused(TypeError, "complex128 does not fit rows of float64", lambda: bags.gradient(np.ones((1, 2), complex)))
+    refused(TypeError, "complex128 does not match rows of float64", lambda: bags.gradient(np.ones((1, 2), complex)))
 
 
 def table_of(rows):
@@ -300,8 +300,8 @@ def test_the_gradient_goes_through_the_clip(row):
 @pytest.mark.parametrize(
     ("norm", "error", "said"),
     [
-        *((norm, ValueError, r"max_norm is .*give a positive number, or None") for norm in (0, -1.0, np.inf, np.nan)),
-        *((norm, TypeError, "max_norm is a number or None") for norm in ("mod", True, np.ones(2))),
+        *((norm, ValueError, r"max_norm is .*use a positive number, or None") for norm in (0, -1.0, np.inf, np.nan)),
+        *((norm, TypeError, "max_norm must be a number or None") for norm in ("mod", True, np.ones(2))),
     ],
 )
 def test_a_norm_is_a_positive_number(norm, error, said):
@@ -313,10 +313,10 @@ def test_what_is_no_table_is_refused():
     """Arrays, several variables, partitions that are not there; rows of integers are looked up, and not clipped."""
     v = ps.Variable(np.array([[1], [2]]), name="emb")
     assert np.asarray(ps.nn.embedding_lookup(v, [1])).tolist() == [[2]]
-    with pytest.raises(TypeError, match="max_norm is for rows of floats, and variable 'emb' is of int64"):
+    with pytest.raises(TypeError, match="max_norm supports rows of floats, but variable 'emb' is of int64"):
         ps.nn.embedding_lookup(v, [1], 1.0)
     v = table_of([[1]])
-    with pytest.raises(TypeError, match=r"params is a variable, and not ndarray; of an array take params\[ids\]"):
+    with pytest.raises(TypeError, match=r"params must be a variable, not ndarray; for an array use params\[ids\]"):
         ps.nn.embedding_lookup(np.ones((2, 2)), [0])
     refused(ValueError, "params are 2 variables", lambda: ps.nn.embedding_lookup([v, v], [0]))
     with pytest.raises(ValueError, match=r"partition_strategy is 'mod'.*div"):
@@ -363,12 +363,18 @@ def test_it_has_what_it_is_given():
         ([[0, 0]], [1, 2], (1, 1), ValueError, "row and column of each value"),
         ([[0, 0, 0]], [1], (1, 1), ValueError, r"indices of shape \(1, 3\)"),
         ([0], [1], (1, 1), ValueError, "row and column of each value"),
-        ([[0, 0]], [1], (1, 1, 1), ValueError, "is .rows, columns., and not"),
-        ([[0, 0]], [1], (1, -1), ValueError, "is .rows, columns., and not"),
-        ([[0, 0]], [1], (1.0, 1.0), TypeError, "the dense_shape of a SparseTensor are integers"),
-        ([[0.0, 0.0]], [1], (1, 1), TypeError, "the indices of a SparseTensor are integers"),
-        ([[0, 0], [1, 0]], [1, 2], (1, 1), ValueError, r"index \(1, 0\) at place 1 is outside of the shape \(1, 1\)"),
-        ([[0, -1]], [1], (1, 1), ValueError, r"index \(0, -1\) at place 0 is outside"),
+        ([[0, 0]], [1], (1, 1, 1), ValueError, "must be .rows, columns., not"),
+        ([[0, 0]], [1], (1, -1), ValueError, "must be .rows, columns., not"),
+        ([[0, 0]], [1], (1.0, 1.0), TypeError, "the dense_shape of a SparseTensor must be integers"),
+        ([[0.0, 0.0]], [1], (1, 1), TypeError, "the indices of a SparseTensor must be integers"),
+        (
+            [[0, 0], [1, 0]],
+            [1, 2],
+            (1, 1),
+            ValueError,
+            r"index \(1, 0\) at position 1 is outside of the shape \(1, 1\)",
+        ),
+        ([[0, -1]], [1], (1, 1), ValueError, r"index \(0, -1\) at position 0 is outside"),
     ],
 )
 def test_what_does_not_fit_is_refused(indices, values, shape, error, words):

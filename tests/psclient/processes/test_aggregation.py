@@ -292,7 +292,7 @@ def test_a_message_that_finds_no_room_ends_the_link(make, monkeypatch):
     (link,) = leads.role._links
     link.tell(Kind.SINGLY, 10**6)
     assert reads.wait(LONG)
-    with pytest.raises(LinkLost, match="nothing can be sent"):
+    with pytest.raises(LinkLost, match="sending failed"):
         _flood(link)
     server.answer(0, 1.0, 4)
     go.set()
@@ -466,7 +466,7 @@ def test_a_process_of_another_user_is_sent_away(make, caplog):
         found = subprocess.run([sys.executable, "-c", KNOCK, name], capture_output=True, text=True)
         assert found.stdout == "b''\n", found.stderr
     assert not leads.role._links
-    assert caplog.text.count("a process of another user came to the workers of this host, and was sent away") == 1
+    assert caplog.text.count("rejected a connection to this host's local reduction from a process of another user") == 1
 
 
 def test_memory_that_is_not_sealed_is_not_taken(make):

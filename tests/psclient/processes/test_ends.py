@@ -84,7 +84,7 @@ print("the script ends", end="")
 MANY = 3_000_000
 """Numbers that do not fit into one message."""
 
-NO_THREAD = "no thread could be started"
+NO_THREAD = "a thread could not be started"
 
 
 @contextmanager

@@ -159,13 +159,13 @@ def test_a_cluster_is_found_as_it_was_told(directory):
 
 def test_without_one_or_with_several_it_is_said(directory):
     assert find_clusters() == []
-    refused(ConfigError, r"psworker --standalone starts one", lambda: choose(""))
+    refused(ConfigError, r"no cluster started by psworker --standalone", lambda: choose(""))
     for _ in range(2):
         register("train.py", SERVERS, CLUSTER, SECRET)
     name = f"train-{os.getpid()}"
     assert [each.name for each in find_clusters()] == [name, f"{name}-2"]
-    refused(ConfigError, rf"2 clusters .*{name}, {name}-2; write --local=NAME", lambda: choose(""))
-    refused(ConfigError, f"no cluster is named 'x'; there is {name}", lambda: choose("x"))
+    refused(ConfigError, rf"2 clusters .*{name}, {name}-2; choose one with --local=NAME", lambda: choose(""))
+    refused(ConfigError, f"no cluster is named 'x'; running clusters: {name}", lambda: choose("x"))
     assert choose(f"{name}-2").name == f"{name}-2"
 
 
@@ -350,4 +350,4 @@ def test_one_error_that_ends_several_workers_is_said_once():
     for task, text in ((WORKER, "all is lost (a.py:3)"), (other, "all is lost (a.py:9)"), (WORKER, "another (a.py:3)")):
         printer(Line(task, True, f"psworker: {task}: error: {text}"))
     said = [line.partition("error: ")[2] or line.partition("] ")[2] for line in out.getvalue().splitlines()]
-    assert said == ["all is lost (a.py:3)", f"the same error as of {WORKER}", "another (a.py:3)"]
+    assert said == ["all is lost (a.py:3)", f"same error as {WORKER}", "another (a.py:3)"]

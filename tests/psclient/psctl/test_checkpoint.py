@@ -143,7 +143,7 @@ def test_a_checkpoint_is_shown(run, saved):
 def test_a_whole_checkpoint_is_verified(run, saved, tmp_path):
     """Exit code 0, and JSON without faults; what cannot be verified is not passed over in silence."""
     done = run("verify", saved)
-    assert (done.code, done.out) == (0, f"{saved} is whole: {len(VALUES)} variables\n")
+    assert (done.code, done.out) == (0, f"{saved} is complete: {len(VALUES)} variables\n")
     said = run("verify", "--json", saved).json
     assert said == {"path": str(saved), "whole": True, "without_checksum": 0, "faults": []}
     path = write_checkpoint(tmp_path / "ckpt-1", VALUES, checksums=False)
@@ -169,15 +169,15 @@ def tensors(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
 
 
 DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
-    ("are not those that were saved: xxh3:", lambda path: overwrite(path / SHARD0, -1, b"\xff")),
-    ("bytes, and had", longer),
-    ("cut short", lambda path: os.truncate(path / SHARD0, (path / SHARD0).stat().st_size - 1)),
+    ("has another checksum than when it was saved: xxh3:", lambda path: overwrite(path / SHARD0, -1, b"\xff")),
+    ("bytes, but had", longer),
+    ("truncated", lambda path: os.truncate(path / SHARD0, (path / SHARD0).stat().st_size - 1)),
     ("the file is missing", lambda path: (path / SHARD0).unlink()),
-    ("its header is broken", lambda path: overwrite(path / SHARD0, 8, b"}")),
-    ("its header is broken", lambda path: overwrite(path / SHARD0, 0, b"\xff" * 8)),
-    ("it has 'b', which the manifest does not name", tensors(lambda all: all.pop("b"))),
-    ("it has 'b' as float64[2], not float64[3]", tensors(lambda all: all["b"].update(shape=[3]))),
-    ("it does not have 'b', which the manifest names", tensors(lambda all: all["b"].update(file=SHARD1))),
+    ("its header is damaged", lambda path: overwrite(path / SHARD0, 8, b"}")),
+    ("its header is damaged", lambda path: overwrite(path / SHARD0, 0, b"\xff" * 8)),
+    ("it contains 'b', which the manifest does not list", tensors(lambda all: all.pop("b"))),
+    ("it holds 'b' as float64[2], not float64[3]", tensors(lambda all: all["b"].update(shape=[3]))),
+    ("it does not contain 'b', which the manifest lists", tensors(lambda all: all["b"].update(file=SHARD1))),
 ]
 
 
@@ -278,7 +278,7 @@ def test_one_file_has_all(run, saved, tmp_path):
     out = tmp_path / "all.npz"
     done = run("export", saved, out)
     assert done.code == 0
-    assert done.err == "NumPy's files know no bfloat16; as float32, exactly: half\n"
+    assert done.err == "NumPy files cannot hold bfloat16; saved as float32, without loss: half\n"
     with np.load(out, allow_pickle=False) as found:
         assert set(found) == set(VALUES)
         assert same(found["half"], VALUES["half"].astype("float32"))
@@ -306,7 +306,7 @@ def test_a_failed_export_leaves_nothing(run, saved, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["show", "{tmp}/nowhere"], "nowhere does not exist; give a path as it is here"),
+        (["show", "{tmp}/nowhere"], "nowhere does not exist; give the whole path on this machine"),
         (["show", "{run}/ckpt-1/manifest.json"], "is a file, not the directory of a checkpoint"),
         (["show", "{tmp}"], "there is no complete checkpoint in"),
         (["ls", "{tmp}/nowhere"], "nowhere does not exist"),
@@ -316,9 +316,9 @@ def test_a_failed_export_leaves_nothing(run, saved, tmp_path):
         (["verfy", "x"], "No such command 'verfy'"),
         ([], "Missing command. (see psctl checkpoint --help)"),
         (["diff", "{run}"], "Missing argument 'B'"),
-        (["export", "{run}", "{tmp}/out.pt"], "out.pt has no known ending; write .safetensors or .npz"),
-        (["export", "{run}", "{tmp}/there.npz"], "is there already; give another name, or --force"),
-        (["export", "{run}", "{tmp}/no/out.npz"], "there is no directory {tmp}/no to write out.npz into"),
+        (["export", "{run}", "{tmp}/out.pt"], "out.pt has an unknown extension; use .safetensors or .npz"),
+        (["export", "{run}", "{tmp}/there.npz"], "already exists; give another name, or --force"),
+        (["export", "{run}", "{tmp}/no/out.npz"], "there is no directory {tmp}/no for out.npz"),
     ],
 )
 def test_wrong_use_is_one_line(run, saved, tmp_path, args, said):
@@ -338,7 +338,7 @@ def test_what_cannot_be_read_is_named(run, saved, monkeypatch):
     for path in (saved, saved.parent):
         done = run("show", path)
         assert done.code == 2
-        assert f"{saved}/manifest.json is no manifest" in done.err
+        assert f"{saved}/manifest.json is not a checkpoint manifest" in done.err
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no credentials")
@@ -390,7 +390,7 @@ def test_deltas_are_listed_and_shown(run, job):
 def test_a_delta_is_verified_with_its_bases(run, job):
     """A fault of a base is a fault; the file says where."""
     code, out, _ = run("verify", job.root)
-    assert (code, "c-3 is whole: 4 variables, with what it has the changes to: c-2, c-1" in out) == (0, True)
+    assert (code, "c-3 is complete: 4 variables, together with its bases: c-2, c-1" in out) == (0, True)
     shard = next((job.root / "c-1").glob("shard-00001*"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -433,8 +433,8 @@ def test_a_delta_is_compacted(run, job):
     """A path, or the newest of a directory; what is whole stays."""
     expected = job.state()
     code, out, _ = run("compact", job.root)
-    assert (code, "c-3 is whole, " in out, "it does not need c-2, c-1 any more" in out) == (0, True, True)
-    assert run("compact", job.root / "c-3") == (0, f"{job.root}/c-3 is whole already\n", "")
+    assert (code, "c-3 is now complete, " in out, "it no longer needs c-2, c-1" in out) == (0, True, True)
+    assert run("compact", job.root / "c-3") == (0, f"{job.root}/c-3 is already complete\n", "")
     assert run("verify", job.root).code == 0
     for path in (*(job.root / "c-1").iterdir(), *(job.root / "c-2").iterdir()):
         path.unlink()
@@ -485,7 +485,7 @@ def test_of_two_compactions_at_a_time_one_changes_nothing(run, job, monkeypatch)
         return written
 
     monkeypatch.setattr(compaction, "write_file", overtaken)
-    with pytest.raises(CheckpointError, match="was compacted by another process meanwhile"):
+    with pytest.raises(CheckpointError, match="another process has compacted"):
         compaction.compact(open_saved(directory))
     assert run("verify", directory).code == 0
     assert job.restored("c-3", 2).state().equals(expected)

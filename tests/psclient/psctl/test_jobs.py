@@ -137,7 +137,7 @@ def test_a_job_that_waits_is_shown(run):
     assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
 
     code, text = run("status")
-    assert (code, text.splitlines()[0]) == (0, "job runs: generation 1, round 5, 2 replicas, sync")
+    assert (code, text.splitlines()[0]) == (0, "job is running: generation 1, round 5, 2 replicas, sync")
     assert [line for line in text.splitlines() if line.startswith("worker-0") and line.rstrip().endswith("worker-1")]
 
     sessions = [task["session"] for task in said["tasks"]]
@@ -229,7 +229,7 @@ def test_who_is_lost_is_named(psctl_of, tmp_path):
         code, said = run.until(lambda said: said["problems"])
         assert code == 1
         assert [(each["kind"], each["task"]) for each in said["problems"]] == [("lost", str(W1))]
-        assert "its lease ended" in said["problems"][0]["message"]
+        assert "it sent no heartbeat" in said["problems"][0]["message"]
         job.kill(CHIEF)
         code, said = run.until(lambda said: len(said["problems"]) > 1)
         assert [(each["kind"], each["task"]) for each in said["problems"]] == [
@@ -342,12 +342,12 @@ def test_servers_are_spread_drained_and_moved(tmp_path, psctl_of, half):
         (here,) = domains(run, psctl_of)
         stack.enter_context(waiting(job, tmp_path, half, domain="b"))
         code, text = run("status")
-        assert (code, text.count("(in b) waits for the place of a server")) == (0, half)
+        assert (code, text.count("(in b) standby")) == (0, half)
         code, told = run.json("rebalance")
         assert code == 0, told
         assert len(told["moved"]) == half
         assert domains(run, psctl_of) == {here: half, "b": half}
-        assert run("rebalance") == (0, "no server has to move\n")
+        assert run("rebalance") == (0, "no server needs to move\n")
 
         others = stack.enter_context(waiting(job, tmp_path, half, domain="c"))
         code, told = run.json("drain", "b")
@@ -366,13 +366,13 @@ def test_servers_are_spread_drained_and_moved(tmp_path, psctl_of, half):
 
 
 WRONG = {
-    ("move", "ps:9"): "psctl: error: the job has 2 servers, and no /job:ps/task:9",
-    ("move", "ps:0"): "no process waits for the place of /job:ps/task:0; start one on another machine with",
-    ("move", "worker:0"): "'worker:0' is no server, nor a domain of one; write ps:0",
-    ("move", "/job:worker/task:0"): "/job:worker/task:0 is no server; write ps:0",
-    ("move", "ps:0", "--to", "nowhere"): "no process waits for the place of /job:ps/task:0",
-    ("drain", "ps:1"): "no process of another domain than",
-    ("drain", "rack-9"): "'rack-9' is no server, nor a domain of one; write ps:0",
+    ("move", "ps:9"): "psctl: error: the job has 2 servers, so there is no /job:ps/task:9",
+    ("move", "ps:0"): "no standby server can replace /job:ps/task:0; start one on another machine with",
+    ("move", "worker:0"): "'worker:0' is neither a server nor the domain of a server; write ps:0",
+    ("move", "/job:worker/task:0"): "/job:worker/task:0 is not a server; write ps:0",
+    ("move", "ps:0", "--to", "nowhere"): "no standby server can replace /job:ps/task:0",
+    ("drain", "ps:1"): "there is no standby server for",
+    ("drain", "rack-9"): "'rack-9' is neither a server nor the domain of a server; write ps:0",
     ("move",): "Missing argument 'TASK'",
 }
 
@@ -406,7 +406,8 @@ def test_a_job_without_copies_moves_no_server(tmp_path, psctl_of):
             code, text = run("move", "ps:0", "--to", new.address)
             assert code == 2
             assert (
-                "servers move only in a job whose variables have copies; start it with PS_REPLICATION_FACTOR=2" in text
+                "a server can move only if its variables have copies; start the job with PS_REPLICATION_FACTOR=2"
+                in text
             )
             (tmp_path / "enough").touch()
             job.hear(W0, "is")

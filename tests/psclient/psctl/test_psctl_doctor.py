@@ -77,24 +77,24 @@ CUPY = GpuReport("13.3.0", "12.4", "12.2", ("NVIDIA H100",))
 
 HOSTS = [
     ("shared memory", {"segments": "Operation not permitted"}, "fail", "allow memfd_create, or use --transport tcp"),
-    ("shared memory", {"shared_free": -1}, "warn", "/dev/shm is not there"),
-    ("shared memory", {"shared_writable": False}, "warn", "/dev/shm may not be written"),
+    ("shared memory", {"shared_free": -1}, "warn", "/dev/shm does not exist"),
+    ("shared memory", {"shared_writable": False}, "warn", "/dev/shm is not writable"),
     ("shared memory", {"shared_free": 100}, "warn", "/dev/shm is full"),
-    ("shared memory", {"memory_limit": 512 << 20}, "warn", "this container may use 512 MiB"),
-    ("shared memory", {}, "ok", "/dev/shm may be written, 1.0 GiB free"),
+    ("shared memory", {"memory_limit": 512 << 20}, "warn", "this container can use 512 MiB"),
+    ("shared memory", {}, "ok", "/dev/shm is writable, 1.0 GiB free"),
     ("GPU", {"gpus": CUPY, "nvidia": True}, "ok", "CuPy 13.3.0, CUDA 12.4, driver 12.2: NVIDIA H100"),
-    ("GPU", {"gpus": GpuReport("13.3.0", error="too old"), "nvidia": True}, "fail", "too old look at nvidia-smi"),
+    ("GPU", {"gpus": GpuReport("13.3.0", error="too old"), "nvidia": True}, "fail", "too old check nvidia-smi"),
     ("GPU", {"gpus": GpuReport("13.3.0", error="no driver")}, "warn", "there is no GPU: no driver"),
     ("GPU", {"nvidia": True}, "warn", "install paramserver[gpu]"),
     ("GPU", {"gpus": GpuReport(error="CuPy cannot be imported: no x")}, "fail", "CuPy cannot be imported: no x"),
-    ("GPU", {}, "ok", "arrays are NumPy's"),
+    ("GPU", {}, "ok", "servers use NumPy"),
     ("open files", {"open_files": 100}, "fail", "raise the limit: ulimit -n"),
-    ("open files", {"open_files": 1024}, "warn", "too few for a server of many workers"),
+    ("open files", {"open_files": 1024}, "warn", "which is too few for a server with many workers"),
     ("open files", {}, "ok", "65536 files"),
     ("memory", {"memory": 100 << 20}, "fail", "100 MiB are free end other processes"),
-    ("memory", {"memory_limit": 200 << 20}, "fail", "this container may use 200 MiB"),
+    ("memory", {"memory_limit": 200 << 20}, "fail", "this container can use 200 MiB"),
     ("memory", {"memory": 700 << 20}, "warn", "700 MiB are free"),
-    ("memory", {"memory": 0}, "ok", "does not tell"),
+    ("memory", {"memory": 0}, "ok", "is not known"),
     ("memory", {}, "ok", "8.0 GiB are free"),
 ]
 
@@ -109,16 +109,16 @@ def test_this_machine_is_read():
 
 
 TEXTS = [
-    ("", "warn", "a script starts a server of its own"),
+    ("", "warn", "a script starts its own server"),
     ("{", "fail", "TF_CONFIG is not JSON"),
-    ("{}", "warn", "it names no cluster"),
+    ("{}", "warn", "it has no cluster"),
     (tf_config([]), "fail", "has no 'ps' task"),
     (tf_config(["h:1"], "worker", 7), "fail", "the cluster has no /job:worker/task:7"),
     (tf_config(["h:1"], "boss"), "fail", "unknown task type 'boss'"),
     (tf_config(["h:1", "h:1"]), "fail", "/job:ps/task:0 and /job:ps/task:1 have one address, h:1"),
-    (tf_config(["h"]), "fail", "'h' is no address"),
+    (tf_config(["h"]), "fail", "'h' is not an address"),
     (tf_config(["h:0"]), "fail", "/job:ps/task:0 has port 0"),
-    (tf_config(["127.0.0.1:1", "h:1"]), "warn", "/job:ps/task:0 is at a loopback address, and others are not"),
+    (tf_config(["127.0.0.1:1", "h:1"]), "warn", "/job:ps/task:0 has a loopback address, but other servers have not"),
     (tf_config(["h:1", "i:1"], "ps", 1), "ok", "this process is /job:ps/task:1, of a cluster of 2 ps, 1 worker"),
 ]
 
@@ -175,7 +175,12 @@ def test_servers_that_cannot_be_reached(looked):
     """Names that nobody knows, ports that are closed (that of the tcp transport is missed, and not needed), and
     silence."""
     lost = replace(looked[1], address="no-such-host.invalid:2222")
-    finds("names", patient(looked=[looked[0], lost]), "fail", "ps-1: the name 'no-such-host.invalid' is not known here")
+    finds(
+        "names",
+        patient(looked=[looked[0], lost]),
+        "fail",
+        "ps-1: the name 'no-such-host.invalid' cannot be resolved",
+    )
     address = f"127.0.0.1:{closed_port()}"
     closed = patient(looked=[replace(looked[0], address=address)])
     finds("ports", closed, "fail", f"ps-0: nothing listens at {address} start it")
@@ -188,7 +193,7 @@ def test_servers_that_say_what_is_wrong(looked):
     broken = patient(looked=changed(looked, broken="round 3 failed halfway"))
     finds("servers", broken, "fail", "ps-0: round 3 failed halfway")
     gone = tuple(replace(session, state="lost") for session in looked[0].status.sessions)
-    finds("servers", patient(looked=changed(looked, sessions=gone)), "warn", "worker-0: no sign of life")
+    finds("servers", patient(looked=changed(looked, sessions=gone)), "warn", "worker-0: it sent no heartbeat")
 
 
 @pytest.mark.parametrize(
@@ -204,8 +209,8 @@ def test_versions_that_differ(looked):
     """Of this package every difference is told, of others that of the first number."""
     theirs = {"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}
     who = patient(looked=told(looked[:1], versions=theirs))
-    ours = "ps-0: it has paramserver 0.2.0, and we have 0.1.0"
-    finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, and we have 2.1.0")
+    ours = "ps-0: it has paramserver 0.2.0, but this machine has 0.1.0"
+    finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, but this machine has 2.1.0")
     assert "python" not in worst("versions", who)[1]
 
 
@@ -225,19 +230,19 @@ def options(directory: Path) -> SecurityOptions:
 def test_certificates_are_examined(certificates, tmp_path):
     """Whose they are and until when; what is wrong with them as any process would say it at its start."""
     admin = patient(security=options(certificates / "admin"))
-    finds("TLS", admin, "ok", "our certificate is admin's, good until")
+    finds("TLS", admin, "ok", "our certificate is for admin, and valid until")
     Authority(tmp_path / "certs", 7).issue("admin", True)
-    finds("TLS", admin, "warn", "--renew makes new ones")
+    finds("TLS", admin, "warn", "run psctl certs OUT --renew")
     finds("TLS", patient(security=options(certificates / "nowhere")), "fail", "cannot be read")
     finds("TLS", patient(security=options(certificates / "worker-0")), "fail", "is worker-0's")
     (certificates / "admin" / "tls.key").write_text("nonsense")
-    finds("TLS", admin, "fail", "has no private key")
+    finds("TLS", admin, "fail", "does not contain a PEM private key")
 
 
 def test_servers_without_tls_are_found_out(certificates, looked):
     """Those who speak TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
     spoken = patient(looked=looked, security=options(certificates / "admin"))
-    finds("TLS", spoken, "fail", "ps-0: it speaks without TLS")
+    finds("TLS", spoken, "fail", "ps-0: it does not use TLS")
     far = [replace(looked[0], address="192.0.2.1:1")]
     finds("TLS", patient(looked=far), "warn", "make certificates with psctl certs")
 
@@ -271,7 +276,7 @@ def test_a_cluster_of_this_machine_is_examined(certificates, tmp_path, call, mon
     register("dir/train.py", [address], cluster, options(certificates / "{task}").variables())
     findings = call("--local", "doctor", "--timeout", "0.2", "--json").json["findings"]
     said = [(each["check"], each["level"], each["message"]) for each in findings]
-    named = f"it is not read; --local names train-{os.getpid()}, a cluster of 1 chief, 2 ps, 1 worker"
+    named = f"it is not used; --local names train-{os.getpid()}, a cluster of 1 chief, 2 ps, 1 worker"
     same = f"/job:ps/task:0 and /job:ps/task:1 have one address, {address}"
     assert [each for each in said if each[0] == "TF_CONFIG"] == [
         ("TF_CONFIG", "ok", named),

@@ -105,7 +105,7 @@ def test_what_was_told_last_is_shown(run, worker):
     code, text = run("--server", "2")
     assert (code, text) == (
         2,
-        "psctl: error: no address leads to /job:ps/task:2; name all servers of the job in --address\n",
+        "psctl: error: /job:ps/task:2 is not at any of the addresses; name all servers of the job in --address\n",
     )
 
 
@@ -136,7 +136,7 @@ def test_a_server_that_does_not_answer_is_a_problem(run, worker):
 def test_what_is_no_server_is_a_problem(run, worker):
     """It answers, and does not know the verb: one line says so, and what to do."""
     del run.threads[1]._server._service._methods[VERBS["Status"].path]
-    assert "is no parameter server of this version; correct the address" in run("--server", "1")[1]
+    assert "is not a parameter server of this version; correct the address" in run("--server", "1")[1]
 
 
 def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
@@ -152,7 +152,7 @@ def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
         for wrong in ("127.0.0.1:99999", "127.0.0.1:", ":1", "127.0.0.1", f"127.0.0.1:+{thread.port}"):
             code, _, said = call("health", address, wrong)
             assert code == 2
-            assert f"{wrong!r} is no address" in said
+            assert f"{wrong!r} is not an address" in said
     assert call("health", address) == (1, f"{address} does not serve: nothing listens there\n", "")
 
 
@@ -197,15 +197,15 @@ def test_in_a_task_s_container_its_certificate_will_do(ask, server, certificates
     monkeypatch.delenv("TF_CONFIG")
     code, said = ask("status", "--address", server.address, *flags(certificates.out / "worker-0"))
     assert code == 2
-    assert "is worker-0's, and not of" in said["error"]["message"]
+    assert "is worker-0's, not for" in said["error"]["message"]
 
 
 def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
     """A certificate, or one of the right CA, or the token: each in words, and at once."""
     said = {
-        "the server expects TLS, and this process has no certificate": [],
-        "not signed by our CA": flags(certificates.other / "admin"),
-        "asks for the token of its job": flags(certificates.out / "admin")[:6],
+        "the server requires TLS, but this process has no certificate": [],
+        "not signed by this process's CA": flags(certificates.other / "admin"),
+        "requires the token of its job": flags(certificates.out / "admin")[:6],
     }
     for words, shown in said.items():
         code, found = ask("status", "--address", server.address, *shown)
@@ -221,10 +221,10 @@ def test_health_needs_a_certificate_of_the_ca_alone(ask, server, certificates):
     assert ask("health", server.address, *flags(certificates.out / "ps-1")[:6])[0] == 2  # psctl is not ps-1
     assert ask("health", server.address, *flags(certificates.out / "admin")[:6])[0] == 0
     assert why_not(server.address, certificates.of("ps-1"), 5.0) == ""
-    assert "not signed by our CA" in why_not(server.address, certificates.of_other("ps-0"), 5.0)
-    assert "expects TLS" in why_not(server.address, Security(), 5.0)
+    assert "not signed by this process's CA" in why_not(server.address, certificates.of_other("ps-0"), 5.0)
+    assert "requires TLS" in why_not(server.address, Security(), 5.0)
     with guarded(Security()) as plain:
-        assert "speaks without TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
+        assert "does not use TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
 
 
 def test_a_health_check_shows_what_the_environment_names(call, bare, server, certificates, monkeypatch, tmp_path):
@@ -243,7 +243,7 @@ def test_a_health_check_shows_what_the_environment_names(call, bare, server, cer
         monkeypatch.setenv("TF_CONFIG", tf_config)
         code, said = checked(certificates.out / "ps-1")
         assert code == 2
-        assert "tls.crt is ps-1's, and not of" in said
+        assert "tls.crt is ps-1's, not for" in said
     monkeypatch.setenv("TF_CONFIG", json.dumps({"task": {"type": "ps", "index": 1}}))
     assert checked(certificates.out / "ps-1") == serves
     shutil.copytree(certificates.out / "ps-1", tmp_path / "ps-1")  # all that there is in the task's container
@@ -261,10 +261,12 @@ def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
     for folder, level in ((certificates.out / "admin", "ok"), (ends, "warn")):
         found = ask("doctor", "--address", server.address, *flags(folder))[1]["findings"]
         tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
-        assert tls == {"our certificate is admin's": level, "ps-0: it shows its certificate": "ok"}
+        assert tls == {"our certificate is for admin": level, "ps-0: it has a valid certificate": "ok"}
     code, said = ask("doctor", "--address", server.address, *flags(certificates.other / "admin"))
     assert code == 1
-    assert any("not signed by our CA" in each["message"] for each in said["findings"] if each["level"] == "fail")
+    assert any(
+        "not signed by this process's CA" in each["message"] for each in said["findings"] if each["level"] == "fail"
+    )
 
 
 def test_values_are_read_with_a_certificate(ask, certificates):

@@ -192,16 +192,19 @@ def test_whatever_servers_say_can_be_shown(looked, expected):
 
 
 def test_every_key_is_documented():
-    """What `--json` gives, and every kind of problem, state and check, stands in docs/psctl.md."""
-    text = (Path(__file__).parents[3] / "docs" / "psctl.md").read_text(encoding="utf-8")
+    """What `--json` gives stands in docs/psctl-json.md; every kind of problem, and every check, in docs/psctl.md."""
+    docs = Path(__file__).parents[3] / "docs"
+    page, keys = ((docs / name).read_text(encoding="utf-8") for name in ("psctl.md", "psctl-json.md"))
     kinds = (JobView, ServerView, TaskView, Problem, Finding, Happened)
     fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     problems = set(re.findall(r'Problem\("(\w+)"', inspect.getsource(view_module))) | set(GONE)
     assert len(problems) > 8
-    for name in fields | problems | set(STATES):
-        assert f"`{name}`" in text or f"`{name}[]`" in text, name
+    for name in fields | set(STATES):
+        assert f"`{name}`" in keys or f"`{name}[]`" in keys, name
+    for name in problems:
+        assert f"`{name}`" in page, name
     for check in CHECKS:
-        assert f"| {check.name} |" in text, check.name
+        assert f"| {check.name} |" in page, check.name
 
 
 def rendered(seen: JobView, width: int) -> list[str]:
@@ -277,15 +280,15 @@ def test_statistics_are_of_finite_elements(value):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["status"], "no servers are named; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG"),
-        (["status", "--address", "here"], "--address: 'here' is no address; write host:port"),
+        (["status"], "no servers are given; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG"),
+        (["status", "--address", "here"], "--address: 'here' is not an address; write host:port"),
         (["status", "--timeout", "0"], "Invalid value for '--timeout'"),
         (["vars", "a", "b"], "unexpected extra argument"),
         (["read"], "Missing argument 'NAME'. (see psctl read --help)"),
-        (["health", "nowhere"], "'nowhere' is no address"),
-        (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no to write x.npy into"),
+        (["health", "nowhere"], "'nowhere' is not an address"),
+        (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no for x.npy"),
         (["status", "--address", "h:1", "--tls-cert", "{tmp}/none"], "missing: --tls-key, --tls-ca"),
-        (["--address", "h:1,,", "status"], "'' is no address"),
+        (["--address", "h:1,,", "status"], "'' is not an address"),
     ],
 )
 def test_wrong_use_is_one_line(call, bare, tmp_path, args, said):
@@ -347,10 +350,10 @@ def test_why_there_is_no_page_is_said():
         _number("worker:0")
     found = view_with(server(""), server("", number=1, incarnation=0))
     assert "--metrics-port" in _nothing(found, None, False)
-    assert "the chief tells of no status page" in _nothing(found, None, True)
+    assert "the chief has no status page" in _nothing(found, None, True)
     assert "ps-0 has no metrics port" in _nothing(found, 0, False)
     assert _nothing(found, 1, False) == "ps-1 does not answer: nothing listens there"
-    assert "no ps-2 among the 2 servers" in _nothing(found, 2, False)
+    assert "ps-2 is not among the 2 servers" in _nothing(found, 2, False)
 
 
 def part(id, name, server, slot=None):

@@ -414,7 +414,7 @@ def test_an_asynchronous_worker_sees_its_own_push(cluster):
     [
         ([0, SIZE], ValueError, "variable 'table'.*: id 40 at place 1 is no row of 40"),
         ([-1], ValueError, "variable 'table'.*: id -1 at place 0 is no row of 40"),
-        ([0.5], TypeError, "variable 'table' are integers"),
+        ([0.5], TypeError, "variable 'table' must be integers"),
     ],
 )
 def test_bad_ids_are_refused_where_they_are_named(cluster, ids, error, why):
@@ -433,6 +433,6 @@ def test_bad_ids_are_refused_where_they_are_named(cluster, ids, error, why):
 
 
 def test_options_take_functions():
-    with pytest.raises(TypeError, match="give a function of a batch for each variable"):
+    with pytest.raises(TypeError, match="pass a function of a batch for each variable"):
         ps.InputOptions(prefetch={ps.Variable(np.zeros((2, 2)), name="w"): [1, 2]})
-    refused(TypeError, "give a function of a batch for each variable", lambda: ps.InputOptions(prefetch={"w": len}))
+    refused(TypeError, "pass a function of a batch for each variable", lambda: ps.InputOptions(prefetch={"w": len}))

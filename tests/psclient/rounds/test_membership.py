@@ -126,7 +126,7 @@ def test_a_process_hears_between_two_heartbeats_that_a_server_has_ended_its_sess
     """A call that it holds there is answered."""
     one = Process(job, A, "sync", timeouts=Timeouts(heartbeat_interval=1e4))
     job.verbs[0].leave(one.session.number, "it was given up")
-    with pytest.raises(Fenced, match="this session was ended"):
+    with pytest.raises(Fenced, match="this process was removed from the job"):
         eventually(one.session.check)
     one.session.leave("it was given up")
 
@@ -305,7 +305,7 @@ def test_of_a_section_that_is_out_of_date_a_worker_s_own_part_counts(job):
     ("entry", "place"),
     [
         ("dataset:3", "a batch of its dataset 3"),
-        ("plan:" + "0" * 64, "the section that it begins with"),
+        ("plan:" + "0" * 64, "the compiled step that it begins with"),
         ("save", "a save"),
     ],
 )
@@ -315,9 +315,9 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
         one.group.enter("dataset:4")
         short = Timeouts(heartbeat_interval=60.0, report_interval=0.01, round_timeout=0.3)
         late = Process(job, B, "sync", timeouts=short)
-        with pytest.raises(RoundTimeout, match=f"worker/task:1 came late .* did not come to {place} again.* once"):
+        with pytest.raises(RoundTimeout, match=f"worker/task:1 joined late .* did not reach {place} again.* once"):
             late.group.enter(entry)
-        assert f"waits to be taken in when {A} come to {place}" in caplog.text
+        assert f"waits until {A} reach {place}" in caplog.text
         one.session.check()
         assert [state.join_point for state in one.session.look().sessions if state.member.task == B] == [entry]
         late.session.leave("it gave up")
@@ -481,7 +481,9 @@ def test_the_first_to_come_saves(processes, seed):
     assert late
 
 
-@pytest.mark.parametrize("began", [True, False], ids=["who began the job", "who came later"])
+@pytest.mark.parametrize(
+    "began", [True, False], ids=["and the state of the workers that began the job", "who came later"]
+)
 def test_what_is_lost_is_said(processes, caplog, began):
     """By who saves a state that it never restored, with the state's name; by nobody else."""
     for process in list(processes.here)[0 if not began else 1 :]:
@@ -497,7 +499,7 @@ def test_what_is_lost_is_said(processes, caplog, began):
     assert len(said) == (not began)
     if said:
         assert (
-            "worker/task:1 came to a running job, and saves: in checkpoint 'run/ckpt-7' the state of 'loader'"
+            "worker/task:1 joined a running job and saves checkpoint 'run/ckpt-7', in which the state of 'loader'"
             in said[0]
         )
 

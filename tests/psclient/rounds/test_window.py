@@ -127,7 +127,7 @@ def test_a_round_that_fails_later_ends_the_session_and_names_its_line(alone):
     line = f"{Path(__file__).name}:"
     refused = send(one, plan, 1)
     for look in (lambda: value_of(one, refused), one.exchange.window.settle, lambda: send(one, plan, 2)):
-        with pytest.raises(MemoryLimit, match=rf"does not fit any more; .*{line}\d+ has sent it"):
+        with pytest.raises(MemoryLimit, match=rf"does not fit any more; .*{line}sent by .*\d+"):
             look()
 
 
@@ -226,7 +226,7 @@ def test_a_thread_that_did_not_open_a_section_does_not_end_it():
     """It may look at a value once the section is sent."""
     section, (total,) = reduced((0,))
     with ThreadPoolExecutor(1) as other:
-        with pytest.raises(RuntimeError, match="another thread has opened a section"):
+        with pytest.raises(RuntimeError, match="another thread is recording a step"):
             other.submit(np.asarray, total).result()
         assert not section.flushed
         assert np.asarray(total).tolist() == other.submit(np.asarray, total).result().tolist() == VALUE.tolist()

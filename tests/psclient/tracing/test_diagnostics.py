@@ -55,7 +55,7 @@ def test_a_function_that_does_not_run_is_refused(strategy, fn, wrapped):
         with pytest.raises(ProgramError) as caught:
             strategy.extended.update(v, wrapped(fn))
     assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno}: {fn.__name__}")
-    assert "write a plain function" in str(caught.value)
+    assert "use a plain function" in str(caught.value)
     assert v.numpy().tolist() == [1.0]
 
 
@@ -64,9 +64,9 @@ def test_arguments_are_a_tuple(strategy, args):
     """Of `update` and `update_non_slot`; the error says how to write it."""
     v = variable(strategy)
     extended = strategy.extended
-    with pytest.raises(TypeError, match=r"^update takes a tuple of arguments.*write args=\(x,\)"):
+    with pytest.raises(TypeError, match=r"^update takes a tuple of arguments.*use args=\(x,\)"):
         extended.update(v, lambda v, x: v.assign(x), args)
-    with pytest.raises(TypeError, match=r"^update_non_slot takes a tuple of arguments.*write args=\(x,\)"):
+    with pytest.raises(TypeError, match=r"^update_non_slot takes a tuple of arguments.*use args=\(x,\)"):
         extended.update_non_slot(extended.non_slot_devices([v]), lambda x: x, args)
 
 
@@ -95,7 +95,7 @@ def test_noise_is_refused_in_what_is_traced_once(servers, noise):
 
     servers.extended.update(v, fn)
     before = v.numpy().tolist()
-    with pytest.raises(ProgramError, match=r"another one in each call.*pass it as an argument") as caught:
+    with pytest.raises(ProgramError, match=r"differs in each call.*pass it as an argument") as caught:
         servers.extended.update(v, ps.update_function(fn))
     assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}: fn makes a")
     assert v.numpy().tolist() == before
@@ -110,7 +110,7 @@ def test_noise_beside_a_number_is_refused(servers):
         rate = rate * random.random()
         v.assign_sub(rate * v)
 
-    with pytest.raises(ProgramError, match=r"fn makes a number that is another one in each call") as caught:
+    with pytest.raises(ProgramError, match=r"fn makes a number that differs in each call") as caught:
         servers.extended.update(v, fn, (0.5,))
     assert str(caught.value).startswith(f"{__file__}:{fn.__wrapped__.__code__.co_firstlineno + 2}: ")
 

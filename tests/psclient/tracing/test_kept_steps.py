@@ -276,7 +276,7 @@ def test_mistakes_in_a_later_step_are_told(strategy):
         ([good * 1j], [w], ValueError, "complex"),
         ([good, good], [w, stranger], ValueError, "was created"),
         ([good, good], [w, w], ValueError, "several pairs"),
-        ([good], ["w"], TypeError, "stands where a variable should"),
+        ([good], ["w"], TypeError, "expected a variable, but got a"),
         ([np.array(["a", "b", "c"])], [w], TypeError, "cannot be reduced"),
     ):
         with pytest.raises(error, match=text):
@@ -295,7 +295,11 @@ def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
         pairs = [(np.ones(3, "float32"), w)]
         for _ in range(3):
             other.run(optimizer.apply_gradients, (pairs,))
-        refused(RuntimeError, "two strategies are mixed", lambda: strategy.run(optimizer.apply_gradients, (pairs,)))
+        refused(
+            RuntimeError,
+            "was used in the scope of another strategy",
+            lambda: strategy.run(optimizer.apply_gradients, (pairs,)),
+        )
     refused(RuntimeError, "closed", lambda: other.run(optimizer.apply_gradients, (pairs,)))
     refused(RuntimeError, "closed", lambda: optimizer.apply_gradients(pairs))
 

@@ -216,7 +216,7 @@ def test_errors_come_back_each_time(strategy):
     for _ in range(2):
         with pytest.raises(ProgramError, match=f"{__file__}:.*300"):
             update(strategy, small, add, 300)
-    with pytest.raises(ProgramError, match=f"{__file__}:.*a set stands among the arguments"):
+    with pytest.raises(ProgramError, match=f"{__file__}:.*an argument is a set"):
         update(strategy, v, fn, {1, 2})
     v, other = variable(strategy), variable(strategy)
     with pytest.raises(ProgramError, match=f"uses.*{other.name}.*which is not among its arguments; pass it"):
@@ -614,7 +614,7 @@ def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, op
 
 
 def test_tracing_once_is_cheap(strategy):
-    """A cached call of Adam costs a small part of a traced one; the figures are in docs/performance.md."""
+    """A cached call of Adam costs a small part of a traced one; the figures are in docs/lab/performance.md."""
     from psclient.optimizers.step_functions import apply, begin
 
     w, optimizer = variable(strategy, np.zeros((64, 10), "float32")), ps.optimizers.Adam()

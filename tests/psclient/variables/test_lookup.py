@@ -88,7 +88,7 @@ NO_IDS = ([1.0], 2.0, [True], np.ones(2, bool), np.zeros(0, "float32"), ["a"], [
 @pytest.mark.parametrize(
     ("ids", "error", "said"),
     [
-        *((ids, TypeError, "the ids of rows of variable 'emb' are integers, and not") for ids in NO_IDS),
+        *((ids, TypeError, "the row ids of variable 'emb' must be integers, not") for ids in NO_IDS),
         ([[1], [1, 2]], TypeError, r"different lengths.*embedding_lookup_sparse"),
         ([[0, 1], [-1, 9]], ValueError, "^variable 'emb': id -1 at place 2 is no row of 3$"),
         ([0, 3], ValueError, "^variable 'emb': id 3 at place 1 is no row of 3$"),
@@ -104,7 +104,7 @@ def test_a_gradient_of_another_shape_is_refused():
     """One by what was asked for would be read as one by the rows."""
     rows = table(5, 2).lookup([3, 3, 1])
     with pytest.raises(
-        ValueError, match=r"2 rows of variable 'emb' has shape \(3, 2\).*make ps\.IndexedSlices\(d, ids"
+        ValueError, match=r"2 rows of variable 'emb' has shape \(3, 2\).*pass ps\.IndexedSlices\(d, ids"
     ):
         rows.gradient(np.ones((3, 2)))
 
@@ -218,10 +218,10 @@ def slices(rows, ids, shape=None):
 @pytest.mark.parametrize(
     ("delta", "error", "words"),
     [
-        (np.ones((4, 2)), TypeError, "takes ps.IndexedSlices, and not ndarray"),
-        (1.0, TypeError, "takes ps.IndexedSlices, and not float"),
-        (slices([[1]], [0]), ValueError, r"variable 'emb': each row has shape \(1,\), and must have \(2,\)"),
-        (slices([[1, 1]], [0], (5, 2)), ValueError, r"variable 'emb': dense_shape is \(5, 2\), and must be \(4, 2\)"),
+        (np.ones((4, 2)), TypeError, "needs ps.IndexedSlices, not ndarray"),
+        (1.0, TypeError, "needs ps.IndexedSlices, not float"),
+        (slices([[1]], [0]), ValueError, r"variable 'emb': each row has shape \(1,\), but must have \(2,\)"),
+        (slices([[1, 1]], [0], (5, 2)), ValueError, r"variable 'emb': dense_shape is \(5, 2\), but must be \(4, 2\)"),
         (slices([[1, 1]] * 2, [0, 4]), ValueError, "variable 'emb': id 4 at place 1 is no row of 4"),
         (slices([[1, 1]], [-1]), ValueError, "variable 'emb': id -1 at place 0 is no row of 4"),
         (ps.IndexedSlices(np.ones((1, 2), complex), [0]), TypeError, "complex128, which cannot be assigned to float64"),
@@ -240,5 +240,5 @@ def test_rows_that_do_not_fit_are_refused(how, delta, error, words):
 def test_some_dtypes_have_no_such_scatter(how, dtype):
     """Whole numbers have no quotient, bools no sum, complex ones no order."""
     v = ps.Variable(np.ones((2, 1), dtype), name="emb")
-    with pytest.raises(TypeError, match=f"{how} is not for variables of {dtype}, and 'emb' is one"):
+    with pytest.raises(TypeError, match=f"{how} does not support {dtype}the dtype of variable 'emb'"):
         getattr(v, how)(ps.IndexedSlices(np.ones((1, 1), dtype), [0]))

@@ -222,7 +222,7 @@ def test_parts_have_the_buckets_that_shards_have_rows():
     ("key_dtype", "keys", "named"),
     [
         ("int64", np.array([1, 1 << 63, 2], np.uint64), "key 9223372036854775808 at place 1 is no int64"),
-        ("uint64", np.array([1, 2, -3], np.int32), "key -3 at place 2 is no uint64"),
+        ("uint64", np.array([1, 2, -3], np.int32), "key -3 at position 2 is not a valid uint64"),
     ],
 )
 def test_what_is_no_key_is_named(key_dtype, keys, named):
@@ -268,8 +268,8 @@ def test_rows_by_keys_are_no_array():
     """They have no whole; what is computed with them keeps keys and counts."""
     own = space()
     slices = KeyedSlices(own, CountedKeys(np.array([4, 9]), np.array([1, 3])), np.ones((2, 2)), (ROWS, 2))
-    refused(TypeError, "table 'users', by keys", lambda: np.asarray(slices))
-    refused(ValueError, r"shape \(9, 2\) is expected", lambda: slices._with_shape((9, 2)))
+    refused(TypeError, "rows of table 'users' cannot be converted", lambda: np.asarray(slices))
+    refused(ValueError, r"expected an array of shape \(9, 2\)", lambda: slices._with_shape((9, 2)))
     halved = -(slices * 0.5)
     assert isinstance(halved, KeyedSlices)
     assert halved.counts.tolist() == [1, 3]

@@ -225,7 +225,7 @@ def test_a_damaged_base_damages_the_delta(tmp_path):
     with pytest.raises(DamagedCheckpoint, match="b/shard"):
         job.restored("c", 1)
     (tmp_path / "b/manifest.json").rename(tmp_path / "b/other")
-    with pytest.raises(DamagedCheckpoint, match="'b' was saved, and there is no such checkpoint"):
+    with pytest.raises(DamagedCheckpoint, match="'b', which is not in the same directory"):
         job.restored("c", 1)
     place = storage_at(tmp_path)
     found, damaged = SavedCheckpoint.open_whole(place, ".")
@@ -343,7 +343,7 @@ def test_a_table_becomes_an_array(tmp_path, rng):
     assert momentum.tolist() == beside[300:307].tolist()
     for spec, told in (
         (TensorSpec("float32", (999, 2)), r"key 999\b.* 999 rows" if 999 in state.keys else r"rows"),
-        (TensorSpec("float32", (10, 2)), r"has 10 rows: keys are 0 to 9"),
+        (TensorSpec("float32", (10, 2)), r"has 10 rows, which are keys 0 to 9"),
         (TensorSpec("float32", (1000, 3)), "not float32"),
         (TensorSpec("float64", (1000, 2)), "not float64"),
     ):
@@ -359,7 +359,7 @@ def test_a_table_becomes_an_array(tmp_path, rng):
         ({"hash_seed": 3}, {}, "hash_seed 0, .* 3"),
         ({"shape": (3,)}, {}, r"'users' as float32\[.*,2\], and table 'users' rows of float32\[3\]"),
         ({"dtype": "float64"}, {}, r"rows of float64\[2\]; restore it with CheckpointOptions"),
-        ({}, {"saved": SLOTS[1].name, "beside": {}}, "restored together"),
+        ({}, {"saved": SLOTS[1].name, "beside": {}}, "restore a table together"),
         ({}, {"beside": {SLOTS[0].name: "other"}}, r"no variable 'other'; it has .*adam/users/m, adam/users/v, users$"),
     ],
 )

@@ -107,7 +107,7 @@ def test_work_of_an_old_job_is_thrown_away(job, late):
     assert len(late.queue) == 1
     restoring = job.verbs[0].restore(one.session, "nowhere", Turn())
     job.begin()
-    with pytest.raises(ServerLost, match="anew"):
+    with pytest.raises(ServerLost, match="was restarted"):
         waiting.result(SOON)
     (again,) = job.join(A)
     fresh = job.variable(again, np.array(5))
@@ -155,7 +155,7 @@ def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
     job = Job(Servers(list(cores), cores, clock, tmp_path, False))
     (one,) = job.join(A)
     plan = job.approve(reduce_only(TensorSpec("float64", (2000,)), server=1), one)
-    with pytest.raises(MemoryLimit, match="a section needs") as told:
+    with pytest.raises(MemoryLimit, match="a compiled step needs") as told:
         one.push(plan, [np.zeros(2000)], server=1).result(SOON)
     assert told.value.task == "/job:ps/task:1"
     small = job.approve(reduce_only(NUMBER, server=1), one)
@@ -179,7 +179,7 @@ def test_leases_end_by_ticks_alone(job):
     job.servers.tick()
     job.verbs[0].heartbeat(one.session, -1, b"")
     job.servers.spend(11, job.opened.session, other.session)
-    with pytest.raises(Fenced, match="lease"):
+    with pytest.raises(Fenced, match="sent no heartbeat"):
         job.verbs[0].heartbeat(one.session, -1, b"")
     job.verbs[1].heartbeat(one.session, -1, b"")
     job.close([])
@@ -256,7 +256,7 @@ def test_closing_answers_everyone(job, late):
     ]
     job.servers.cores[0].close()
     for future in waiting:
-        with pytest.raises(ServerLost, match="server ends"):
+        with pytest.raises(ServerLost, match="server is shutting down"):
             future.result(SOON)
 
 
@@ -345,7 +345,7 @@ def test_who_is_back_waits_for_those_who_do_not_know_yet(told):
     told.append(Gone(2, "was lost"))
     with pytest.raises(Unreachable, match="does not know yet"):
         told.tell("introduce", 2, 302)
-    with pytest.raises(ServerGone, match="without it"):
+    with pytest.raises(ServerGone, match="without this server"):
         told.tell("introduce", 2, 301)
     told.append(back(2, 302, 5))
     told.tell("introduce", 2, 302)
@@ -440,7 +440,7 @@ def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(to
     """It may come behind a newer one. Until a session has said what it does, one is refused."""
     clocks = []
     monkeypatch.setattr(told.machine.rounds.clocks, "tell", lambda *said: clocks.append(said))
-    with pytest.raises(InvalidRequest, match="has not said here what it does"):
+    with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
         told.tell("heartbeat", told.a, -1, b"", None)
     told.tell("heartbeat", told.a, 5, told.plan.id, Pace(steps=3), 7)
     before = replace(told.machine.members._sessions[told.a])

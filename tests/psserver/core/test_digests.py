@@ -117,10 +117,11 @@ def test_one_bit_is_found_by_both_and_said_once(copies, caplog, server):
     copies.rounds(4 * ROUNDS + 1)
     assert copies.found() == [[(1, first, (name,), 1)], [(0, first, (name,), 1)]]
     assert copies.compared() == [(1, 3)] * 2
-    warned = [record.getMessage() for record in caplog.records if "has other values than" in record.getMessage()]
+    warned = [record.getMessage() for record in caplog.records if "and its copy on" in record.getMessage()]
     assert sorted(warned) == [
-        f"/job:ps/task:{n} has other values than /job:ps/task:{1 - n} after round {first}: of '{name}'. One of the two "
-        "computes otherwise, or its memory is bad"
+        f"/job:ps/task:{n} and its copy on /job:ps/task:{1 - n} have different values of '{name}' after round "
+        f"{first}. The two "
+        "machines compute differently, or one has faulty memory"
         for n in (0, 1)
     ]
     one, other = (each.machine.store.value(copies.variables[1].id) for each in copies.cores)
@@ -331,7 +332,7 @@ def test_a_server_that_reads_that_it_is_gone_ends(copies, tmp_path):
         server, token = one.server, copies.job.token
         length = one.status().log
         assert one.approve(token, length - 1, [Gone(server, "had other values")]) == length - 1
-        assert one.machine.outlived.message == "the job goes on without it: it had other values"
+        assert one.machine.outlived.message == "the job goes on without this server, because it had other values"
         assert one.machine.left.done()
         assert one.done.done()
     one = core(1, 5, 0, tmp_path)
@@ -339,7 +340,7 @@ def test_a_server_that_reads_that_it_is_gone_ends(copies, tmp_path):
     assert one.approve(1, 0, log) == 2
     assert one.approve(1, 2, [Gone(1, "was lost again")]) == 3
     assert one.machine.outlived is None
-    with pytest.raises(CheckpointError, match="no checkpoint of this plan is being written"):
+    with pytest.raises(CheckpointError, match="this server is not writing the checkpoint"):
         one.snapshot(1, b"", "").result(SOON)
 
 

@@ -987,7 +987,7 @@ class Model(RuleBasedStateMachine):
         for answer, begun in [(answer, begun) for answer, begun in message.answers if answer.done()]:
             error = answer.exception()
             if error is not None:
-                if isinstance(error, InvalidRequest) and (message.reply.done() or "times since" in str(error)):
+                if isinstance(error, InvalidRequest) and (message.reply.done() or "more times" in str(error)):
                     continue  # a repeat that came when its round was over for long, or one of many: its sender knows
                 if isinstance(error, PushAgain):
                     self._ask_again(message, error)

@@ -208,7 +208,7 @@ def test_variables_of_a_wrong_shape_are_refused_before_anything_is_written(kerne
     job = job_for(descents(sizes), [arrays(sizes)])
     warm(kernels, job, fresh(sizes))
     values = {0: fresh(sizes)[0], 1: np.zeros(8, "float32")}
-    with pytest.raises(ProgramError, match="variable 1 should have a value of float32"):
+    with pytest.raises(ProgramError, match="variable 1 must have a value of float32"):
         run(job, kernels, values, frozenset(values))
     assert same_bits(values[0], fresh(sizes)[0])
 

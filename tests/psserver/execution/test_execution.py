@@ -326,5 +326,5 @@ def test_operands_are_the_same_however_they_come(cuts, gap):
 @pytest.mark.parametrize(("rate", "pair", "number"), [(0.25, [1, 2], 0), (0.5, [1, 3], 2)])
 def test_operands_that_differ_are_told_with_their_senders(cuts, rate, pair, number):
     """Whether they came in one piece or not."""
-    with pytest.raises(Diverged, match=rf"operand {number} differs: .*worker/task:0 has .*worker/task:2 has"):
+    with pytest.raises(Diverged, match=rf"operand {number} must be equal .*worker/task:0 has .*worker/task:2 has"):
         taken(sent(0.5, [1, 2], 0, cuts), sent(0.5, [1, 2], 0, []), sent(rate, pair, 0, cuts))

@@ -164,7 +164,7 @@ def test_what_is_missing_later_has_changed_nothing(kernels):
     values = {0: ones()[0], 1: ones()[0]}
     job = warmed(kernels, job_of(plan, [ones(2)]), values)
     for wrong in ({0: values[0]}, {0: values[0], 1: np.ones(N)}, {0: values[0], 1: np.ones(N - 1, "float32")}):
-        with pytest.raises(ProgramError, match=r"variable 1 should have a value of float32"):
+        with pytest.raises(ProgramError, match=r"variable 1 must have a value of float32"):
             run(job, kernels, wrong, frozenset([0, 1]))
     assert values[0].tolist() == [1.0] * N
 
@@ -450,7 +450,7 @@ def test_a_small_round_fails_as_any_other(job, monkeypatch):
     plan = job.approve(sum_into(variable), worker)
     _turn(plan, worker)
     job.servers.cores[0].machine.store.commit({variable.id: np.zeros(2)})
-    with pytest.raises(ProgramError, match="should have a value of int64"):
+    with pytest.raises(ProgramError, match="must have a value of int64"):
         worker.push(plan, [1]).result(SOON)
     worker.round += 1
     job.servers.cores[0].machine.store.commit({variable.id: np.array(5)})

@@ -181,7 +181,7 @@ def test_rows_lie_where_a_payload_has_them(reductions, data):
             assert b"".join(piece.tobytes() for piece in payload.pieces(at, spec)) == array.tobytes()
         assert count == len(ids)
     for wrong in (payload.size + 1, payload.size - 1):
-        with pytest.raises(InvalidRequest, match="does not fit a section"):
+        with pytest.raises(InvalidRequest, match="does not fit a compiled step"):
             prepared.check(said, wrong)
 
 
@@ -199,14 +199,14 @@ SAID = said_of(ROW_PLAN, (1.0, 1.0, 1.0), (3, 0))
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (replace(SAID, rows=()), r"says \(\) rows to a section with 2 reductions of rows"),
-        (replace(SAID, rows=(3,)), r"says \(3,\) rows to a section with 2"),
-        (replace(SAID, rows=(3, 0, 0)), "says"),
-        (replace(SAID, rows=(1 << 40, 0)), f"each may have {MAX_ROWS}"),
-        (replace(SAID, rows=(3, MAX_ROWS + 1)), f"each may have {MAX_ROWS}"),
-        (replace(SAID, rows=(4, 0)), "does not fit a section"),
-        (replace(SAID, rows=(0, 3), weights=(1.0, 1.0, 0.0)), "does not fit a section"),
-        (replace(SAID, weights=(1.0, 1.0)), "2 weights does not fit a section of 3 reductions"),
+        (replace(SAID, rows=()), r"row counts \(\) for a compiled step with 2 reductions of rows"),
+        (replace(SAID, rows=(3,)), r"row counts \(3,\) for a compiled step with 2"),
+        (replace(SAID, rows=(3, 0, 0)), "has row counts"),
+        (replace(SAID, rows=(1 << 40, 0)), f"the limit is {MAX_ROWS} rows each"),
+        (replace(SAID, rows=(3, MAX_ROWS + 1)), f"the limit is {MAX_ROWS} rows each"),
+        (replace(SAID, rows=(4, 0)), "does not fit a compiled step"),
+        (replace(SAID, rows=(0, 3), weights=(1.0, 1.0, 0.0)), "does not fit a compiled step"),
+        (replace(SAID, weights=(1.0, 1.0)), "2 weights does not fit a compiled step with 3 reductions"),
         (replace(SAID, weights=()), "0 weights does not fit"),
         (replace(SAID, weights=(1.0,) * 4), "4 weights does not fit"),
     ],
@@ -273,10 +273,10 @@ DIFFERENT = {
         "computes #2 = subtract(",
         "takes operand 0, float32[3], as #2",
     ),
-    "an update more": (one_update_more(), "nothing more", "update 1 of variable 'uu' on /job:ps/task:0 takes variable"),
+    "an update more": (one_update_more(), "nothing", "update 1 of variable 'uu' on /job:ps/task:0 takes variable"),
     "another server": (other_server(), "on /job:ps/task:0", "on /job:ps/task:1"),
-    "something given back": (replace(BASE, returned=(Ref("reduction", 0),)), "nothing more", "reduction 0 comes back"),
-    "another checkpoint": (replace(BASE, snapshot=SnapshotOrder("x", (0,), 7)), "nothing more", "'x' of round 7"),
+    "something given back": (replace(BASE, returned=(Ref("reduction", 0),)), "nothing", "reduction 0 is returned"),
+    "another checkpoint": (replace(BASE, snapshot=SnapshotOrder("x", (0,), 7)), "nothing", "'x' of round 7"),
 }
 
 
@@ -286,8 +286,8 @@ def test_sections_that_differ_are_told_apart(name):
     other, mine, its = DIFFERENT[name]
     assert other.id != BASE.id
     one, two = compared([PlanText(BASE, VARIABLES), PlanText(other, VARIABLES)])
-    assert mine in one.partition("[where they first differ: ")[2]
-    assert its in two.partition("[where they first differ: ")[2]
+    assert mine in one.partition("[first difference: ")[2]
+    assert its in two.partition("[first difference: ")[2]
     told = str(diverged(4, zip(WORKERS, [PlanText(BASE, VARIABLES), PlanText(other, VARIABLES)], strict=False)))
     assert one in told
     assert two in told
@@ -303,7 +303,7 @@ def test_attributes_are_told_apart():
 
 def test_what_is_not_known_is_left_as_it_is():
     """A server that has only heard of a section cannot say what is in it."""
-    words = [PlanText(BASE, VARIABLES), "a later section"]
+    words = [PlanText(BASE, VARIABLES), "a later step"]
     assert compared(words) == words
 
 
@@ -345,5 +345,5 @@ def test_an_asynchronous_worker_makes_rounds_that_count_as_no_step(mode):
     saves = replace(plan, snapshot=SnapshotOrder("run/ckpt", (0,)))
     for wrong, sender in ((plan, replace(member, consistency=SYNC)), (plan, None), (saves, member)):
         prepared = PreparedPlan(wrong, 0)
-        with pytest.raises(InvalidRequest, match="a round of one worker alone is of variables"):
+        with pytest.raises(InvalidRequest, match="a round of a single worker may use only variables"):
             prepared.check(replace(said, plan_id=wrong.id), 4, sender)

@@ -138,7 +138,7 @@ def test_inputs_that_are_not_what_the_program_was_verified_for_are_refused():
         run(program, [A.astype("float64")], np)
     with pytest.raises(ProgramError, match=r"float32\[3\] is given"):
         run(program, [A[0]], np)
-    with pytest.raises(ProgramError, match="not there yet"):
+    with pytest.raises(ProgramError, match="not computed yet"):
         run(Program((V,), (Node("sqrt", (1,)),), (), ()), [A], np)
 
 

@@ -261,7 +261,7 @@ def test_a_folder_where_others_may_write_is_not_used(folder, caplog, mode):
     """What is in it would be run by this server; the log says so, and what to do."""
     folder.chmod(mode)
     said = unusable(caplog, folder, logging.WARNING)
-    assert f"others may write to {folder}" in said
+    assert f"other users can write to {folder}" in said
     assert f"chmod go-w {folder}" in said
     assert "PS_KERNEL_CACHE=0" in said
 
@@ -273,7 +273,7 @@ def test_a_folder_that_is_none_is_not_used(folder, caplog, tmp_path):
     link.symlink_to(folder)
     file.write_text("")
     for each in (link, file):
-        assert "is a link or a file; name a folder" in unusable(caplog, each, logging.WARNING)
+        assert "is not a directory; name a directory" in unusable(caplog, each, logging.WARNING)
     assert "/proc/nobody/kernels cannot be used" in unusable(caplog, "/proc/nobody/kernels")
     if os.geteuid() == 0:  # only root can give a folder away
         os.chown(folder, 12345, -1)

@@ -302,10 +302,10 @@ def test_what_no_kernel_can_have_is_interpreted(kernels):
 
 
 REFUSED = {
-    "sum is not elementwise": lambda w, acc, g: w.assign_sub(g / np.sum(g)),
-    "one shape of tables": lambda w, acc, g: w.assign_sub(np.ones((2,), "float32") * g),
-    "no results": lambda w, acc, g: w * g,
-    "no array but": lambda w, acc, g: w.assign_sub(np.ones((SIZE, 2), "float32") * g),
+    "sum works neither elementwise": lambda w, acc, g: w.assign_sub(g / np.sum(g)),
+    "only tables of one shape": lambda w, acc, g: w.assign_sub(np.ones((2,), "float32") * g),
+    "cannot return results": lambda w, acc, g: w * g,
+    "only tables and rows": lambda w, acc, g: w.assign_sub(np.ones((SIZE, 2), "float32") * g),
 }
 
 
@@ -327,7 +327,7 @@ def test_ids_and_inputs_that_do_not_fit_are_refused(kernels):
         with pytest.raises(InvalidRequest, match=f"rows of a table of {SIZE}"):
             apply_rows(kernels, program, inputs, np.array(ids))
     for rows in (np.ones((2, 2), "float32"), np.ones((1, 3), "float32"), np.ones((1, 2))):
-        with pytest.raises(ProgramError, match="of an update of rows is float32"):
+        with pytest.raises(ProgramError, match="of an update of rows must be a contiguous float32"):
             apply_rows(kernels, program, given_to(program, operands, rows), np.array([0]))
     inputs[0] = np.ones((SIZE, 4), "float32")[:, ::2]
     with pytest.raises(ProgramError, match="contiguous"):

@@ -70,7 +70,7 @@ def test_batches_come_in_order_and_the_end_waits_for_nobody(server):
     assert (over.chunks, over.over) == ((), True)
     older = server.last[3]
     assert places(server.ask(3, 1)) == [(1, 0)]
-    with pytest.raises(InvalidRequest, match="question 1 about dataset 0 comes after question 2"):
+    with pytest.raises(InvalidRequest, match="request 1 for dataset 0 arrived after request 2"):
         server.queue.assign_batches(3, Task("worker", 3), older)
 
 
@@ -221,13 +221,13 @@ def test_a_restore_begins_it_anew_once(server):
 def test_what_is_no_question_is_refused(server):
     """So that no client makes the queue hold what nobody needs; and datasets of different lengths, in which a number
     would name other examples."""
-    with pytest.raises(InvalidRequest, match="at most 16 are handed out at a time"):
+    with pytest.raises(InvalidRequest, match="the limits are 16 per request"):
         server.ask(1, want=MAX_CHUNKS + 1)
     for said in ({"epoch": MAX_NUMBER + 1}, {"count": MAX_NUMBER + 1}, {"begins": (Position(0, 0, MAX_NUMBER + 1),)}):
         with pytest.raises(InvalidRequest, match="above"):
             server.ask(2, **said)
     server.ask(1)
-    told = r"dataset 0 has 7 batches in a pass for /job:worker/task:2, and 6 for others"
+    told = r"dataset 0 has 7 batches per epoch on /job:worker/task:2, but 6 on other workers"
     with pytest.raises(ConfigError, match=told):
         server.ask(2, count=7)
 
@@ -444,7 +444,7 @@ def test_who_is_gone_gets_no_batch(job, two):
     job.servers.spend(12, other.worker.session, job.opened.session)
     with pytest.raises(Fenced):
         one.ask()
-    with pytest.raises(InvalidRequest, match="handed out by server 0"):
+    with pytest.raises(InvalidRequest, match="only server 0 assigns batches"):
         job.verbs[1].assign_batches(other.worker.session, ChunkAsk(0, 1, 0, BATCHES))
     job.begin()
     (one,) = job.join(WORKERS[0], mode="async")

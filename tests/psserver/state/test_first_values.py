@@ -160,7 +160,7 @@ def test_a_session_sends_one_push_at_a_time():
     server = Server()
     given_up = server.push(A, (2,), Payload((), VALUES[2].nbytes))
     server.push(A, (0,), Payload.pack(VALUES[:1]))
-    with pytest.raises(InvalidRequest, match="came after"):
+    with pytest.raises(InvalidRequest, match="newer initial values"):
         given_up.result(0)
     server.do()
     assert server.value(0) == VALUES[0].tolist()
@@ -170,8 +170,8 @@ def test_a_session_sends_one_push_at_a_time():
 @pytest.mark.parametrize(
     ("ids", "size", "told"),
     [
-        *((ids, 16, "held here, each once") for ids in ((0, 0), (5,), (99,), (0, 99))),
-        ((0,), 11, "11 bytes has not the first values of 1 variables"),
+        *((ids, 16, "of this server, each once") for ids in ((0, 0), (5,), (99,), (0, 99))),
+        ((0,), 11, "11 bytes does not hold the initial values of 1 variables"),
     ],
     ids=str,
 )

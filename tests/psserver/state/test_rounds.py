@@ -140,9 +140,9 @@ def test_a_record_is_for_those_who_are_in_it(rounds):
     for session in (1, 2):
         push(rounds, session)
     finish(rounds, rounds.next_job())
-    with pytest.raises(Fenced, match="made without this session"):
+    with pytest.raises(Fenced, match="completed without this process"):
         rounds.recorded(Contribution(3, 1, 0, PLAN.id, (1.0,)))
-    with pytest.raises(InvalidRequest, match="another plan"):
+    with pytest.raises(InvalidRequest, match="another compiled step"):
         rounds.recorded(Contribution(1, 1, 0, OTHER.id, (1.0,)))
     for session in (1, 2):
         push(rounds, session, 1)
@@ -188,8 +188,8 @@ def test_a_divergence_closes_its_round(rounds):
     assert set(errors) == {one, two}
     for error in errors.values():
         assert isinstance(error, Diverged)
-        assert "worker/task:0 is at: this" in str(error)
-        assert "worker/task:1 is at: that" in str(error)
+        assert "worker/task:0 runs: this" in str(error)
+        assert "worker/task:1 runs: that" in str(error)
     assert rounds.next_job() is None
     assert (rounds.last, records(rounds)[0].error) == (0, errors[one])
     for session in (1, 2):
@@ -249,7 +249,7 @@ def test_the_batches_of_a_sum_are_compared(rounds):
 def test_a_excluded_round_is_a_divergence(rounds, first):
     """A member that goes on to a later one of this server has made another sequence, whoever of the two is first."""
     early = push(rounds, first, first - 1)
-    told = r"round 0.*worker/task:1 is at: a later section" + (r"; .*worker/task:0 is at: this" if first == 2 else "")
+    told = r"round 0.*worker/task:1 runs: a later step" + (r" .*; .*worker/task:0 runs: this" if first == 2 else "")
     with pytest.raises(Diverged, match=told):
         refused(rounds, 3 - first, 2 - first)
     assert isinstance(failed(rounds)[early], Diverged)
@@ -275,7 +275,7 @@ def test_a_window_of_rounds_may_be_under_way(rounds):
     for number in range(WINDOW):
         push(rounds, 1, number, previous=number - 1)
     with pytest.raises(
-        InvalidRequest, match=f"8 rounds of this session are under way, from 0 on; it cannot begin {WINDOW}"
+        InvalidRequest, match=f"8 rounds of this session are open, from round 0 on, so it cannot begin round {WINDOW}"
     ):
         refused(rounds, 1, WINDOW, previous=WINDOW - 1)
     push(rounds, 1, 0)  # a resend of one that is under way
@@ -359,7 +359,7 @@ def test_what_is_pushed_too_soon_is_bounded(rounds):
     assert list(found) == early[:2]
     for number in range(4, 3 + WINDOW):
         push(rounds, 1, number, generation=9, previous=number - 1)
-    with pytest.raises(InvalidRequest, match="8 rounds of this session are under way, from 3 on"):
+    with pytest.raises(InvalidRequest, match="8 rounds of this session are open, from round 3 on"):
         refused(rounds, 1, 3 + WINDOW, generation=9)
     assert list(failed(rounds)) == []
     assert [waiting.round for waiting in rounds.waiting()] == list(range(3, 3 + WINDOW))
@@ -391,14 +391,14 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     rounds.approve(PreparedPlan(strange, 0))
     errors = failed(rounds)
     assert set(errors) == {future, wrong}
-    assert all("1 reductions, 1 of them here" in str(error) for error in errors.values())
+    assert all("1 reductions, 1 of them on this server" in str(error) for error in errors.values())
     assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        *(({"weights": (weight,)}, "no counts") for weight in (-1.0, float("nan"), float("inf"))),
+        *(({"weights": (weight,)}, "not finite numbers from 0") for weight in (-1.0, float("nan"), float("inf"))),
         ({"weights": (1.0,), "observes": True}, "observe"),
     ],
     ids=str,
@@ -531,7 +531,7 @@ def test_a_wait_for_approval_is_ones_own(alone):
 
 def test_a_contradiction_of_its_own_is_told_to_itself(alone):
     future = push(alone, 1)
-    with pytest.raises(InvalidRequest, match="round 0 of this session has another plan"):
+    with pytest.raises(InvalidRequest, match="round 0 of this session was already begun with another compiled step"):
         refused(alone, 1, plan=OTHER)
     assert failed(alone) == {}
     assert sessions(alone.next_job()) == [1]
@@ -555,7 +555,7 @@ def test_what_a_dead_worker_left_whole_counts(alone):
     job = alone.next_job()
     assert (job.round, sessions(job), job.positions) == (4, [9], (later,))
     finish(alone, job)
-    with pytest.raises(Fenced, match="made without this session"):
+    with pytest.raises(Fenced, match="completed without this process"):
         alone.recorded(Contribution(9, 3, 3, PLAN.id, (1.0,)))
 
 
@@ -622,7 +622,7 @@ def test_a_newcomer_that_differs_is_refused_alone(joined, first):
     if first:
         assert [(future, type(error)) for future, error in failed(joined).items()] == [(new, NewcomerDiverged)]
     else:
-        told = r"in its first round, 3, .*worker/task:0 is at: this.*worker/task:2 is at: that"
+        told = r"in its first round, 3, .*worker/task:0 runs: this.*worker/task:2 runs: that"
         with pytest.raises(NewcomerDiverged, match=told) as error:
             refused(joined, 3, 3, OTHER, generation=2, start=3)
         assert error.value.task == str(WORKERS[2])

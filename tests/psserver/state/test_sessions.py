@@ -166,14 +166,14 @@ def test_another_job_is_refused_until_this_one_is_over():
     members = begun(held=lambda: held[0])
     held[0] = False
     one = members.open(Member(A, 0, 1), False, 0, 0.0, job="red")[0]
-    refused = r"is of the job 'blue', and these servers hold the job 'red': .*set PS_JOB=red.*psctl job delete"
+    refused = r"belongs to the job 'blue', but these servers hold the job 'red': .*set PS_JOB=red.*psctl job delete"
     with pytest.raises(ConfigError, match=refused + "|.*task:0 of it are here"):
         members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
     with pytest.raises(ConfigError, match="without a name"):
         members.open(Member(B, 0, 1), False, 0, 0.0)
     held[0] = True
     members.leave(one, "")
-    with pytest.raises(ConfigError, match="its variables are, and it was not left cleanly"):
+    with pytest.raises(ConfigError, match="it was not closed cleanly, and its variables are still there"):
         members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
     assert members.job == "red"
     two = members.open(Member(B, 0, 1), False, 0, 0.0, job="red")[0]
@@ -245,7 +245,7 @@ def test_what_has_ended_is_not_remembered_for_ever(new_job):
         few.begin_anew([])
     for _ in range(REMEMBERED - 1):
         number = again(few, number, A)
-    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already"):
+    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times, which is the limit"):
         again(few, number, A)
 
 
@@ -254,7 +254,7 @@ def test_a_resent_open_is_the_same_session(members):
     the session nor its token."""
     first = members.open(Member(CHIEF, 0, 0), True, 77, 0.0)
     assert members.open(Member(CHIEF, 0, 0), True, 77, 1.0) == first
-    with pytest.raises(Forbidden, match=r"session \d+ is /job:chief/task:0's, and not /job:worker/task:0's"):
+    with pytest.raises(Forbidden, match=r"session \d+ belongs to /job:chief/task:0, not to /job:worker/task:0"):
         members.open(Member(A, 0, 0), True, 77, 1.0)
     second = members.open(Member(CHIEF, 0, 0), True, 78, 2.0 + LEASE)
     assert second[0] != first[0]
@@ -295,7 +295,7 @@ def test_waiting_for_different_plans_in_a_round_ends_everyone(members):
     heartbeat(members, three, 0.0, (5, b"y"))
     heartbeat(members, three, 0.0, (4, b"y"))
     for number in (one, two, three):
-        with pytest.raises(Diverged, match=r"round 4.*worker/task:0 is at: section x.*worker/task:2 is at: section y"):
+        with pytest.raises(Diverged, match=r"round 4.*worker/task:0 runs: section x.*worker/task:2 runs: section y"):
             members.check(number)
     members.check(chief)
     assert set(states(members).values()) == {"failed"}
@@ -377,7 +377,7 @@ def test_a_new_job_knows_who_is_there(members):
     members.begin_anew([member, 999])
     assert states(members) == {newcomer: "open"}
     for number in (member, gone):
-        with pytest.raises(Fenced, match="unknown here"):
+        with pytest.raises(Fenced, match="not known on this server"):
             members.check(number)
 
 
@@ -417,7 +417,7 @@ def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
     heartbeat(members, new, 0.0, (4, b"y"))
     heartbeat(members, one, 0.0, (4, b"x"))
     with pytest.raises(
-        NewcomerDiverged, match=r"in its first round, 4.*worker/task:0 is at: section x.*go on without it"
+        NewcomerDiverged, match=r"in its first round, 4.*worker/task:0 runs: section x.*go on without it"
     ):
         members.check(new)
     members.check(one)
@@ -568,7 +568,7 @@ def test_a_session_is_of_the_task_that_opened_it_first(registry):
     registry.enter(7, A)
     before = registry.find(7)
     registry.enter(7, A)
-    with pytest.raises(Forbidden, match=r"session 7 is /job:worker/task:0's.*restart /job:worker/task:1"):
+    with pytest.raises(Forbidden, match=r"session 7 belongs to /job:worker/task:0.*restart /job:worker/task:1"):
         registry.enter(7, B)
     assert registry.find(7) == before
     assert owners(registry, 7, 8) == [A, None]
@@ -592,7 +592,7 @@ def test_one_job_has_so_many_sessions(registry):
     they do nothing, and are nobody else's; their processes are told so, and not that they are strangers."""
     for number in range(REMEMBERED):
         registry.enter(number, A)
-    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already.*--max-sessions"):
+    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times, which is the limit.*--max-sessions"):
         registry.enter(REMEMBERED, A)
     registry.enter(0, A)
     assert owners(registry, 0, REMEMBERED) == [A, None]
@@ -621,11 +621,13 @@ def test_the_generation_says_whose_its_members_are(registry):
     registry.enter(7, A)
     registry.check(7, generation)
     registry.enter(8, A)
-    with pytest.raises(Forbidden, match=r"session 8 is /job:worker/task:1's, and /job:worker/task:0 has opened it"):
+    with pytest.raises(
+        Forbidden, match=r"session 8 belongs to /job:worker/task:1, but /job:worker/task:0 has opened it"
+    ):
         registry.check(8, generation)
     registry.check(7, generation)
     registry.check(8, Generation(2, (Member(A, 8, 1),)))
-    with pytest.raises(Fenced, match="not opened here"):
+    with pytest.raises(Fenced, match="was not opened on this server"):
         registry.check(9, generation)
 
 

@@ -18,7 +18,7 @@ def test_a_process_that_has_become_the_server_waits_no_more():
     for address in ("a:1", "b:1"):
         standbys.offer(Standby(address), 0.0)
     assert standbys.give(0, "a:1", 0.1) == "a:1"
-    with pytest.raises(ConfigError, match="/job:ps/task:0 moves to a:1 already"):
+    with pytest.raises(ConfigError, match="/job:ps/task:0 is already moving to a:1"):
         standbys.give(0, "b:1", 0.2)
     moved[0] = "a:1"
     assert [standby.address for standby in standbys.waiting(0.3)] == ["b:1"]

@@ -176,7 +176,7 @@ def test_a_synchronous_member_that_makes_a_round_in_place_of_a_change_is_named(f
     steps[first == "the round"]()
     here.members.check(here.b)
     steps[first == "the change"]()
-    with pytest.raises(Diverged, match=r"task:0 calls set_consistency\(ps.Async\(\)\) before round 7, and .* makes"):
+    with pytest.raises(Diverged, match=r"task:0 calls set_consistency\(ps.Async\(\)\) before round 7, and .* runs"):
         here.members.check(here.b)
 
 
@@ -202,7 +202,9 @@ def test_who_comes_back_has_what_the_job_has_by_now():
         state = next(each for each in here.members.states(0.0) if each.member.session == number)
         assert state.member.consistency == BOUNDED.consistency
         here.members.leave(number, "killed")
-    with pytest.raises(ConfigError, match=r"Async\(\), and the job began with ps.Sync\(\) and has ps.BoundedStale.*1"):
+    with pytest.raises(
+        ConfigError, match=r"Async\(\), but the job began with ps.Sync\(\) and now has ps.BoundedStale.*1"
+    ):
         here.members.open(Member(B, 0, 1, ASYNC.consistency), False, 0, 0.0)
 
 

@@ -63,7 +63,7 @@ def test_what_lives_elsewhere_costs_nothing():
     held.declare(variable(0, 1000, (0, 2)))
     held.declare(variable(1, 0))
     assert held.nbytes == 0
-    with pytest.raises(InvalidRequest, match="'v0' does not live on this server"):
+    with pytest.raises(InvalidRequest, match="'v0' is not on this server"):
         held.initialize(0, np.zeros(1000, "int8"))
 
 
@@ -287,7 +287,9 @@ def test_small_tables_take_what_their_rows_take(is_compiled):
 def test_a_filter_for_which_there_is_no_memory(monkeypatch):
     """Where no limit is given the system refuses: the table is refused in words, and may be declared otherwise."""
     monkeypatch.setattr(np, "zeros", lambda *args: (_ for _ in ()).throw(MemoryError))
-    with pytest.raises(MemoryLimit, match="no memory for the 1024 bytes of a CBFFilter; lower its max_element_size"):
+    with pytest.raises(
+        MemoryLimit, match=("out of memory for the 1024 bytes of a CBFFilter; lower its max_element_size")
+    ):
         policies._counters(1, 1024)
     monkeypatch.undo()
     monkeypatch.setattr(policies, "_counters", lambda *size: (_ for _ in ()).throw(MemoryLimit("no memory")))
@@ -302,16 +304,16 @@ KNOWN = part_of(0, SPEC, buckets=HALF)
 REFUSED: dict[str, tuple[PlacedVariable, str]] = {
     "the same buckets": (part_of(1, SPEC, buckets=HALF, name="b"), "'b' .* has buckets 0 to 511 of 'users'"),
     "some of them": (part_of(1, SPEC, buckets=range(511, 600), name="b"), "'users' has some of them"),
-    "another table of the name": (part_of(1, counting(9), buckets=REST, name="b"), "or is of another table"),
-    "on two servers": (replace(part_of(1, SPEC, buckets=REST, name="b"), servers=(0, 1)), "is on one server"),
+    "another table of the name": (part_of(1, counting(9), buckets=REST, name="b"), "or is another table"),
+    "on two servers": (replace(part_of(1, SPEC, buckets=REST, name="b"), servers=(0, 1)), "must be on one server"),
     "no room for its rows": (
         part_of(1, replace(SPEC, memory_limit=1000, eviction=LRU()), table="t", name="b"),
-        r"'b' .* does not fit: .* has room for \d+ rows; the least is 16384",
+        r"'b' .* does not fit: .* allows \d+ rows; the minimum is 16384",
     ),
-    "beside no table": (part_of(1, SPEC, buckets=HALF, slot=SLOT, table="t"), "of which no such part is there"),
-    "beside other buckets": (part_of(1, SPEC, buckets=REST, slot=SLOT), "of which no such part is there"),
-    "beside another table": (part_of(1, counting(9), buckets=HALF, slot=SLOT), "of which no such part is there"),
-    "on another server": (part_of(1, SPEC, 1, HALF, SLOT), "of which no such part is there"),
+    "beside no table": (part_of(1, SPEC, buckets=HALF, slot=SLOT, table="t"), "but this server has no such part"),
+    "beside other buckets": (part_of(1, SPEC, buckets=REST, slot=SLOT), "but this server has no such part"),
+    "beside another table": (part_of(1, counting(9), buckets=HALF, slot=SLOT), "but this server has no such part"),
+    "on another server": (part_of(1, SPEC, 1, HALF, SLOT), "but this server has no such part"),
 }
 
 
@@ -337,7 +339,7 @@ def test_a_tensor_lies_beside_a_table_once():
     held.declare(part_of(1, spec, slot=SLOT))
     with pytest.raises(InvalidRequest, match="'m' has some of them"):
         held.declare(part_of(2, spec, slot=replace(SLOT, value=0.25)))
-    with pytest.raises(InvalidRequest, match=r"has room for \d+ rows; the least is 16384"):
+    with pytest.raises(InvalidRequest, match=r"allows \d+ rows; the minimum is 16384"):
         held.declare(part_of(2, spec, slot=SlotTensor("n", "float64", (64,))))
 
 
@@ -346,11 +348,11 @@ def test_parts_and_what_lies_beside_them_are_bounded(monkeypatch):
     held = store_of()
     for number in range(2 * MAX_PARTS):
         held.declare(part_of(number, SPEC, number % 2 + 1, table=f"t{number}"))
-    with pytest.raises(InvalidRequest, match=f"too many on server 1, which has {MAX_PARTS}; group tables"):
+    with pytest.raises(InvalidRequest, match=f"the limit of {MAX_PARTS} tables on server 1; group tables"):
         held.declare(part_of(1 << 16, SPEC, 1))
     for number in range(MAX_BESIDE):
         held.declare(part_of((1 << 16) + number, SPEC, 1, slot=replace(SLOT, name=f"m{number}"), table="t0"))
-    with pytest.raises(InvalidRequest, match=f"beside the table 't0', which has {MAX_BESIDE}"):
+    with pytest.raises(InvalidRequest, match=f"the limit of {MAX_BESIDE} slot variables of table 't0'"):
         held.declare(part_of(1 << 17, SPEC, 1, slot=SLOT, table="t0"))
 
 
@@ -358,7 +360,7 @@ def test_what_is_forgotten_takes_what_lies_beside_it_along():
     """So that both may be declared anew, otherwise. A part has no value: neither is it given one, nor is it read."""
     held = store_of()
     held.declare(KNOWN)
-    with pytest.raises(InvalidRequest, match="'users' is a part of a dynamic table; it begins empty"):
+    with pytest.raises(InvalidRequest, match="'users' is a part of a dynamic table, which begins empty"):
         held.initialize(0, np.zeros((1 << 24, 2), "float32"))
     with pytest.raises(InvalidRequest, match="has no size; look its rows up"):
         held.value(0)

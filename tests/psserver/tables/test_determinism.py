@@ -314,7 +314,7 @@ def test_a_round_sets_its_own_rows_aside_alone(monkeypatch):
     assert whole.rows.aside == 210 * 8
     assert [*last]
     assert whole.rows.aside == 0
-    with pytest.raises(ValueError, match="read once"):
+    with pytest.raises(ValueError, match="read only once"):
         next(whole.pieces(2))
 
 
@@ -555,8 +555,8 @@ print(len(table), float(table.lookup(np.arange(8000), 1).sum()))
 def test_what_the_disk_has_no_room_for_changes_nothing(tmp_path):
     """A round that cannot make its rows is refused, with what to do, and so is a slot; the table is as before."""
     rows, slot, same, after = on_small_disk(FULL, tmp_path, "28m")
-    assert rows.startswith("there is no room on the disk for 6000 more rows of a table: 5.859 MiB more in ")
+    assert rows.startswith("the disk has no space for 6000 more rows of a table: 5.859 MiB more in ")
     assert rows.endswith("with another --tier-path, or give tables a capacity")
-    assert slot.startswith("there is no room on the disk for 'more' beside 2000 rows: 15.26 MiB more in ")
+    assert slot.startswith("the disk has no space for 'more' beside 2000 rows: 15.26 MiB more in ")
     assert same == "True"
     assert after == f"8000 {7000 * 256.0}"

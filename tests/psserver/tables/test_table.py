@@ -235,7 +235,7 @@ def test_a_memory_limit_holds_what_memory_is_taken():
         trained(table, round, np.arange(2000 * round, 2000 * round + 2000))
     assert len(table) > MIN_CAPACITY
     assert table.nbytes < limit + 7 * (2 << 20)
-    with pytest.raises(InvalidRequest, match="memory limit of 1000 bytes has room for 5 rows"):
+    with pytest.raises(InvalidRequest, match="memory limit of 1000 bytes allows 5 rows"):
         Table(TableSpec((32,), memory_limit=1000))
 
 

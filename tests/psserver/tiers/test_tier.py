@@ -238,14 +238,16 @@ def test_an_array_without_room_moves_into_another_file(tier, monkeypatch):
 
 def test_a_directory_is_looked_at_before_training(directory):
     """Each error says what is wrong with which directory, and what to do."""
-    with pytest.raises(ConfigError, match=r"--tier-path .*/none is no directory; make it"):
+    with pytest.raises(ConfigError, match=r"--tier-path .*/none is not a directory; create it"):
         Tier(str(directory / "none"), BOUND)
     (directory / "file").touch()
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         Tier(str(directory / "file"), BOUND)
-    with pytest.raises(ConfigError, match=r"--tier-path /proc takes no file .*; let this user write there"):
+    with pytest.raises(
+        ConfigError, match=r"--tier-path /proc cannot hold memory-mapped files .*; check its permissions"
+    ):
         Tier("/proc", BOUND)
-    with pytest.raises(ConfigError, match=r"/dev/shm lies in memory itself \(tmpfs\); name a directory on a disk"):
+    with pytest.raises(ConfigError, match=r"/dev/shm is in memory \(tmpfs\); name a directory on a disk"):
         Tier("/dev/shm", BOUND)
 
 
@@ -284,8 +286,8 @@ made.close()
 def test_a_full_disk_is_told_before_anything_is_touched(tmp_path):
     """Room is reserved first: what a disk of 8 MiB has no room for is refused, and what was there is used on."""
     no_disk, full, kept, used = on_small_disk(FULL, tmp_path, "8m")
-    assert "lies in memory itself (tmpfs)" in no_disk
-    assert full.startswith(f"2.93 MiB more in {tmp_path} (No space left on device); free some of that disk")
+    assert "is in memory (tmpfs)" in no_disk
+    assert full.startswith(f"2.93 MiB more in {tmp_path} (No space left on device); free disk space there")
     assert (kept, used) == ("4000 True", "True 8192")
 
 
@@ -396,14 +398,14 @@ def test_a_tier_that_is_too_small_says_so_once(tier, caplog, share):
             array.array[some] = number
             array.touch(some, Use.PASS)
         tier.settle()
-    told = [record.getMessage() for record in caplog.records if "thrash" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "from disk too often" in record.getMessage()]
     if share < 1:
         assert tier.hit_rate == 1.0
         assert not told
     else:
         assert tier.hit_rate < 0.3
         (line,) = told
-        assert "--tier-memory, 4 MiB: raise it" in line
+        assert "--tier-memory, 4 MiB; raise it" in line
 
 
 def test_growth_moves_nothing_and_reserves_no_memory():

@@ -107,7 +107,7 @@ def test_every_cut_is_told():
     """A manifest that ends early, wherever, is told with the file's name."""
     text = Manifest(1, (Position(0, 0, 0),), {"w": Saved("x", TensorSpec("int8", ()))}).text().rstrip()
     for size in range(len(text)):
-        with pytest.raises(CheckpointError, match=r"run/manifest\.json is no manifest"):
+        with pytest.raises(CheckpointError, match=r"run/manifest\.json is not a checkpoint manifest"):
             Manifest.parse(text[:size], "run/manifest.json")
 
 

@@ -115,7 +115,7 @@ def test_all_keys_and_no_others(path):
 @pytest.mark.parametrize("name", ["SlotTensor", "LRU", "cbffilter", ""])
 def test_a_policy_is_one_that_is_known(name):
     """In its place: no other class is made of a name."""
-    with pytest.raises(Malformed, match="is none of CounterFilter, CBFFilter, ProbabilityFilter"):
+    with pytest.raises(Malformed, match="is not one of CounterFilter, CBFFilter, ProbabilityFilter"):
         spec_from_json(spec_to_json(SPEC) | {"admission": {name: {}}})
 
 

@@ -360,26 +360,26 @@ REFUSED: dict[str, Message] = {
     "an entry of the log is empty": pb.Entry(),
     "unknown dtype ''": pb.TensorSpec(),
     "unknown dtype 'object'": pb.TensorSpec(dtype="object"),
-    f"impossible shape ({1 << 45},)": pb.TensorSpec(dtype="int8", shape=[1 << 45]),
-    "a variable's name has 1 to 512 printable characters": pb.VariableSpec(tensor=SPEC),
-    "a variable's name has 1 to 512 printable": pb.VariableSpec(name="a\nb", tensor=SPEC),
-    "is no shard such as ShardOf": pb.VariableSpec(name="a", tensor=SPEC, shard=pb.ShardOf(whole="w", rows=4)),
-    "a variable's name has 1 to 512": pb.VariableSpec(name="a", tensor=SPEC, saved_as="a\nb"),
+    f"invalid shape ({1 << 45},)": pb.TensorSpec(dtype="int8", shape=[1 << 45]),
+    "a variable's name must have 1 to 512 printable characters": pb.VariableSpec(tensor=SPEC),
+    "a variable's name must have 1 to 512 printable": pb.VariableSpec(name="a\nb", tensor=SPEC),
+    "is not a shard ShardOf": pb.VariableSpec(name="a", tensor=SPEC, shard=pb.ShardOf(whole="w", rows=4)),
+    "a variable's name must have 1 to 512": pb.VariableSpec(name="a", tensor=SPEC, saved_as="a\nb"),
     "unknown job ''; known are chief, worker, ps, evaluator": pb.Task(index=1),
     "unknown job 'boss'": pb.Task(job="boss"),
     f"bytes; at most {MAX_PLAN_BYTES} are allowed": pb.Plan(snapshot=pb.SnapshotOrder(path="x" * MAX_PLAN_BYTES)),
 }
 EMPTY_CHOICES: dict[str, Message] = {
-    "a table has no first values": pb.Initializer(),
-    "a table's filter is of no kind": pb.Admission(),
-    "a table's policy of eviction is of no kind": pb.Eviction(),
+    "a table has no initializer": pb.Initializer(),
+    "a table's filter has no kind": pb.Admission(),
+    "a table's eviction policy has no kind": pb.Eviction(),
 }
 _KEYS = pb.TableSpec.INT64
 REFUSED |= EMPTY_CHOICES | {
     "unknown form 7 of contributions": pb.Plan(reductions=[pb.Reduction(op=1, tensor=SPEC, form=7)]),  # type: ignore[arg-type]
     "unknown dtype 0 of keys": pb.TableSpec(dtype="float32"),
     "unknown dtype 3 of keys": pb.TableSpec(key_dtype=3),  # type: ignore[arg-type]
-    "table has no first values": pb.VariableSpec(tensor=SPEC, part=pb.TablePart(spec=pb.TableSpec(key_dtype=_KEYS))),
+    "table has no initializer": pb.VariableSpec(tensor=SPEC, part=pb.TablePart(spec=pb.TableSpec(key_dtype=_KEYS))),
     "unknown value 0 of keys without": pb.TableSpec(key_dtype=_KEYS, initializer=pb.Initializer(zeros=pb.Zeros())),
     "unknown question 0 to a table": pb.TableRead(),
     "unknown question 4 to a table": pb.TableRead(what=4),  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, str | None] = {
     **dict.fromkeys(("SGD", "Adagrad", "Adagrad by rows")),
     **dict.fromkeys(("SGD, momentum", "SGD, Nesterov", "Adadelta", "RMSprop", "RMSprop, plain", "Ftrl"), CHANGES),
     **dict.fromkeys(("Adam", "Adam, AMSGrad", "LazyAdam", "AdamW", "Adamax", "Nadam", "Lion"), CHANGES),
-    "Lamb": "not elementwise",
+    "Lamb": "neither elementwise",
 }
 """Optimizers, and why the update of each is not run on rows; None where it is."""
 MAKE = references.OPTIMIZERS | references.MORE | {"RMSprop, plain": lambda: O.RMSprop(0.5)}
@@ -196,16 +196,26 @@ def test_what_is_known_to_keep_rows(name):
 
 
 REFUSED = {
-    "a sum": (lambda w, g: w.assign_add(g * np.sum(g)), [F], [F], "sum is not elementwise"),
-    "a number": (lambda w, g: w.assign_add(np.float32(1)), [TensorSpec("float32", ())], [F], "one shape of tables"),
-    "two shapes": (lambda w, u, g: w.assign_add(g * u), [F, TensorSpec("float32", (3,))], [F], "one shape of tables"),
-    "an output": (lambda w, g: g + w.assign_add(g).value(), [F], [F], "no results"),
-    "an array": (lambda w, g: w.assign_add(g * np.ones(SHAPE, "float32")), [F], [F], "no array but tables and rows"),
+    "a sum": (lambda w, g: w.assign_add(g * np.sum(g)), [F], [F], "sum works neither elementwise"),
+    "a number": (
+        lambda w, g: w.assign_add(np.float32(1)),
+        [TensorSpec("float32", ())],
+        [F],
+        "only tables of one shape",
+    ),
+    "two shapes": (
+        lambda w, u, g: w.assign_add(g * u),
+        [F, TensorSpec("float32", (3,))],
+        [F],
+        "only tables of one shape",
+    ),
+    "an output": (lambda w, g: g + w.assign_add(g).value(), [F], [F], "cannot return results"),
+    "an array": (lambda w, g: w.assign_add(g * np.ones(SHAPE, "float32")), [F], [F], "only tables and rows"),
     "a scalar variable": (
         lambda w, s, g: nothing(w.assign_add(g), s.assign_add(np.float32(1))),
         [F, TensorSpec("float32", ())],
         [F],
-        "and no scalar",
+        "not scalars",
     ),
 }
 
@@ -224,7 +234,7 @@ def test_a_whole_value_beside_rows_is_refused():
     program, _ = traced(lambda w, g, h: w.assign_add(g * h), [F], [F, F])
     first, second = (n for n, item in enumerate(program.inputs) if item.kind == "value")
     assert refusal(program, [first, second]) is None
-    assert "no whole value beside rows" in (refusal(program, [first]) or "")
+    assert "cannot mix rows with whole arrays" in (refusal(program, [first]) or "")
     assert keeps_rows(program, [first, second])
 
 

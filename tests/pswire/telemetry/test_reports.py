@@ -130,7 +130,9 @@ def test_whatever_is_said_comes_back(text):
 
 def test_arguments_that_do_not_fit_are_said():
     """A mistake of who writes the line makes one line, too, in JSON."""
-    assert said(record("%d of them", "x"))["message"].startswith("'%d of them', with arguments that cannot be written")
+    assert said(record("%d of them", "x"))["message"].startswith(
+        "'%d of them', with arguments that cannot be formatted"
+    )
 
 
 def test_long_texts_lose_their_middle():
@@ -259,10 +261,10 @@ def test_generations_say_who_came_and_who_went():
     log.entries += [GenerationClosed(Generation(2, (ONE,))), GenerationClosed(Generation(3, (ONE, AGAIN)))]
     history.follow(20.0)
     assert [(event.time, event.said) for event in history.events] == [
-        (None, "a chief began the job on 2 servers"),
+        (None, "a chief started the job on 2 servers"),
         (None, "generation 1: worker-0, worker-1"),
-        (20.0, "generation 2: worker-0; not any more: worker-1"),
-        (20.0, "generation 3: worker-0, worker-1; came: worker-1"),
+        (20.0, "generation 2: worker-0; left: worker-1"),
+        (20.0, "generation 3: worker-0, worker-1; joined: worker-1"),
     ]
 
 
@@ -330,7 +332,7 @@ def test_the_time_line_is_said_in_words_as_well():
         Event(95.0, "loss", "", BEGUN),
     ]
     drawn = time_line(lives, events, 100.0)
-    assert 'aria-label="worker-1: from 40 s ago until 12 s ago: lost: its lease ended"' in drawn
+    assert 'aria-label="worker-1: from 40 s ago until 12 s ago: lost: no heartbeat"' in drawn
     assert 'aria-label="chief-0 (drives): from 20 s ago until now"' in drawn
     assert '<rect class="ended" x="0" y="3" width="700"' in drawn
     assert '<rect class="open" x="500" y="3" width="500"' in drawn

@@ -150,5 +150,5 @@ def test_a_fault_of_the_page_is_shown(job, monkeypatch, caplog):
     with page_of(job) as served:
         got = served.look()
     assert got.status == 200
-    assert "could not look at the job" in got.text
-    assert "could not look at the job" in caplog.text
+    assert "could not read the state of the job" in got.text
+    assert "could not read the state of the job" in caplog.text

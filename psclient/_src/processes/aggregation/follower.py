@@ -52,7 +52,7 @@ class Follower:
         self.lost = False
         try:
             if not self._link.is_ours:
-                raise LinkLost("it is of another user")
+                raise LinkLost("it runs as another user")
             self._link.introduce(Kind.HELLO, session)
             self._await_welcome()
         except BaseException:
@@ -117,9 +117,9 @@ class Follower:
                 if pulse.is_due():
                     self._link.say_alive(pulse)
         except (LinkLost, OSError) as error:
-            log.info("the worker of this host that sends is gone: %s", error)
+            log.info("the connection to the worker that sends for this host ended: %s", error)
         except Exception:
-            log.exception("a worker of this host cannot be followed")
+            log.exception("the connection to the worker that sends for this host failed")
         finally:
             self._link.close()  # last of all: from now on the other end writes where answers were
             self.close()
@@ -135,7 +135,7 @@ class Follower:
         try:
             reply = self._decoder.decode(parse(pb.RoundHeader, message.header), _copied(message.payload))
         except Exception as error:
-            log.warning("an answer of the worker of this host that sends cannot be read: %s", error)
+            log.warning("a response from the worker that sends for this host cannot be read: %s", error)
             own.refuse()
         else:
             own.answer(reply)

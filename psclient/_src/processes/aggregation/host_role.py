@@ -82,7 +82,7 @@ class HostRole:
             role = self._join()
         except Exception as error:
             role = None
-            log.info("what this host's workers contribute is not summed: %s", error)
+            log.info("local reduction is not available: %s", error)
         with self._lock:
             self._joining, closed = False, self._closed
             self._again = time.monotonic() + AGAIN_SECONDS if role is None else 0.0
@@ -111,7 +111,7 @@ class HostRole:
                 except ConnectionRefusedError:
                     free = free or name
                 except (LinkLost, OSError) as error:
-                    log.info("a worker of this host does not lead: %s", error)
+                    log.info("a worker on this host cannot sum gradients: %s", error)
                     ended = ended or isinstance(error, Left)
                 sock.close()
             if not free:

@@ -209,10 +209,10 @@ class Leader:
             found = sum_of(own, singles)
             pushed = None if found is None else self._push(own.server, *found)
         except PSError as error:
-            log.info("a sum cannot be sent: %s", error)
+            log.info("a local sum cannot be sent: %s", error)
             pushed = None
         except Exception:  # a bug of ours: the servers take the contributions one by one
-            log.exception("contributions to round %d cannot be summed", own.said.round)
+            log.exception("the gradients for round %d cannot be summed", own.said.round)
             pushed = None
         if found is None or pushed is None:
             self._refuse(singles)
@@ -239,7 +239,7 @@ class Leader:
                     parts[mine] = part_of(reply, want, mine, partial(self._specs, own, want))
                 single.answer(parts[mine])
             except Exception:  # a bug of ours: it asks the server
-                log.exception("an answer to round %d cannot be handed on", reply.round)
+                log.exception("the response to round %d cannot be forwarded", reply.round)
                 self._refuse([single])
 
     def _specs(self, own: Own, want: Sequence[int]) -> list[TensorSpec]:
@@ -260,7 +260,7 @@ class Leader:
                 if pulse.is_due():
                     self._see(pulse)
         except Exception:
-            log.exception("the workers of this host are led no more")
+            log.exception("local reduction on this host failed")
         finally:
             self.close()
             for link in self._links:
@@ -277,7 +277,10 @@ class Leader:
                 link.say_alive(pulse)
             except Silent as error:
                 if link.session:  # it may read answers when it goes on: this memory is written no more
-                    log.warning("a worker of this host is silent: for a while each pushes by itself")
+                    log.warning(
+                        "a worker on this host does not respond; each worker sends its own gradients until "
+                        "local reduction restarts"
+                    )
                     self.close()
                     return
                 self._lose(link, error)
@@ -310,7 +313,7 @@ class Leader:
         self._strangers += 1
         if time.monotonic() - self._told >= QUIET_SECONDS:
             times = "" if self._strangers == 1 else f" {self._strangers} times"
-            log.warning("a process of another user came to the workers of this host%s, and was sent away", times)
+            log.warning("rejected a connection to this host's local reduction from a process of another user%s", times)
             self._strangers, self._told = 0, time.monotonic()
 
     def _read(self, link: HostLink) -> None:
@@ -329,16 +332,16 @@ class Leader:
         elif message.kind is Kind.PUSH and link.session:
             said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
             if said.session != link.session:
-                raise InvalidRequest(f"it speaks for session {said.session}, and is {link.session}")
+                raise InvalidRequest(f"it sent a push for session {said.session}, but its session is {link.session}")
             self._offer(Handed(self, message.server, link, message.call, said, message.payload))
         elif message.kind is Kind.SINGLY and link.session:
             self.decline(message.server, message.call)
         else:
-            raise InvalidRequest(f"it sends {message.kind.name}")
+            raise InvalidRequest(f"it sent an unexpected message {message.kind.name}")
 
     def _lose(self, link: HostLink, why: Exception) -> None:
         """A worker is gone; what it has handed over counts."""
-        log.info("a worker of this host is gone: %s", why)
+        log.info("the connection to a worker on this host ended: %s", why)
         self._selector.unregister(link.sock)
         with self._lock:
             self._links.discard(link)

@@ -208,7 +208,7 @@ class HostLink:
         with self._lock:
             if self._over:
                 self._outbox.arena.free(place)
-                raise LinkLost("it is over")
+                raise LinkLost("it is closed")
             self._lent[place] += 1
         sizes = len(message.header), message.payload.size
         self._send(HEAD.pack(message.kind, message.server, message.call, place, *sizes))
@@ -223,12 +223,12 @@ class HostLink:
     def _put(self, data: bytes) -> None:
         with self._lock:  # the number of a closed socket may be another file's
             if self._over:
-                raise LinkLost("it is over")
+                raise LinkLost("it is closed")
             try:
                 self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except OSError as error:  # also where the other end reads nothing for long: a message is lost, so all are
                 self._end()
-                raise LinkLost(f"nothing can be sent ({error})") from None
+                raise LinkLost(f"sending failed ({error})") from None
 
     # ---- Receiving ----
 
@@ -250,7 +250,7 @@ class HostLink:
                 self.heard = time.monotonic()
                 found = self._take(data, files)
             except (InvalidRequest, ValueError, struct.error, OSError) as error:
-                raise LinkLost(f"it sends what is no message ({error})") from None
+                raise LinkLost(f"it sent an invalid message ({error})") from None
             finally:
                 for file in files:
                     os.close(file)
@@ -272,7 +272,7 @@ class HostLink:
         if not head:
             return HostMessage(kind, server, call)
         if self._mirror is None:
-            raise InvalidRequest("data without memory")
+            raise InvalidRequest("a message refers to memory that was not shared")
         begin = align(head)
         view = self._mirror.read(place, begin + size, reader=1)
         payload = Payload([(0, view[begin:])], size) if size else EMPTY
@@ -284,7 +284,7 @@ class HostLink:
     def _free(self, place: int) -> None:
         with self._lock:
             if not self._lent[place]:
-                raise InvalidRequest(f"nothing lies at {place}")
+                raise InvalidRequest(f"there is no data at {place}")
             self._lent[place] -= 1
         self._outbox.arena.free(place)
 
@@ -294,7 +294,7 @@ class HostLink:
             self.heard = pulse.now
         self.tell(Kind.ALIVE)
         if pulse.now - self.heard > pulse.silence:
-            raise Silent(f"nothing has come for {pulse.now - self.heard:.3g} s")
+            raise Silent(f"nothing was received for {pulse.now - self.heard:.3g} s")
 
     # ---- The end ----
 

@@ -23,13 +23,13 @@ def _count(step: Value) -> None:
 
 
 class Optimizer:
-    """Base of the optimizers: TensorFlow 1's methods, around an optimizer of `ps.optimizers` that makes the steps.
+    """Base of the optimizers: TensorFlow 1's methods, for an optimizer of `ps.optimizers` that makes the steps.
 
     Source: `tf.compat.v1.train.Optimizer`.
 
     Args:
         rule: the optimizer that makes the steps.
-        use_locking: has no effect: steps of one variable never run at once.
+        use_locking: has no effect: steps of one variable never run at the same time.
     """
 
     def __init__(self, rule: optimizers.Optimizer, use_locking: bool = False) -> None:
@@ -53,26 +53,26 @@ class Optimizer:
     ) -> None:
         """Sums gradients over all replicas of all workers, and updates the variables.
 
-        In replica context, where all replicas of all workers call it; or in cross-replica context, or outside of
-        every scope, with per-replica gradients.
+        Call it in replica context in all replicas of all workers; or in cross-replica context or outside of every
+        scope, with per-replica gradients.
 
         Args:
-            grads_and_vars: (gradient, variable) pairs; each gradient of its variable's shape. Pairs whose gradient
-                is None are left out, in all replicas the same.
-            global_step: an integer variable of the same strategy, without dimensions, that grows by 1 in the same
-                round; None for none.
-            name: has no effect: there are no operations to be named.
+            grads_and_vars: (gradient, variable) pairs; each gradient has its variable's shape. Pairs whose gradient is
+                None, in all replicas the same ones, are ignored.
+            global_step: an integer variable of the same strategy, without dimensions, that is increased by 1 in the
+                same round; None for none.
+            name: has no effect.
 
         Raises:
-            ValueError: no pair has a gradient, a gradient is of another shape than its variable, a variable is not
-                trainable, or not of the optimizer's strategy, or `global_step` is not an integer of that strategy.
-            TypeError: there is no variable in a pair, or as `global_step`.
+            ValueError: no pair has a gradient; a gradient has another shape than its variable; a variable is not
+                trainable, or not of the optimizer's strategy; or `global_step` is not an integer of that strategy.
+            TypeError: a pair has no variable, or `global_step` is not a variable.
         """
         given = [(gradient, values.container(v)) for gradient, v in grads_and_vars]
         pairs = [(gradient, v) for gradient, v in given if gradient is not None]
         if not pairs:
             names = ", ".join(repr(getattr(v, "name", v)) for _, v in given)
-            raise ValueError(f"no gradients are given for any variable of [{names}]; give (gradient, variable) pairs")
+            raise ValueError(f"none of the variables [{names}] has a gradient; pass (gradient, variable) pairs")
         if global_step is None:
             self._rule.apply_gradients(pairs)
             return
@@ -106,15 +106,15 @@ class Optimizer:
     # ---- State ----
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Returns a slot of a variable, which lives beside it. In any context.
+        """Returns a slot of a variable. In any context.
 
         Args:
             var: a variable that this optimizer trains.
             name: one of `get_slot_names`.
 
         Returns:
-            The slot, of the variable's shape, float32 for one of half precision; None if there is none, as before
-            the variable's first step.
+            The slot, of the variable's shape, float32 for half precision; None if it does not exist, as before the
+            variable's first step.
         """
         state, v = state_of(self._rule), values.container(var)
         if not state.has(v):
@@ -127,19 +127,19 @@ class Optimizer:
         return sorted(self._rule.slots) if state_of(self._rule).built else []
 
     def variables(self) -> list[Variable]:
-        """Returns all that it keeps: its count of steps, and its slots; none before the first step. In any context.
+        """Returns all state: the count of steps, and the slots; empty before the first step. In any context.
 
-        The count stands for the powers of its betas that TensorFlow's Adam keeps.
+        The count replaces the powers of the betas that TensorFlow's Adam stores.
         """
         return self._rule.variables
 
 
 def _checked_step(step: Any, variables: Sequence[Any]) -> Variable:
     if not isinstance(step, Variable):
-        raise TypeError(f"global_step is a {type(step).__name__}; give an integer variable, or None")
+        raise TypeError(f"global_step is a {type(step).__name__}; pass an integer variable, or None")
     if not np.issubdtype(step.dtype, np.integer) or step.shape:
         raise ValueError(
-            f"global_step {step.name!r} is of {step.dtype} and of shape {step.shape}; give a variable of one integer"
+            f"global_step {step.name!r} has dtype {step.dtype} and shape {step.shape}; pass a variable with one integer"
         )
     if isinstance(variables[0], Variable):  # What is none is refused, with what to write, by the step itself.
         step._check_strategy(variables[0].strategy)
@@ -148,6 +148,6 @@ def _checked_step(step: Any, variables: Sequence[Any]) -> Variable:
 
 def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(
-        f"{what} differentiates a loss, and there is no automatic differentiation here; compute the gradients, by hand "
-        "or with a library such as JAX or PyTorch, and give them to apply_gradients"
+        f"{what} needs automatic differentiation, which is not available here; compute gradients yourself, "
+        "or with JAX or PyTorch, and pass them to apply_gradients"
     )

@@ -22,14 +22,14 @@ class GradientDescentOptimizer(Optimizer):
     Source: `tf.compat.v1.train.GradientDescentOptimizer`.
 
     Args:
-        learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
-            one on all processes.
+        learning_rate: step size: a number, a schedule, or a function without arguments that returns a number, the same
+            in all processes.
         use_locking: has no effect.
         name: the optimizer's name.
 
     Raises:
-        TypeError: the learning rate is no number, schedule or function.
-        ValueError: it is not finite.
+        TypeError: the learning rate is not a number, schedule or function.
+        ValueError: the learning rate is not finite.
     """
 
     def __init__(self, learning_rate: LearningRate, use_locking: bool = False, name: str = "GradientDescent") -> None:
@@ -37,7 +37,7 @@ class GradientDescentOptimizer(Optimizer):
 
 
 class MomentumOptimizer(Optimizer):
-    """Gradient descent with momentum: `m = momentum * m + g; v -= learning_rate * m`; the slot is `momentum`.
+    """Gradient descent with momentum: `m = momentum * m + g; v -= learning_rate * m`; slot `momentum`.
 
     Source: `tf.compat.v1.train.MomentumOptimizer`.
 
@@ -46,10 +46,10 @@ class MomentumOptimizer(Optimizer):
         momentum: decay of the momentum.
         use_locking: has no effect.
         name: prefix of the names of slots.
-        use_nesterov: True if the step looks ahead: `v -= learning_rate * (g + momentum * m)`.
+        use_nesterov: True for Nesterov momentum: `v -= learning_rate * (g + momentum * m)`.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: momentum is not between 0 and 1.
     """
 
@@ -65,21 +65,22 @@ class MomentumOptimizer(Optimizer):
 
 
 class AdamOptimizer(Optimizer):
-    """Adaptive moments; slots are `m` and `v`.
+    """Gradient descent by decayed means of gradients and of their squares; slots `m` and `v`.
 
     Source: `tf.compat.v1.train.AdamOptimizer`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, in
-    the form of its section 2.1's last paragraph.
+    the form of the last paragraph of its section 2.1.
 
     Args:
         learning_rate: as in `GradientDescentOptimizer`.
-        beta1, beta2: decay of the first and second moment.
-        epsilon: keeps the division away from zero; the paper's "epsilon hat".
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: small number against division by zero; the paper's "epsilon hat".
         use_locking: has no effect.
         name: prefix of the names of slots.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: a decay is not at least 0 and less than 1, or epsilon less than 0.
+        TypeError: an argument is not a number.
+        ValueError: a decay is not at least 0 and less than 1, or epsilon is negative.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class AdamOptimizer(Optimizer):
 
 
 class AdagradOptimizer(Optimizer):
-    """Divides by the root of the sum of all squared gradients, without an epsilon; the slot is `accumulator`.
+    """Divides gradients by the root of the sum of all squared gradients, without an epsilon; slot `accumulator`.
 
     Source: `tf.compat.v1.train.AdagradOptimizer`; Duchi et al., "Adaptive Subgradient Methods", 2011.
 
@@ -106,8 +107,8 @@ class AdagradOptimizer(Optimizer):
         name: prefix of the names of slots.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: the sum does not begin with more than 0.
+        TypeError: an argument is not a number.
+        ValueError: `initial_accumulator_value` is not positive.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class AdagradOptimizer(Optimizer):
 
 
 class RMSPropOptimizer(Optimizer):
-    """Divides by the root of the mean of recent squared gradients, which begins with 1.
+    """Divides gradients by the root of the mean of recent squared gradients, which begins with 1.
 
     Slots are `rms`, `momentum`, and `mg` if it is centered.
 
@@ -131,14 +132,14 @@ class RMSPropOptimizer(Optimizer):
         learning_rate: as in `GradientDescentOptimizer`.
         decay: decay of the mean.
         momentum: decay of the momentum.
-        epsilon: keeps the division away from zero.
+        epsilon: small number against division by zero.
         use_locking: has no effect.
-        centered: True to divide by the root of the variance in place of that of the mean of squares.
+        centered: True to divide by the root of the variance instead of that of the mean of squares.
         name: prefix of the names of slots.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: momentum or the decay is not between 0 and 1, or epsilon is less than 0.
+        TypeError: an argument is not a number.
+        ValueError: momentum or the decay is not between 0 and 1, or epsilon is negative.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class RMSPropOptimizer(Optimizer):
 
 
 class AdadeltaOptimizer(Optimizer):
-    """Divides by the size of recent gradients, and multiplies by that of recent steps.
+    """Divides gradients by the size of recent gradients, and multiplies them by that of recent steps.
 
     Slots are `accum` and `accum_update`.
 
@@ -164,13 +165,13 @@ class AdadeltaOptimizer(Optimizer):
     Args:
         learning_rate: as in `GradientDescentOptimizer`; 1.0 is the paper's.
         rho: decay of both sizes.
-        epsilon: keeps the division away from zero.
+        epsilon: small number against division by zero.
         use_locking: has no effect.
         name: prefix of the names of slots.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: the decay is not between 0 and 1, or epsilon is less than 0.
+        TypeError: an argument is not a number.
+        ValueError: the decay is not between 0 and 1, or epsilon is negative.
     """
 
     def __init__(
@@ -185,24 +186,26 @@ class AdadeltaOptimizer(Optimizer):
 
 
 class FtrlOptimizer(Optimizer):
-    """Follow the regularized leader: sparse weights by an L1 penalty; slots are `accum` and `linear`.
+    """Follow the regularized leader: sparse weights by an L1 penalty; slots `accum` and `linear`.
 
     Source: `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013.
 
     Args:
         learning_rate: as in `GradientDescentOptimizer`.
-        learning_rate_power: exponent by which it falls with the sum of squared gradients; at most 0.
+        learning_rate_power: exponent by which it decreases with the sum of squared gradients; at most 0.
         initial_accumulator_value: initial value of that sum.
-        l1_regularization_strength, l2_regularization_strength: penalties on the weights.
+        l1_regularization_strength: L1 penalty on the weights.
+        l2_regularization_strength: L2 penalty on the weights.
         use_locking: has no effect.
         name: prefix of the names of slots.
-        accum_name, linear_name: have no effect: slots are found by `get_slot`.
-        l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
-        beta: makes the learning rate begin smaller; None is 0.
+        accum_name: has no effect: slots are found by `get_slot`.
+        linear_name: has no effect: slots are found by `get_slot`.
+        l2_shrinkage_regularization_strength: L2 penalty on the current weights in each step.
+        beta: reduces the first learning rates; None is 0.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: one of these is less than 0, or the power is more.
+        TypeError: an argument is not a number.
+        ValueError: a number is negative, or the power is positive.
     """
 
     def __init__(
@@ -233,21 +236,21 @@ class FtrlOptimizer(Optimizer):
 
 
 class ProximalGradientDescentOptimizer(Optimizer):
-    """Gradient descent, after which weights are shrunk; without slots.
+    """Gradient descent, with weights that are shrunk after each step; without slots.
 
     Source: `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer, "Efficient Online and Batch
     Learning Using Forward Backward Splitting", 2009.
 
     Args:
         learning_rate: as in `GradientDescentOptimizer`.
-        l1_regularization_strength: penalty on the size of the weights; small ones become 0.
-        l2_regularization_strength: penalty on their squares.
+        l1_regularization_strength: L1 penalty on the weights; small weights become 0.
+        l2_regularization_strength: L2 penalty on the weights.
         use_locking: has no effect.
         name: the optimizer's name.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: a penalty is less than 0.
+        TypeError: an argument is not a number.
+        ValueError: a penalty is negative.
     """
 
     def __init__(
@@ -263,21 +266,21 @@ class ProximalGradientDescentOptimizer(Optimizer):
 
 
 class ProximalAdagradOptimizer(Optimizer):
-    """Adagrad, after which weights are shrunk; the slot is `accumulator`.
+    """Adagrad, with weights that are shrunk after each step; slot `accumulator`.
 
     Source: `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, 2009, with the steps of Duchi et al., 2011.
 
     Args:
         learning_rate: as in `GradientDescentOptimizer`.
         initial_accumulator_value: initial value of the sum of squared gradients.
-        l1_regularization_strength: penalty on the size of the weights; small ones become 0.
-        l2_regularization_strength: penalty on their squares.
+        l1_regularization_strength: L1 penalty on the weights; small weights become 0.
+        l2_regularization_strength: L2 penalty on the weights.
         use_locking: has no effect.
         name: prefix of the names of slots.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: a penalty is less than 0, or the sum does not begin with more.
+        TypeError: an argument is not a number.
+        ValueError: a penalty is negative, or `initial_accumulator_value` is not positive.
     """
 
     def __init__(

@@ -35,6 +35,7 @@ class MomentumRule(Optimizer):
         self.momentum, self.nesterov = momentum, bool(nesterov)
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of gradient descent with momentum."""
         (m,) = slots
         m.assign(self.momentum * m + gradient)
         ahead = gradient + self.momentum * m if self.nesterov else m
@@ -70,6 +71,7 @@ class RMSPropRule(Optimizer):
         return np.ones_like(zeros) if slot == "rms" else zeros
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a step of RMSProp."""
         squares, momentum, *mean = slots
         squares.assign(self.decay * squares + (1 - self.decay) * gradient * gradient)
         size = squares.value()
@@ -128,6 +130,7 @@ class ProximalGradientDescentRule(Optimizer):
         self.l1_regularization_strength, self.l2_regularization_strength = l1, l2
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a proximal step of gradient descent."""
         rate = self.learning_rate
         moved = v.astype(gradient.dtype) - rate * gradient
         v.assign(_shrunk(moved, rate * self.l1_regularization_strength, rate * self.l2_regularization_strength))
@@ -157,6 +160,7 @@ class ProximalAdagradRule(AdagradRule):
         self.l1_regularization_strength, self.l2_regularization_strength = l1, l2
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        """Applies a proximal step of Adagrad."""
         (total,) = slots
         total.assign_add(gradient * gradient)
         rate = self.learning_rate / np.sqrt(total)
