@@ -29,6 +29,7 @@ from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
+from pswire.model.consistency import ASYNC, Consistency
 
 WORKERS, QUICK_WORKERS = (1, 10, 30, 100, 300, 1000), (1, 10, 30)
 
@@ -49,8 +50,8 @@ DENSE, VARIABLES = 10e6, 100
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync, 2 % backup workers": {"backup_workers": 0.02},
-    "bounded, 4 rounds": {"mode": "bounded", "staleness": 4},
-    "async": {"mode": "async"},
+    "bounded, 4 rounds": {"consistency": Consistency("bounded", staleness=4)},
+    "async": {"consistency": ASYNC},
     "sync, 10 to a host": {"per_host": 10},
     "sync, sums of 10": {"per_host": 10, "local_reduction": True},
 }
@@ -85,7 +86,8 @@ def simulated(mode: str, workers: int, costs: Costs, alone: float) -> Row:
     begun, servers = time.perf_counter(), max(workers // PER_SERVER, 1)
     keys = dict(MODES[mode])
     if "backup_workers" in keys:
-        keys["backup_workers"] = max(int(keys["backup_workers"] * workers), int(workers > 1))
+        backup_workers = max(int(keys.pop("backup_workers") * workers), int(workers > 1))
+        keys["consistency"] = Consistency(backup_workers=backup_workers)
     slow = dict.fromkeys(range(0, workers, EVERY), SLOW) if workers > 1 else {}
     workload = Workload(servers, DENSE, VARIABLES, step=STEP)
     seen = SimulatedJob(Cluster(workers, workload, costs, "tcp", RATE, slow=slow, **keys), ROUNDS).train()

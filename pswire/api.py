@@ -17,8 +17,9 @@ import numpy as np
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
+from pswire.model.consistency import SYNC, Consistency
 from pswire.model.joins import Enlisted
-from pswire.model.log import Generation, LogEntry, Mode, Position, Start
+from pswire.model.log import Generation, LogEntry, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
@@ -328,11 +329,9 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         replicas: int,
         session: int,
         drives: bool,
-        mode: Mode = "sync",
+        consistency: Consistency = SYNC,
         job: str = "",
         term: int = 0,
-        backup_workers: int = 0,
-        staleness: int = 0,
     ) -> Opened:
         """Begins a session. Key: at server 0 the number drawn by lot, `session`.
 
@@ -342,11 +341,9 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
             session: at server 0, which gives the number, what this process has drawn by lot for its resends
                 to be known by, or 0; at the others the number.
             drives: True for a chief's session, which gets a new fencing token.
-            mode: the way in which it makes its rounds; of no meaning where it drives.
+            consistency: how its rounds are made; of no meaning where it drives.
             job: the identity of its job.
             term: the greatest term of a chief that it has heard of, where it drives.
-            backup_workers: members without whose contributions its rounds may be made; of no meaning where it drives.
-            staleness: in the mode "bounded" the most rounds that it may be ahead of another one, when it is answered.
 
         Raises:
             TaskTaken: another process is this task, and is alive.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from pswire.model.log import Mode
+from pswire.model.consistency import Mode
 from pswire.model.plan import Nonfinite
 from pswire.model.plan import ReduceOp as OpName
 

@@ -43,8 +43,9 @@ from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
+from pswire.model.consistency import SYNC, Consistency
 from pswire.model.joins import Enlisted
-from pswire.model.log import Approved, LogEntry, Member, Mode, Start
+from pswire.model.log import Approved, LogEntry, Member, Start
 from pswire.model.places import Offered, Standby
 from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.saved import Shard
@@ -201,13 +202,11 @@ class Core:
         replicas: int,
         session: int,
         drives: bool,
-        mode: Mode = "sync",
+        consistency: Consistency = SYNC,
         job: str = "",
         term: int = 0,
-        backup_workers: int = 0,
-        staleness: int = 0,
     ) -> Opened:
-        drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, mode, backup_workers, staleness)
+        drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, consistency)
         return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
 
     def enlist(self, task: Task | None, key: int) -> Enlisted:

@@ -195,8 +195,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
         """
         if self.log.keeps:
-            how = opens.mode, job, term, drawn, opens.backup_workers, opens.staleness
-            session, token = self.members.open(opens.task, opens.replicas, drives, session, now, *how)
+            session, token = self.members.open(opens, drives, session, now, job, term, drawn)
         else:
             self.registry.enter(session, opens.task)
             self.members.know(replace(opens, session=session), drives, job, now)

@@ -59,7 +59,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     ClosureOrder: lambda order: (order.number, _cut(order.function), order.joins),
     ClosureResult: lambda result: (result.number, _cut(result.kind)),
     Contribution: lambda said: (said.session, said.round, said.generation, len(said.first_values)),
-    Member: lambda member: (member.task, member.replicas, member.mode),
+    Member: lambda member: (member.task, member.replicas, member.consistency.mode),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),
     PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),

@@ -63,8 +63,8 @@ Answer = Callable[[ParameterServer, Any], Message]
 def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
     task = messages.TASK.from_pb(m.task)
     check_protocol(m.spoken, str(task), server)
-    mode = messages.MODES[m.mode]
-    opened = core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term, m.backup_workers, m.staleness)
+    consistency = messages.CONSISTENCY.from_pb(m.consistency)
+    opened = core.open(task, m.replicas, m.session, m.drives, consistency, m.job, m.term)
     return messages.OPENED.to_pb(opened)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from psserver.effects import Effect
 from psserver.plans.round import Key
 from psserver.state.strands import Strand
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced
-from pswire.model.changes import Change, change_of, words_of
+from pswire.model.changes import Change, change_of
 from pswire.model.log import Generation, Member
 
 Asked = tuple[Member, str, int]
@@ -35,24 +36,19 @@ def as_all(opens: Member, others: Iterable[Member], generations: Mapping[int, Ge
     )
     if models:
         first, now = models[0], models[-1]
-        if not (opens.is_like(first) or opens.is_like(now)):
+        if opens.consistency not in (first.consistency, now.consistency):
             raise ConfigError(
-                f"{opens.task} runs with {_consistency(opens)}, but the job began with {_consistency(first)} and now "
-                f"has {_consistency(now)}; give every process the consistency with which the job began"
+                f"{opens.task} runs with {opens.consistency}, but the job began with {first.consistency} and now "
+                f"has {now.consistency}; give every process the consistency with which the job began"
             )
-        return opens.like(now)
+        return replace(opens, consistency=now.consistency)
     other = next((other for other in others if other.task != opens.task), opens)
-    if not opens.is_like(other):
+    if opens.consistency != other.consistency:
         raise ConfigError(
-            f"{opens.task} runs with {_consistency(opens)}, but {other.task} with {_consistency(other)}; give every "
+            f"{opens.task} runs with {opens.consistency}, but {other.task} with {other.consistency}; give every "
             f"process of the job the same consistency"
         )
     return opens
-
-
-def _consistency(member: Member) -> str:
-    """Returns what a process says to make its rounds so."""
-    return words_of(member.mode, member.backup_workers, member.staleness)
 
 
 def differing(asked: Sequence[Asked], generations: Mapping[int, Generation]) -> Diverged | None:

@@ -35,13 +35,13 @@ class Clocks:
         Who is in the first one counts at once, from before its first round. Who comes later counts from what it tells
         before its first round, so that nobody waits for it while it starts.
         """
-        members = {member.session: member for member in generation.members if member.mode == "bounded"}
+        members = {member.session: member for member in generation.members if member.consistency.mode == "bounded"}
         for session in self._members.keys() - members.keys():
             self.leave(session)
         for session, member in members.items():
             if session in self._members:
                 continue
-            self.bound = member.staleness
+            self.bound = member.consistency.staleness
             self._members[session] = member
             self._at[session] = generation.start.round - 1 if generation.start else -1
             if before is None:

@@ -16,6 +16,7 @@ from pswire.api import Contribution
 from pswire.errors import Fenced, InvalidRequest, ProgramError
 from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.closures import ClosureName
+from pswire.model.consistency import ASYNC
 from pswire.model.log import Member
 
 
@@ -53,7 +54,7 @@ class ClosuresOver:
             Fenced: the closure is over: who pushes for it has lost it to another worker.
             InvalidRequest: it makes too many rounds, or its worker makes none of its own.
         """
-        if member.mode != "async" or name.number <= 0:
+        if member.consistency != ASYNC or name.number <= 0:
             raise InvalidRequest("only asynchronous workers run closures, which are numbered from 1")
         self.learn(name.version, name.newest, name.begun)
         self.forget(strands)

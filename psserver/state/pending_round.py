@@ -163,7 +163,7 @@ class PendingRound:
     @property
     def _backup(self) -> int:
         """The number of its members that it does not wait for."""
-        return self.members[0].backup_workers if self.members else 0
+        return self.members[0].consistency.backup_workers if self.members else 0
 
     @property
     def _alone(self) -> bool:

@@ -42,6 +42,7 @@ from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError, PushAgain
 from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.changes import change_of
+from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.network.payload import Payload
@@ -458,7 +459,7 @@ def _check_weights(said: Contribution) -> None:
 def _member(generation: Generation, said: Contribution) -> Member | None:
     """Returns the sender of a contribution, as it makes its round; None if it is no member of the generation."""
     member = generation.session(said.session)
-    return member if member is None or not said.alone else replace(member, mode="async", backup_workers=0)
+    return member if member is None or not said.alone else replace(member, consistency=ASYNC)
 
 
 def _senders(generation: Generation, said: Contribution, member: Member) -> list[tuple[Contribution, Member]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from psserver.plans.divergence import compared
@@ -27,7 +27,7 @@ from pswire.errors import (
 )
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
-from pswire.model.log import Generation, Member, Mode
+from pswire.model.log import Generation, Member
 from pswire.model.status import STILL, Pace, SessionState
 from pswire.security.session_numbers import number_for
 
@@ -198,17 +198,13 @@ class Membership:
 
     def open(
         self,
-        task: Task,
-        replicas: int,
+        opens: Member,
         drives: bool,
         key: int,
         now: float,
-        mode: Mode = "sync",
         job: str = "",
         term: int = 0,
         drawn: int = 0,
-        backup_workers: int = 0,
-        staleness: int = 0,
     ) -> tuple[int, int]:
         """Opens a session, and ends the task's earlier one; a call with the same key returns the same session.
 
@@ -219,10 +215,10 @@ class Membership:
 
         Raises:
             TaskTaken: another process is this task, or chief, and is alive.
-            ConfigError: there is another job, or the other sessions have another mode, staleness, or backup workers, or
-                there are too many.
+            ConfigError: there is another job, or the other sessions have another consistency, or there are too many.
             Forbidden: another task's session has the same key.
         """
+        task = opens.task
         for known, session in self._sessions.items():
             if key and key in (session.key, known):
                 self._registry.enter(known, task)
@@ -233,7 +229,7 @@ class Membership:
             self._hear(now)
         self._check_job(task, job)
         number = number_for(task, self._incarnation, self._given + 1)
-        opens = Member(task, number, replicas, mode, backup_workers, staleness)
+        opens = replace(opens, session=number)
         if not drives:
             opens = as_all(opens, (other.member for other in self._sessions.open()), self._generations())
         rival = self._sessions.rival(task, drives)
@@ -425,7 +421,7 @@ class Membership:
     def move(self, model: Member) -> None:
         """All who are here make their rounds as this member from now on."""
         for session in self._sessions.open():
-            session.member = session.member.like(model)
+            session.member = replace(session.member, consistency=model.consistency)
 
     def _tell_apart(
         self, one: _SessionRecord, other: _SessionRecord, round: int, describe: Callable[[bytes], str]

@@ -12,6 +12,7 @@ from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
+from pswire.model.consistency import Consistency
 from pswire.network.traffic import TransportName
 
 ROUNDS = 6
@@ -200,7 +201,7 @@ def predict(
         question.rate,
         per_host=question.per_host,
         local_reduction=local_reduction,
-        backup_workers=backup_workers,
+        consistency=Consistency(backup_workers=backup_workers),
         slow={0: slow} if slow != 1.0 else {},
         timeouts=CALM,
     )

@@ -291,9 +291,7 @@ class SimulatedWorker(SimulatedProcess):
             1,
             False,
             cluster.timeouts,
-            cluster.mode,
-            backup_workers=cluster.backup_workers,
-            staleness=cluster.staleness,
+            cluster.consistency,
             copied=cluster.copied,
         )
         self.group = Group(self.session, (Device.parse("cpu:0"),), members)

@@ -9,7 +9,7 @@ from math import inf
 from pstesting.simulation.costs import Costs, TransportCosts
 from pstesting.simulation.workloads import Workload
 from pswire.limits import Timeouts
-from pswire.model.log import Mode
+from pswire.model.consistency import SYNC, Consistency
 from pswire.server_options import ServerOptions
 
 PATIENT = Timeouts(round_timeout=3600.0, start_timeout=3600.0)
@@ -29,9 +29,7 @@ class Cluster:
         one_host: True if all processes share one host and its cores.
         per_host: workers that share a host where not all do.
         local_reduction: True if workers of a host sum what they contribute.
-        mode: how workers make their rounds.
-        backup_workers: of a round, the members that it does not wait for.
-        staleness: with the mode "bounded" the most rounds that a worker may be ahead of another.
+        consistency: how workers make their rounds.
         slow: by worker, how many times longer its work takes than that of others.
         timeouts: of the job.
         root: where servers save checkpoints, and what is handed over to one that comes back.
@@ -45,9 +43,7 @@ class Cluster:
     one_host: bool = False
     per_host: int = 1
     local_reduction: bool = False
-    mode: Mode = "sync"
-    backup_workers: int = 0
-    staleness: int = 0
+    consistency: Consistency = SYNC
     slow: Mapping[int, float] = field(default_factory=dict)
     timeouts: Timeouts = PATIENT
     root: str = ServerOptions.checkpoint_root

@@ -23,7 +23,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import JOBS, Task
-from pswire.encoding.mapper import Codec, Mapper, Words
+from pswire.encoding.mapper import Codec, Mapper
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
@@ -40,8 +40,9 @@ from pswire.model.closures import (
     Taken,
 )
 from pswire.model.compression import CodecKind
+from pswire.model.consistency import Consistency, Mode
 from pswire.model.joins import Enlisted
-from pswire.model.log import Examples, Generation, LogEntry, Member, Mode, Position, Return, Start
+from pswire.model.log import Examples, Generation, LogEntry, Member, Position, Return, Start
 from pswire.model.places import Moved, Offered, Standby
 from pswire.model.plan import (
     Form,
@@ -137,7 +138,7 @@ def _admit_plan(message: pb.Plan) -> None:
 
 MAPPER = Mapper()
 
-MODES: Words[Mode] = MAPPER.words(Mode, pb.Mode, "unknown mode {}")
+MAPPER.words(Mode, pb.Mode, "unknown mode {}")
 MAPPER.words(InputKind, pb.Input.Kind, "unknown kind of input {}")
 MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
@@ -166,6 +167,7 @@ TASK = MAPPER.add(Task, Codec(pb.Task, _task_to_pb, _task_from_pb))
 MAPPER.pair(Examples, pb.Examples)
 POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
+CONSISTENCY = MAPPER.pair(Consistency, pb.Consistency, check=Consistency.check)
 MEMBER = MAPPER.pair(Member, pb.Member)
 MAPPER.pair(Return, pb.Return)
 GENERATION = MAPPER.pair(Generation, pb.Generation, names={"join_point": "entry"})

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
-from pswire.model.log import Generation, Member, Mode
+from pswire.model.consistency import Consistency, Mode
+from pswire.model.log import Generation, Member
 from pswire.model.plan import Nonfinite
 
 _MODES, _NONFINITE = ("|".join(get_args(words)) for words in (Mode, Nonfinite))
@@ -20,20 +21,19 @@ class Change:
     Attributes:
         number: the changes that the job has made before.
         round: the next round of the process that asks for it; in a generation the first round that is made so.
-        mode, backup_workers, staleness: as of `Member`.
+        consistency: how rounds are made from there on.
         nonfinite: what becomes of updates if a contribution has NaN or infinity.
     """
 
     number: int
     round: int
-    mode: Mode
-    backup_workers: int = 0
-    staleness: int = 0
+    consistency: Consistency
     nonfinite: Nonfinite = "apply"
 
     def __str__(self) -> str:
-        how = f"{self.mode}:{self.backup_workers}:{self.staleness}:{self.nonfinite}"
-        return f"change:{self.number}:{self.round}:{how}"
+        how = self.consistency
+        numbers = f"{how.backup_workers}:{how.staleness}"
+        return f"change:{self.number}:{self.round}:{how.mode}:{numbers}:{self.nonfinite}"
 
     @classmethod
     def parse(cls, join_point: str) -> Change | None:
@@ -42,8 +42,8 @@ class Change:
         if found is None:
             return None
         number, round, mode, backup_workers, staleness, nonfinite = found.groups()
-        numbers = int(backup_workers), int(staleness)
-        return cls(int(number), int(round), cast(Mode, mode), *numbers, cast(Nonfinite, nonfinite))
+        consistency = Consistency(cast(Mode, mode), int(backup_workers), int(staleness))
+        return cls(int(number), int(round), consistency, cast(Nonfinite, nonfinite))
 
     def same(self, other: Change) -> bool:
         """Returns whether another process asks for the same, wherever it is."""
@@ -51,21 +51,12 @@ class Change:
 
     def moved(self, member: Member) -> Member:
         """Returns a member as it makes rounds from this change on."""
-        return replace(member, mode=self.mode, backup_workers=self.backup_workers, staleness=self.staleness)
+        return replace(member, consistency=self.consistency)
 
     @property
     def said(self) -> str:
         """What a script says to have it, `ps.BoundedStaleness(2)`."""
-        return words_of(self.mode, self.backup_workers, self.staleness, self.nonfinite)
-
-
-def words_of(mode: Mode, backup_workers: int = 0, staleness: int = 0, nonfinite: Nonfinite = "apply") -> str:
-    """Returns what a script says for a consistency."""
-    name = {"async": "Async", "bounded": "BoundedStaleness"}.get(mode, "Sync")
-    given = [str(staleness)] if mode == "bounded" else []
-    given += [f"nonfinite={nonfinite!r}"] if nonfinite != "apply" else []
-    given += [f"backup_workers={backup_workers}"] if backup_workers else []
-    return f"ps.{name}({', '.join(given)})"
+        return self.consistency.words(self.nonfinite)
 
 
 def change_of(generation: Generation) -> Change | None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from pswire.cluster import Task
+from pswire.model.consistency import SYNC, Consistency
 from pswire.model.plan import PlacedVariable, Plan
-
-Mode = Literal["sync", "async", "bounded"]
-"""The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
-
-ALONE: frozenset[Mode] = frozenset(("async", "bounded"))
-"""The modes in which each worker makes rounds of its own."""
 
 
 @dataclass(frozen=True)
@@ -75,31 +69,18 @@ class Member:
         task: the task that the process is.
         session: number of the process's session.
         replicas: number of local replicas.
-        mode: the way in which it makes its rounds; all members of a generation have the same.
-        backup_workers: members without whose contributions its rounds may be made; all have the same.
-        staleness: in the mode "bounded" the most rounds that it may be ahead of another member; so have all.
+        consistency: the way in which it makes its rounds; all members of a generation have the same.
     """
 
     task: Task
     session: int
     replicas: int
-    mode: Mode = "sync"
-    backup_workers: int = 0
-    staleness: int = 0
+    consistency: Consistency = SYNC
 
     @property
     def alone(self) -> bool:
         """True if it makes rounds of its own."""
-        return self.mode in ALONE
-
-    def like(self, other: Member) -> Member:
-        """Returns it as it is where its rounds are made as those of another member."""
-        return replace(self, mode=other.mode, backup_workers=other.backup_workers, staleness=other.staleness)
-
-    def is_like(self, other: Member) -> bool:
-        """Returns True if its rounds are made as those of another member."""
-        mine = self.mode, self.backup_workers, self.staleness
-        return mine == (other.mode, other.backup_workers, other.staleness)
+        return self.consistency.own_rounds
 
 
 STEP = "step"
@@ -186,7 +167,7 @@ class Generation:
     @cached_property
     def backup_workers(self) -> int:
         """The members without whose contributions its rounds may be made."""
-        return max((member.backup_workers for member in self.members), default=0)
+        return max((member.consistency.backup_workers for member in self.members), default=0)
 
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""

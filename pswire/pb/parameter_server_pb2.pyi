@@ -118,6 +118,16 @@ class Task(_message.Message):
     index: int
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
+class Consistency(_message.Message):
+    __slots__ = ("mode", "backup_workers", "staleness")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    mode: Mode
+    backup_workers: int
+    staleness: int
+    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+
 class Spoken(_message.Message):
     __slots__ = ("protocol", "version")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -127,28 +137,24 @@ class Spoken(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "spoken", "backup_workers", "staleness")
+    __slots__ = ("task", "replicas", "session", "drives", "consistency", "job", "term", "spoken")
     TASK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     SPOKEN_FIELD_NUMBER: _ClassVar[int]
-    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_FIELD_NUMBER: _ClassVar[int]
     task: Task
     replicas: int
     session: int
     drives: bool
-    mode: Mode
+    consistency: Consistency
     job: str
     term: int
     spoken: Spoken
-    backup_workers: int
-    staleness: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "transport_token", "in_flight", "term", "window", "buffer_bytes", "domain", "takes_hints")
@@ -935,20 +941,16 @@ class Start(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("task", "session", "replicas", "mode", "backup_workers", "staleness")
+    __slots__ = ("task", "session", "replicas", "consistency")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
-    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     task: Task
     session: int
     replicas: int
-    mode: Mode
-    backup_workers: int
-    staleness: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+    consistency: Consistency
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class Generation(_message.Message):
     __slots__ = ("number", "members", "entry", "start", "leaving", "save", "returns")

@@ -10,6 +10,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from tests.kit import internals as inside
 from tests.kit.cases import search
 from tests.kit.internals import (
     RESTS,
@@ -187,7 +188,7 @@ def test_pushes_of_all_at_once(job, free):
 def test_all_have_one_mode(job, free):
     """Who comes with another is told both, and begins no session."""
     with pytest.raises(ConfigError, match=r"worker/task:2 runs with ps.Sync\(\).*worker/task:0 with ps.Async\(\)"):
-        job.verbs[0].open(C, 1, 0, False, "sync")
+        job.verbs[0].open(C, 1, 0, False)
     assert job.open(C, mode="async").session > free[1].session
 
 
@@ -452,12 +453,12 @@ def test_a_save_is_answered_at_once(job, near):
 
 def test_all_have_one_bound(job, near):
     """Who comes with another is told both, and begins no session."""
-    for mode, keys, words in (
-        ("bounded", {"staleness": 3}, r"ps.BoundedStaleness\(3\)"),
-        ("async", {}, r"ps.Async\(\)"),
+    for consistency, words in (
+        (inside.Consistency("bounded", staleness=3), r"ps.BoundedStaleness\(3\)"),
+        (inside.ASYNC, r"ps.Async\(\)"),
     ):
         with pytest.raises(ConfigError, match=rf"task:2 runs with {words}, .*task:0 with ps.BoundedStaleness\(1\)"):
-            job.verbs[0].open(C, 1, 0, False, mode, **keys)
+            job.verbs[0].open(C, 1, 0, False, consistency)
 
 
 def test_k_0_is_lockstep(job):

@@ -109,7 +109,7 @@ def test_a_second_job_is_refused(job):
     """While the first is there, or what it has left; the sentence says what to do. It goes on as if nothing was."""
     (worker,) = job.join(A)
     job.variable(worker, 1)
-    blue = partial(job.verbs[0].open, B, 1, 0, False, "sync", "blue")
+    blue = partial(job.verbs[0].open, B, 1, 0, False, job="blue")
     with pytest.raises(ConfigError, match=r"belongs to the job 'blue', but these servers hold a job without a name"):
         blue()
     heartbeat(job, worker.session)

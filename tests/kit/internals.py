@@ -58,8 +58,9 @@ from pswire.model.tables import (
 
 # ---- The log of a job, and votes ----
 
+from pswire.model.consistency import ASYNC, SYNC, Consistency, Mode
 from pswire.model.log import (
-    Approved, Created, Done, Generation, GenerationClosed, Examples, Gone, JobStarted, LogEntry, Lost, Member, Mode,
+    Approved, Created, Done, Generation, GenerationClosed, Examples, Gone, JobStarted, LogEntry, Lost, Member,
     Position, Return, Snapshotted, Start, Started, STEP,
 )
 from pswire.servers.votes import Digest, Testimony, Vote

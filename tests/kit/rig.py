@@ -243,9 +243,10 @@ class Job:
     ) -> inside.Opened:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
-        opened = self.verbs[0].open(task, replicas, 0, drives, mode, "", 0, backup_workers, k)
+        how = inside.Consistency(mode, backup_workers, k)
+        opened = self.verbs[0].open(task, replicas, 0, drives, how)
         for server in self.verbs[1:]:
-            server.open(task, replicas, opened.session, drives, mode, "", 0, backup_workers, k)
+            server.open(task, replicas, opened.session, drives, how)
         return opened
 
     def end(self, task: Task, drives: bool = False) -> None:
@@ -442,7 +443,9 @@ class Worker:
     @property
     def member(self) -> inside.Member:
         """This process as generations name it."""
-        return inside.Member(self.task, self.session, self.replicas, self.mode, self.backup_workers, self.k)
+        return inside.Member(
+            self.task, self.session, self.replicas, inside.Consistency(self.mode, self.backup_workers, self.k)
+        )
 
     def push(
         self,

@@ -19,7 +19,21 @@ from pswire.encoding.mapper import Codec
 from pswire.model import chunks, closures, compression, log, places, plan, program, saved, status, tables
 from pswire.servers import votes
 from tests.kit import internals as inside
-from tests.kit.internals import BY_NAME, EMPTY, Enlisted, Others, Payload, PSError, Task, TensorSpec, messages, pb
+from tests.kit.internals import (
+    ASYNC,
+    BY_NAME,
+    EMPTY,
+    SYNC,
+    Consistency,
+    Enlisted,
+    Others,
+    Payload,
+    PSError,
+    Task,
+    TensorSpec,
+    messages,
+    pb,
+)
 from tests.kit.tap import spell
 
 PS = Task("ps", 3)
@@ -42,9 +56,9 @@ POSITIONS = (
 )
 START = log.Start(5, 1 << 33, POSITIONS)
 MEMBERS = (
-    log.Member(WORKER, SESSION, 4, "sync", 2),
-    log.Member(EVALUATOR, 9, 1, "async"),
-    log.Member(Task("worker", 2), 12, 1, "bounded", 0, 3),
+    log.Member(WORKER, SESSION, 4, Consistency("sync", 2)),
+    log.Member(EVALUATOR, 9, 1, ASYNC),
+    log.Member(Task("worker", 2), 12, 1, Consistency("bounded", staleness=3)),
 )
 GENERATION = log.Generation(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
@@ -181,7 +195,7 @@ SESSIONS = (
     status.SessionState(
         MEMBERS[0], "open", "plan:00ff", 1.5, False, status.Pace(7, 9, 8, True, page="http://worker-0:9103/"), 77.5
     ),
-    status.SessionState(log.Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
+    status.SessionState(log.Member(CHIEF, 10, 0), "lost", "", 0.25, True),
 )
 PROCESS = status.ProcessStatus(
     1234567890.5,
@@ -342,10 +356,10 @@ _HANDED = chunks.Chunks(
 _SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 SAMPLES = (
-    Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0, 0), _OPENED),
-    Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
-    Sample("Open", "sync", (WORKER, 4, SESSION, False, "sync", "the-job", 8, 2, 0), _OPENED),
-    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Open", "full", (WORKER, 4, SESSION, True, ASYNC, "the-job", 8), _OPENED),
+    Sample("Open", "bounded", (WORKER, 4, SESSION, False, Consistency("bounded", staleness=3), "the-job", 8), _OPENED),
+    Sample("Open", "sync", (WORKER, 4, SESSION, False, Consistency(backup_workers=2), "the-job", 8), _OPENED),
+    Sample("Open", "least", (CHIEF, 0, 0, False, SYNC, "", 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
     Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
     Sample("Heartbeat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),

@@ -38,7 +38,18 @@ from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.servers import SimulatedServer
 from pstesting.simulation.workloads import Workload
 from tests.kit import internals as inside
-from tests.kit.internals import ClusterSpec, Mode, Outgoing, Plan, PSError, ServerStatus, SnapshotOrder, Task, Timeouts
+from tests.kit.internals import (
+    SYNC,
+    ClusterSpec,
+    Consistency,
+    Outgoing,
+    Plan,
+    PSError,
+    ServerStatus,
+    SnapshotOrder,
+    Task,
+    Timeouts,
+)
 
 log = logging.getLogger("psclient.chief")
 
@@ -244,7 +255,7 @@ class World:
         copies: servers beside the first that hold each variable.
         rounds: the rounds of the job; by default as many as there are until `finish`.
         step: mean seconds between two rounds of a worker.
-        mode, backup_workers, staleness: how workers make their rounds.
+        consistency: how workers make their rounds.
         timeouts: of the job.
         slow: by worker, how many times longer its work takes.
         seed: draws how long steps take.
@@ -266,16 +277,14 @@ class World:
         copies: int = 1,
         rounds: float = inf,
         step: float = 0.03,
-        mode: Mode = "sync",
-        backup_workers: int = 0,
-        staleness: int = 0,
+        consistency: Consistency = SYNC,
         timeouts: Timeouts = QUICK,
         slow: Mapping[int, float] | None = None,
         seed: int = 0,
     ) -> None:
         workload = Workload(servers, step=step, copies=copies, tensor=inside.TensorSpec("float64", (4,)))
         self.cluster = Cluster(
-            workers, workload, COSTS, mode=mode, backup_workers=backup_workers, staleness=staleness, timeouts=timeouts,
+            workers, workload, COSTS, consistency=consistency, timeouts=timeouts,
             root=f"memory://simulated-{next(_places)}",
         )  # fmt: skip
         self.last, self.luck = rounds, Random(seed)

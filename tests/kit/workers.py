@@ -139,7 +139,9 @@ class Process:
 
     def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1, timeouts: Timeouts = SLOW) -> None:
         devices = tuple(Device("cpu", index) for index in range(replicas))
-        self.session = inside.Session(task, job.verbs, replicas, timeouts=timeouts, consistency=mode)
+        self.session = inside.Session(
+            task, job.verbs, replicas, timeouts=timeouts, consistency=inside.Consistency(mode)
+        )
         self.session.open()
         self.group = Group(self.session, devices)
         self.exchange = inside.Exchange(self.session, self.group)

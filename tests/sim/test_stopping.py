@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pstesting.processes import CHIEF, W0, W1, W2
-from tests.kit.internals import Timeouts
+from tests.kit.internals import Consistency, Timeouts
 from tests.kit.simulated import World
 
 ALL = (CHIEF, W0, W1, W2)
@@ -36,7 +36,7 @@ MOMENTS = {
 @pytest.mark.parametrize(("case", "mode"), [*((case, "sync") for case in MOMENTS), ("one after another", "async")])
 def test_all_end_soon_that_are_told_to_end_together(case, mode):
     """No worker waits for half of its grace period, and none has to do without what it has contributed."""
-    with World(workers=3, copies=0, mode=mode, step=0.2, timeouts=Timeouts()) as job:
+    with World(workers=3, copies=0, consistency=Consistency(mode), step=0.2, timeouts=Timeouts()) as job:
         job.looks = mode != "async"
         job.rounds(10)
         assert stop(job, MOMENTS[case]) < SECONDS

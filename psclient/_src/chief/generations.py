@@ -142,7 +142,11 @@ def _can_wait(current: Generation, here: Mapping[int, SessionState], started: Se
 
 def _as_all(session: SessionState, state: JobState) -> SessionState:
     """Returns a session whose member makes its rounds as the job does by now: it may have been told of before."""
-    return session if state.model is None else replace(session, member=session.member.like(state.model))
+    return (
+        session
+        if state.model is None
+        else replace(session, member=replace(session.member, consistency=state.model.consistency))
+    )
 
 
 def _change(state: JobState, current: Generation, here: Mapping[int, SessionState], left: Set[int]) -> Beginning | None:

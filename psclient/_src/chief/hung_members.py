@@ -12,6 +12,7 @@ from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.session import Session
 from pswire.limits import Timeouts
+from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation
 from pswire.model.status import ServerStatus
 
@@ -57,7 +58,11 @@ class HungMembers:
             ServerLost: two servers do not reach one another, or have other values, so that one is given up.
         """
         now = time.monotonic()
-        if generation is None or any(member.mode == "async" for member in generation.members) or now < self._ask_at:
+        if (
+            generation is None
+            or any(member.consistency == ASYNC for member in generation.members)
+            or now < self._ask_at
+        ):
             return False
         if not self._asked:
             self._asked = [self._threads.submit(server.status) for server in self._session.live]

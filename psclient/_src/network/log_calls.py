@@ -18,6 +18,7 @@ from pswire.cluster import Task
 from pswire.errors import ChiefLost, ConfigError, Fenced, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.changes import Change, change_of
+from pswire.model.consistency import Consistency
 from pswire.model.log import (
     Approved,
     Generation,
@@ -26,7 +27,6 @@ from pswire.model.log import (
     JobStarted,
     LogEntry,
     Member,
-    Mode,
     Return,
     Snapshotted,
     Start,
@@ -166,9 +166,7 @@ class LogCalls:
     """The part of a `Session` that has to do with the log. May be used by any thread.
 
     Attributes:
-        consistency: the mode of this process's rounds.
-        backup_workers: members without whose contributions they may be made.
-        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
+        consistency: how this process's rounds are made.
         nonfinite: what becomes of updates if a contribution has NaN or infinity.
         clock: what the heartbeats say of this process's rounds, where its staleness is bounded; else None.
         change: the last change of the job's consistency; None before the first.
@@ -177,9 +175,7 @@ class LogCalls:
 
     task: Task
     servers: tuple[ParameterServer, ...]
-    consistency: Mode
-    backup_workers: int
-    staleness: int
+    consistency: Consistency
     clock: WorkerClock | None
     nonfinite: Nonfinite = "apply"
     change: Change | None = None
@@ -234,16 +230,16 @@ class LogCalls:
         """Makes a deadline: see `Session`."""
         raise NotImplementedError
 
-    def _begin(self, mode: Mode, backup_workers: int, staleness: int) -> None:
-        self.consistency, self.backup_workers, self.staleness = mode, backup_workers, staleness
-        self.clock = WorkerClock(len(self.servers)) if mode == "bounded" else None
+    def _begin(self, consistency: Consistency) -> None:
+        self.consistency = consistency
+        self.clock = WorkerClock(len(self.servers)) if consistency.mode == "bounded" else None
 
     def move(self, change: Change) -> bool:
         """Makes rounds as a change says from now on; returns False where that was known."""
         if self.change is not None and change.number <= self.change.number:
             return False
         self.change, self.nonfinite = change, change.nonfinite
-        self._begin(change.mode, change.backup_workers, change.staleness)
+        self._begin(change.consistency)
         return True
 
     def await_job(self) -> None:

@@ -42,7 +42,8 @@ from pswire.encoding.protocol import spoken
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import PSError, ServerGone
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
-from pswire.model.log import Done, LogEntry, Mode, Start
+from pswire.model.consistency import SYNC, Consistency
+from pswire.model.log import Done, LogEntry, Start
 from pswire.model.places import Moved
 from pswire.model.plan import PlacedVariable, Plan
 from pswire.model.status import STILL, Pace
@@ -132,11 +133,9 @@ class RemoteServer(PlainCalls):
         replicas: int,
         session: int,
         drives: bool,
-        mode: Mode = "sync",
+        consistency: Consistency = SYNC,
         job: str = "",
         term: int = 0,
-        backup_workers: int = 0,
-        staleness: int = 0,
     ) -> Opened:
         """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
@@ -144,12 +143,10 @@ class RemoteServer(PlainCalls):
             replicas=replicas,
             session=session,
             drives=drives,
-            mode=messages.MODES.numbers[mode],
+            consistency=messages.CONSISTENCY.to_pb(consistency),
             job=job,
             term=term,
             spoken=spoken(),
-            backup_workers=backup_workers,
-            staleness=staleness,
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         self._calls.bind(m.incarnation)

@@ -39,7 +39,8 @@ from pswire.errors import (
     Unreachable,
 )
 from pswire.limits import Timeouts
-from pswire.model.log import Gone, Mode, Return
+from pswire.model.consistency import SYNC, Consistency
+from pswire.model.log import Gone, Return
 from pswire.model.status import Pace
 from pswire.telemetry import logging_setup
 
@@ -64,11 +65,9 @@ class Session(LogCalls):
         replicas: number of local replicas; 0 for a chief that only drives.
         drives: True for a chief's session, which gets a fencing token.
         timeouts: time limits of the cluster.
-        consistency: the mode with which this process's rounds begin; of no meaning where it drives.
+        consistency: how this process's rounds are made at first; of no meaning where it drives.
         job: the identity of its job.
         broken: called once with the error that ends the session.
-        backup_workers: members without whose contributions its rounds may be made.
-        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
         copied: True if variables have copies: then it goes on without a server that is lost.
 
     Attributes:
@@ -82,11 +81,9 @@ class Session(LogCalls):
         replicas: int,
         drives: bool = False,
         timeouts: Timeouts | None = None,
-        consistency: Mode = "sync",
+        consistency: Consistency = SYNC,
         job: str = "",
         broken: Callable[[PSError], object] = lambda error: None,
-        backup_workers: int = 0,
-        staleness: int = 0,
         copied: bool = False,
     ) -> None:
         self.task = task
@@ -94,7 +91,7 @@ class Session(LogCalls):
         self.hosting = Hosting(task, self.servers)
         self.copied, self.replicas = copied, replicas
         self.timeouts = timeouts or Timeouts()
-        self._begin(consistency, backup_workers, staleness)
+        self._begin(consistency)
         self.job = job
         self.number = self.token = 0
         self.incarnations: tuple[int, ...] = ()
@@ -207,8 +204,7 @@ class Session(LogCalls):
         return answer if answer.session == self.number else None
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
-        like = self.job, term, self.backup_workers, self.staleness
-        how = self.replicas, session, self._drives, self.consistency, *like
+        how = self.replicas, session, self._drives, self.consistency, self.job, term
         return self.hosting.note(server.open(self.task, *how))
 
     def _open_first(self, key: int) -> Opened:

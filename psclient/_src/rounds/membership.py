@@ -28,7 +28,7 @@ from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout, ServerLost
 from pswire.model.changes import Change, change_of
-from pswire.model.log import ALONE, STEP, Examples, Generation, Member, Snapshotted, Start
+from pswire.model.log import STEP, Examples, Generation, Member, Snapshotted, Start
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -162,12 +162,12 @@ class Group(Follower):
     def _be_as_all(self) -> None:
         """Makes rounds as the session says; called where that has changed."""
         session = self.session
-        self.alone = session.consistency in ALONE
+        self.alone = session.consistency.own_rounds
         """True if each worker makes rounds of its own."""
         self.chunk_calls = ChunkCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
         """Asks for batches that are handed out to workers that do."""
         self.passing = (lambda under_way: None) if session.clock is None else session.clock.note_pass
-        self.backup_workers = session.backup_workers  # members that a round of updates does not wait for
+        self.backup_workers = session.consistency.backup_workers  # members that a round of updates does not wait for
 
     # ---- For datasets ----
 

@@ -537,7 +537,7 @@ class Exchange:
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        whole = self.session.consistency == "sync" and len(plan.servers) > 1 and server in plan.streams
+        whole = not self.session.consistency.own_rounds and len(plan.servers) > 1 and server in plan.streams
         again = whole or said.closure is not None  # else it uses up nothing before all have voted
         return self.pushes.push(server, plan, said, payload, self.group.generation, again)
 

@@ -11,6 +11,7 @@ from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.membership import Group
 from pswire.cluster import TaskConfig
 from pswire.errors import ConfigError
+from pswire.model import consistency as model
 from pswire.model.changes import Change
 
 
@@ -118,21 +119,23 @@ def check_variables(job: Consistency, name: str) -> None:
 
 def _said(consistency: Consistency) -> str:
     """Returns a consistency as users write it."""
-    return _change_to(consistency).said
+    return value_of(consistency).words(consistency.nonfinite)
 
 
 def consistency_of(change: Change) -> Consistency:
     """Returns what a change has given to all processes of a job."""
-    if change.mode == "async":
+    value = change.consistency
+    if value.mode == "async":
         return Async(change.nonfinite)
-    if change.mode == "bounded":
-        return BoundedStaleness(change.staleness, change.nonfinite)
-    return Sync(change.nonfinite, change.backup_workers)
+    if value.mode == "bounded":
+        return BoundedStaleness(value.staleness, change.nonfinite)
+    return Sync(change.nonfinite, value.backup_workers)
 
 
-def _change_to(consistency: Consistency) -> Change:
+def value_of(consistency: Consistency) -> model.Consistency:
+    """Returns what servers are told of a consistency."""
     k = consistency.k if isinstance(consistency, BoundedStaleness) else 0
-    return Change(0, 0, consistency.mode, consistency.backup_workers, k, consistency.nonfinite)
+    return model.Consistency(consistency.mode, consistency.backup_workers, k)
 
 
 def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: bool) -> None:
@@ -212,7 +215,7 @@ def change(backend: RemoteBackend, now: Consistency, consistency: Consistency) -
 
     def changed() -> bool:
         backend.settle()
-        if not exchange.group.change(_change_to(consistency)):
+        if not exchange.group.change(Change(0, 0, value_of(consistency), consistency.nonfinite)):
             return False
         exchange.reads.begin_anew()
         backend.reader.refresh()

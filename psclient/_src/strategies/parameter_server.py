@@ -41,7 +41,7 @@ from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.network.remote_server import RemoteServer, connect
 from psclient._src.network.session import Session
-from psclient._src.options import BoundedStaleness, Consistency, ReduceOp, Round, Sync
+from psclient._src.options import Consistency, ReduceOp, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
@@ -59,6 +59,7 @@ from psclient._src.strategies.consistency import (
     consistency_of,
     is_apart,
     meet,
+    value_of,
 )
 from psclient._src.telemetry.exporter import Exporter
 from psclient._src.variables.compression import Compression, check_compression
@@ -214,12 +215,10 @@ class ParameterServerStrategy(Strategy):
             self._servers,
             len(self._devices),
             timeouts=self._timeouts,
-            consistency=self._given.mode,
-            staleness=self._given.k if isinstance(self._given, BoundedStaleness) else 0,
+            consistency=value_of(self._given),
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
             broken=weakly(self._fail_calls),
-            backup_workers=self._given.backup_workers,
             copied=copied,
         )
         runs_script = task.job == "chief"

@@ -208,11 +208,11 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
     tasks = tuple(_tasks(statuses, log_server, newest, expected))
     return JobView(
         state=_state(statuses, newest),
-        mode=newest.members[0].mode if newest and newest.members else "",
+        mode=newest.members[0].consistency.mode if newest and newest.members else "",
         generation=newest.number if newest else 0,
         round=max(map(_newest_round, statuses), default=-1),
         replicas=newest.replicas if newest else 0,
-        staleness=newest.members[0].staleness if newest and newest.members else 0,
+        staleness=newest.members[0].consistency.staleness if newest and newest.members else 0,
         gap=max((status.gap for status in statuses), default=0),
         servers=servers,
         tasks=tasks,
@@ -375,7 +375,7 @@ def _task(
         state=session.state,
         session=member.session,
         replicas=member.replicas,
-        mode="" if drives else member.mode,
+        mode="" if drives else member.consistency.mode,
         silent_seconds=session.silent,
         takes_part=takes_part,
         round=round,

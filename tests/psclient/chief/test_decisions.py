@@ -11,6 +11,7 @@ from psclient._src.chief.leaving import LeaveSaves, StepDown
 from pswire.api import Watched
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
+from pswire.model.consistency import ASYNC, SYNC
 from pswire.model.log import (
     STEP,
     Approved,
@@ -30,7 +31,7 @@ from tests.kit.rig import WORKERS
 
 A, B, C = WORKERS[:3]
 BOTH = {A, B}
-a, b, c = (Member(task, number, 1, "sync") for number, task in enumerate((A, B, C), 11))
+a, b, c = (Member(task, number, 1) for number, task in enumerate((A, B, C), 11))
 PLAN = Plan()
 
 
@@ -124,7 +125,7 @@ def test_who_comes_back_to_nobody_begins_after_the_last_round():
 
 def test_asynchronous_members_come_and_go_at_once():
     """Who is gone is fenced first, so that its place is final; each who is new has a generation, and begins at that."""
-    x, y, z = (replace(member, mode="async") for member in (a, b, c))
+    x, y, z = (replace(member, consistency=ASYNC) for member in (a, b, c))
     state = job(began(x, y))
     assert decide(state, look(at(x), at(y, "lost"), at(z)), BOTH) == [GenerationClosed(Generation(2, (x,)))]
     state.take([GenerationClosed(Generation(2, (x,)))])
@@ -247,7 +248,7 @@ def test_a_chief_that_is_told_to_end_stays_while_members_leave():
 
 # ---- Changes of the consistency, and where all members go on ----
 
-TO_ASYNC = Change(0, 5, "async")
+TO_ASYNC = Change(0, 5, ASYNC)
 POSITIONS = (Position(0, 2, 0),)
 
 
@@ -279,9 +280,9 @@ def test_a_change_is_made_once_all_members_ask_for_it():
 
 def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
     """All go on from the greatest number; the servers' number of rounds has no meaning for it."""
-    x, y = (replace(member, mode="async") for member in (a, b))
+    x, y = (replace(member, consistency=ASYNC) for member in (a, b))
     state = job(began(x, y))
-    wanted = (Change(0, 9, "sync"), Change(0, 4, "sync"))
+    wanted = (Change(0, 9, SYNC), Change(0, 4, SYNC))
     (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
     places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
     assert beginning.closed([status(round=40, places=places), status(1, round=2)]) == changed(
@@ -295,7 +296,7 @@ def test_what_was_asked_before_the_last_change_is_no_question():
     state = job(began(a, b), first)
     x, y = first.generation.members
     assert decide(state, look(asks(x, TO_ASYNC), asks(y, TO_ASYNC)), BOTH) == []
-    back = Change(1, 9, "sync")
+    back = Change(1, 9, SYNC)
     assert decide(state, look(asks(x, TO_ASYNC), asks(y, back)), BOTH) == []
     (beginning,) = decide(state, look(asks(x, back), asks(y, back)), BOTH)
     assert beginning.change == back
@@ -310,8 +311,8 @@ def test_who_is_gone_is_fenced_before_a_change():
     (beginning,) = decide(state, here, BOTH)
     assert beginning.members == (a,)
     assert beginning.change == TO_ASYNC
-    own = job(began(*(replace(member, mode="async") for member in (a, b))))
-    assert decide(own, here, BOTH) == [GenerationClosed(Generation(2, (replace(a, mode="async"),)))]
+    own = job(began(*(replace(member, consistency=ASYNC) for member in (a, b))))
+    assert decide(own, here, BOTH) == [GenerationClosed(Generation(2, (replace(a, consistency=ASYNC),)))]
 
 
 def test_a_change_waits_for_nobody_who_waits_to_be_taken_in():
@@ -343,14 +344,14 @@ def test_who_was_taken_in_or_leaves_at_a_later_step_is_waited_for():
 
 def test_news_of_before_a_change_leave_nobody_out():
     """The sessions that a held answer tells of may still have the old mode."""
-    x = replace(a, mode="async"), replace(b, mode="async")
-    state = job(began(*x), changed(2, Change(0, 9, "sync"), *x, round=9))
+    x = replace(a, consistency=ASYNC), replace(b, consistency=ASYNC)
+    state = job(began(*x), changed(2, Change(0, 9, SYNC), *x, round=9))
     assert decide(state, look(*map(asks, x)), BOTH) == []
 
 
 def test_nobody_begins_before_the_round_of_the_last_change():
     """Also where its task has made no round of its own yet, or has made few of them long ago."""
-    x, z = replace(a, mode="async"), replace(c, mode="async")
+    x, z = replace(a, consistency=ASYNC), replace(c, consistency=ASYNC)
     state = job(began(a), changed(2, TO_ASYNC, a, round=5, positions=POSITIONS))
     (beginning,) = decide(state, look(asks(x, TO_ASYNC), asks(z)), {A})
     for places in ((), (WorkerProgress(C, 2, ()),)):

@@ -124,7 +124,7 @@ def test_an_end_that_is_none_waits_for_nobody():
         cluster = ClusterSpec({"ps": (thread.address,), "worker": ("x:1", "x:2")})
         resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
         strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=SLOW)
-        other = Session(B, [behind], 1, timeouts=SLOW, consistency="sync")
+        other = Session(B, [behind], 1, timeouts=SLOW)
         other.open()
         other.leave("Diverged: at another section")
         closing = threading.Thread(target=strategy.close, daemon=True)
@@ -141,7 +141,7 @@ def states(**ends: str) -> list[SessionState]:
     """Sessions of A and B, in the order in which they are given."""
     tasks = {"a": A, "b": B}
     return [
-        SessionState(Member(tasks[name[0]], number, 1, "sync"), state, "", 0.0, False)
+        SessionState(Member(tasks[name[0]], number, 1), state, "", 0.0, False)
         for number, (name, state) in enumerate(ends.items())
     ]
 

@@ -27,6 +27,7 @@ from psclient.psctl.status import lines
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.model.consistency import ASYNC, SYNC
 from pswire.model.log import Done, Generation, JobStarted, Member
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened, OpenRound, ServerStatus, SessionState, WorkerProgress
@@ -144,7 +145,7 @@ def test_a_task_that_came_back_is_told_once(serve):
 
 TASKS = st.sampled_from([CHIEF, W0, W1])
 ROUNDS = st.integers(-1, 5)
-MEMBERS = st.builds(Member, TASKS, st.integers(1, 4), st.integers(0, 2), st.sampled_from(["sync", "async"]))
+MEMBERS = st.builds(Member, TASKS, st.integers(1, 4), st.integers(0, 2), st.sampled_from([SYNC, ASYNC]))
 SESSIONS = st.builds(
     SessionState,
     MEMBERS,

@@ -26,6 +26,7 @@ from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
 from pswire.model.closures import ClosureName
+from pswire.model.consistency import ASYNC
 from pswire.model.log import STEP, Approved, Generation, GenerationClosed, Member, Position, Start, Started
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.status import SessionState
@@ -146,7 +147,7 @@ def test_who_comes_late_makes_no_change_of_consistency(job):
     with began(job, "sync", 1) as (one,):
         one.group.enter("dataset:0")
         late = Process(job, B, "sync", timeouts=Timeouts(heartbeat_interval=60.0, round_timeout=0.3))
-        assert not late.group.change(Change(0, 0, "async"))
+        assert not late.group.change(Change(0, 0, ASYNC))
         assert not any(state.join_point for state in one.session.look().sessions)
         late.session.leave()
 
@@ -340,7 +341,7 @@ def test_each_who_comes_begins_where_its_task_was(job):
     job.close()
     state = JobState()
     state.take([GenerationClosed(job.generation)])
-    back = [Member(A, 77, 1, "async"), Member(B, 78, 1, "async")]
+    back = [Member(A, 77, 1, ASYNC), Member(B, 78, 1, ASYNC)]
     sessions = tuple(SessionState(member, "open", "", 0.0) for member in back)
     decided = [one for one in decide(state, Watched(1, 0, (), (), sessions), {A, B}) if isinstance(one, Beginning)]
     generations = [one.closed([server.status() for server in job.verbs]).generation for one in decided]

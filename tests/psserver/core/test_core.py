@@ -280,12 +280,10 @@ class Told:
         self.now = 0.0
         self.kernels = Kernels(Device.parse("cpu"), 1)
         self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
-        opened = self.tell("open", Member(CHIEF, 0, 0, "sync"), 1, True, "", 0, 7)[0]
+        opened = self.tell("open", Member(CHIEF, 0, 0), 1, True, "", 0, 7)[0]
         self.chief, self.token = opened.session, opened.token
         self.append(JobStarted(self.token, (100,)))
-        self.a, self.b = (
-            self.tell("open", Member(task, 0, 1, "sync"), 0, False, "", 0, 0)[0].session for task in (A, B)
-        )
+        self.a, self.b = (self.tell("open", Member(task, 0, 1), 0, False, "", 0, 0)[0].session for task in (A, B))
         self.close(Member(A, self.a, 1), Member(B, self.b, 1))
         self.variable = PlacedVariable(0, VariableSpec("v", VALUE), (0,))
         self.tell("create_batch", self.a, (self.variable,))
@@ -391,7 +389,7 @@ def test_a_push_that_is_on_its_way_is_looked_at_again(told):
     _, (wait,) = told.push(told.a, came=0)
     assert isinstance(wait, Await)
     assert wait.offset == wait.payload.size > 0
-    session = told.tell("open", Member(WORKERS[2], 0, 1, "sync"), 0, False, "", 0, 0)[0].session
+    session = told.tell("open", Member(WORKERS[2], 0, 1), 0, False, "", 0, 0)[0].session
     future, (fail,) = told.push(session)
     assert fail == Fail(future, fail.error)
     assert isinstance(fail.error, Fenced)

@@ -293,7 +293,7 @@ def come_back(copies):
         have = one.status().log
         one.approve(copies.job.token, have, [*log[have:], GenerationClosed(generation)])
     held = {id: value.copy() for one in others for id, value in one.machine.store.values().items()}
-    new.open(WORKERS[0], 1, copies.worker.session, False, "sync", "", 0, 0, 0)
+    new.open(WORKERS[0], 1, copies.worker.session, False)
     copies.cores[1] = copies.job.verbs[1] = new
     copies.worker.generation, copies.job.generation = number, generation
     return new, {v.id: held[v.id] for v in copies.variables if 1 in v.servers}

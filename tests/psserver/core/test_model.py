@@ -40,7 +40,8 @@ from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, PushAgain, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Generation, GenerationClosed, Mode, Started
+from pswire.model.consistency import Consistency, Mode
+from pswire.model.log import Generation, GenerationClosed, Started
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import row_specs
@@ -181,7 +182,7 @@ class Worker:
         self.state = "runs"
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
         self.session = Stepped(
-            task, lines, 1, False, TIMEOUTS, model.mode, "", lambda error: None, model.backup_workers
+            task, lines, 1, False, TIMEOUTS, Consistency(model.mode, model.backup_workers), "", lambda error: None
         )
         self.group = Group(self.session, (None,), ())  # type: ignore[arg-type]
         self.exchange = Exchange(self.session, self.group)

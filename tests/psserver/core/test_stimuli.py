@@ -23,6 +23,7 @@ from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
+from pswire.model.consistency import ASYNC
 from pswire.model.log import Approved, Created, Generation, GenerationClosed, Member, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
@@ -58,9 +59,9 @@ FUTURE: Future[Any] = Future()
 WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "worked": [((WORK, None, None), "write shard (files)")],
     "open": [
-        ((Member(W0, 0, 1, "sync"), LOT, False, "the-job", 3, DRAWN), "/job:worker/task:0: 1 replica, sync"),
-        ((Member(W0, 0, 2, "async"), LOT, False, "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
-        ((Member(CHIEF, 0, 0, "sync"), LOT, True, "", 3, DRAWN), "/job:chief/task:0: drives"),
+        ((Member(W0, 0, 1), LOT, False, "the-job", 3, DRAWN), "/job:worker/task:0: 1 replica, sync"),
+        ((Member(W0, 0, 2, ASYNC), LOT, False, "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
+        ((Member(CHIEF, 0, 0), LOT, True, "", 3, DRAWN), "/job:chief/task:0: drives"),
     ],
     "schedule": [
         ((SESSION, ClosureOrder(3, "step"), Future()), f"{WHO}: closure 3 of step"),

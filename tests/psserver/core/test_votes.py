@@ -15,6 +15,7 @@ from pswire.cluster import Task
 from pswire.errors import Fenced, MemoryLimit, NonfiniteError, ProgramError, PushAgain
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
+from pswire.model.consistency import Consistency
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Approved, Generation, GenerationClosed, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
@@ -313,7 +314,7 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
 
 def change(two, made, round, mode):
     """The entry of a change that both members ask for; they go on from there."""
-    asked, number = Change(made, round, mode), two.job.generation.number + 1
+    asked, number = Change(made, round, Consistency(mode)), two.job.generation.number + 1
     members = tuple(map(asked.moved, two.job.generation.members))
     two.job.generation = Generation(number, members, str(asked), Start(number, round))
     for worker in (two.a, two.b):

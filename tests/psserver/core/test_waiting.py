@@ -17,6 +17,7 @@ from psserver.state.clocks import Clocks
 from pswire.api import UNTIL_ENDED, UNTIL_GONE
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, ServerLost
+from pswire.model.consistency import Consistency
 from pswire.model.log import Generation, Member
 
 ONE, TWO = 1, 2
@@ -180,7 +181,9 @@ def test_a_variable_that_is_written_is_not_read(table):
 
 def bounded(table, workers):
     """Workers with bounded staleness, none of which may be more than a round ahead; all begin with round 0."""
-    members = tuple(Member(Task("worker", each), each + 1, 1, "bounded", staleness=1) for each in range(workers))
+    members = tuple(
+        Member(Task("worker", each), each + 1, 1, Consistency("bounded", staleness=1)) for each in range(workers)
+    )
     table.rounds.clocks.close_generation(None, Generation(1, members))
     table.store.lent = set()
 

@@ -18,6 +18,7 @@ from psserver.state.sessions import diverged
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest
+from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
@@ -339,10 +340,10 @@ def test_an_asynchronous_worker_makes_rounds_that_count_as_no_step(mode):
     """Of any variables; a worker whose rounds all make together may not, and nobody saves or restores so."""
     plan = Plan((Reduction("sum", NUMBER, (0,)),))
     said = said_of(plan, (1.0,), (), alone=True)
-    member = Member(Task("worker", 0), 1, 1, mode)
+    member = Member(Task("worker", 0), 1, 1, Consistency(mode))
     PreparedPlan(plan, 0).check(said, 4, member)
     saves = replace(plan, snapshot=SnapshotOrder("run/ckpt", (0,)))
-    for wrong, sender in ((plan, replace(member, mode="sync")), (plan, None), (saves, member)):
+    for wrong, sender in ((plan, replace(member, consistency=SYNC)), (plan, None), (saves, member)):
         prepared = PreparedPlan(wrong, 0)
         with pytest.raises(InvalidRequest, match="a round of a single worker may use only variables"):
             prepared.check(replace(said, plan_id=wrong.id), 4, sender)

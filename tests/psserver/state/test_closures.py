@@ -22,6 +22,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit, ProgramError, PushAgain
 from pswire.limits import CLOSURE_LOSSES, CLOSURE_ROUNDS
 from pswire.model.closures import ClosureName, ClosureOrder, ClosureResult, Piece
+from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation, Member
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
@@ -411,7 +412,7 @@ TestWalk = Walk.TestCase
 
 NUMBER = TensorSpec("int64", ())
 PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="that")
-MEMBERS = tuple(Member(task, place + 1, 1, "async") for place, task in enumerate(WORKERS[:3]))
+MEMBERS = tuple(Member(task, place + 1, 1, ASYNC) for place, task in enumerate(WORKERS[:3]))
 FIRST, SECOND = ClosureName(5, 1, 5, (5,)), ClosureName(5, 2, 5, (5,))
 
 

@@ -18,6 +18,7 @@ from psserver.state.strands import RECORDS, RESENDS, Given
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.limits import WINDOW
+from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation, Member, Position, Start
 from pswire.model.plan import Plan, Reduction
 from pswire.model.status import WorkerProgress
@@ -448,7 +449,7 @@ def test_status_tells_who_is_missing(rounds):
 
 # ---- Workers that make rounds of their own ----
 
-LONERS = tuple(replace(member, mode="async") for member in MEMBERS)
+LONERS = tuple(replace(member, consistency=ASYNC) for member in MEMBERS)
 ONE, TWO, THREE = WORKERS[:3]
 
 
@@ -545,7 +546,7 @@ def test_what_a_dead_worker_left_whole_counts(alone):
     assert alone.places == (WorkerProgress(ONE, 3, (here,)),)
     with pytest.raises(Fenced):
         alone.check(1)
-    back = Member(ONE, 9, 1, "async")
+    back = Member(ONE, 9, 1, ASYNC)
     alone.close_generation(Generation(3, (back, LONERS[1])))
     push(alone, 9, 4, generation=3, positions=(later,))
     job = alone.next_job()
@@ -562,7 +563,7 @@ def test_tasks_that_come_and_go_leave_little(alone):
     """Of each task the last answers are kept, however often it was started."""
     for life in range(50):
         session = 10 + life
-        alone.close_generation(Generation(2 + life, (Member(ONE, session, 1, "async"), LONERS[1])))
+        alone.close_generation(Generation(2 + life, (Member(ONE, session, 1, ASYNC), LONERS[1])))
         push(alone, session, life, generation=2 + life)
         finish(alone, alone.next_job())
     assert len(alone.strands) == 2

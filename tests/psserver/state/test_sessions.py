@@ -10,6 +10,7 @@ from psserver.registry import REMEMBERED, TRANSPORT_TOKEN_BYTES, Registry
 from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
+from pswire.model.consistency import ASYNC, Consistency
 from pswire.model.log import Generation, Member
 from pswire.model.status import Pace
 from pswire.security.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
@@ -35,7 +36,7 @@ def again(members, number, task, now=0.0, drives=False):
 
 
 def opened(members, task, now=0.0, drives=False, key=0):
-    return members.open(task, 0 if drives else 1, drives, key, now)[0]
+    return members.open(Member(task, 0, 0 if drives else 1), drives, key, now)[0]
 
 
 def states(members, now=0.0):
@@ -150,11 +151,11 @@ def test_a_task_whose_process_is_gone_is_taken(members):
 
 def test_only_one_process_is_chief(members):
     """Also where another task would drive; once its lease is over, the next one may, with a greater token."""
-    number, token = members.open(CHIEF, 0, True, 1, 0.0)
+    number, token = members.open(Member(CHIEF, 0, 0), True, 1, 0.0)
     with pytest.raises(TaskTaken, match=r"another process is chief of this job, as /job:chief/task:0"):
-        members.open(A, 0, True, 2, 1.0)
+        members.open(Member(A, 0, 0), True, 2, 1.0)
     assert members.token == token
-    assert members.open(A, 0, True, 2, LEASE + 1)[1] > token
+    assert members.open(Member(A, 0, 0), True, 2, LEASE + 1)[1] > token
     with pytest.raises(Fenced):
         members.check(number)
 
@@ -164,27 +165,27 @@ def test_another_job_is_refused_until_this_one_is_over():
     held = [True]
     members = begun(held=lambda: held[0])
     held[0] = False
-    one = members.open(A, 1, False, 0, 0.0, job="red")[0]
+    one = members.open(Member(A, 0, 1), False, 0, 0.0, job="red")[0]
     refused = r"belongs to the job 'blue', but these servers hold the job 'red': .*set PS_JOB=red.*psctl job delete"
     with pytest.raises(ConfigError, match=refused + "|.*task:0 of it are here"):
-        members.open(B, 1, False, 0, 0.0, job="blue")
+        members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
     with pytest.raises(ConfigError, match="without a name"):
-        members.open(B, 1, False, 0, 0.0)
+        members.open(Member(B, 0, 1), False, 0, 0.0)
     held[0] = True
     members.leave(one, "")
     with pytest.raises(ConfigError, match="it was not closed cleanly, and its variables are still there"):
-        members.open(B, 1, False, 0, 0.0, job="blue")
+        members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
     assert members.job == "red"
-    two = members.open(B, 1, False, 0, 0.0, job="red")[0]
+    two = members.open(Member(B, 0, 1), False, 0, 0.0, job="red")[0]
     held[0] = False
     members.leave(two, "")
-    members.open(B, 1, False, 0, 0.0, job="blue")
+    members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
     assert members.job == "blue"
 
 
 def test_one_mode_for_all_who_run_the_script(members):
     """Another one is refused, with both names; who is alone, or has taken the place of its own task, is not."""
-    chief, one = opened(members, A, drives=True), members.open(A, 1, False, 0, 0.0, "async")[0]
+    chief, one = opened(members, A, drives=True), members.open(Member(A, 0, 1, ASYNC), False, 0, 0.0)[0]
     with pytest.raises(ConfigError, match=r"task:1 runs with ps.Sync\(\).*task:0 with ps.Async\(\); give .* the same"):
         opened(members, B)
     members.check(one)
@@ -193,7 +194,7 @@ def test_one_mode_for_all_who_run_the_script(members):
     next_one = again(members, one, A)
     other = opened(members, B)
     with pytest.raises(ConfigError):  # what a task had goes on if its new process may not begin
-        members.open(A, 1, False, 0, 2 * LEASE, "async")
+        members.open(Member(A, 0, 1, ASYNC), False, 0, 2 * LEASE)
     assert states(members) == {one: "failed", next_one: "open", other: "open"}
 
 
@@ -214,13 +215,13 @@ def test_numbers_and_tokens_are_never_given_twice(members):
 def test_a_chief_is_above_all_that_anybody_has_heard_of(members):
     """Other servers may remember chiefs of an earlier life of this one; what no chief can have reached is refused.
     Below its term, which counts, a token has what was drawn."""
-    number, token = members.open(CHIEF, 0, True, 5, 0.0, term=41, drawn=12345)
+    number, token = members.open(Member(CHIEF, 0, 0), True, 5, 0.0, term=41, drawn=12345)
     assert (members.term, token >> DRAWN, token % (1 << DRAWN)) == (42, 42, 12345)
-    assert members.open(CHIEF, 0, True, 5, 0.0, term=42) == (number, token)
-    assert members.open(CHIEF, 0, True, 5, 0.0, term=50) == (number, members.token)
+    assert members.open(Member(CHIEF, 0, 0), True, 5, 0.0, term=42) == (number, token)
+    assert members.open(Member(CHIEF, 0, 0), True, 5, 0.0, term=50) == (number, members.token)
     assert members.term == 51
     with pytest.raises(InvalidRequest):
-        members.open(CHIEF, 0, True, 5, 0.0, term=MAX_TERM + 1)
+        members.open(Member(CHIEF, 0, 0), True, 5, 0.0, term=MAX_TERM + 1)
 
 
 def test_only_so_many_sessions_may_be_open():
@@ -251,11 +252,11 @@ def test_what_has_ended_is_not_remembered_for_ever(new_job):
 def test_a_resent_open_is_the_same_session(members):
     """By its key; another key is another process. The key is its task's alone: another one that says it gets neither
     the session nor its token."""
-    first = members.open(CHIEF, 0, True, 77, 0.0)
-    assert members.open(CHIEF, 0, True, 77, 1.0) == first
+    first = members.open(Member(CHIEF, 0, 0), True, 77, 0.0)
+    assert members.open(Member(CHIEF, 0, 0), True, 77, 1.0) == first
     with pytest.raises(Forbidden, match=r"session \d+ belongs to /job:chief/task:0, not to /job:worker/task:0"):
-        members.open(A, 0, True, 77, 1.0)
-    second = members.open(CHIEF, 0, True, 78, 2.0 + LEASE)
+        members.open(Member(A, 0, 0), True, 77, 1.0)
+    second = members.open(Member(CHIEF, 0, 0), True, 78, 2.0 + LEASE)
     assert second[0] != first[0]
     assert second[1] > first[1]
 
@@ -359,10 +360,10 @@ def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessi
     members.know(now, False, "job", 90.0)
     members.take_over(1 << DRAWN, 100.0)
     assert states(members) == {now.session: "open", absent.session: "open"}
-    assert members.open(A, 1, False, now.session, 100.1, job="job")[0] == now.session
+    assert members.open(Member(A, 0, 1), False, now.session, 100.1, job="job")[0] == now.session
     with pytest.raises(TaskTaken):
-        members.open(A, 1, False, 999, 100.1, job="job")
-    assert members.open(B, 1, False, absent.session, 105.0, job="job")[0] == absent.session
+        members.open(Member(A, 0, 1), False, 999, 100.1, job="job")
+    assert members.open(Member(B, 0, 1), False, absent.session, 105.0, job="job")[0] == absent.session
     for moment in (104.0, 108.0, 112.0):
         members.touch(now.session, moment)
     assert members.expire(109.0) == []
@@ -453,8 +454,10 @@ def test_who_is_excluded_while_it_heartbeats_is_told_why(members):
 def driven(mode="sync"):
     """A job with variables, three workers and a chief, all heard of at 0; with the numbers of their sessions."""
     members = begun(held=lambda: True)
-    workers = [members.open(Task("worker", index), 1, False, 0, 0.0, mode)[0] for index in range(3)]
-    return members, workers, members.open(CHIEF, 0, True, 0, 0.0)[0]
+    workers = [
+        members.open(Member(Task("worker", index), 0, 1, Consistency(mode)), False, 0, 0.0)[0] for index in range(3)
+    ]
+    return members, workers, members.open(Member(CHIEF, 0, 0), True, 0, 0.0)[0]
 
 
 def heard(members, workers, now):
@@ -473,7 +476,7 @@ def test_the_lowest_worker_that_lives_is_to_drive():
     assert [members.is_to_drive(number, 8.5) for number in workers] == [False, True, False]
     members.heartbeat(workers[1], (-1, b""), 8.5, str, Pace(leaving=True))
     assert [members.is_to_drive(number, 8.5) for number in workers] == [False, False, True]
-    members.open(Task("worker", 2), 0, True, 0, 8.6)
+    members.open(Member(Task("worker", 2), 0, 0), True, 0, 8.6)
     assert not any(members.is_to_drive(number, 20.0) for number in workers[2:]), "somebody drives"
 
 
@@ -529,7 +532,7 @@ def test_nobody_drives_where_nothing_is_to_be_driven():
     members.leave(chief, "")
     assert not members.is_to_drive(workers[0], 6.0)
     members, workers, chief = driven("async")
-    members.open(CHIEF, 1, False, 0, 0.0, "async")
+    members.open(Member(CHIEF, 0, 1, ASYNC), False, 0, 0.0)
     members.part(chief, 0.0)
     heard(members, workers, 6.0)
     assert not members.is_to_drive(workers[0], 6.0)

@@ -20,6 +20,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest
 from pswire.limits import WINDOW
 from pswire.model.changes import Change
+from pswire.model.consistency import Consistency
 from pswire.model.log import Generation, Member, Position, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
@@ -28,8 +29,8 @@ from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
 PLAN = reduce_only(NUMBER)
-MEMBERS = tuple(Member(task, place + 1, 1, "sync") for place, task in enumerate((A, B)))
-ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async", 0), ("sync", 0), ("bounded", 1)))
+MEMBERS = tuple(Member(task, place + 1, 1) for place, task in enumerate((A, B)))
+ASYNC, SYNC, BOUNDED = (Change(0, 7, Consistency(*how)) for how in (("async",), ("sync",), ("bounded", 0, 1)))
 
 
 def begins(number, change, members=MEMBERS, positions=(), made=0):
@@ -98,7 +99,7 @@ def test_after_a_change_all_make_rounds_together(rounds):
 def test_what_a_lost_member_left_open_is_never_applied(rounds):
     """Nobody makes that round any more, and no later round is held up by it. The change itself fences nobody: who was
     named in the generation before, and waits to be taken in, goes on waiting."""
-    left, late = push(rounds, 2, 0), Member(C, 3, 1, "sync")
+    left, late = push(rounds, 2, 0), Member(C, 3, 1)
     rounds.close_generation(Generation(2, (MEMBERS[0], late), "dataset:0"))
     effects = rounds.close_generation(begins(3, ASYNC, MEMBERS[:1]))
     assert [type(effect.error) for effect in effects if effect.future is left] == [Fenced]
@@ -117,7 +118,7 @@ def test_all_clocks_count_from_a_change_on(rounds):
     run(rounds)
     assert not rounds.clocks.answers(1, 8)
     assert rounds.clocks.answers(1, 7)
-    rounds.close_generation(begins(3, replace(BOUNDED, round=9, staleness=3), made=1))
+    rounds.close_generation(begins(3, replace(BOUNDED, round=9, consistency=Consistency("bounded", 0, 3)), made=1))
     assert (rounds.clocks.bound, dict(rounds.clocks.counted)) == (3, {1: 8, 2: 8})
 
 
@@ -146,8 +147,9 @@ class Here:
             generation=lambda: self.generations.get(1),
             generations=lambda: self.generations,
         )
-        self.a, self.b = (self.members.open(task, 1, False, 0, 0.0, mode)[0] for task in (A, B))
-        self.generations[1] = Generation(1, (Member(A, self.a, 1, mode), Member(B, self.b, 1, mode)))
+        opens = [Member(task, 0, 1, Consistency(mode)) for task in (A, B)]
+        self.a, self.b = (self.members.open(each, False, 0, 0.0)[0] for each in opens)
+        self.generations[1] = Generation(1, (replace(opens[0], session=self.a), replace(opens[1], session=self.b)))
 
     def heartbeat(self, number, round):
         self.members.check(number)
@@ -183,7 +185,7 @@ def test_a_change_that_was_made_is_compared_with_nothing():
     here.members.enter(here.a, str(ASYNC))
     here.generations[2] = begins(2, ASYNC, here.generations[1].members)
     here.members.move(here.generations[2].members[0])
-    here.members.enter(here.b, str(replace(ASYNC, number=1, mode="sync")))
+    here.members.enter(here.b, str(replace(SYNC, number=1)))
     here.members.enter(here.a, str(ASYNC))
     here.members.check(here.a)
     here.members.check(here.b)
@@ -195,15 +197,15 @@ def test_who_comes_back_has_what_the_job_has_by_now():
     here.generations[2] = begins(2, BOUNDED, here.generations[1].members)
     here.members.move(here.generations[2].members[0])
     here.members.leave(here.b, "killed")
-    for how in (("sync",), ("bounded", "", 0, 0, 0, 1)):
-        number, _ = here.members.open(B, 1, False, 0, 0.0, *how)
+    for how in (SYNC.consistency, BOUNDED.consistency):
+        number, _ = here.members.open(Member(B, 0, 1, how), False, 0, 0.0)
         state = next(each for each in here.members.states(0.0) if each.member.session == number)
-        assert (state.member.mode, state.member.staleness) == ("bounded", 1)
+        assert state.member.consistency == BOUNDED.consistency
         here.members.leave(number, "killed")
     with pytest.raises(
         ConfigError, match=r"Async\(\), but the job began with ps.Sync\(\) and now has ps.BoundedStale.*1"
     ):
-        here.members.open(B, 1, False, 0, 0.0, "async")
+        here.members.open(Member(B, 0, 1, ASYNC.consistency), False, 0, 0.0)
 
 
 # ---- Rounds of one worker beside those of all ----

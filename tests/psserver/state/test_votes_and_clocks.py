@@ -14,6 +14,7 @@ from psserver.state.votes import MAX_HEARD, Votes
 from pswire.api import RESTS
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
+from pswire.model.consistency import Consistency
 from pswire.model.log import Generation, Member, Start
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
@@ -149,7 +150,7 @@ def test_a_server_that_has_no_part_any_more_keeps_nobody_from_forgetting():
             assert server.kept(2) == 0  # it may not have heard the vote of the one round that it had a part in
 
 
-A, B, C = (Member(Task("worker", index), index + 1, 1, "bounded", staleness=2) for index in range(3))
+A, B, C = (Member(Task("worker", index), index + 1, 1, Consistency("bounded", staleness=2)) for index in range(3))
 
 
 def clocks(*members, before=None, start=0, found=None):
@@ -253,7 +254,7 @@ def test_a_round_that_only_saves_is_no_tick():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_other_modes_have_no_clocks(mode):
-    found = clocks(Member(A.task, 1, 1, mode), Member(B.task, 2, 1, mode))
+    found = clocks(*(Member(each.task, each.session, 1, Consistency(mode)) for each in (A, B)))
     do(found, A, *range(9))
     found.tell(2, 0)
     assert found.counted == {}
@@ -262,7 +263,7 @@ def test_other_modes_have_no_clocks(mode):
     assert found.begins(1, 100)
 
 
-MEMBERS = [Member(Task("worker", index), index + 1, 1, "bounded", staleness=2) for index in range(4)]
+MEMBERS = [Member(Task("worker", index), index + 1, 1, Consistency("bounded", staleness=2)) for index in range(4)]
 
 DONE = st.one_of(
     st.tuples(st.just("over"), st.integers(1, 5), st.integers(0, 9), st.booleans()),

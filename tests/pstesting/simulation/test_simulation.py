@@ -20,7 +20,7 @@ from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from tests.kit.fixtures import Calls
-from tests.kit.internals import ConfigError, Core, ServerLost, Task, Timeouts
+from tests.kit.internals import ConfigError, Consistency, Core, ServerLost, Task, Timeouts
 from tests.kit.simulated import FREE
 
 US = 1e-6
@@ -60,7 +60,7 @@ def test_one_round_takes_the_sum_of_its_parts() -> None:
 @pytest.mark.parametrize(("mode", "staleness"), [("sync", 0), ("async", 0), ("bounded", 2)])
 def test_all_contributions_count_once(mode: str, staleness: int) -> None:
     """Every mode makes the rounds that its workers make, and sums them exactly."""
-    job = SimulatedJob(Cluster(3, Workload(2), COSTS, mode=mode, staleness=staleness), ROUNDS)
+    job = SimulatedJob(Cluster(3, Workload(2), COSTS, consistency=Consistency(mode, 0, staleness)), ROUNDS)
     job.train()
     assert values(job) == [3.0 * ROUNDS] * 2
     counts = {task: len(times) for task, times in job.times.items()}
@@ -177,11 +177,11 @@ def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
     """And with bounded staleness it lets the others get ahead by so many rounds, and no more."""
     step = Workload(1, step=0.010)
     slow = Cluster(4, step, COSTS, slow={0: 4.0})
-    jobs = Cluster(4, step, COSTS), slow, replace(slow, backup_workers=1)
+    jobs = Cluster(4, step, COSTS), slow, replace(slow, consistency=Consistency(backup_workers=1))
     alike, held, backed = (trained(job, 30) for job in jobs)
     assert held.round_seconds == pytest.approx(4 * alike.round_seconds, rel=0.2)
     assert backed.round_seconds == pytest.approx(alike.round_seconds, rel=0.1)
-    job = SimulatedJob(replace(slow, mode="bounded", staleness=3), 30)
+    job = SimulatedJob(replace(slow, consistency=Consistency("bounded", 0, 3)), 30)
     job.train()
     late, early = (job.times[Task("worker", index)] for index in (0, 1))
     for number, when in enumerate(early):

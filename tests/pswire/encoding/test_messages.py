@@ -26,6 +26,7 @@ from pswire.encoding.mapper import Codec, Mapper
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
 from pswire.model import tables
+from pswire.model.consistency import ASYNC, Consistency
 from pswire.model.log import Generation, LogEntry
 from pswire.model.plan import Operand, ShardOf, VariableSpec
 from pswire.model.program import Attr
@@ -130,6 +131,11 @@ CHECKED: dict[Any, st.SearchStrategy[Any]] = {
         | ANY[Field.TYPE_DOUBLE]
         | TEXT
         | tuples(ANY[Field.TYPE_INT64]),
+    ),
+    Consistency: st.one_of(
+        st.builds(Consistency, st.just("sync"), ANY[Field.TYPE_UINT32]),
+        st.just(ASYNC),
+        st.builds(Consistency, st.just("bounded"), st.just(0), ANY[Field.TYPE_UINT32]),
     ),
     TensorSpec: st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000))),
     SlotTensor: st.builds(

@@ -14,6 +14,7 @@ from pswire.errors import InvalidRequest, ProgramError
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
 from pswire.model.compression import Codec
+from pswire.model.consistency import ASYNC, SYNC, Consistency
 from pswire.model.hashing import canonical
 from pswire.model.log import Member
 from pswire.model.plan import (
@@ -306,10 +307,10 @@ def test_compressed_plans_stream_by_what_is_sent():
 # ---- Changes of consistency ----
 
 CHANGES = {
-    "ps.Sync()": Change(0, 0, "sync"),
-    "ps.Sync(nonfinite='skip', backup_workers=2)": Change(2, 7, "sync", 2, 0, "skip"),
-    "ps.Async()": Change(3, 8, "async"),
-    "ps.BoundedStaleness(4, nonfinite='raise')": Change(4, 9, "bounded", 0, 4, "raise"),
+    "ps.Sync()": Change(0, 0, SYNC),
+    "ps.Sync(nonfinite='skip', backup_workers=2)": Change(2, 7, Consistency("sync", 2), "skip"),
+    "ps.Async()": Change(3, 8, ASYNC),
+    "ps.BoundedStaleness(4, nonfinite='raise')": Change(4, 9, Consistency("bounded", 0, 4), "raise"),
 }
 
 
@@ -337,7 +338,7 @@ def test_two_ask_for_the_same_wherever_they_are():
 
 def test_a_member_is_moved():
     """Its task, session and replicas stay."""
-    member = Member(WORKERS[0], 3, 2, "sync", 1)
+    member = Member(WORKERS[0], 3, 2, Consistency("sync", 1))
     assert CHANGES["ps.BoundedStaleness(4, nonfinite='raise')"].moved(member) == Member(
-        WORKERS[0], 3, 2, "bounded", 0, 4
+        WORKERS[0], 3, 2, Consistency("bounded", 0, 4)
     )

@@ -1,0 +1,55 @@
+"""How updates of different workers relate: one value, which all processes of a job have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pswire.errors import InvalidRequest
+
+Mode = Literal["sync", "async", "bounded"]
+"""The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """How the rounds of a job are made.
+
+    Attributes:
+        mode: the relation between updates of different workers.
+        backup_workers: in the mode "sync" members without whose contributions a round may be made.
+        staleness: in the mode "bounded" the most rounds that a worker may be ahead of another one when it is answered.
+    """
+
+    mode: Mode = "sync"
+    backup_workers: int = 0
+    staleness: int = 0
+
+    @property
+    def own_rounds(self) -> bool:
+        """True if each worker makes rounds of its own."""
+        return self.mode != "sync"
+
+    def check(self) -> Consistency:
+        """Returns it; raises `InvalidRequest` for a number that its mode does not have."""
+        if (self.backup_workers and self.mode != "sync") or (self.staleness and self.mode != "bounded"):
+            raise InvalidRequest(
+                f"a consistency of mode {self.mode!r} has backup_workers={self.backup_workers} and "
+                f"staleness={self.staleness}"
+            )
+        return self
+
+    def __str__(self) -> str:
+        """What a script says to have it, `ps.BoundedStaleness(2)`."""
+        return self.words()
+
+    def words(self, nonfinite: str = "apply") -> str:
+        """Returns what a script says for it, with what becomes of updates with NaN or infinity."""
+        name = {"async": "Async", "bounded": "BoundedStaleness"}.get(self.mode, "Sync")
+        given = [str(self.staleness)] if self.mode == "bounded" else []
+        given += [f"nonfinite={nonfinite!r}"] if nonfinite != "apply" else []
+        given += [f"backup_workers={self.backup_workers}"] if self.backup_workers else []
+        return f"ps.{name}({', '.join(given)})"
+
+
+SYNC, ASYNC = Consistency(), Consistency("async")
