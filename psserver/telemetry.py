@@ -105,7 +105,13 @@ SERVER = "paramserver_server_"
 
 ROWS: tuple[Row[Seen], ...] = (
     # Rounds.
-    Row(SERVER + "rounds", "counter", "Completed rounds.", lambda s: _by_label(s.tally.rounds), OUTCOME),
+    Row(
+        SERVER + "rounds",
+        "counter",
+        "Rounds that ended: completed, failed for all workers, or skipped because of NaN or infinity.",
+        lambda s: _by_label(s.tally.rounds),
+        OUTCOME,
+    ),
     Row(
         SERVER + "round",
         "gauge",
@@ -128,7 +134,7 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "votes",
         "counter",
-        "Votes on which pushes a round of several servers contains.",
+        "Votes on which pushes a round of several servers contains: sent, and received.",
         lambda s: _by_label(s.tally.votes),
         ("direction",),
     ),
@@ -147,7 +153,7 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "digests",
         "counter",
-        "Comparisons of variables with the copies on another server.",
+        "Comparisons of variables with the copies on another server: equal, or different.",
         lambda s: _by_label(s.tally.digests),
         OUTCOME,
     ),
@@ -298,7 +304,7 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "checkpoint_shards",
         "counter",
-        "Checkpoint shards of this server.",
+        "Checkpoint shards of this server: saved, or failed.",
         lambda s: _by_label(s.tally.shards),
         OUTCOME,
     ),
@@ -317,7 +323,7 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "restores",
         "counter",
-        "Checkpoints that were restored.",
+        "Restores of checkpoints: restored, or failed.",
         lambda s: _by_label(s.tally.restores),
         OUTCOME,
     ),
@@ -328,7 +334,13 @@ ROWS: tuple[Row[Seen], ...] = (
         "Time for which kernels ran; on a GPU the time to launch them.",
         lambda s: {ALL: s.core.kernels.crew.seconds},
     ),
-    Row(SERVER + "kernels_compiled", "counter", "Kernel compilations, by outcome.", _compiled, OUTCOME),
+    Row(
+        SERVER + "kernels_compiled",
+        "counter",
+        "Kernels: compiled, loaded from the cache, or failed to compile.",
+        _compiled,
+        OUTCOME,
+    ),
     Row(
         SERVER + "kernel_compile_seconds",
         "counter",
@@ -344,12 +356,18 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "refused",
         "counter",
-        "Callers that were rejected, by the credential they lacked.",
+        "Callers that were rejected, by the reason: token, certificate, handshake, or session.",
         lambda s: _by_label(s.refused),
         ("reason",),
     ),
     # Sessions and the chief, which server 0 knows.
-    Row(SERVER + "sessions", "gauge", "Sessions of workers, on server 0.", _sessions, ("state",)),
+    Row(
+        SERVER + "sessions",
+        "gauge",
+        "Sessions of workers, on server 0: open, left, failed, lost, or hung.",
+        _sessions,
+        ("state",),
+    ),
     Row(
         SERVER + "session_timeouts",
         "counter",

@@ -1,4 +1,4 @@
-"""Checks that tables of measurements in the documents are those of benchmarks/results; with --write, makes them so.
+"""Checks that tables in the documents are those of benchmarks/results and of the code; with --write, makes them so.
 
 A table, or a sentence with figures, stands between `<!-- table: NAME -->` and `<!-- end -->`. A result file is JSON:
 `measured` (the date), `machine`, `load`, `command`, `what` (the job in words), and `rows`. A row may have its own date.
@@ -16,6 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS
+from psserver.telemetry import ROWS as SERVERS
+from pswire.telemetry.metrics import PROCESS
+from pswire.telemetry.metrics import Row as Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -131,12 +136,44 @@ def jobs() -> Iterator[str]:
     yield from sources("steps", "frameworks", "peers", "rows")
 
 
+def _metrics(rows: Iterable[Metric[Any]]) -> Iterator[str]:
+    lines = []
+    for row in rows:
+        name = row.name + ("_total" if row.kind == "counter" else "")
+        lines.append([f"`{name}`", row.kind, ", ".join(f"`{each}`" for each in row.labels), row.about])
+    yield from table(["name", "type", "labels", "meaning"], lines)
+
+
+def process_metrics() -> Iterator[str]:
+    """Metrics of every process."""
+    yield from _metrics(PROCESS)
+
+
+def server_metrics() -> Iterator[str]:
+    """Metrics of servers."""
+    yield from _metrics(SERVERS)
+
+
+def worker_metrics() -> Iterator[str]:
+    """Metrics of workers."""
+    yield from _metrics(OF_WORKERS)
+
+
+def chief_metrics() -> Iterator[str]:
+    """Metrics of the chief."""
+    yield from _metrics(OF_CHIEFS)
+
+
 def _rate(row: Row, rate: float) -> str:
     return shown(rate) + (f" ({row['transport']})" if "transport" in row else "")
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    each.__name__: each for each in (peers, rows, hosts, local_reduction, copies, jobs)
+    each.__name__: each
+    for each in (
+        *(peers, rows, hosts, local_reduction, copies, jobs),
+        *(process_metrics, server_metrics, worker_metrics, chief_metrics),
+    )
 }
 
 
@@ -157,7 +194,7 @@ def main() -> None:
             path.write_text(made(pages[path]), encoding="utf-8")
     elif stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
-        sys.exit(f"make_tables: {names} differ from benchmarks/results; run python tools/make_tables.py --write")
+        sys.exit(f"make_tables: {names} are stale; run python tools/make_tables.py --write")
 
 
 if __name__ == "__main__":

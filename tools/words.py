@@ -1,6 +1,6 @@
 """Counts words per page of the site, and sentences that begin as a reader stumbles: `python tools/words.py [--limit]`.
 
-With `--limit` it prints only what is over a limit, and exits with 1. Pages made by programs are shown and not counted.
+With `--limit` it prints only what is over a limit, and exits with 1. Pages and tables made by programs do not count.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ MOST_WORDS = 36_000
 MOST_SENTENCES = 10
 GENERATED = ("docs/reference.md", "docs/api-reference.md")
 
+_TABLE = re.compile(r"<!-- table: \w+ -->.*?<!-- end -->", re.DOTALL)
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 _SEVEN = "Who|What|Whoever|Whose|Of|Nor|Nobody"
 _BEGINNING = re.compile(
@@ -41,7 +42,7 @@ def main(*flags: str) -> None:
     """Prints a line per page, then sums; exits with 1 where a limit is exceeded and `--limit` is given."""
     total, found = 0, list[str]()
     for path in pages():
-        name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        name, text = str(path.relative_to(ROOT)), _TABLE.sub("", path.read_text(encoding="utf-8"))
         words = len(text.split())
         if flags != ("--limit",):
             print(f"{words:6,}  {name}{' (generated)' if name in GENERATED else ''}")
