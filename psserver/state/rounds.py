@@ -231,9 +231,7 @@ class Rounds:
         if not pending.differs(said):
             return
         if pending.members == (member,):
-            raise InvalidRequest(
-                f"round {said.round} of this session was already begun with another compiled step or generation"
-            )
+            raise InvalidRequest(f"round {said.round} was already begun with another compiled step or generation")
         if joins(said, self.generations) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
@@ -305,9 +303,7 @@ class Rounds:
         if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was completed without this process; restart it")
         if not all(record.is_for(part.session) for part in said.parts):
-            raise PushAgain(
-                f"round {said.round} was completed without some workers of the sum; each worker must push by itself"
-            )
+            raise PushAgain(f"round {said.round} lacks some workers of the sum; each worker must push by itself")
         for part in said.parts or (said,):
             strand.came(part)
         return record

@@ -141,7 +141,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
             job.pause(task)
         job.until(lambda: "lost" in [s.state for s in server.status().sessions if s.drives])
         job.resume(CHIEF)
-        job.hear_error(CHIEF, "no other chief took over, and it continues")
+        job.hear_error(CHIEF, "and continues: no other took over")
         for task in (W0, W1):
             job.resume(task)
         older = job.cluster.processes[CHIEF]

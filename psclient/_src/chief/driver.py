@@ -316,12 +316,8 @@ class Chief:
             raise
         if self._session.incarnations != before and not self._copied:
             self._session.leave("a server was replaced")
-            raise ServerLost(
-                "a server of the job was replaced while the chief was disconnected; restart from a checkpoint"
-            )
-        log.warning(
-            "the chief in %s was disconnected (%s); no other chief took over, and it continues", self.task, error
-        )
+            raise ServerLost("a server was replaced while the chief was disconnected; restart from a checkpoint")
+        log.warning("the chief in %s was disconnected (%s), and continues: no other took over", self.task, error)
 
     # ---- Looking and appending ----
 

@@ -494,8 +494,7 @@ class Exchange:
         except Exception as error:
             # The servers wait for the rest of it, and nobody can send that.
             failure = PSError(
-                f"the gradients for round {self.group.round} could not be copied from the GPU ({error}); "
-                "restart the process",
+                f"gradients of round {self.group.round} could not be copied from the GPU ({error}); restart",
                 str(self.session.task),
             )
             self.session.end(failure)

@@ -531,7 +531,7 @@ def test_a_wait_for_approval_is_ones_own(alone):
 
 def test_a_contradiction_of_its_own_is_told_to_itself(alone):
     future = push(alone, 1)
-    with pytest.raises(InvalidRequest, match="round 0 of this session was already begun with another compiled step"):
+    with pytest.raises(InvalidRequest, match="round 0 was already begun with another compiled step"):
         refused(alone, 1, plan=OTHER)
     assert failed(alone) == {}
     assert sessions(alone.next_job()) == [1]
