@@ -136,7 +136,7 @@ def publish(
         try:
             draw()
         except ImportError:
-            console.print("not drawn: matplotlib is not installed; pip install 'paramserver[bench]'")
+            console.print("not drawn: matplotlib is not installed; pip install -e '.[bench]'")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

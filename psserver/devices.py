@@ -222,8 +222,8 @@ def _cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise ConfigError(
-            f"a GPU needs CuPy, which cannot be imported ({error}); install paramserver[gpu], or start with --device "
-            f"cpu"
+            f"a GPU needs CuPy, which cannot be imported ({error}); run pip install -e '.[gpu]' in the clone, or use "
+            "--device cpu"
         ) from None
     return cupy  # type: ignore[no-any-return,unused-ignore]
 

@@ -5,7 +5,7 @@
         loss, grads = step(state.params, batch)         # compiled by jax.jit, and pure
         state = state.apply_gradients(grads=grads)      # a round: the mean over all workers, and a step on the servers
 
-Nothing else of this package imports JAX. Needs `paramserver[jax]`.
+Nothing else of this package imports JAX. Needs the extra `jax`.
 
 state       `TrainState`, with the face of flax's
 parameters  the leaves of a pytree as variables: reads, steps, assignments

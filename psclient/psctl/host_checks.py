@@ -122,9 +122,9 @@ def gpu(patient: Patient) -> Iterator[Finding]:
         advice = "install the driver, or start the container with its GPUs (--gpus all)"
         yield warn(f"CuPy {gpus.cupy} is installed, but there is no GPU: {gpus.error}", advice)
     elif gpus.error:
-        yield fail(gpus.error, "install paramserver[gpu] again, or remove CuPy")
+        yield fail(gpus.error, "pip install -e '.[gpu]' in the clone again, or remove CuPy")
     elif nvidia:
-        yield warn("there is a GPU, but CuPy is not installed", "install paramserver[gpu]")
+        yield warn("there is a GPU, but CuPy is not installed", "pip install -e '.[gpu]' in the clone")
     else:
         yield ok("there is none; servers use NumPy")
 

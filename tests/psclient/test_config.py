@@ -224,7 +224,7 @@ def test_without_cupy_there_are_no_gpus(monkeypatch):
     """That is no error; asking for one is, and says what to install."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert devices.default_devices() == (devices.CPU,)
-    refused(ConfigError, r"install paramserver\[gpu\]", lambda: devices.to_device(np.zeros(1), Device("gpu", 0)))
+    refused(ConfigError, r"pip install -e .\.\[gpu\]", lambda: devices.to_device(np.zeros(1), Device("gpu", 0)))
 
 
 WORKER = Task("worker", 0)

@@ -40,7 +40,7 @@ def test_what_is_no_device_is_refused(monkeypatch: pytest.MonkeyPatch, text: str
     with pytest.raises(ConfigError, match=told):
         Device.parse(text)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ConfigError, match=r"install paramserver\[gpu\], or start with --device cpu"):
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[gpu\]. in the clone, or use --device cpu"):
         Device.parse("gpu")
     assert Device.parse("cpu").put(1) == 1
 

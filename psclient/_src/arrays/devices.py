@@ -100,7 +100,9 @@ def _cupy() -> ModuleType | None:
 def _loaded_cupy() -> ModuleType:
     found = _cupy()
     if found is None:
-        raise ConfigError("a GPU was requested, but CuPy is not installed; install paramserver[gpu], or use cpu:0")
+        raise ConfigError(
+            "a GPU was requested, but CuPy is not installed; run pip install -e '.[gpu]' in the clone, or use cpu:0"
+        )
     return found
 
 

@@ -85,7 +85,7 @@ HOSTS = [
     ("GPU", {"gpus": CUPY, "nvidia": True}, "ok", "CuPy 13.3.0, CUDA 12.4, driver 12.2: NVIDIA H100"),
     ("GPU", {"gpus": GpuReport("13.3.0", error="too old"), "nvidia": True}, "fail", "too old check nvidia-smi"),
     ("GPU", {"gpus": GpuReport("13.3.0", error="no driver")}, "warn", "there is no GPU: no driver"),
-    ("GPU", {"nvidia": True}, "warn", "install paramserver[gpu]"),
+    ("GPU", {"nvidia": True}, "warn", "pip install -e '.[gpu]' in the clone"),
     ("GPU", {"gpus": GpuReport(error="CuPy cannot be imported: no x")}, "fail", "CuPy cannot be imported: no x"),
     ("GPU", {}, "ok", "servers use NumPy"),
     ("open files", {"open_files": 100}, "fail", "raise the limit: ulimit -n"),
