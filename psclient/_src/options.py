@@ -309,8 +309,7 @@ class BoundedStaleness:
         object.__setattr__(self, "k", int(self.k))
         if not 0 <= self.k <= MAX_STALENESS:
             raise ValueError(
-                f"BoundedStaleness has k={self.k}; use 0 (synchronous) to {MAX_STALENESS}, or Async(), "
-                "which has no bound"
+                f"BoundedStaleness has k={self.k}; use 0 (lockstep) to {MAX_STALENESS}, or Async(), which has no bound"
             )
         check_nonfinite(self.nonfinite)
 
