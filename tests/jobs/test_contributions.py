@@ -95,8 +95,8 @@ def test_two_processes_add_up_repeated_rows(transport):
 # ---- Rows that cannot be ----
 
 BAD = {
-    "an id too large": (np.ones((1, WIDTH), "float32"), [SIZE], "id 6 at place 0 is no row of 6"),
-    "an id below 0": (np.ones((1, WIDTH), "float32"), [-1], "id -1 at place 0 is no row of 6"),
+    "an id too large": (np.ones((1, WIDTH), "float32"), [SIZE], "id 6 at index 0 is not a row of 6"),
+    "an id below 0": (np.ones((1, WIDTH), "float32"), [-1], "id -1 at index 0 is not a row of 6"),
     "a row too wide": (np.ones((1, 3), "float32"), [1], r"each row has shape \(3,\), but must have \(2,\)"),
 }
 EMPTY = ps.IndexedSlices(np.empty((0, WIDTH), "float32"), [])

@@ -68,7 +68,7 @@ def test_timeouts_and_aggregation_travel():
         ({"PS_SESSION_TIMEOUT": "soon"}, "'soon' must be a positive number"),
         (
             {"PS_SESSION_TIMEOUT": "5", "PS_ROUND_TIMEOUT": "14.9"},
-            "PS_ROUND_TIMEOUT=14.9 is below 3 session timeouts",
+            "PS_ROUND_TIMEOUT=14.9 is below 3 times PS_SESSION_TIMEOUT",
         ),
         ({"PS_SESSION_TIMEOUT": "-1"}, "positive"),
         ({"PS_SESSION_TIMEOUT": "nan"}, "positive"),
@@ -129,7 +129,7 @@ def test_consistencies_that_cannot_be():
 
 
 WORKERS = "backup_workers={} is not a number of workers; use an integer"
-BOUND = "BoundedStaleness has k={}; use an integer"
+BOUND = "BoundedStaleness has k={}; use "
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_the_default_is_all_gpus_or_one_cpu():
     [
         ([], "the list of devices is empty"),
         (["cpu:0", "cpu"], "listed twice"),
-        (["cpu:0", "abacus"], "'abacus' is no device"),
+        (["cpu:0", "abacus"], "'abacus' is not a device"),
         ([f"gpu:{devices.available_gpus()}"], "use cpu:0"),
     ],
 )

@@ -329,7 +329,7 @@ def test_wrong_arguments_are_refused(make, text):
 
 def test_what_schedules_refuse():
     """Words are no numbers, not even those that Python makes numbers of; the base computes nothing."""
-    refused(TypeError, r"initial_learning_rate is '0.1'; give a number", lambda: s.CosineDecay("0.1", 10))
+    refused(TypeError, r"initial_learning_rate is '0.1'; use a number", lambda: s.CosineDecay("0.1", 10))
     refused(NotImplementedError, "", lambda: s.LearningRateSchedule()(0))
 
 

@@ -129,7 +129,7 @@ def test_a_transport_is_for_who_has_token_and_certificate(access: Access, caller
     """Both, or nobody is told anything."""
     token = access.registry.transport_token(OWNER)
     for session, wrong in ((OWNER, b""), (OWNER, bytes(16)), (OWNER, token[:15]), (MADE_UP, token)):
-        with pytest.raises(InvalidRequest, match="not shown whose it is"):
+        with pytest.raises(InvalidRequest, match="did not send a valid session token"):
             access.admit_transport(pb.TransportHello(session=session, token=wrong), names_of(caller))
     hello = pb.TransportHello(session=OWNER, token=token)
     if caller == "worker-1":

@@ -317,7 +317,7 @@ def test_a_number_has_one_range(kind):
         (lambda: train.ProximalAdagradOptimizer(0.1, 0.1, 0, -1), "l2_regularization_strength is -1"),
         (lambda: train.GradientDescentOptimizer(np.inf), "learning_rate is inf"),
         (lambda: SGD(0.1, 0.5, name="a", clipnorm=1, clipvalue=1), "clipnorm and clipvalue were passed; use one"),
-        (lambda: setattr(SGD(clipvalue=1.0), "clipnorm", 1.0), "clipnorm and clipvalue are given"),
+        (lambda: setattr(SGD(clipvalue=1.0), "clipnorm", 1.0), "clipnorm and clipvalue were passed"),
         (lambda: setattr(SGD(), "ema_overwrite_frequency", 2), "add use_ema=True"),
         (lambda: SGD(global_clipnorm=0), "global_clipnorm is 0, and must be more than 0"),
         (lambda: SGD(ema_overwrite_frequency=3), "add use_ema=True"),

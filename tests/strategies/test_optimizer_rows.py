@@ -210,8 +210,8 @@ def test_too_large_a_whole_array_is_refused(shared, monkeypatch):
 
 
 BAD = {
-    "too large": (np.ones((2, 3), "float32"), [0, 7], None, "id 7 at place 1 is no row of 7"),
-    "negative": (np.ones((2, 3), "float32"), [-1, 0], None, "id -1 at place 0 is no row of 7"),
+    "too large": (np.ones((2, 3), "float32"), [0, 7], None, "id 7 at index 1 is not a row of 7"),
+    "negative": (np.ones((2, 3), "float32"), [-1, 0], None, "id -1 at index 0 is not a row of 7"),
     "another shape": (np.ones((2, 3), "float32"), [0, 1], (8, 3), r"dense_shape is \(8, 3\), but must be \(7, 3\)"),
     "other rows": (np.ones((2, 2), "float32"), [0, 1], None, r"each row has shape \(2,\), but must have \(3,\)"),
 }

@@ -44,7 +44,7 @@ def test_an_id_that_is_no_row_names_who_asked(strategy):
         if replica == last:
             v.lookup([0, 7])
 
-    with pytest.raises(ValueError, match="id 7 at place 1 is no row of 5") as caught:
+    with pytest.raises(ValueError, match="id 7 at index 1 is not a row of 5") as caught:
         in_replicas(strategy, step)
     assert repr(v.name) in str(caught.value)
     assert (strategy.extended.worker_devices[last] in str(caught.value)) == (kind_of(strategy) != "default")

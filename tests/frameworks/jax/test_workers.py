@@ -322,7 +322,7 @@ def test_only_tables_may_be_trained(strategy):
         (lambda rows, d, t: {rows: d[:2]}, ValueError, r"of rows of 'table.*' has shape \(2, 3\), but .* \(16, 3\)"),
         (lambda rows, d, t: {rows: d, psj.lookup(t, [3]): d}, ValueError, "was looked up twice for this step; look"),
         (lambda rows, d, t: psj.lookup(FIRST, [1]), TypeError, "in a variable or a table, not in a ndarray"),
-        (lambda rows, d, t: psj.lookup(t, [SIZE]), ValueError, "id 50 at place 0 is no row of 50"),
+        (lambda rows, d, t: psj.lookup(t, [SIZE]), ValueError, "id 50 at index 0 is not a row of 50"),
     ],
 )
 def test_bad_rows_are_refused(strategy, given, error, word):

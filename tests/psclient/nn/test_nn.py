@@ -225,8 +225,8 @@ def test_none_is_the_mean_and_safe_weights_count_above_0():
             ValueError,
             "weights of bags have other indices",
         ),
-        ([[0, 9]], None, ValueError, "variable 'emb': id 9 at place 1 is no row of 4"),
-        ([[-1]], None, ValueError, "variable 'emb': id -1 at place 0 is no row of 4"),
+        ([[0, 9]], None, ValueError, "variable 'emb': id 9 at index 1 is not a row of 4"),
+        ([[-1]], None, ValueError, "variable 'emb': id -1 at index 0 is not a row of 4"),
     ],
 )
 def test_what_are_no_bags_is_refused(ids, weights, error, words):
@@ -244,7 +244,7 @@ def test_wrong_arguments_are_named():
         with pytest.raises(TypeError, match="variable 'emb' is of int64"):
             lookup(table(4, 1, dtype="int64"), [[0]], None)
     refused(TypeError, "integer", lambda: ps.nn.safe_embedding_lookup_sparse(v, [[0]], default_id=1.5))
-    refused(ValueError, "id 9 at place 0", lambda: ps.nn.safe_embedding_lookup_sparse(v, [[]], default_id=9))
+    refused(ValueError, "id 9 at index 0", lambda: ps.nn.safe_embedding_lookup_sparse(v, [[]], default_id=9))
     bags = ps.nn.embedding_lookup_sparse(v, [[0, 1]], None)
     with pytest.raises(ValueError, match=r"gradient of bags of shape \(1, 2\) has shape \(2, 2\)"):
         bags.gradient(np.ones((2, 2)))

@@ -242,7 +242,7 @@ def test_certificates_are_examined(certificates, tmp_path):
 def test_servers_without_tls_are_found_out(certificates, looked):
     """Those who speak TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
     spoken = patient(looked=looked, security=options(certificates / "admin"))
-    finds("TLS", spoken, "fail", "ps-0: it does not use TLS")
+    finds("TLS", spoken, "fail", "ps-0: the server does not use TLS")
     far = [replace(looked[0], address="192.0.2.1:1")]
     finds("TLS", patient(looked=far), "warn", "make certificates with psctl certs")
 

@@ -412,8 +412,8 @@ def test_an_asynchronous_worker_sees_its_own_push(cluster):
 @pytest.mark.parametrize(
     ("ids", "error", "why"),
     [
-        ([0, SIZE], ValueError, "variable 'table'.*: id 40 at place 1 is no row of 40"),
-        ([-1], ValueError, "variable 'table'.*: id -1 at place 0 is no row of 40"),
+        ([0, SIZE], ValueError, "variable 'table'.*: id 40 at index 1 is not a row of 40"),
+        ([-1], ValueError, "variable 'table'.*: id -1 at index 0 is not a row of 40"),
         ([0.5], TypeError, "variable 'table' must be integers"),
     ],
 )

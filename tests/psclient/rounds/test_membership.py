@@ -199,7 +199,7 @@ def test_who_comes_back_has_its_share_again(job):
         assert (back.group.round, back.group.position(0), back.group.late) == (17, where, True)
         assert (back.group.share(), back.group.slice(), back.group.pipeline) == ((2, 3), (0, 1), (1, 2))
         assert new.group.share() == (3, 3)
-        refused(ConfigError, r"worker/task:0 has 3 replicas, and had 2 when the job began", lambda: other.group.share())
+        refused(ConfigError, r"worker/task:0 has 3 replicas, but had 2 when the job began", lambda: other.group.share())
         for one in (back, other, new):
             one.session.leave()
 

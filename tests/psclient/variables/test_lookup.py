@@ -90,8 +90,8 @@ NO_IDS = ([1.0], 2.0, [True], np.ones(2, bool), np.zeros(0, "float32"), ["a"], [
     [
         *((ids, TypeError, "the row ids of variable 'emb' must be integers, not") for ids in NO_IDS),
         ([[1], [1, 2]], TypeError, r"different lengths.*embedding_lookup_sparse"),
-        ([[0, 1], [-1, 9]], ValueError, "^variable 'emb': id -1 at place 2 is no row of 3$"),
-        ([0, 3], ValueError, "^variable 'emb': id 3 at place 1 is no row of 3$"),
+        ([[0, 1], [-1, 9]], ValueError, "^variable 'emb': id -1 at index 2 is not a row of 3$"),
+        ([0, 3], ValueError, "^variable 'emb': id 3 at index 1 is not a row of 3$"),
         (np.array([2**64 - 1], np.uint64), ValueError, "id 18446744073709551615 at place 0 is no row"),
     ],
 )
@@ -222,8 +222,8 @@ def slices(rows, ids, shape=None):
         (1.0, TypeError, "needs ps.IndexedSlices, not float"),
         (slices([[1]], [0]), ValueError, r"variable 'emb': each row has shape \(1,\), but must have \(2,\)"),
         (slices([[1, 1]], [0], (5, 2)), ValueError, r"variable 'emb': dense_shape is \(5, 2\), but must be \(4, 2\)"),
-        (slices([[1, 1]] * 2, [0, 4]), ValueError, "variable 'emb': id 4 at place 1 is no row of 4"),
-        (slices([[1, 1]], [-1]), ValueError, "variable 'emb': id -1 at place 0 is no row of 4"),
+        (slices([[1, 1]] * 2, [0, 4]), ValueError, "variable 'emb': id 4 at index 1 is not a row of 4"),
+        (slices([[1, 1]], [-1]), ValueError, "variable 'emb': id -1 at index 0 is not a row of 4"),
         (ps.IndexedSlices(np.ones((1, 2), complex), [0]), TypeError, "complex128, which cannot be assigned to float64"),
     ],
 )

@@ -221,7 +221,7 @@ def test_parts_have_the_buckets_that_shards_have_rows():
 @pytest.mark.parametrize(
     ("key_dtype", "keys", "named"),
     [
-        ("int64", np.array([1, 1 << 63, 2], np.uint64), "key 9223372036854775808 at place 1 is no int64"),
+        ("int64", np.array([1, 1 << 63, 2], np.uint64), "key 9223372036854775808 at position 1 is not a valid int64"),
         ("uint64", np.array([1, 2, -3], np.int32), "key -3 at position 2 is not a valid uint64"),
     ],
 )

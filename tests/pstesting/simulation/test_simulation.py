@@ -258,7 +258,7 @@ def test_a_cost_model_is_written_and_read(tmp_path: Path) -> None:
     assert Costs.read(path) == COSTS
     for text in ("", "[]", "{}", '{"format": 99}', path.read_text().replace('"send"', '"sent"')):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"is no calibration .*psctl calibrate"):
+        with pytest.raises(ConfigError, match=r"is not a cost model .*psctl calibrate"):
             Costs.read(path)
     with pytest.raises(ConfigError, match="is no calibration"):
         Costs.read(tmp_path / "none")

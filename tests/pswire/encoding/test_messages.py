@@ -376,7 +376,7 @@ EMPTY_CHOICES: dict[str, Message] = {
 }
 _KEYS = pb.TableSpec.INT64
 REFUSED |= EMPTY_CHOICES | {
-    "unknown form 7 of contributions": pb.Plan(reductions=[pb.Reduction(op=1, tensor=SPEC, form=7)]),  # type: ignore[arg-type]
+    "unknown form 7 of gradients": pb.Plan(reductions=[pb.Reduction(op=1, tensor=SPEC, form=7)]),  # type: ignore[arg-type]
     "unknown dtype 0 of keys": pb.TableSpec(dtype="float32"),
     "unknown dtype 3 of keys": pb.TableSpec(key_dtype=3),  # type: ignore[arg-type]
     "table has no initializer": pb.VariableSpec(tensor=SPEC, part=pb.TablePart(spec=pb.TableSpec(key_dtype=_KEYS))),
@@ -414,7 +414,7 @@ def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None
 
 def test_bytes_that_are_no_message_are_named() -> None:
     """A malformed message is refused with its size and what it should have been."""
-    with pytest.raises(InvalidRequest, match="2 bytes are no OpenRequest"):
+    with pytest.raises(InvalidRequest, match="2 bytes are not a valid OpenRequest"):
         verbs.parse(pb.OpenRequest, b"\xff\xff")
 
 
