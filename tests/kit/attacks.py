@@ -243,7 +243,10 @@ class Attacker:
                 ),
             ),
             "Open": lambda: pb.OpenRequest(
-                task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC, spoken=one(None, spoken())
+                task=messages.TASK.to_pb(STRANGER),
+                replicas=1,
+                consistency=pb.Consistency(mode=one(pb.SYNC, 9)),
+                spoken=one(None, spoken()),
             ),
             "Heartbeat": lambda: pb.HeartbeatRequest(session=session, round=member.round, plan_id=b"p" * 32),
             "CreateBatch": lambda: pb.CreateBatchRequest(
