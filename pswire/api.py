@@ -18,8 +18,8 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
 from pswire.model.consistency import SYNC, Consistency
-from pswire.model.joins import Enlisted
 from pswire.model.log import Generation, LogEntry, Position, Start
+from pswire.model.places import Enlisted
 from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard

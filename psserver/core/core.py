@@ -44,9 +44,8 @@ from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.consistency import SYNC, Consistency
-from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Start
-from pswire.model.places import Offered, Standby
+from pswire.model.places import Enlisted, Offered, Standby
 from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus

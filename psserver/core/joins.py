@@ -15,7 +15,7 @@ from psserver.effects import Effect
 from psserver.state.sessions import Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
-from pswire.model.joins import Enlisted
+from pswire.model.places import Enlisted
 
 Outcome = tuple[Enlisted, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""

@@ -41,9 +41,8 @@ from pswire.model.closures import (
 )
 from pswire.model.compression import CodecKind
 from pswire.model.consistency import Consistency, Mode
-from pswire.model.joins import Enlisted
 from pswire.model.log import Examples, Generation, LogEntry, Member, Position, Return, Start
-from pswire.model.places import Moved, Offered, Standby
+from pswire.model.places import Enlisted, Moved, Offered, Standby
 from pswire.model.plan import (
     Form,
     Nonfinite,

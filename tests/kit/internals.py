@@ -33,7 +33,7 @@ from pswire.limits import (
     ALIGN, MAX_NDIM, MAX_PARTS, MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_PLANS, MAX_SAVES, MAX_VARIABLES, PART_BYTES,
     Timeouts, WINDOW,
 )
-from pswire.model.joins import Enlisted
+from pswire.model.places import Enlisted
 from pswire.security.session_numbers import count_of, number_for
 from pswire.server_options import ServerOptions
 

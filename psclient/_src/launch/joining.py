@@ -23,8 +23,8 @@ from psclient._src.network.tls_diagnosis import names_shown
 from pswire.cluster import ClusterSpec, Task, check_address, is_loopback, join_address
 from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.joins import Enlisted
 from pswire.model.log import JobStarted
+from pswire.model.places import Enlisted
 from pswire.model.status import ServerStatus, newest_of
 from pswire.security.identity import PLACEHOLDER, Security, SecurityOptions
 from pswire.security.names import task_name

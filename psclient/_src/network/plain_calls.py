@@ -16,8 +16,7 @@ from pswire.encoding.protocol import check_protocol, spoken
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-from pswire.model.joins import Enlisted
-from pswire.model.places import Offered, Standby
+from pswire.model.places import Enlisted, Offered, Standby
 from pswire.model.plan import Turn
 from pswire.model.saved import Shard
 from pswire.model.status import Happened, ServerStatus
