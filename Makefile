@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # PyTorch and JAX as they are tested here. Where pip finds torch for GPUs first, which is gigabytes:
 # make test-frameworks FRAMEWORKS='... --extra-index-url https://download.pytorch.org/whl/cpu'
-FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1
+FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1 transformers==5.24.0 accelerate==1.15.0
 RAY ?= ray==2.60.0
 
 # What PyTorch or JAX gives types to, where it is installed.
