@@ -20,7 +20,7 @@ from psserver.core.digests import Digests
 from psserver.core.recovering import Recovering
 from psserver.core.waiting import Waiters
 from psserver.effects import Await, Effect, Run, Work
-from psserver.execution.execution import NO_TABLES, Execution, StepTables
+from psserver.execution.execution import NO_TABLES, Execution, StepTables, operands_differ
 from psserver.execution.nonfinite import NonfiniteVariables
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
@@ -170,11 +170,12 @@ class Runner:
 
         A round that streams runs as its contributions come, on trial, since its vote says whose are whole.
         """
-        job = ballot.job
-        self._ballot = ballot
-        tries = job.prepared.may_refuse or job.commit is Commit.PROGRESSIVE
-        if tries and job.error is None and ballot.trial is None:
+        job, self._ballot = ballot.job, ballot
+        if job.tries and job.error is None and ballot.trial is None:
             return self._start(job)
+        if not job.tries and job.error is None:  # else some servers would apply it, and others could not
+            job = replace(job, error=operands_differ(job))
+            self._ballot = ballot = replace(ballot, job=job)
         vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.strands[None].last)
         self._voted = self._tally.clock()
         self._tally.votes["sent"] += len(job.voters) - 1

@@ -434,6 +434,19 @@ class Execution:
         return value
 
 
+def operands_differ(job: ReadyRound) -> PSError | None:
+    """Returns why a round cannot run whose contributors have sent different operands to this server; None if it can."""
+    try:
+        with _told(job):
+            contributions = Contributions(job)
+            contributions.senders = [sender for sender in contributions.senders if sender.has_operands]
+            for _ in contributions.operands() if contributions.senders else ():
+                pass
+    except PSError as error:
+        return error
+    return None
+
+
 @contextmanager
 def _told(job: ReadyRound) -> Iterator[None]:
     """Turns every exception into a `PSError`: all members of the round wait for an answer, and get the same."""
@@ -449,4 +462,4 @@ def _told(job: ReadyRound) -> Iterator[None]:
 
 
 def _failed(job: ReadyRound, kind: type[PSError], why: str, task: str = "") -> PSError:
-    return kind(f"round {job.round} ({job.section()}) failed: {why}", task or str(Task("ps", job.prepared.server)))
+    return kind(f"{why}; in round {job.round} ({job.section()})", task or str(Task("ps", job.prepared.server)))

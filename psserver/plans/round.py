@@ -129,6 +129,11 @@ class ReadyRound:
     put_off: bool = False
 
     @property
+    def tries(self) -> bool:
+        """True if it runs before its servers vote, since it may refuse a value, or runs as its contributions come."""
+        return self.prepared.may_refuse or self.commit is Commit.PROGRESSIVE
+
+    @property
     def sessions(self) -> frozenset[int]:
         """Whose contributions it has."""
         return frozenset(part.said.session for part in self.parts)

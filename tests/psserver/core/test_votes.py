@@ -12,20 +12,20 @@ from psserver.core.links import Links
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
 from pswire.cluster import Task
-from pswire.errors import Fenced, MemoryLimit, NonfiniteError, ProgramError, PushAgain
+from pswire.errors import Diverged, Fenced, MemoryLimit, NonfiniteError, ProgramError, PushAgain
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
 from pswire.model.consistency import Consistency
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Approved, Generation, GenerationClosed, Start
-from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.status import MissedPeer
 from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
-from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, serving, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, scaling, serving, sum_into
 
 A, B = WORKERS[:2]
 ONE = np.ones(2, "float32")
@@ -102,6 +102,29 @@ def test_a_round_of_which_a_server_knows_nothing_is_void(two):
     two.lose(two.a, two.b)
     two.hear()
     assert (two.values, two.lasts) == ([0, 0], [0, 0])
+
+
+def test_different_operands_fail_a_round_before_any_server_applies_it(two):
+    """On all servers, also one that has no operand: no variable changes, and the servers go on."""
+    plan = replace(
+        two.plan,
+        operands=(Operand(TensorSpec("float32", ()), (0,), "lr"),),
+        programs=(*two.plan.programs, scaling(TensorSpec("float32", (2,)))),
+        applies=(
+            *two.plan.applies[1:],
+            Apply(2, (0,), (Ref("variable", two.variables[0].id), Ref("reduction", 0), Ref("operand", 0))),
+        ),
+    )
+    two.job.approve(plan, two.a)
+    futures = [
+        *two.push(two.a, 0, 1, plan=plan, operands=[np.float32(0.1)]),
+        *two.push(two.b, 0, 1, plan=plan, operands=[np.float32(0.2)]),
+    ]
+    two.hear()
+    assert errors(*futures) == [Diverged] * 4
+    assert "lr must be equal on all workers" in str(futures[0].exception())
+    assert (two.values, two.lasts) == ([0, 0], [0, 0])
+    assert [one.machine.runner.broken for one in two.cores] == [None, None]
 
 
 def test_a_round_that_fails_on_one_server_fails_on_all(tmp_path):
