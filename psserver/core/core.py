@@ -30,6 +30,7 @@ from pswire.api import (
     Begun,
     Contribution,
     CreateBatchReply,
+    Enlisted,
     Opened,
     PullReply,
     RestoreOrder,
@@ -44,7 +45,6 @@ from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.consistency import SYNC, Consistency
-from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Start
 from pswire.model.places import Offered, Standby
 from pswire.model.plan import PlacedVariable, Plan, Turn

@@ -9,7 +9,6 @@ hashing  hashes of their keys, and the canonical bytes of plans
 first_values  first values of their rows
 rows     ids of rows
 chunks   batches that server 0 hands out
-joins    places of workers that join a running job
 log      entries of server 0's log
 changes  changes of a job's consistency
 saved    what a server has saved of a checkpoint

@@ -121,7 +121,7 @@ pstesting                  16  pswire wire.model wire.security psserver psserver
 pstesting.simulation       16  pswire wire.servers wire.api wire.model wire.network wire.telemetry wire.security
                                 psserver psserver.programs psserver.plans psserver.core src.network src.rounds
                                 src.processes src.processes.aggregation src.chief src.arrays
-pstesting.planner          17  pswire wire.network psclient psclient.psctl pstesting pstesting.simulation
+pstesting.planner          17  pswire wire.model wire.network psclient psclient.psctl pstesting pstesting.simulation
 """
 """For each room its floor, and what it imports; `wire.` is `pswire.`, and `src.` is `psclient._src.`."""
 
