@@ -19,7 +19,6 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
 from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Generation, LogEntry, Position, Start
-from pswire.model.places import Enlisted
 from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
@@ -55,6 +54,19 @@ class Opened:
     window: int = 0
     domain: str = ""
     takes_hints: bool = False
+
+
+@dataclass(frozen=True)
+class Enlisted:
+    """The answer to `enlist`: the task of a worker that joins a running job.
+
+    Attributes:
+        task: the task that the process is to be.
+        opened: True if a session of that task is open: it keeps the place by itself.
+    """
+
+    task: Task
+    opened: bool
 
 
 @dataclass(frozen=True)

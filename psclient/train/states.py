@@ -130,7 +130,7 @@ def _written(value: Any, where: str) -> Any:
         return {f"{TAG}complex": [_written(value.real, where), _written(value.imag, where)]}
     if isinstance(value, np.generic) or kind is np.ndarray:
         return {f"{TAG}array": _written_array(np.asarray(value), kind is np.ndarray, where)}
-    raise TypeError(f"{_at(where)}a {kind.__qualname__} cannot be restored unchanged")
+    raise TypeError(f"{_at(where)}an instance of {kind.__qualname__} cannot be restored unchanged")
 
 
 def _written_array(array: Any, whole: bool, where: str) -> list[Any]:

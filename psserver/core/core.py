@@ -30,6 +30,7 @@ from pswire.api import (
     Begun,
     Contribution,
     CreateBatchReply,
+    Enlisted,
     Opened,
     PullReply,
     RestoreOrder,
@@ -45,7 +46,7 @@ from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Approved, LogEntry, Member, Start
-from pswire.model.places import Enlisted, Offered, Standby
+from pswire.model.places import Offered, Standby
 from pswire.model.plan import PlacedVariable, Plan, Turn
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus

@@ -13,9 +13,9 @@ from itertools import count
 from psserver.core.log import Log
 from psserver.effects import Effect
 from psserver.state.sessions import Membership
+from pswire.api import Enlisted
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
-from pswire.model.places import Enlisted
 
 Outcome = tuple[Enlisted, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""

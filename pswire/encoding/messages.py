@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pswire.api import (
     Contribution,
     CreateBatchReply,
+    Enlisted,
     Opened,
     PullReply,
     RestoreOrder,
@@ -42,7 +43,7 @@ from pswire.model.closures import (
 from pswire.model.compression import CodecKind
 from pswire.model.consistency import Consistency, Mode
 from pswire.model.log import Examples, Generation, LogEntry, Member, Position, Return, Start
-from pswire.model.places import Enlisted, Moved, Offered, Standby
+from pswire.model.places import Moved, Offered, Standby
 from pswire.model.plan import (
     Form,
     Nonfinite,

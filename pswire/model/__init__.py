@@ -9,10 +9,9 @@ hashing  hashes of their keys, and the canonical bytes of plans
 first_values  first values of their rows
 rows     ids of rows
 chunks   batches that server 0 hands out
-places   places of workers that join, and of servers
-consistency  how rounds of a job are made
 log      entries of server 0's log
-changes  changes of a job's consistency
+consistency  how the rounds of a job are made
+changes  changes of it
 saved    what a server has saved of a checkpoint
 status   what a server says of itself
 """

@@ -1,10 +1,8 @@
-"""Places in a running job: of workers that join, of processes that wait for a server's, and of servers that moved."""
+"""The places of servers: processes that wait for one, and servers that have moved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from pswire.cluster import Task
 
 NOWHERE = -1
 """The place of a process that has got none."""
@@ -51,16 +49,3 @@ class Moved:
 
     server: int
     address: str
-
-
-@dataclass(frozen=True)
-class Enlisted:
-    """The task that a worker has got in a job that runs.
-
-    Attributes:
-        task: the task that the process is to be.
-        opened: True if a session of that task is open: it keeps the place by itself.
-    """
-
-    task: Task
-    opened: bool

@@ -285,9 +285,7 @@ _CALLS = {"mean": _call_mean, "max": _call_extreme("max"), "min": _call_extreme(
 def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     left, right = (spec.shape for spec in specs)
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
-        raise ValueError(
-            f"matmul of shapes {left} and {right} is not possible; it takes two matrices with matching dimensions"
-        )
+        raise ValueError(f"matmul takes two matrices with matching dimensions, not shapes {left} and {right}")
     dtypes = np.matmul.resolve_dtypes((*(DTYPES[s.dtype] for s in specs), None))
     return TensorSpec(dtypes[-1].name, (left[0], right[1]))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 # ---- Verbs of a server, and what they take and give ----
 
 from pswire.api import (
-    ALL, Begun, Contribution, CreateBatchReply, Opened, ParameterServer, PullReply, RestoreOrder,
+    ALL, Begun, Contribution, CreateBatchReply, Enlisted, Opened, ParameterServer, PullReply, RestoreOrder,
     RestoreReply, RESTS, RoundReply, RowRead, ServerStatus, TableRead, UNTIL_ENDED, Watched,
 )
 from pswire.errors import (
@@ -33,7 +33,6 @@ from pswire.limits import (
     ALIGN, MAX_NDIM, MAX_PARTS, MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_PLANS, MAX_SAVES, MAX_VARIABLES, PART_BYTES,
     Timeouts, WINDOW,
 )
-from pswire.model.places import Enlisted
 from pswire.security.session_numbers import count_of, number_for
 from pswire.server_options import ServerOptions
 

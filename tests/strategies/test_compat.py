@@ -534,7 +534,7 @@ def test_outputs_are_set_in_replicas(strategy):
     if kind_of(strategy) == "default":
         assert run(without, distributed(strategy)).last_step_outputs == {"loss": 1.0}
         return
-    refused(ValueError, r"'loss'.*give a reduce_op", lambda: run(without, distributed(strategy)))
+    refused(ValueError, r"'loss'.*pass a reduce_op", lambda: run(without, distributed(strategy)))
 
 
 # ---- ps.compat.v1.train ----

@@ -388,7 +388,7 @@ def test_what_is_elsewhere_is_refused_where_it_is_used(shared):
         for value, remedy in ((there, "create it there"), (reduced, "reduce it to"), (result, "reduce it to")):
             refused(
                 ps.errors.LocalityError,
-                f"but the update that uses it runs on server.*{remedy}.*read it first",
+                f"is used in an update on /job:ps/.*{remedy}.*read it first",
                 lambda value=value: extended.update(here, lambda v, x: v.assign(x), (value,)),
                 lambda value=value: extended.update(here, lambda v: v.assign(value)),
             )

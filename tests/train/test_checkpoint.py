@@ -308,7 +308,7 @@ def test_there_are_things_that_cannot_be_saved():
             ps.train.Checkpoint(a=a, b=b)
         sampler.state = {"step": [object()]}
         with pytest.raises(
-            TypeError, match=r"'sampler' cannot be saved: at \['step'\]\[0\]: a object cannot be restored"
+            TypeError, match=r"'sampler' cannot be saved: at \['step'\]\[0\]: an instance of object cannot be restored"
         ):
             ps.train.Checkpoint(a=a, sampler=sampler).save("run/ckpt")
 

@@ -89,11 +89,11 @@ class Colour(enum.IntEnum):
 
 
 REFUSED = {
-    r"at \['a'\]\[1\]: a object would not": {"a": [0, object()]},
-    "a Colour would not": Colour.RED,
-    "a defaultdict would not": collections.defaultdict(list),
+    r"at \['a'\]\[1\]: an instance of object cannot be restored": {"a": [0, object()]},
+    "an instance of Colour cannot be restored": Colour.RED,
+    "an instance of defaultdict cannot be restored": collections.defaultdict(list),
     r"at \['big'\]: an array float64\[10000\] .* larger than 65536 bytes": {"big": np.zeros(10_000)},
-    r"an array object\[1\] would not": np.array([None]),
+    r"an array object\[1\] cannot be restored": np.array([None]),
 }
 
 

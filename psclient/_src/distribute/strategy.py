@@ -299,7 +299,7 @@ class Strategy(Unpicklable):
             PSError: the session has ended.
         """
         if not isinstance(variable, Variable):
-            raise TypeError(f"buffer takes a variable, not a {type(variable).__name__}")
+            raise TypeError(f"buffer takes a variable, not {type(variable).__name__}")
         variable._check_strategy(self._container)
         replica = context.local_replica(self._container)
         if replica is not None:

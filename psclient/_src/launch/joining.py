@@ -24,7 +24,6 @@ from pswire.cluster import ClusterSpec, Task, check_address, is_loopback, join_a
 from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import JobStarted
-from pswire.model.places import Enlisted
 from pswire.model.status import ServerStatus, newest_of
 from pswire.security.identity import PLACEHOLDER, Security, SecurityOptions
 from pswire.security.names import task_name
@@ -197,7 +196,7 @@ class Joiner:
         job = self._find()
         keeper = self._connect(job.servers[job.keeper], Task("ps", job.keeper))
         task = self._wanted if self.joined is None else self.joined.task
-        found: Enlisted = until_free(partial(keeper.enlist, task, self._key), self._timeouts, self._ended)
+        found = until_free(partial(keeper.enlist, task, self._key), self._timeouts, self._ended)
         return Joined(found.task, self._cluster(job, found.task), job)
 
     def hold(self, always: bool) -> None:

@@ -9,14 +9,14 @@ from functools import partial
 from google.protobuf.message import Message
 
 from psclient._src.network.daemon_threads import Threads
-from pswire.api import ALL, RestoreOrder, RestoreReply
+from pswire.api import ALL, Enlisted, RestoreOrder, RestoreReply
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import check_protocol, spoken
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-from pswire.model.places import Enlisted, Offered, Standby
+from pswire.model.places import Offered, Standby
 from pswire.model.plan import Turn
 from pswire.model.saved import Shard
 from pswire.model.status import Happened, ServerStatus

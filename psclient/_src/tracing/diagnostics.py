@@ -267,9 +267,11 @@ _INSTEAD_OF_WHOLE = {
     (False, True): "To change only the given rows, pass ps.lazy_update(fn) to update",
     (False, False): "Use elementwise operations and sums along each row to run it on rows only",
     (True, True): "To change only the given rows, use sparse='lazy' in the optimizer",
-    (True, False): "If that is too slow, use another optimizer; sparse='dense' silences this warning",
+    (True, False): "If that is too slow, use another optimizer",
 }
 """What to do, by whether it is an optimizer's step, and whether it could be lazy."""
+
+_SILENCED = "; sparse='dense' silences this warning"
 
 _warned: set[tuple[str, ...]] = set()
 
@@ -302,12 +304,14 @@ def warn_of_whole(
     """
     which = ", ".join(map(repr, names)) or "nothing"
     reason = why or "it changes rows without a gradient, as momentum and decay do"
-    said = (
-        f"the update of {which} creates an array of {human(nbytes)} from a few rows in each step: {reason}. "
-        f"{_INSTEAD_OF_WHOLE[of_optimizer, may_be_lazy]}"
-    )
+    update, array = f"the update of {which}", f"an array of {human(nbytes)} from a few rows in each step"
+    remedy = _INSTEAD_OF_WHOLE[of_optimizer, may_be_lazy]
+    silent = of_optimizer and not may_be_lazy
     if nbytes > WHOLE_BYTES:
-        raise ProgramError(f"{said}; arrays of more than {WHOLE_BYTES >> 20} MiB are not allowed")
+        remedy = "Use another optimizer, or sparse='dense'" if silent else remedy
+        raise ProgramError(
+            f"{update} would create {array}, and at most {human(WHOLE_BYTES)} are allowed: {reason}. {remedy}"
+        )
     if tuple(names) not in _warned:
         _warned.add(tuple(names))
-        log.warning("%s", said)
+        log.warning("%s", f"{update} creates {array}: {reason}. {remedy}{_SILENCED if silent else ''}")

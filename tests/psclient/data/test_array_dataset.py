@@ -81,7 +81,7 @@ def test_what_makes_no_dataset_is_refused():
         with pytest.raises(ValueError, match=f"shard {index} of {shards}"):
             batched.shard(shards, index)
     refused(ValueError, "cannot be repeated -2 times", lambda: batched.repeat(-2))
-    refused(ValueError, "0 examples", lambda: ArrayDataset(np.zeros(4)).batch(0))
+    refused(ValueError, "the batch size is 0, and must be at least 1", lambda: ArrayDataset(np.zeros(4)).batch(0))
     refused(ValueError, r"call dataset.batch", lambda: ArrayDataset(np.zeros(4)).batches(0))
 
 

@@ -247,7 +247,7 @@ def test_a_worker_without_any_batch_is_told_so():
         next(iter(from_batches([], Worker(), InputContext(2, 1, 2))))
     once = from_batches(Once(), Worker())
     assert len(list(once)) == 1
-    with pytest.raises(ValueError, match=r"no batch in pass 1.*anew"):
+    with pytest.raises(ValueError, match=r"no batch in pass 1.*must start again each time"):
         list(once)
 
 

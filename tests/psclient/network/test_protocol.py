@@ -65,11 +65,11 @@ def looks(cluster: InProcessCluster) -> None:
 
 
 TALKS = {
-    "a worker that opens its session": (opens, remote_server, f"{W0} has {THEIRS} and {PS0} has {OURS}"),
-    "a worker that joins": (enlists, plain_calls, f"a worker that joins has {THEIRS} and this server has {OURS}"),
-    "a standby": (offers, joining, f"the standby server at localhost:1 has {THEIRS} and this server has {OURS}"),
-    "a worker and its server": (opens, grpc_service, f"{PS0} has {THEIRS} and this process has {OURS}"),
-    "who looks": (looks, grpc_service, f"{PS0} has {THEIRS} and this process has {OURS}"),
+    "a worker that opens its session": (opens, remote_server, f"{W0} has {THEIRS}, but {PS0} has {OURS}"),
+    "a worker that joins": (enlists, plain_calls, f"a worker that joins has {THEIRS}, but this server has {OURS}"),
+    "a standby": (offers, joining, f"the standby server at localhost:1 has {THEIRS}, but this server has {OURS}"),
+    "a worker and its server": (opens, grpc_service, f"{PS0} has {THEIRS}, but this process has {OURS}"),
+    "who looks": (looks, grpc_service, f"{PS0} has {THEIRS}, but this process has {OURS}"),
 }
 """What is done, the module whose process is of another version, and the error's first words."""
 
@@ -106,7 +106,7 @@ def test_a_server_of_another_protocol_does_not_vote(monkeypatch):
         links.say(0, None)
         eventually(lambda: missed)
         links.close()
-    assert f"/job:ps/task:1 has {THEIRS} and {PS0} has {OURS}" in missed[0]
+    assert f"/job:ps/task:1 has {THEIRS}, but {PS0} has {OURS}" in missed[0]
 
 
 def test_the_error_is_short_whatever_a_stranger_says():

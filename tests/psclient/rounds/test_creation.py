@@ -181,7 +181,7 @@ def test_a_mismatch_names_the_line_that_created_the_variable(tmp_path, where):
         job.open("second")
         text = (tmp_path / "program.py").read_text(encoding="utf-8")
         number = 1 + text[: text.index('name="w"')].count("\n")
-        said = job.hear_error(W1, "creates variable 'w' float64[5] as its number 1")
+        said = job.hear_error(W1, "creates variable 'w' float64[5] as number 1")
         assert f"{W0} created 'w' float64[4] as number 1" in said
         assert re.search(rf"created at \S*program\.py:{number}\)", said)
         assert job.exited(W1) != 0

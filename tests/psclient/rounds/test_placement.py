@@ -283,4 +283,4 @@ def test_a_strategy_without_servers_has_ordinary_arrays():
     with strategy.scope():
         assert isinstance(strategy.buffer(v), ps.DistributedValues)
     refused(ValueError, "another strategy", lambda: ps.MirroredStrategy(["cpu:0"]).buffer(v))
-    refused(TypeError, "no ndarray", lambda: strategy.buffer(np.zeros(3)))
+    refused(TypeError, "takes a variable, not ndarray", lambda: strategy.buffer(np.zeros(3)))

@@ -171,9 +171,9 @@ def test_large_arrays_that_travel_are_told_once(servers, caplog):
     texts = [record.getMessage() for record in caplog.records if record.name == diagnostics.log.name]
     assert len(texts) == 2
     for name, text in zip(("MASK", "scale"), texts, strict=True):
-        assert text.startswith(f"{__file__}:{masked.__code__.co_firstlineno + 1}: masked brings {name} along")
+        assert text.startswith(f"{__file__}:{masked.__code__.co_firstlineno + 1}: masked uses {name} (")
         assert "float32[600,500], 1 MiB" in text
-        assert "make it a variable" in text
+        assert "sent to the servers in each call; make it a variable" in text
 
 
 def test_a_number_beyond_a_dtype_is_another_way(servers):

@@ -92,7 +92,7 @@ NO_IDS = ([1.0], 2.0, [True], np.ones(2, bool), np.zeros(0, "float32"), ["a"], [
         ([[1], [1, 2]], TypeError, r"different lengths.*embedding_lookup_sparse"),
         ([[0, 1], [-1, 9]], ValueError, "^variable 'emb': id -1 at index 2 is not a row of 3$"),
         ([0, 3], ValueError, "^variable 'emb': id 3 at index 1 is not a row of 3$"),
-        (np.array([2**64 - 1], np.uint64), ValueError, "id 18446744073709551615 at place 0 is no row"),
+        (np.array([2**64 - 1], np.uint64), ValueError, "id 18446744073709551615 at index 0 is not a row of 3$"),
     ],
 )
 def test_what_are_no_ids_of_rows_is_refused(ids, error, said):
@@ -240,5 +240,5 @@ def test_rows_that_do_not_fit_are_refused(how, delta, error, words):
 def test_some_dtypes_have_no_such_scatter(how, dtype):
     """Whole numbers have no quotient, bools no sum, complex ones no order."""
     v = ps.Variable(np.ones((2, 1), dtype), name="emb")
-    with pytest.raises(TypeError, match=f"{how} does not support {dtype}the dtype of variable 'emb'"):
+    with pytest.raises(TypeError, match=f"{how} does not support {dtype}, the dtype of variable 'emb'"):
         getattr(v, how)(ps.IndexedSlices(np.ones((1, 1), dtype), [0]))

@@ -122,7 +122,7 @@ def test_nonsense_is_told(returned):
 
     with pytest.raises(ValueError) as error:
         shards_for(mine, "table", TensorSpec("float32", (4, 2)), DTYPES["float32"])
-    for word in ("'table'", "(4, 2)", "mine", repr(returned), "from 1 to 4", "a list of 2"):
+    for word in ("'table'", "(4, 2)", "mine", repr(returned), "from 1 to 4", "must return 2 integers"):
         assert word in str(error.value)
 
 
