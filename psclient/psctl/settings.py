@@ -156,7 +156,10 @@ def cluster_of(text: str) -> ObservedCluster:
     spec = TFConfig(text).cluster_spec()
     servers = {task: spec.address(task) for task in spec.tasks("ps")}
     if not servers:
-        raise ConfigError("no servers are given; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG")
+        raise ConfigError(
+            "no servers are given; write --address HOST:PORT[,HOST:PORT...], set TF_CONFIG, or "
+            "use --local for a cluster on this machine"
+        )
     for task, address in servers.items():
         check_address(address, f"TF_CONFIG: {task}")
     return ObservedCluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))

@@ -186,7 +186,9 @@ def await_listening(process: Process, task: Task, timeouts: Timeouts) -> str:
     while not poll.poll(1000 * max(min(deadline - time.monotonic(), timeouts.report_interval), 0.0)):
         if time.monotonic() >= deadline:
             raise Unreachable(
-                f"the server did not listen within {timeouts.start_timeout:g} s; see its output", str(task)
+                f"the server did not listen within {timeouts.start_timeout:g} s (PS_START_TIMEOUT), though its process "
+                "runs; if the machine is busy, raise the limit, else read the server's output",
+                str(task),
             )
         log.warning("waiting for %s to listen", task)
     line = process.stdout.readline().decode()

@@ -54,7 +54,9 @@ def test_each_state_has_an_optimizer_of_its_own(strategy):
     """One that another state has is refused by name: they would share its count."""
     tx = psj.optimizers.adam(0.1)
     state = create(strategy, tx=tx, name="own")
-    with pytest.raises(ValueError, match=r"tx is the Adam 'adam.*' of another TrainState.*create one for each"):
+    with pytest.raises(
+        ValueError, match=r"tx is the Adam 'adam.*' of another TrainState.*create one optimizer for each"
+    ):
         create(strategy, tx=tx, name="other")
     state = state.apply_gradients(grads=ones(state))
     assert state.step == 1

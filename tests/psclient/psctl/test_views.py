@@ -280,7 +280,7 @@ def test_statistics_are_of_finite_elements(value):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["status"], "no servers are given; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG"),
+        (["status"], "no servers are given; write --address HOST:PORT[,HOST:PORT...], set TF_CONFIG, or use --local"),
         (["status", "--address", "here"], "--address: 'here' is not an address; write host:port"),
         (["status", "--timeout", "0"], "Invalid value for '--timeout'"),
         (["vars", "a", "b"], "unexpected extra argument"),
