@@ -165,7 +165,7 @@ def _nothing(view: JobView, number: int | None, of_chief: bool) -> str:
     task = f"ps-{number}"
     found = next((each for each in view.servers if short(each.task) == task), None)
     if found is None:
-        return f"{task} is not among the {len(view.servers)} servers that were asked"
+        return f"there is no {task} among the {len(view.servers)} servers that were asked"
     if not found.incarnation:
         said = next((each.message for each in view.problems if each.task == found.task), found.state)
         return f"{task} does not answer: {said}"

@@ -563,11 +563,9 @@ def _registries(worker: _Worker, coordinator: _Coordinator) -> ConfigError:
     """Returns the error of a worker whose functions are not those of the coordinator; both are named."""
     mine, theirs = set(worker.functions), set(coordinator.functions)
 
-    def told(only: set[str]) -> str:
-        return ", ".join(sorted(only)[:8]) or "none"
-
+    sides = ((worker.task, mine - theirs), (coordinator.task, theirs - mine))
+    told = "; ".join(f"only {task} has {', '.join(sorted(only)[:8])}" for task, only in sides if only)
     return ConfigError(
-        f"{worker.task} and the coordinator {coordinator.task} have registered different functions: only "
-        f"{worker.task} has {told(mine - theirs)}; only {coordinator.task} has {told(theirs - mine)}. Import the "
-        f"same modules in both"
+        f"{worker.task} and the coordinator {coordinator.task} have registered different functions: {told}. Import "
+        f"the same modules in both"
     )

@@ -168,8 +168,11 @@ class Payload:
             low, high = max(offset, start), min(end, start + len(buffer))
             if low < high:
                 found.append(np.frombuffer(buffer[low - start : high - start], dtype))
-        if sum(piece.nbytes for piece in found) != spec.nbytes:
-            raise InvalidRequest(f"{spec} at byte {offset} does not fit into a payload of {self.size} bytes")
+        if (here := sum(piece.nbytes for piece in found)) != spec.nbytes:
+            raise InvalidRequest(
+                f"{spec} at byte {offset} has {spec.nbytes} bytes, but the payload of {self.size} bytes has only "
+                f"{here} of them"
+            )
         return found
 
     def tensors(self, specs: Sequence[TensorSpec], into: Mapping[int, Array] = MappingProxyType({})) -> list[Array]:

@@ -284,7 +284,10 @@ class MessageSocket:
                 number, header_size, call, offset, size, place = HEAD.unpack(head)
             kind = _kind(number)
             if header_size > self.max_header or size > self.max_data:
-                raise InvalidRequest(f"a message of {header_size} and {size} bytes is too large")
+                raise InvalidRequest(
+                    f"a message with {header_size} bytes of header and {size} bytes of data is larger than the limits, "
+                    f"{self.max_header} and {self.max_data} bytes"
+                )
             header = bytearray(header_size)
             yield from self._fill(memoryview(header))
             data = None

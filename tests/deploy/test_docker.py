@@ -352,4 +352,4 @@ def test_the_site_needs_no_test_tools(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     done = subprocess.run(["make", "-n", "docs"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"install -e '(.*)'", done.stdout) == [".[docs]"]
+    assert re.findall(r"install -e '(.*?)'", done.stdout) == [".[docs]"]

@@ -125,9 +125,9 @@ BAD = {
     "server: {memory_limit: -1}": "server.memory_limit must be a number of bytes with a unit, such as 4GiB, not -1",
     "server: {threads: 0}": "server.threads must be a whole number from 1, not 0",
     "- 3": "must be a mapping of keys to values, not [3]",
-    "a: [": "is no YAML",
-    "ps: 1\nworkers: 2\nps: 2": "line 3: key ps comes twice",
-    "server: {device: cpu, device: gpu:0}": "line 1: key device comes twice",
+    "a: [": "is not valid YAML",
+    "ps: 1\nworkers: 2\nps: 2": "line 3: key ps appears twice; remove one",
+    "server: {device: cpu, device: gpu:0}": "line 1: key device appears twice; remove one",
     "{workers: 0, script: a.py}": "no process runs a.py, because the cluster has no worker",
 }
 

@@ -54,12 +54,16 @@ CASES = {
     ),
     "unknown worker": (
         "psworker fine.py",
-        r"no /job:worker/task:5: it has 1 ps, 2 worker; correct the",
+        r"no /job:worker/task:5; it has 1 ps, 2 worker: correct the",
         tf_config("worker", 5),
     ),
-    "unknown server": ("psserver", r"no /job:ps/task:7: it has 1 ps, 2 worker; correct the", tf_config("ps", 7)),
+    "unknown server": ("psserver", r"no /job:ps/task:7; it has 1 ps, 2 worker: correct the", tf_config("ps", 7)),
     "unknown job": ("psworker fine.py", r"unknown task type 'boss'; known are chief, worker", tf_config("boss", 0)),
-    "a server as a worker": ("psworker fine.py", r"is /job:ps/task:0; start it with psserver", tf_config("ps", 0)),
+    "a server as a worker": (
+        "psworker fine.py",
+        r"names /job:ps/task:0 as .*; start it with psserver",
+        tf_config("ps", 0),
+    ),
     "missing script": ("psworker none.py", r"there is no script 'none.py' in /"),
     "missing script of a cluster": ("psworker --standalone none.py", r"there is no script 'none.py' in /"),
     "missing file of a cluster": ("psworker --config none.yaml", r"cannot read none.yaml: No such file"),
@@ -69,7 +73,7 @@ CASES = {
         "psworker fine.py",
         r"PS_TIMEOUT_STRAT is unknown; did you mean PS_START_TIMEOUT",
     ),
-    "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
+    "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy, which cannot be imported).* --device cpu"),
     "no GPU, cluster": ("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
     "no GPU, script": ("psworker gpu.py", r"gpu:99 does not exist: .*; use cpu:0, or .* \(gpu.py:2\)$"),
     "no size": ("psserver --memory-limit lots", r"--memory-limit 'lots' is not a size; write bytes with a unit"),
@@ -161,7 +165,7 @@ def test_a_server_that_cannot_be_reached(tmp_path, silent, index):
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         config = tf_config("worker", index, {**CLUSTER, "ps": [address]})
         done = shell(["psworker", "fine.py"], tmp_path, TF_CONFIG=config, **QUICK)
-    why = "it is silent" if silent else "nothing listens there"
+    why = "it does not answer" if silent else "nothing listens there"
     says = rf"ps/task:0: no answer at {address} for \S+ s \({why}\); start this task, .* TF_CONFIG \(fine.py:2\)$"
     check(done, 1, f"/job:worker/task:{index}: error: .*{says}", START)
 
@@ -228,7 +232,7 @@ def test_two_tasks_that_disagree_on_a_shape(tmp_path):
     """Who comes second is told both sides, and where in its script."""
     done = cluster(tmp_path, SHAPES, "--workers", "2")
     side = r"'v' float64\[[34]\]"
-    says = rf"/job:worker/task:(\d) creates variable {side} as its number 0; /job:worker/task:(?!\1)\d created {side} "
+    says = rf"/job:worker/task:(\d) creates variable {side} as number 0, but /job:worker/task:(?!\1)\d created {side} "
     failed(done, rf"{says}.*must create the same variables.* \(created at script.py:5\)")
     assert {"float64[3]", "float64[4]"} <= set(re.findall(r"float64\[\d\]", done.err))
 

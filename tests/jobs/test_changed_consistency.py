@@ -103,7 +103,7 @@ def test_each_pass_gives_each_example_once(dynamic):
     ("first", "others", "words"),
     [
         (ps.Sync(), "another", ("ps.BoundedStaleness(1)", "ps.BoundedStaleness(2)", str(W0), str(W1))),
-        (ps.Sync(), "rounds", ("ps.BoundedStaleness(1)", "before round 1", f"{W1} makes round 1")),
+        (ps.Sync(), "rounds", ("ps.BoundedStaleness(1)", "before round 1", f"{W1} runs round 1 first")),
         (ps.Async(), "rounds", ("ps.BoundedStaleness(1)", "PS_ROUND_TIMEOUT", f"{W1} did not")),
     ],
 )

@@ -332,7 +332,7 @@ def test_values_stay_where_they_are():
             made = [strategy.experimental_local_results(each)[0] for each in strategy.run(create, (v,))]
             assert [extended.value_container(each).devices for each in made] == [v.devices] * 3
         extended.update(a, lambda v, x, y: v.assign_add(x + y), (beside, both))
-        elsewhere = "but the update that uses it runs on server.*colocate_vars_with, or read it first"
+        elsewhere = "'b' .*task:1.* is used in an update on /job:ps/task:0.*colocate_vars_with, or read it first"
         with pytest.raises(ps.errors.LocalityError, match=elsewhere):
             extended.update(a, lambda v, x: v.assign_add(x), (b,))
         unreached = "'both' has copies that this update does not change.*update_non_slot"

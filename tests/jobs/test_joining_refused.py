@@ -79,7 +79,7 @@ def test_nobody_is_there(tmp_path):
     """After PS_START_TIMEOUT it ends with 1: another attempt may help."""
     with silent() as address:
         done = join(tmp_path, address)
-    says = rf"no job to join at {address} for 2 s \(PS_START_TIMEOUT\): no answer at {address} .*correct --join"
+    says = rf"no job to join at {address} within 2 s \(PS_START_TIMEOUT\): no answer at {address} .*correct --join"
     check(done, 1, says)
 
 

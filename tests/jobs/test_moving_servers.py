@@ -61,7 +61,7 @@ def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
         goes_on(job, moved, 5)
         with waiting(job, tmp_path, **holds_reading(tmp_path / "new")) as (new,):
             job.kill(moved, signal.SIGTERM)
-            job.hear_error(moved, f"it moves to {new.address} before")
+            job.hear_error(moved, f"it moves to {new.address} first")
             job.hear_error(CHIEF, f"{moved} moves to {new.address}")
             assert job.exited(moved) == 0
             all_go_on_with(job, moved)
@@ -198,7 +198,7 @@ def test_a_server_is_lost_that_has_not_told_all_of_the_others_return(tmp_path):
         lose(job, PS1)
         job.start(PS1)
         job.hear(W0, "waits")
-        job.hear_error(PS1, "has its variables, with ")
+        job.hear_error(PS1, f"{PS1} has read its variables; it still has to apply ")
         lose(job, PS0)
         job.resume(W0)
         job.hear_error(W0, f"goes on without {PS0}")

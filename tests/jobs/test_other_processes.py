@@ -200,7 +200,7 @@ def test_what_belongs_to_a_strategy_is_not_sent(job, method):
         (job.v, r"ServerVariable 'v' cannot be pickled.*v\.numpy\(\)"),
         ({"of": [job.table]}, r"ServerVariable 'table' cannot be pickled"),
         (job.mean, r"'mean/total' cannot be pickled"),
-        (job.strategy, "ParameterServerStrategy cannot be pickled.*a strategy of its own"),
+        (job.strategy, "ParameterServerStrategy cannot be pickled.*create a strategy in it"),
         (job.data, "DistributedDataset cannot be pickled"),
         (iter(job.data), "DistributedIterator cannot be pickled"),
     ):

@@ -152,7 +152,7 @@ def test_all_processes_have_one_consistency(one, other):
         alone = replace(PATIENT, first_worker_timeout=0.5, no_workers_timeout=0.5)  # the other never comes
         first = pool.submit(in_threads, begin, 1, cluster=cluster, consistency=eval(one), timeouts=alone)
         meet(opened)
-        words = f"{W1} runs with {other}, and {W0} with {one}; give every process of the job the same consist"
+        words = f"{W1} runs with {other}, but {W0} with {one}; give every process of the job the same consist"
         with pytest.raises(ps.errors.ConfigError, match=re.escape(words)):
             ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(1), consistency=eval(other), timeouts=PATIENT)
         told.set()

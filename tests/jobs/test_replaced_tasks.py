@@ -40,7 +40,7 @@ KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": TIMEOUTS, "gates":
 
 def replaced(job, task):
     """The lines of the launcher about a task's replacements."""
-    return [line.partition(f"{task} ")[2] for line in job.errors(task).splitlines() if "replaced, " in line]
+    return [line.partition(f"{task} ")[2] for line in job.errors(task).splitlines() if "; restarted, " in line]
 
 
 FOLLOWED = [f"ended because a server was lost (exit code {SERVER_LOST}); restarted, without using a restart"]

@@ -107,7 +107,7 @@ def test_each_server_and_the_chief_have_a_page(job):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(metrics.removesuffix("metrics"), timeout=60)
     assert caught.value.code == 404
-    assert b"psctl dashboard says where there is one" in caught.value.read()
+    assert b"psctl dashboard shows the address of one" in caught.value.read()
 
 
 def test_the_link_needs_the_token(job, environ):

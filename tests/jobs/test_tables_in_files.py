@@ -216,7 +216,7 @@ def test_what_lookups_leave_of_a_header_is_for_hints(world, monkeypatch):
 def test_bad_hints_are_refused_where_they_are_named(world):
     """As bad ids of lookups; a plain variable takes none, and looks at none."""
     _, strategy, _, table, _ = world
-    with pytest.raises(TypeError, match="of table 'users' are"):
+    with pytest.raises(TypeError, match="the row ids of table 'users' must be integers"):
         table.prefetch_hint([0.5])
     with strategy.scope():
         plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")

@@ -118,7 +118,7 @@ def test_a_paused_chief_in_whose_place_another_drives(tmp_path):
         job.hear_error(CHIEF, f"another process is chief of this job, as {W0}")
         assert job.exited(CHIEF) == 1
         job.start(CHIEF)
-        job.hear_error(CHIEF, f"{W0} drives the job in the place of {CHIEF}, which stands by")
+        job.hear_error(CHIEF, f"{W0} has taken over the job from {CHIEF}, which is the standby now")
         job.kill(PS1)
         job.start(PS1)
         job.open("1.2")
@@ -286,8 +286,8 @@ def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
             job.open(gate)
             job.until(lambda: [waiting.round for waiting in holder.status().waiting] == [5] or W1 in ended(job))
         told = job.hear_error(W1, "it joined a running job, but runs another program: in its first round, 5")
-        assert f"{W0} is at" in told
-        assert f"{W1} is at" in told
+        assert f"{W0} runs: " in told
+        assert f"{W1} runs: " in told
         assert job.exited(W1) == 1
         job.hear(W0, "at", 8)
         join(3)

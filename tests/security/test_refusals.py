@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Shown, Shown, type[inside.PSError], str]] = {
     ),
     "an expired client": (SERVER, lambda c: c.expired("worker-0"), inside.ConfigError, "expired.*--renew"),
     "an expired server": (lambda c: c.expired("ps-0"), WORKER, inside.ConfigError, "expired.*--renew"),
-    "another server": (ours("ps-1"), WORKER, inside.ConfigError, "not ps-0.paramserver's.*TF_CONFIG"),
+    "another server": (ours("ps-1"), WORKER, inside.ConfigError, "not for ps-0.paramserver; .*TF_CONFIG"),
     "another task's certificate": (SERVER, ours("worker-1"), inside.Forbidden, "is of worker-1.*worker-0.paramserver"),
     "psctl's certificate": (SERVER, ours("admin"), inside.Forbidden, "is of admin"),
     "nobody's certificate": (SERVER, NOBODY, inside.Forbidden, "of no task.*--tls-cert"),

@@ -207,7 +207,7 @@ def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport
     if (held := thief.transport(number)) is not None:
         with pytest.raises((inside.Forbidden, inside.Fenced)):
             held.heartbeat().result(SECONDS)
-    with pytest.raises(inside.Forbidden, match=f"session {number} is {W0}'s, and not {W1}'s"):
+    with pytest.raises(inside.Forbidden, match=f"session {number} belongs to {W0}, not to {W1}"):
         thief.open(W1, 1, number, False)
     owner.heartbeat(number, -1, b"")
     assert owner.pull(number, [1], -1).result(SECONDS).payload.size == 16

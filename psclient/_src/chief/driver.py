@@ -310,7 +310,8 @@ class Chief:
         try:
             self._session.open(waits=False)
         except TaskTaken as taken:
-            raise Fenced(f"{error.message}; {taken.message}", error.task) from None
+            why = error.message.partition(";")[0]  # not its advice to restart: the other process has to end first
+            raise Fenced(f"{why}; {taken.message}", error.task) from None
         except ServerLost as lost:
             self._losses.announce(lost)  # by the token that server 0 has just given
             raise

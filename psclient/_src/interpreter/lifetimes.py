@@ -32,5 +32,5 @@ class Unpicklable:
         named = f" {what!r}" if isinstance(what, str) else ""
         raise TypeError(
             f"the {type(self).__name__}{named} cannot be pickled or sent to another process, because it "
-            f"belongs to a strategy of this process; {self._pickle_remedy}"
+            f"belongs to this process's session with the servers; {self._pickle_remedy}"
         )

@@ -365,7 +365,7 @@ def test_an_overflow_is_told_without_a_worker(job):
     assert "worker" not in words
     assert metrics(job) == (0, 1)
     (words,) = make_round(job.approve(sgd(u), one), [(w, [np.ones(4)]) for w in (one, two)], operands=[np.nan])
-    assert "operand" in words
+    assert "a learning rate that is not finite" in words
 
 
 def test_what_an_update_keeps_out_is_counted_and_not_told(job):

@@ -175,7 +175,7 @@ def test_ids_that_are_no_rows_fail_the_round_before_anything_is_written(kernels,
     good = share(0, plan, [np.ones(4096, "float32"), rows(0, 2)])
     made(kernels, round_of(plan, good), {id: array.copy() for id, array in values.items()})
     job = round_of(plan, good, share(1, plan, [np.ones(4096, "float32"), rows(*BAD[bad])]))
-    with pytest.raises(ProgramError, match="ids that /job:worker/task:1 sent for 'table' are not rows of 6 in increas"):
+    with pytest.raises(ProgramError, match="'table': the row ids from /job:worker/task:1 must increase and be below 6"):
         run(job, kernels, values, frozenset(values))
     assert not values[0].any()
     assert (values[1] == 1).all()

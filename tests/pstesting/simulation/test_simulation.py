@@ -260,7 +260,7 @@ def test_a_cost_model_is_written_and_read(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"is not a cost model .*psctl calibrate"):
             Costs.read(path)
-    with pytest.raises(ConfigError, match="is no calibration"):
+    with pytest.raises(ConfigError, match=r"is not a cost model .*psctl calibrate"):
         Costs.read(tmp_path / "none")
 
 

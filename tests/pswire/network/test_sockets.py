@@ -124,7 +124,7 @@ def test_sizes_are_bounded_by_the_head(header: int, size: int, trusted: bool, fi
         if fits:
             assert list(link.receive()) == []
         else:
-            with pytest.raises(InvalidRequest, match="larger"):
+            with pytest.raises(InvalidRequest, match=f"{header} bytes of header and {size} bytes of data is larger"):
                 list(link.receive())
 
 
