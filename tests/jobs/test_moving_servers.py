@@ -68,9 +68,9 @@ def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
             there, job.cluster.addresses[moved] = job.cluster.addresses[moved], new.address
             for server in (PS0, PS1):
                 goes_on(job, server)
-            assert "has its variables" not in new.text()
+            assert "has read its variables" not in new.text()
             let_read(tmp_path / "new")
-            new.hear("has its variables")
+            new.hear("has read its variables")
             job.cluster.addresses[moved] = there
             job.hear(W1, "trains")
             for task in (CHIEF, W1):
