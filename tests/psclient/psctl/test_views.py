@@ -353,7 +353,7 @@ def test_why_there_is_no_page_is_said():
     assert "the chief has no status page" in _nothing(found, None, True)
     assert "ps-0 has no metrics port" in _nothing(found, 0, False)
     assert _nothing(found, 1, False) == "ps-1 does not answer: nothing listens there"
-    assert "ps-2 is not among the 2 servers" in _nothing(found, 2, False)
+    assert "there is no ps-2 among the 2 servers" in _nothing(found, 2, False)
 
 
 def part(id, name, server, slot=None):
