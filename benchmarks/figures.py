@@ -34,11 +34,11 @@ SETTINGS = {
     "device": "variables on {}",
     "worker_device": "replicas on {}",
 }
-"""What clusters differ by beside transport and chief: the key in the report, and words. What all have is in the
-title."""
+"""The settings in which clusters differ beside transport and chief: the key in the report, and words. Settings that all
+clusters share are in the title."""
 
 AGAINST = {"grpc": ("to_tcp", "TCP"), "tcp": ("to_tcp", "TCP"), "shm": ("to_memcpy", "memcpy")}
-"""What the bytes of a transport are compared with: the key in the report, and its name."""
+"""The copy that the bytes of a transport are compared with: its key in the report, and its name."""
 
 WIDTH = 160
 """Of the tables, in characters, where the terminal is narrower."""
@@ -172,7 +172,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _kind(row: dict[str, Any], differing: Sequence[str]) -> str:
-    """What clusters of one transport differ by, in words."""
+    """Returns in words how clusters of one transport differ."""
     chief = "a chief of its own" if row["chief"] == "own" else "worker 0 as chief"
     return ", ".join([chief, *(SETTINGS[key].format(row[key]) for key in differing)])
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a server pays for many workers that do nothing at the moment: memory for each, and processor time for
+"""The cost for a server of many workers that do nothing at the moment: memory for each, and processor time for
 heartbeats.
 
     python benchmarks/idle.py [--quick] [--json FILE] [--transport TRANSPORT ...]
@@ -13,7 +13,7 @@ does nothing else.
 Clients share processes, as threads, as in `fanin.py`: a server cannot tell. Memory is what the server's process has
 for itself (`Pss` of smaps_rollup), less what it had with one session of each process. Processor time is that of its
 whole process, and is divided by the heartbeats that clients have counted: on a machine that others use they may be
-late. What the process takes with those few sessions stands beside it.
+late. The cost with those few sessions stands beside it.
 
 `--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "heartbeat_seconds", "rows"}`.
 """
@@ -333,7 +333,7 @@ def measure(transport: str, sessions: int, seconds: float, processes: int) -> di
 
 @dataclass(frozen=True)
 class Beaten:
-    """What a server has taken while its clients heartbeat.
+    """The resources that a server has taken while its clients heartbeat.
 
     Attributes:
         core: the part of a core.

@@ -195,6 +195,7 @@ class Contributions:
 
     def __init__(self, job: ReadyRound, timer: Callable[[float], None] | None = None) -> None:
         self._prepared = job.prepared
+        self._compared = bool(job.voters) and not job.tries  # the operands, before the servers voted
         self._timer = timer
         self.senders = [Sender(part, job.prepared) for part in job.contributors]
         self.dropped: set[Task] = set()
@@ -228,28 +229,27 @@ class Contributions:
         """
         self.senders = [sender for sender in self.senders if not sender.gone or sender.has_operands]
 
-    def operands(self) -> Iterator[tuple[Ref, Array]]:
-        """Yields the operands of this server; raises `Diverged` if contributors have sent different ones."""
-        if not self._prepared.operands:
+    def check_operands(self) -> None:
+        """Raises `Diverged` if contributors whose operands have arrived have sent different ones to this server."""
+        senders = [sender for sender in self.senders if sender.has_operands] if self._prepared.operands else []
+        if len(senders) < 2:
             return
-        first, *others = self.senders
+        first, *others = senders
         # Nearly always all begin with the same bytes. Else what lies between operands may differ, which is nothing.
         beginning = first.beginning()
         unsure = [sender for sender in others if beginning is None or sender.beginning() != beginning]
-        for ref, operand in self._prepared.operands:
+        for ref, operand in self._prepared.operands if unsure else ():
             pieces = first.take(ref, operand.tensor)
             for sender in unsure:
-                self._check_equal(
-                    operand.label or f"operand {ref.index}", pieces, sender, sender.take(ref, operand.tensor)
-                )
-            yield ref, join(pieces, operand.tensor)
+                what = operand.label or f"operand {ref.index}"
+                _check_equal(what, first, pieces, sender, sender.take(ref, operand.tensor))
 
-    def _check_equal(self, what: str, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:
-        if _bytes(pieces) != _bytes(expected):
-            raise Diverged(
-                f"{what} must be equal on all workers, but {self.senders[0].task} has {_show(expected)} and "
-                f"{sender.task} has {_show(pieces)}; give it the same value on every worker, or reduce it first"
-            )
+    def operands(self) -> Iterator[tuple[Ref, Array]]:
+        """Yields the operands of this server; raises `Diverged` as `check_operands`, unless that was asked before."""
+        if not self._compared:
+            self.check_operands()
+        for ref, operand in self._prepared.operands:
+            yield ref, join(self.senders[0].take(ref, operand.tensor), operand.tensor)
 
     def reached(self, reductions: Numbers) -> int:
         """Returns how many rows of reductions, from the first on, have all contributions, or wait for no more."""
@@ -461,6 +461,14 @@ def _check_times(ids: Array, task: Task, reduction: Reduction) -> None:
 
 def _address(buffer: memoryview) -> int:
     return address_of(np.frombuffer(buffer, np.uint8))
+
+
+def _check_equal(what: str, first: Sender, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:
+    if _bytes(pieces) != _bytes(expected):
+        raise Diverged(
+            f"{what} must be equal on all workers, but {first.task} has {_show(expected)} and "
+            f"{sender.task} has {_show(pieces)}; give it the same value on every worker, or reduce it first"
+        )
 
 
 def _bytes(pieces: Sequence[Array]) -> bytes:

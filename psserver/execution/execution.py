@@ -438,10 +438,8 @@ def operands_differ(job: ReadyRound) -> PSError | None:
     """Returns why a round cannot run whose contributors have sent different operands to this server; None if it can."""
     try:
         with _told(job):
-            contributions = Contributions(job)
-            contributions.senders = [sender for sender in contributions.senders if sender.has_operands]
-            for _ in contributions.operands() if contributions.senders else ():
-                pass
+            if job.prepared.operands:
+                Contributions(job).check_operands()
     except PSError as error:
         return error
     return None

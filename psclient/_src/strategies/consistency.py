@@ -34,7 +34,7 @@ def check_copied(consistency: Consistency) -> None:
     if consistency.mode != "sync":
         raise ConfigError(
             "PS_REPLICATION_FACTOR=2 needs rounds with the same gradients on all servers, but with "
-            f"{consistency} each server decides separately; use consistency=ps.Sync(), or set "
+            f"{_said(consistency)} each server decides separately; use consistency=ps.Sync(), or set "
             "PS_REPLICATION_FACTOR=1"
         )
 
