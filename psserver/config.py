@@ -240,7 +240,7 @@ def _tier(given: ServerFlags) -> dict[str, Any]:
     if limit and memory >= limit:
         raise ConfigError(
             f"--tier-memory {given.tier_memory} is part of --memory-limit {given.memory_limit}, and leaves no memory "
-            f"for other variables and table indexes; lower --tier-memory"
+            "for other variables and table indexes; lower --tier-memory"
         )
     return {"tier_path": os.path.abspath(given.tier_path), "tier_memory": memory}
 
@@ -255,7 +255,7 @@ def _join(given: ServerFlags, cluster: TaskConfig | None) -> tuple[str, ...]:
         raise ConfigError("--join starts a standby server, which has no task yet; leave --task out")
     if cluster is not None:
         raise ConfigError(
-            f"--join starts a standby server, which has no task yet, but TF_CONFIG names "
+            "--join starts a standby server, which has no task yet, but TF_CONFIG names "
             f"{cluster.task}; unset TF_CONFIG"
         )
     return check_addresses(given.join, "--join")
@@ -319,6 +319,6 @@ def _task(index: int | None, cluster: TaskConfig | None) -> Task:
     if cluster.task.job != "ps":
         raise ConfigError(
             f"TF_CONFIG names {cluster.task} as this process's task; start it with psworker, or give the index of a "
-            f"ps task with --task"
+            "ps task with --task"
         )
     return cluster.task

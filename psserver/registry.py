@@ -102,7 +102,7 @@ class Registry:
         if known >= REMEMBERED * self.limit:
             raise ConfigError(
                 f"the tasks of this job were started {known} times, which is the limit; restart the job, or start "
-                f"its servers with a larger --max-sessions"
+                "its servers with a larger --max-sessions"
             )
 
     def find(self, number: int) -> Registered | None:

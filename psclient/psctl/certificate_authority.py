@@ -115,7 +115,7 @@ class Authority:
         if also and shown != {name, *also}:
             raise ConfigError(
                 f"{folder} belongs to {', '.join(sorted(shown))}, but the cluster now has {', '.join(also)}; remove "
-                f"this directory to make it again"
+                "this directory to make it again"
             )
         return Issued(folder, made, certificate.not_valid_after_utc)
 

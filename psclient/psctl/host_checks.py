@@ -99,7 +99,7 @@ def shared_memory(patient: Patient) -> Iterator[Finding]:
         advice = "mount a writable tmpfs there; containers of one host need the same one (--ipc)"
         yield warn(
             f"{host.shared} {what}, so the shm transport works only between processes with the same temporary "
-            f"directory",
+            "directory",
             advice,
         )
     elif host.shared_free < 1 << 20:

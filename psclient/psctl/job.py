@@ -176,7 +176,7 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
         if not free:
             raise ConfigError(
                 f"there is no standby server for {Task('ps', servers[0])} outside domain {domain!r}; start one on "
-                f"another machine with psserver --join"
+                "another machine with psserver --join"
             )
         return servers[0], free[0]
 
@@ -278,7 +278,7 @@ def _await(servers: Servers, server: int, address: str, wait: float) -> None:
         if time.monotonic() > until:
             raise RoundTimeout(
                 f"{task} has not moved to {address} within {wait:g} s; a server moves between two steps of the job: "
-                f"see the chief's log and psctl status",
+                "see the chief's log and psctl status",
                 str(task),
             )
         time.sleep(LOOK_SECONDS)

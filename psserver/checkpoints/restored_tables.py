@@ -129,7 +129,7 @@ def rows_of(saved: SavedCheckpoint, part: TablePart, slot: SlotTensor, name: str
     if not there.shape or there.shape[1:] != row.shape or (there.dtype != row.dtype and not cast):
         raise VariableMismatch(
             f"the checkpoint {saved.full} holds {name!r} with rows of {there}, but {slot.name!r} has rows of {row}; "
-            f"create the table and its optimizer as they were saved"
+            "create the table and its optimizer as they were saved"
         )
     owner = saved.manifest.owners.get(name)
     if owner is None:

@@ -320,7 +320,7 @@ def _another(path: str, asked: str) -> PSError:
     """Returns the error for an asynchronous process that restores another checkpoint than the first process did."""
     return InvalidRequest(
         f"this process restores {path!r}, but another process restored {asked!r} first. Asynchronous processes must "
-        f"restore the same checkpoints in the same order"
+        "restore the same checkpoints in the same order"
     )
 
 

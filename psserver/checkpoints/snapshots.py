@@ -282,7 +282,7 @@ class Snapshots:
         if self._rounds.closed > save.closed:
             return self._error(
                 f"the round to be saved as {save.order.path!r} failed, or the workers that began it were lost; save "
-                f"again"
+                "again"
             )
         return None
 

@@ -190,7 +190,7 @@ def _check(checkpoint: SavedCheckpoint, wanted: Wanted) -> None:
         if owners.get(name) != (wanted.saved if table else None):
             raise VariableMismatch(
                 f"the checkpoint {full} does not contain {name!r}, which belongs to {wanted.saved!r}; restore a "
-                f"table together with its slot variables"
+                "table together with its slot variables"
             )
     if table is not None:
         check_keys(checkpoint, table.name, wanted.name, wanted.spec)

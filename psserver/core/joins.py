@@ -66,7 +66,7 @@ class Indices:
         if mine is None and len(self._kept) >= self._limit:
             raise ConfigError(
                 f"{self._limit} workers are joining this job, which is the limit; wait until they have joined, or "
-                f"start the servers with a larger --max-sessions"
+                "start the servers with a larger --max-sessions"
             )
         if mine is None or wanted not in (None, mine):
             mine = self._new(wanted, first, open)
@@ -88,7 +88,7 @@ class Indices:
         if wanted in open or wanted in self._kept:
             raise TaskTaken(
                 f"{task} is already in this job; end that process first, or join with the certificate of another "
-                f"worker (psctl certs OUT --extra-workers N makes them)",
+                "worker (psctl certs OUT --extra-workers N makes them)",
                 str(task),
             )
         return wanted

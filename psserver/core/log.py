@@ -291,7 +291,7 @@ class Log:
                 raise VariableMismatch(
                     f"{task} creates variable {spec} as number {ordinal}, but {self._creators[there.id]} created "
                     f"{there.spec} as number {there.id}. Every process must create the same variables in the same "
-                    f"order"
+                    "order"
                 )
             if set(servers) != set(there.servers):
                 raise VariableMismatch(
@@ -302,7 +302,7 @@ class Log:
         if ordinal > len(self._creators):
             raise Diverged(
                 f"{task} creates variable number {ordinal}, but the job has only {len(self._creators)} "
-                f"variables. Every process must create the same variables in the same order"
+                "variables. Every process must create the same variables in the same order"
             )
         count = self.servers
         if not are_some_of(servers, count):
@@ -359,12 +359,12 @@ class Log:
             if len(self._snapshots) + saves >= MAX_SAVES:
                 raise InvalidRequest(
                     f"{MAX_SAVES} checkpoints are not complete yet, which is the limit; check that the chief runs, "
-                    f"and call checkpoint.sync() before the next save"
+                    "and call checkpoint.sync() before the next save"
                 )
         elif len(self._rounds.plans) - self._ordered + len(self.proposed) - saves >= MAX_PLANS:
             raise InvalidRequest(
                 f"the job has run {MAX_PLANS} different compiled steps, which is the limit; a step is compiled again "
-                f"when its shapes change: pad the batches, or reduce over an axis first"
+                "when its shapes change: pad the batches, or reduce over an axis first"
             )
 
     def _verify(self, prepared: PreparedPlan) -> None:

@@ -174,7 +174,7 @@ class NonfiniteVariables:
         tally.nonfinite_contributions += len(job.accused)
         return NonfiniteError(
             f"round {job.round} was not applied: {self.refusal(job)} (nonfinite='raise'); check that step's loss and "
-            f"gradients"
+            "gradients"
         )
 
     def judge(self, job: ReadyRound, found: NonfiniteValues, tally: ServerCounters) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ class NonfiniteVariables:
         )
         return (
             f"{'variable' if len(names) == 1 else 'variables'} {_some(names)}: {why}. Check that step's loss and "
-            f"gradients, and restore an earlier checkpoint"
+            "gradients, and restore an earlier checkpoint"
         )
 
 

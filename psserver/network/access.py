@@ -137,7 +137,7 @@ class Access:
         if not request.HasField("task"):
             raise Forbidden(
                 f"a worker with a certificate must join as the task that its certificate names ({_whose(names)}), "
-                f"but this worker named no task; install the same version of paramserver on both sides",
+                "but this worker named no task; install the same version of paramserver on both sides",
                 self._server,
             )
         self._check_names(names, messages.TASK.from_pb(request.task))
@@ -183,7 +183,7 @@ class Access:
         if not any(name.startswith("ps-") for name in names):
             raise Forbidden(
                 f"a standby server needs the certificate of a server, but this one is {_whose(names)}; psctl certs "
-                f"--extra-ps makes such certificates",
+                "--extra-ps makes such certificates",
                 self._server,
             )
 
@@ -195,7 +195,7 @@ class Access:
         if not names:
             raise Forbidden(
                 f"the caller's certificate is {_whose(names)}; use the certificate of a task, or admin's, from psctl "
-                f"certs",
+                "certs",
                 self._server,
             )
 

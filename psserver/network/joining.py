@@ -135,7 +135,7 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
             if offered is None and now - heard > limit:
                 raise ConfigError(
                     f"no server at {where} has answered for {limit:g} s; check that the job runs, and that --join "
-                    f"names its servers in order"
+                    "names its servers in order"
                 )
             if offered is None:
                 silent.look()

@@ -409,7 +409,7 @@ class Connection:
         if len(self._under_way) >= MAX_CALLS:
             raise InvalidRequest(
                 f"{MAX_CALLS} calls of this session wait on this connection, which is the limit; wait for some of "
-                f"them before the next one",
+                "them before the next one",
                 self._transports.task,
             )
 

@@ -132,7 +132,7 @@ class TransportServer:
         if size > self.max_payload_bytes:
             raise MemoryLimit(
                 f"a message of {size} bytes exceeds this server's limit of {self.max_payload_bytes}; give the server "
-                f"more memory, or add servers",
+                "more memory, or add servers",
                 self.task,
             )
         return Assembly(size, self.traffic[transport])

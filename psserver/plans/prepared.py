@@ -200,7 +200,7 @@ class PreparedPlan:
             raise InvalidRequest(
                 f"a push of {size} bytes and {len(said.weights)} weights does not fit a compiled step with "
                 f"{f'{expected} bytes and ' if fits else ''}{len(reductions)} reductions, {here} of them on this "
-                f"server"
+                "server"
             )
 
     @cached_property

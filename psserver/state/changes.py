@@ -46,7 +46,7 @@ def as_all(opens: Member, others: Iterable[Member], generations: Mapping[int, Ge
     if opens.consistency != other.consistency:
         raise ConfigError(
             f"{opens.task} runs with {opens.consistency}, but {other.task} with {other.consistency}; give every "
-            f"process of the job the same consistency"
+            "process of the job the same consistency"
         )
     return opens
 
@@ -86,7 +86,7 @@ def _diverged(*does: tuple[Task, str]) -> Diverged:
     told = ", and ".join(f"{task} {what}" for task, what in does)
     return Diverged(
         f"the processes do not run the same program: {told}. Every process must call set_consistency at the same "
-        f"step with the same value"
+        "step with the same value"
     )
 
 

@@ -232,7 +232,7 @@ class ChunkQueue:
         if ask.count != found.count:
             raise ConfigError(
                 f"dataset {ask.dataset} has {ask.count} batches per epoch on {task}, but {found.count} on other "
-                f"workers; with AutoShardPolicy.DYNAMIC, give every worker the same dataset",
+                "workers; with AutoShardPolicy.DYNAMIC, give every worker the same dataset",
                 str(task),
             )
         return found

@@ -107,6 +107,6 @@ def same_closure(plan_id: bytes, said: Contribution) -> bool:
     if said.closure is not None and plan_id != said.plan_id:
         raise ProgramError(
             f"closure {said.closure.number} ran a different compiled step in its round {said.round} than on a worker "
-            f"that was lost; a scheduled function must run the same steps each time"
+            "that was lost; a scheduled function must run the same steps each time"
         )
     return said.closure is not None

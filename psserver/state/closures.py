@@ -528,7 +528,7 @@ def _bounded(told: ClosureResult, held: int) -> ClosureResult:
         return told
     text = (
         f"its result has {human(told.result.size)}, and server 0 holds at most {human(CLOSURE_BYTES)} of results; "
-        f"drop RemoteValues, or keep large results in variables"
+        "drop RemoteValues, or keep large results in variables"
     )
     return ClosureResult(told.number, kind="MemoryLimit", text=text)
 
@@ -555,7 +555,7 @@ def _check_order(order: ClosureOrder, last: int) -> None:
     if piece.size > CLOSURE_BYTES:
         raise MemoryLimit(
             f"the arguments of {order.function} have {human(piece.size)}, and the limit is {human(CLOSURE_BYTES)}; "
-            f"put them into variables, or let workers load them"
+            "put them into variables, or let workers load them"
         )
 
 
@@ -567,5 +567,5 @@ def _registries(worker: _Worker, coordinator: _Coordinator) -> ConfigError:
     told = "; ".join(f"only {task} has {', '.join(sorted(only)[:8])}" for task, only in sides if only)
     return ConfigError(
         f"{worker.task} and the coordinator {coordinator.task} have registered different functions: {told}. Import "
-        f"the same modules in both"
+        "the same modules in both"
     )

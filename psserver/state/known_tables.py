@@ -48,7 +48,7 @@ class KnownTables:
             raise self._refusal(
                 variable,
                 f"has buckets {part.first} to {part.buckets.stop - 1} of {part.whole!r}, but {rival.spec.name!r} has "
-                f"some of them or is another table; give each table its own name",
+                "some of them or is another table; give each table its own name",
             )
         if part.slot is None:
             self._check_rows(variable, part)

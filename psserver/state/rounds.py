@@ -475,7 +475,7 @@ def _senders(generation: Generation, said: Contribution, member: Member) -> list
     if len(there) < len(found):
         raise PushAgain(
             f"a sum contains the push of a process that is not a member of generation {said.generation}; each worker "
-            f"must push by itself"
+            "must push by itself"
         )
     return there
 

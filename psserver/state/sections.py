@@ -70,8 +70,8 @@ def _batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:
     (first, this), (second, that) = sorted([one, other])
     return Diverged(
         f"{first} and {second} read different global batches: {this[:MAX_WORDS]}, and {that[:MAX_WORDS]}. Give all "
-        f"workers the same data, batch size and shuffle seed (DataLoader: "
-        f"generator=torch.Generator().manual_seed(0), and no sampler that depends on the rank)"
+        "workers the same data, batch size and shuffle seed (DataLoader: "
+        "generator=torch.Generator().manual_seed(0), and no sampler that depends on the rank)"
     )
 
 

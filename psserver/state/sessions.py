@@ -553,14 +553,14 @@ def _other_job(task: Task, job: str, held: str, here: str) -> ConfigError:
     )
     return ConfigError(
         f"{task} belongs to {mine}, but these servers hold {theirs}: {why}. To take part in that job, {join}; to "
-        f"discard it after its processes have ended, run psctl job delete"
+        "discard it after its processes have ended, run psctl job delete"
     )
 
 
 def _one_too_many(task: Task, limit: int) -> ConfigError:
     return ConfigError(
         f"{task} cannot connect, because {limit} sessions are open, which is the limit; end processes that are not "
-        f"needed, or start the servers with a larger --max-sessions"
+        "needed, or start the servers with a larger --max-sessions"
     )
 
 
@@ -574,7 +574,7 @@ def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:
     known = "" if other == task else f", as {other}"
     return TaskTaken(
         f"another process is {what}{known}, and sent a heartbeat {silent:.1f} s ago; end it first, or correct the "
-        f"task in this process's TF_CONFIG",
+        "task in this process's TF_CONFIG",
         str(task),
     )
 
@@ -593,7 +593,7 @@ def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
     """Returns the error for processes that run different sections in one round."""
     return Diverged(
         f"the processes do not run the same program: in round {round} {_told(positions)}. Every process must run the "
-        f"same steps in the same order"
+        "same steps in the same order"
     )
 
 
@@ -601,6 +601,6 @@ def newcomer_diverged(task: Task, round: int, positions: Iterable[tuple[Task, st
     """Returns the error for a process that joins a running job with another program than its members'."""
     return NewcomerDiverged(
         f"it joined a running job, but runs another program: in its first round, {round}, {_told(positions)}. Start "
-        f"it with the script and arguments of the other workers, which go on without it",
+        "it with the script and arguments of the other workers, which go on without it",
         str(task),
     )

@@ -361,7 +361,7 @@ class Table:
             if touched > self._limit:
                 raise MemoryLimit(
                     f"a round uses {touched} rows of a table that can have {self._limit} on this server; raise its "
-                    f"capacity or memory_limit, or use smaller batches"
+                    "capacity or memory_limit, or use smaller batches"
                 )
 
     def undo(self) -> None:
@@ -586,5 +586,5 @@ def _check_room(what: str, rows: int, nbytes: int, room: int) -> None:
     if 0 <= room < rows * nbytes:
         raise MemoryLimit(
             f"{what} {rows} rows needs up to {rows * nbytes} bytes, and the server's memory limit leaves {room}; "
-            f"raise --memory-limit, or give the table a capacity"
+            "raise --memory-limit, or give the table a capacity"
         )

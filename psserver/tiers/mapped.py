@@ -97,7 +97,7 @@ class MappedFile:
         except OSError as error:
             raise DiskFull(
                 f"{human(exact - self.reserved)} more in {self._directory} ({error.strerror}); free disk space "
-                f"there, start the server with another --tier-path, or give tables a capacity"
+                "there, start the server with another --tier-path, or give tables a capacity"
             ) from error
         with self._lock:
             more = end // PAGE - len(self._here)

@@ -366,7 +366,7 @@ def _check(directory: str) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--tier-path {directory} cannot hold memory-mapped files ({error}); check its permissions, or name "
-            f"another directory"
+            "another directory"
         ) from error
 
 

@@ -252,7 +252,7 @@ def plan(
     if network is None and not model.network:
         raise ConfigError(
             f"{costs} has no network between hosts; give --network, such as 25Gbit, or measure it with psctl "
-            f"calibrate --peer"
+            "calibrate --peer"
         )
     count, dimension = _table(rows) if rows else (0.0, 0)
     found = planning.plan(

@@ -139,7 +139,7 @@ def measure(host: str, port: int) -> Network:
     except OSError as error:
         raise Unreachable(
             f"{join_address(host, port)} does not answer ({error}); run psctl calibrate --answer {port} on that "
-            f"host, and check firewalls"
+            "host, and check firewalls"
         ) from None
     return Network(rate / OF_FRAMES, max(between - within, 0.0) / 2)
 

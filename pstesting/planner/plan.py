@@ -182,7 +182,7 @@ def predict(
     if question.workers * servers > MOST_PAIRS:
         raise ConfigError(
             f"{question.workers} workers with {servers} servers are too many to simulate; the limit is {MOST_PAIRS} "
-            f"connections"
+            "connections"
         )
     workload = Workload(
         servers,

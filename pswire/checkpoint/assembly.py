@@ -128,7 +128,7 @@ def tensors_in(shards: Sequence[Shard]) -> dict[str, Saved]:
         if sum(one.rows for one in slices) != rows:
             raise CheckpointError(
                 f"partitioned variable {name!r} has no value yet in some of its {rows} rows, because the process "
-                f"that created it was lost; save again"
+                "that created it was lost; save again"
             )
         found[name] = Saved("", spec, "", tuple(slices))
     return found
@@ -186,6 +186,6 @@ def tables_in(shards: Sequence[Shard]) -> dict[str, SavedTable]:
     if missing is not None:
         raise CheckpointError(
             f"table {missing!r} does not exist yet on all of its servers, because the process that created it was "
-            f"lost; save again"
+            "lost; save again"
         )
     return found

@@ -120,7 +120,7 @@ class SavedCheckpoint:
                     known[name] = error.message
         raise DamagedCheckpoint(
             f"all checkpoints in {place.full(path)} are damaged: {listed(known)}; restore another checkpoint by its "
-            f"path, or move these away to start over"
+            "path, or move these away to start over"
         )
 
     @classmethod
@@ -415,7 +415,7 @@ def _text(place: Storage, path: str, most: int, limit: int) -> str:
     if size > limit:
         raise CheckpointError(
             f"{place.full(path)} has {size:,} bytes, but a server can send at most {limit:,} to its processes; read "
-            f"it with a strategy without servers, and save it with fewer variables or shorter names"
+            "it with a strategy without servers, and save it with fewer variables or shorter names"
         )
     data = b""
     with place.open(path) as file:

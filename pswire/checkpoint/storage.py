@@ -73,7 +73,7 @@ def below(path: str) -> str:
     if "://" in path:
         raise CheckpointError(
             f"{path!r} is a URL; give the URL to the servers with --checkpoint-root, and write a path below it here, "
-            f"such as 'run1'"
+            "such as 'run1'"
         )
     if not path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
         raise CheckpointError(

@@ -225,7 +225,7 @@ def write_file(
     if twice is not None:
         raise CheckpointError(
             f"two tensors would be saved as {twice!r}, because a variable has the name of a tensor of a dynamic "
-            f"table; rename the variable"
+            "table; rename the variable"
         )
     specs = {name: column.spec for name, column in by_name.items()}
     sums: dict[str, str] = {}
@@ -345,7 +345,7 @@ def _check_shards(place: Storage, directory: PurePosixPath, manifest: Manifest) 
                 f"{place.full(path)} {'does not exist here' if size is None else f'has {size} bytes'}, although "
                 "a server "
                 f"wrote {manifest.files.get(file, 'some')} bytes of it. Servers on several hosts need a "
-                f"--checkpoint-root that all of them see: a shared directory, or a URL such as s3://bucket/run"
+                "--checkpoint-root that all of them see: a shared directory, or a URL such as s3://bucket/run"
             )
 
 

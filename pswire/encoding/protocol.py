@@ -40,7 +40,7 @@ def check_protocol(said: pb.Spoken, theirs: str, ours: str) -> None:
     if said.protocol != PROTOCOL:
         raise ConfigError(
             f"{theirs} has {_words(said)}, but {ours} has {_words(spoken())}. Install the same version of "
-            f"paramserver everywhere, and restart the job"
+            "paramserver everywhere, and restart the job"
         )
 
 

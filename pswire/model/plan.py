@@ -532,7 +532,7 @@ class Plan:
                     raise LocalityError(
                         f"{describe_ref(ref, variables)} is on server {where[0]}, but the update that uses it runs on "
                         f"server {apply.servers[0]}; create the variables together with colocate_vars_with, or read "
-                        f"the value first"
+                        "the value first"
                     )
             for target, _ in program.assigns:
                 if set(variables[apply.args[target].index].servers) != set(apply.servers):

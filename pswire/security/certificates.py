@@ -55,7 +55,7 @@ def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
     if not signing:
         raise ConfigError(
             f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: use "
-            f"those of one psctl certs, or add the intermediate certificates to the file"
+            "those of one psctl certs, or add the intermediate certificates to the file"
         )
     if name.startswith("ps-") and not _is_for_clients(chain[0]):
         _warn_server(certificate.path)
@@ -91,7 +91,7 @@ def _check_dates(path: str, certificate: x509.Certificate, now: datetime) -> Non
         raise ConfigError(
             f"{path} is valid only from {first:%Y-%m-%d %H:%M} UTC, but the clock of this machine says "
             f"{now:%Y-%m-%d %H:%M}; "
-            f"set the clocks of both machines"
+            "set the clocks of both machines"
         )
 
 

@@ -206,7 +206,7 @@ class SecurityOptions:
         if len(token) < LEAST_TOKEN or not (token.isascii() and token.isprintable()) or " " in token:
             raise ConfigError(
                 f"{where} is not a token; it needs at least {LEAST_TOKEN} letters and digits without spaces, such as "
-                f"the output of openssl rand -hex 32"
+                "the output of openssl rand -hex 32"
             )
         return token
 

@@ -96,7 +96,7 @@ class KubernetesClusterResolver(StartedClusterResolver):
         if index >= count or place.pod >= each:
             raise ConfigError(
                 f"this pod is task {index} of {place.job!r}, but `jobs` has {count}, {each} in each Job; give the "
-                f"numbers of the manifest: jobs, and completions if a JobSet has several replicas of a Job"
+                "numbers of the manifest: jobs, and completions if a JobSet has several replicas of a Job"
             )
         return index
 
@@ -130,13 +130,13 @@ def _found(names: Mapping[str, str]) -> _Place:
         ends = ", ".join(f"{name}-0" for name in names.values())
         raise ConfigError(
             f"HOSTNAME={host!r} is not a pod of these jobs; it must end like {ends}, as in Indexed Jobs, "
-            f"StatefulSets and JobSets. Give `names` if the controllers have other names, and do not use hostNetwork"
+            "StatefulSets and JobSets. Give `names` if the controllers have other names, and do not use hostNetwork"
         )
     said = _number("JOB_COMPLETION_INDEX")
     if said is not None and said != place.pod:
         raise ConfigError(
             f"JOB_COMPLETION_INDEX={said}, but HOSTNAME={host!r} belongs to pod {place.pod}; leave both as "
-            f"Kubernetes sets them"
+            "Kubernetes sets them"
         )
     return place
 
@@ -158,7 +158,7 @@ def _of_set(names: Mapping[str, str]) -> _Place | None:
     if not jobs:
         raise ConfigError(
             f"REPLICATED_JOB_NAME={told['REPLICATED_JOB_NAME']!r} is not one of {', '.join(names.values())}; give "
-            f"`names`"
+            "`names`"
         )
     return _Place(jobs[0], f"{told['JOBSET_NAME']}-", _number("JOB_INDEX") or 0, pod)
 

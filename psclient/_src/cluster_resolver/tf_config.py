@@ -103,7 +103,7 @@ def task_of(resolver: ClusterResolver) -> TaskConfig | None:
     if config and config.task.job not in TRAINING_JOBS:
         raise ConfigError(
             f"a {config.task.job} task does not run a training script; start a ps task with psserver, and create a "
-            f"strategy only in workers and the chief",
+            "strategy only in workers and the chief",
             str(config.task),
         )
     return config

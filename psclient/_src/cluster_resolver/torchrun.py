@@ -50,7 +50,7 @@ class TorchrunClusterResolver(StartedClusterResolver):
         if sum(jobs.values()) != world:
             raise RuntimeError(
                 f"the jobs have {sum(jobs.values())} tasks, but torchrun started {world} processes; make them equal "
-                f"with jobs, or with --nnodes and --nproc-per-node"
+                "with jobs, or with --nnodes and --nproc-per-node"
             )
         if not jobs.get(SERVERS):
             raise RuntimeError(f'jobs must have a server and a worker, such as {{"ps": 1, "worker": 3}}, not {jobs}')
@@ -84,8 +84,8 @@ def _check_servers(tasks: Sequence[tuple[str, int]], rank: int, port_base: int) 
     if (tasks[rank][0] == SERVERS and node != 0) or (node == 0 and last >= here):
         raise RuntimeError(
             f"servers are the ranks up to {last}, but the first node has {here if node == 0 else 'fewer'} "
-            f"processes. All servers must be on the first node, because torchrun gives only its address; use fewer "
-            f"servers, or raise --nproc-per-node"
+            "processes. All servers must be on the first node, because torchrun gives only its address; use fewer "
+            "servers, or raise --nproc-per-node"
         )
     taken = _number("MASTER_PORT")
     ports = range(port_base, port_base + last + 1)
@@ -94,7 +94,7 @@ def _check_servers(tasks: Sequence[tuple[str, int]], rank: int, port_base: int) 
     if taken in ports:
         raise ConfigError(
             f"MASTER_PORT={taken}, which torchrun uses, is within the servers' ports {ports[0]} to {ports[-1]}; give "
-            f"another port_base, or another --master-port"
+            "another port_base, or another --master-port"
         )
 
 

@@ -459,5 +459,5 @@ def _why(replacement: Replacement, code: int | None, left: int) -> str:
 def _unfinished(running: list[Task]) -> str:
     return (
         f"psworker: {', '.join(map(str, running))} was stopped {LEAVE_SECONDS:g} s after the last worker, because a "
-        f"worker did not leave the job cleanly"
+        "worker did not leave the job cleanly"
     )

@@ -133,6 +133,6 @@ def _check(hosts: list[Host], path: Path, lines: list[int]) -> None:
         if host.ps and is_loopback(host.address):
             raise ConfigError(
                 f"{path}, line {line}: other hosts cannot reach servers at {join_address(host.address, 0)[:-2]}, "
-                f"which means another machine there; write address=NAME with the name by which they reach this "
-                f"machine"
+                "which means another machine there; write address=NAME with the name by which they reach this "
+                "machine"
             )

@@ -107,7 +107,7 @@ def certified_task(options: SecurityOptions) -> Task | None:
         if PLACEHOLDER in path:
             raise ConfigError(
                 f"{name}={path}: a worker that joins does not know its task yet, so the path cannot contain {{task}}; "
-                f"write the path of one worker, such as certs/worker-2/tls.crt (psctl certs OUT --extra-workers N)"
+                "write the path of one worker, such as certs/worker-2/tls.crt (psctl certs OUT --extra-workers N)"
             )
     names = options.names()
     found = sorted(int(match[1]) for name in names if (match := _WORKER.fullmatch(name)))
@@ -115,7 +115,7 @@ def certified_task(options: SecurityOptions) -> Task | None:
         whose = ", ".join(sorted(names)) or "no task"
         raise ConfigError(
             f"{options.tls_cert} is for {whose}, but a worker that joins needs the certificate of exactly one "
-            f"worker; psctl certs OUT --extra-workers N makes such certificates"
+            "worker; psctl certs OUT --extra-workers N makes such certificates"
         )
     return Task("worker", found[0]) if found else None
 
@@ -298,7 +298,7 @@ class Joiner:
             held = f"the job {name!r}" if name else "a job without a name"
             raise ConfigError(
                 f"PS_JOB names the job {self._name!r}, but the servers at {', '.join(self._addresses)} hold {held}; "
-                f"unset PS_JOB to join that job, or correct --join"
+                "unset PS_JOB to join that job, or correct --join"
             )
 
     def _cluster(self, job: RunningJob, task: Task) -> ClusterSpec:
@@ -349,7 +349,7 @@ def _check_reachable(servers: Sequence[str], known: set[int], answered: str) -> 
         if index not in known and is_loopback(check_address(address, "the job's log")[0]):
             raise ConfigError(
                 f"the job has {Task('ps', index)} at {address}, which is a local address here; give the addresses of "
-                f"all servers: --join HOST:PORT,HOST:PORT"
+                "all servers: --join HOST:PORT,HOST:PORT"
             )
 
 

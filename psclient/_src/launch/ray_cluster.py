@@ -97,7 +97,7 @@ def connect(address: str) -> None:
         why = "nothing listens there" if refused else last_line(error).rstrip(".")
         raise ConfigError(
             f"found no Ray cluster at {address} ({why}); start one with ray start --head, or give the address of its "
-            f"head"
+            "head"
         ) from error
 
 
@@ -192,7 +192,7 @@ class RayCluster(RemoteCluster):
             if time.monotonic() > until:
                 raise ConfigError(
                     f"Ray had no {wanted} within {limit:g} s (PS_START_TIMEOUT): {there()}; request less with "
-                    f"--ps-resources and --worker-resources, or add nodes"
+                    "--ps-resources and --worker-resources, or add nodes"
                 )
 
     def _free(self) -> None:
@@ -255,7 +255,7 @@ class RayCluster(RemoteCluster):
         if found["version"] != package_version():
             raise ConfigError(
                 f"{name} has paramserver {found['version']}, but the driver has {package_version()}; install the "
-                f"same version on both"
+                "same version on both"
             )
         if not found["script"]:
             raise ConfigError(

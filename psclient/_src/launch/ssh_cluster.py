@@ -200,7 +200,7 @@ def _judge(host: Host, remote: Remote, code: int, out: str, err: str) -> None:
     if "No module named" in said:
         raise ConfigError(
             f"{remote.python} on {host.name} does not have this package ({said}); install it there, or give another "
-            f"Python with --remote-python"
+            "Python with --remote-python"
         )
     try:
         found = json.loads(out.strip().splitlines()[-1])
@@ -209,12 +209,12 @@ def _judge(host: Host, remote: Remote, code: int, out: str, err: str) -> None:
     if found["version"] != package_version():
         raise ConfigError(
             f"{host.name} has paramserver {found['version']}, but this machine has {package_version()}; install the "
-            f"same version on both"
+            "same version on both"
         )
     if not found["directory"]:
         raise ConfigError(
             f"{host.name} does not have the directory {Path.cwd()}, in which tasks run; create it, or start psworker "
-            f"in a directory that all hosts have"
+            "in a directory that all hosts have"
         )
     if not found["script"]:
         raise ConfigError(f"{host.name} has the directory {Path.cwd()}, but not the script in it; copy it there")

@@ -31,7 +31,7 @@ REFUSALS: Mapping[Refusal, str] = {
     "its link.",
     "malformed": f"The code in this link is incomplete; copy the link again, or {NEW_LINK}.",
     "other job": f"The code in this link belongs to another job, or to an older token of this job; {NEW_LINK} for "
-    f"this job.",
+    "this job.",
     "wrong": f"The code in this link was changed; {NEW_LINK}.",
     "over": f"The code has expired after one hour; {NEW_LINK}.",
 }

@@ -328,7 +328,7 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
     for server, missed in held_up([found.status for found in looked if found.status]):
         said = (
             f"it has not reached {Task('ps', missed.server)} for {missed.seconds:.0f} s ({missed.reason}), so rounds "
-            f"wait; check the network between them"
+            "wait; check the network between them"
         )
         yield Problem("cut_off", str(Task("ps", server)), said)
     for status in (found.status for found in looked if found.status):
