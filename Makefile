@@ -47,6 +47,11 @@ help:  ## what there is
 	@$(PIP) install -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
+# Three processes would each compile all tests at once.
+.venv/tests: .venv/dev
+	@$(BIN)/python -m pytest -q --collect-only | tail -n 2
+	@touch $@
+
 .venv/frameworks: .venv/dev Makefile
 	@echo "installing PyTorch and JAX into .venv:"
 	@$(PIP) install $(FRAMEWORKS) | $(PROGRESS)
@@ -72,7 +77,7 @@ demo-recommender: .venv/demo  ## trains two towers over embeddings of users and 
 demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard library, and shows neighbours
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/embeddings.py
 
-test: check  ## all checks and all tests that everybody runs
+test: check .venv/tests  ## all checks and all tests that everybody runs
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10
 
 test-ci: .venv/dev  ## what CI runs as well: tests that are dear, and other examples of all searches

@@ -18,9 +18,10 @@ NETWORK = ("grpc", "tcp", "calls", "shm")
 
 CARRIERS = {
     **dict.fromkeys(("rounds", "errors"), NETWORK),
-    **dict.fromkeys(("checkpoints", "log", "looking", "restore", "sessions"), NETWORK[:1]),
+    **dict.fromkeys(("checkpoints", "log", "looking", "restore", "sessions"), ("grpc", "core", "core")),
 }
-"""On which a module's tests run: one or two of them each, in turn. Transports carry pushes and pulls alone."""
+"""On which a module's tests run beside the core: one or two of them each, in turn. Transports carry pushes and pulls
+alone; for each other message `tests/pswire/encoding` has both ends, so that every third test of a module is enough."""
 
 DEAR = {"test_there_is_an_end_to_it", "test_a_limit_is_an_error_for_all"}
 """Tests that fill a server, over the core alone."""

@@ -172,6 +172,7 @@ def push_large(steps, length):
     say("sums", [float(value[0]) for value in values])
 
 
+@pytest.mark.ci  # small ones share it, too
 def test_large_rounds_of_both_kinds_share_a_transport(tmp_path):
     """What streams has room beside what is taken in whole, also where a server takes in little at a time."""
     server = ServerOptions(in_flight="16MiB")

@@ -321,6 +321,7 @@ def expected(job):
     return [[sum(counts[str(task)] * 1000.0**task.index for task in ALL)] * 4] * 2
 
 
+@pytest.mark.ci  # each change has its test
 @pytest.mark.parametrize(
     "killed",
     [

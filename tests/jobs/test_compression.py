@@ -429,6 +429,7 @@ def test_a_job_goes_on_with_the_sum_of_its_residuals(tmp_path, resume):
     assert left == two.residual.tobytes()
 
 
+@pytest.mark.ci  # psserver/execution/test_compressed_rounds.py has parts
 def test_a_compressed_round_streams():
     """Each variable is updated when what is sent for it is whole; the arrays may change once the call has returned."""
 

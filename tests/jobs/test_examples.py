@@ -67,6 +67,7 @@ def result(out: str) -> tuple[float, int]:
     return float(found[0]), int(found[1])
 
 
+@pytest.mark.ci  # `make demo` runs this script
 def test_a_cluster_learns_digits_and_resumes(examples, tmp_path):
     """Two servers, two workers and a chief reach 0.93, and one process goes on from their checkpoint."""
     digits = str(examples / "digits.py")
@@ -321,6 +322,7 @@ def losses(out):
     return np.array([float(loss) for loss in re.findall(r"epoch .*  loss (\S+)", out)])
 
 
+@pytest.mark.ci  # `make demo-recommender`, compared step by step
 def test_a_cluster_learns_what_numpy_learns(recommender, examples, tmp_path, monkeypatch, capsys):
     """Two servers, two workers, step by step as NumPy alone; and one process goes on from their checkpoint."""
     script = str(examples / "recommender.py")

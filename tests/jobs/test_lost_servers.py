@@ -388,6 +388,7 @@ APART = "127.0.0.2"
 """An address of this host at which no server listens, and so no transport: servers that are told it vote over gRPC."""
 
 
+@pytest.mark.ci  # sim/test_lost_servers.py has the machine
 @pytest.mark.parametrize(
     "words",
     [pytest.param(b"", marks=pytest.mark.soak), b"HTTP/1.1 400 Bad Request\r\nServer: nobody we know of here\r\n\r\n"],

@@ -86,6 +86,7 @@ def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
             assert {job.exited(task) for task in (W0, W1, CHIEF, moved)} == {0}
 
 
+@pytest.mark.ci  # sim/test_returning_servers.py has the machine
 def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
     """After a lease, one that does not fail with the copies; so the next loss is survived as well.
 
@@ -135,6 +136,7 @@ def test_who_waited_dies_before_it_has_the_place(tmp_path):
 # ---- Servers that are back ----
 
 
+@pytest.mark.ci  # sim/test_returning_servers.py has its promises
 @pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
 def test_training_goes_on_while_a_server_reads(tmp_path, lost):
     """What was handed over to its first process is damaged: it says so, ends, and the job goes on without it.
@@ -191,6 +193,7 @@ def learn_late(size):
     learn(None, [], size)
 
 
+@pytest.mark.ci  # a race of three processes
 def test_a_server_is_lost_that_has_not_told_all_of_the_others_return(tmp_path):
     """Who has not heard of it finds the server that is back, keeps its session there, and goes on."""
     with ProcessCluster(learn_late, tmp_path, (LARGE,), [learn], **KEYS) as job:

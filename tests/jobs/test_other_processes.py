@@ -273,7 +273,7 @@ def leave(how):
             signal.pause()
 
 
-held["strategy"]._after_step(lambda: print("its last step has ended here:", os.getpid() == worker))
+held["strategy"]._after_step(lambda: print("its last step has ended here:", os.getpid() == worker, flush=True))
 step()
 kept = held["v"].numpy()
 for number, how in enumerate(("exit", "_exit", "scope", "close", "garbage", "signal", "end"), 2):

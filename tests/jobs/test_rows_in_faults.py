@@ -121,6 +121,7 @@ def check_sums(said, *rounds, momentum):
     assert (dense, steps) == (trained(lambda _: np.ones(3), rounds, momentum), ROUNDS)
 
 
+@pytest.mark.ci  # test_lost_workers.py has dense variables
 @pytest.mark.parametrize(("lags", "momentum"), [(1, 0.5), pytest.param(0, 0.0, marks=pytest.mark.soak)])
 def test_a_worker_that_is_killed_has_counted_exactly(tmp_path, lags, momentum):
     """One server has its rows, the other has not, and calls are lost: its round counts on neither, those before do.

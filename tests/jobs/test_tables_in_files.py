@@ -282,6 +282,7 @@ def learn(strategy, worker):
     return len(keys), keys.tobytes(), values.tobytes()
 
 
+@pytest.mark.ci  # psserver/tiers has the table
 def test_a_table_beyond_its_memory_is_trained_bit_for_bit(tmp_path, directory):
     """Two servers with a tier compute what they compute without; each keeps its bound, and its files have no names."""
     first, second = expected = in_threads(learn, root=tmp_path / "memory")

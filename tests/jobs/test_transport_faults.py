@@ -50,7 +50,7 @@ def proxied(stack, monkeypatch):
 def test_wherever_a_connection_breaks_each_contribution_counts_once(proxied, name, way):
     """In the middle of a push, or of its answer, of three parts: between bytes of heads, between messages, in parts."""
     site, proxy = proxied(name)
-    heads = [*range(0, 4 * HEAD.size, 13), 2 * HEAD.size, 3 * HEAD.size]
+    heads = [*range(0, 4 * HEAD.size, 29), 2 * HEAD.size, 3 * HEAD.size]
     parts = [PART_BYTES // 2, PART_BYTES, PART_BYTES + 100, 2 * PART_BYTES, 3 * PART_BYTES - 1]
     first = HELLO if way == "up" else WELCOME[name]
     where = [first + place for place in sorted(heads + (parts if name == "tcp" else []))]

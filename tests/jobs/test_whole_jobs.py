@@ -184,6 +184,7 @@ def fit_over_hosts(length, steps):
     say("result", fit(strategy, ME, length, steps))
 
 
+@pytest.mark.ci  # four hosts with links; loopback has the rest
 def test_a_job_over_hosts_ends_as_one_on_loopback(tmp_path, stack):
     """Bit for bit; and what it moves goes over the links of its servers, both of which have their share."""
     hosts = linked(stack, Host("ps0", 200e6), Host("ps1", 200e6), Host("worker0"), Host("worker1"))

@@ -131,6 +131,7 @@ def ask(*words: object) -> str:
     return CliRunner().invoke(plan, list(map(str, words)), standalone_mode=False, catch_exceptions=False).output
 
 
+@pytest.mark.ci  # a long plan
 def test_as_many_servers_as_are_worth_it(planned: Plan) -> None:
     """Twice as many halve what the links take alone; copies cost, and a backup worker makes up for one that is slow."""
     found = planned
@@ -173,6 +174,7 @@ def test_what_sums_of_a_host_give() -> None:
     assert (dear.chosen.servers, dear.summed.servers) == (2, 1)
 
 
+@pytest.mark.ci  # two plans
 def test_servers_have_room() -> None:
     """With slots, the index of tables, and copies; of these there are two servers at least."""
     rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, step=0.1, memory=3e8, slots=1)
@@ -235,6 +237,7 @@ def test_without_a_calibration_the_answer_is_rough(tmp_path: Path, monkeypatch: 
     assert "costs of this one\n" in ask(*asked)
 
 
+@pytest.mark.ci  # two plans
 def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:
     """And where their price was measured; else, that it was not."""
     asked = [*ASKED, "--costs", costs, "--per-host", "2"]
@@ -243,6 +246,7 @@ def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:
     assert "servers and local reduction: " in ask(*asked)
 
 
+@pytest.mark.ci  # four plans
 def test_the_network_that_was_measured(costs: Path) -> None:
     """Counts where none is given; without either nothing is asked."""
     asked = [*(word for word in ASKED if word not in ("--network", "800Mbit")), "--costs", costs]

@@ -93,6 +93,7 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
 # ---- A process ----
 
 
+@pytest.mark.ci  # thousands of connections
 def test_a_process_has_nothing_left_of_thousands(tmp_path: Path) -> None:
     """Of thousands of calls that are refused, wait, or are given up: no descriptor, no thread, little memory."""
     with ExitStack() as stack:

@@ -273,9 +273,9 @@ CALLS = {
 """Optimizers, and how many calls make a step."""
 
 WHERE = {
-    "servers-2x2": list(CALLS),
-    "sharded-3x1": ["momentum", "AdamW", "clipped by norm", "clipped by all"],
-    "mirrored-2": ["momentum", "RMSprop", "Ftrl", "averaged", "dynamically scaled"],
+    "servers-2x2": ["momentum", "Adam", "LazyAdam", "averaged", "clipped by norm", "dynamically scaled"],
+    "sharded-3x1": ["AdamW", "clipped by all"],
+    "mirrored-2": ["SGD", "momentum", "Nadam", "Adagrad", "RMSprop", "Ftrl", "Lion", "dynamically scaled"],
     "default": ["Adam"],
 }
 

@@ -161,6 +161,7 @@ def test_closed_forms_are_of_tables_too(strategy):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.ci  # layouts have their tests above
 @pytest.mark.parametrize("workers", [3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
 def test_however_many_workers_make_the_steps_of_one_process(workers):
     """On two servers, with six replicas in all; a filter counts what all of them asked for. Bit for bit where the order

@@ -163,6 +163,7 @@ def learn(cluster, resume, shards, stop, index):
         return table.numpy().tobytes(), int(optimizer.iterations), len(table.variables)
 
 
+@pytest.mark.ci  # any number of shards is restored in process
 def test_a_job_goes_on_with_other_shards(tmp_path):
     """Two workers, one server more and other shards after three of six steps; bit for bit the same."""
 

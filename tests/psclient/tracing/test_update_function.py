@@ -7,9 +7,7 @@ import functools
 import math
 import numbers
 import operator
-import statistics
 import sys
-import time
 from functools import partial
 from unittest import mock
 
@@ -608,33 +606,3 @@ def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, op
         # Within another merge_call: a step in its own does not ask again for what the last one did.
         merged(strategy, lambda _: optimizer.apply_gradients([(np.ones(5, "float32"), w)]))
     assert len(compared) >= 6
-
-
-# ---- What it costs ----
-
-
-def test_tracing_once_is_cheap(strategy):
-    """A cached call of Adam costs a small part of a traced one; the figures are in docs/lab/performance.md."""
-    from psclient.optimizers.step_functions import apply, begin
-
-    w, optimizer = variable(strategy, np.zeros((64, 10), "float32")), ps.optimizers.Adam()
-    optimizer.build([w])
-    state = optimizer._state
-    extended, own = strategy.extended, optimizer._settings()
-
-    def median(fn, args, count):
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            extended.update(w, fn, args)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    with strategy.scope():
-        total = extended.reduce_to("sum", np.ones((64, 10), "float32"), w)
-        shared = state.everywhere[0]
-        begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))
-        args = (own, total, None, begun, None, None, False, state.of(w).slots)
-        kept, anew = median(apply, args, 15), median(apply.__wrapped__, args, 3)
-        strategy.backend.drop()
-    assert kept < anew / 4
