@@ -98,10 +98,10 @@ class ServerConfig:
         return self.memory_limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def describe(self) -> str:
-        """Returns the device and the memory limit in words: `cpu, no memory limit`."""
+        """Returns the device, the memory limit and TLS in words: `cpu, no memory limit, TLS`."""
         limit = f"at most {human(self.memory_limit)}" if self.memory_limit else "no memory limit"
         tier = f", {human(self.tier_memory)} of tables' rows, others in {self.tier_path}" if self.tier_path else ""
-        return f"{self.device}, {limit}{tier}"
+        return f"{self.device}, {limit}{tier}{', TLS' if self.security.tls else ''}"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 import psclient
-from psserver.config import server_config
+from psserver.config import ServerConfig, server_config
 from pstesting import forks
+from pstesting.processes import PS0
 from pswire.checkpoint.manifest import MANIFEST
+from pswire.security.identity import Security
 from pswire.telemetry import logging_setup
 
 SECONDS = 30
@@ -233,3 +235,9 @@ def test_flags_win():
     """A flag is stronger than TF_CONFIG; timeouts come from the environment, as the clients read them."""
     config = server_config(task=0, host="127.0.0.2", port=9, environ={"TF_CONFIG": SECOND, "PS_SESSION_TIMEOUT": "3"})
     assert (config.task.index, config.host, config.port, config.timeouts.session_timeout) == (0, "127.0.0.2", 9, 3.0)
+
+
+@pytest.mark.parametrize(("security", "said"), [(Security(), ""), (Security(certificate=b"x"), ", TLS")])
+def test_a_server_says_whether_it_uses_tls(security, said):
+    """In its first line, after its device and its memory limit."""
+    assert ServerConfig(PS0, security=security).describe() == "cpu, no memory limit" + said

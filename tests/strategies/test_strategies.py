@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
+from pstesting.in_process import InProcessCluster
 from tests.kit.cases import pairs_of
 from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, refused, replicas, variable
 
@@ -243,3 +244,19 @@ def test_a_traceback_shows_the_users_lines(strategy, caplog):
     with caplog.at_level("DEBUG", "psclient"):
         found = frames(True)
     assert len(found) > 7
+
+
+def test_one_strategy_at_a_time_takes_part():
+    """A second one of the same task is refused at once; once the servers have ended, the script is told why."""
+    timeouts = ps.Timeouts(heartbeat_interval=0.1, session_timeout=0.5)
+    with InProcessCluster(timeouts=timeouts) as cluster:
+
+        def opened():
+            return ps.ParameterServerStrategy(["cpu:0"], cluster_resolver=cluster.resolver(), timeouts=timeouts)
+
+        with opened(), pytest.raises(ps.errors.TaskTaken, match="a strategy of this process is /job:worker/task:0"):
+            opened()
+        opened().close()
+    with pytest.raises(ps.errors.UsageError, match="this process closed its strategy before") as caught:
+        opened()
+    assert not isinstance(caught.value, ConnectionError)

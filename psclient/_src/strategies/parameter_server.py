@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -65,7 +67,17 @@ from psclient._src.telemetry.exporter import Exporter
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken, UsageError
+from pswire.errors import (
+    CheckpointError,
+    ConfigError,
+    PSError,
+    ScriptFailed,
+    ServerGone,
+    ServerLost,
+    TaskTaken,
+    Unreachable,
+    UsageError,
+)
 from pswire.limits import Timeouts
 from pswire.network.traffic import TransportName
 from pswire.security.identity import Security
@@ -83,6 +95,8 @@ SHOWN_CHARACTERS = 160
 log = logging.getLogger("psclient")
 
 _open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
+_left: set[tuple[Task, *tuple[str, ...]]] = set()
+"""The task and the addresses of the servers of each job that this process has left."""
 
 
 class ParameterServerStrategy(Strategy):
@@ -122,11 +136,13 @@ class ParameterServerStrategy(Strategy):
             `ps.compression`, the same in all processes. None for no compression. See `docs/compression.md`.
 
     Raises:
+        TaskTaken: a strategy of this process, or another process, has this task of the job.
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `transport`, a certificate or the token is wrong; another
             process uses another consistency or another `k`; `deterministic` with a consistency other than `Sync()` or
             with `backup_workers`; not more workers than `backup_workers`.
         TypeError: `compression` is not one of `ps.compression`.
         Unreachable: a server does not answer.
+        UsageError: it does not answer, and this process closed a strategy of this job before.
         ChiefLost: no chief started the job in time.
 
     Examples:
@@ -173,6 +189,8 @@ class ParameterServerStrategy(Strategy):
         INTERRUPTS.guard()
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
+        if config is not None:
+            self._timeouts = _check_first(config, self._timeouts)
         check_backup_workers(self._given.backup_workers, config)
         self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
         self._resolver = resolver if config else None
@@ -195,9 +213,12 @@ class ParameterServerStrategy(Strategy):
         self._last_error = _last_error()
         try:
             self._connect()
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            left = _place_of(self._config) in _left
             self.close()
+            if left and isinstance(error, Unreachable | ServerLost):
+                raise UsageError(f"{ENDED_WITH_IT} ({error})") from None
             raise
         shutdown.register(self._closes)
         _open.add(self)
@@ -448,6 +469,7 @@ class ParameterServerStrategy(Strategy):
         if hasattr(self, "_exchange") and self._exchange.pushes.near is not None:
             self._exchange.pushes.near.close()
         if hasattr(self, "_session"):
+            _left.add(_place_of(self._config))
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)
         if self._deputy is not None and not (error or (self._chief and self._chief.is_driving)):
@@ -530,6 +552,39 @@ def _close_dropped(strategy: ParameterServerStrategy) -> None:
 def open_strategies() -> list[ParameterServerStrategy]:
     """Returns the strategies of this process that are not closed; of a fork none."""
     return [strategy for strategy in _open if strategy._owner == os.getpid()]
+
+
+ENDED_WITH_IT = (
+    "the servers have ended, as this process closed its strategy before, and servers that psworker starts end with "
+    "their job; use one strategy in the whole script"
+)
+
+
+def _place_of(config: TaskConfig) -> tuple[Task, *tuple[str, ...]]:
+    return (config.task, *map(config.cluster.address, config.cluster.tasks("ps")))
+
+
+def _check_first(config: TaskConfig, timeouts: Timeouts) -> Timeouts:
+    """Raises `TaskTaken` where this process takes part in a job as a task already; returns its time limits.
+
+    Where it took part before, the servers have started: who waits for them for long waits in vain.
+    """
+
+    def is_open() -> bool:
+        return any(
+            _place_of(one._config) == _place_of(config) and one._session.error is None for one in open_strategies()
+        )
+
+    if is_open():
+        gc.collect()  # a strategy that nobody has any more is closed
+    if is_open():
+        raise TaskTaken(
+            f"a strategy of this process is {config.task} already; use that one in the whole script, or close it "
+            "before you create another one"
+        )
+    if _place_of(config) not in _left:
+        return timeouts
+    return replace(timeouts, start_timeout=min(timeouts.start_timeout, timeouts.session_timeout))
 
 
 def _memory_limit(server: RemoteServer) -> int:
