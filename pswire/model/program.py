@@ -266,8 +266,11 @@ def _call_extreme(function: str) -> Call:
 
     def call(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
         found = reduce(xp, args, attrs)
-        # Of zeros of both signs NumPy takes the one that the processor's vectors happen to end with.
-        return found + found.dtype.type(0) if found.dtype.kind in "fV" else found
+        if found.dtype.kind in "fV":
+            # Of zeros of both signs NumPy takes the one that the processor's vectors happen to end with. It is
+            # replaced in place: over no axis the result is as large as the argument.
+            found += found.dtype.type(0)
+        return found
 
     return call
 

@@ -905,7 +905,7 @@ class Model(RuleBasedStateMachine):
 
     def _check_record(self, name: Name, record: Record) -> None:
         """A round holds the contributions of the members of its generation, each once, but for those it names."""
-        (server, strand, round), arrived = name, self.arrived[name]
+        server, strand, round = name
         assert round > self.lasts.get((server, strand), -1), "rounds run out of order"
         self.lasts[server, strand] = round
         # Of a round that was forgotten, since all were lost, something of its number may have begun before.
@@ -917,7 +917,8 @@ class Model(RuleBasedStateMachine):
             return
         plan = self._plan_of(record.plan_id)  # of a round of this number that was forgotten it may be another
         number = max(said.generation for said in self.begun[name].values())
-        assert {self.begun[name][session].generation for session in arrived} <= {number}
+        arrived = {session for session in self.arrived[name] if self.begun[name][session].generation == number}
+        assert not any(map(self.is_open, self.arrived[name] - arrived)), "a round has members of two generations"
         members = [member for member in self.generations[number].members if strand in (None, member.task)]
         counted = frozenset(member.session for member in members if member.task not in record.excluded)
         if record.error is None:

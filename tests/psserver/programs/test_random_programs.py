@@ -298,6 +298,10 @@ def test_a_fuzzed_message_is_refused_or_runs_within_its_bound(data):
 HALF = TensorSpec("float16", (400_000,))
 HALVES = Program((Input("variable", HALF),), (Node("mean", (0,), (("axis", ()),)),), ((0, 1),), ())
 """NumPy takes the mean of half precision in another one."""
+NO_AXES = Program(
+    (Input("variable", TensorSpec("float64", (100_000,))),), (Node("max", (0,), (("axis", ()),)),), ((0, 1),), ()
+)
+"""The greatest over no axis is as large as its argument."""
 
 
 class Ready(Kernels):
@@ -309,6 +313,7 @@ class Ready(Kernels):
 
 
 @example(program=HALVES)
+@example(program=NO_AXES)
 @given(program=programs(BIG))
 def test_steps_take_no_more_memory_than_the_whole(program):
     """With nothing written in place, and values let go as soon as the interpreter would let them go."""
