@@ -153,8 +153,6 @@ class LaunchConfig:
         if self.ps < 1:
             raise ConfigError(f"a cluster with {self.ps} servers cannot hold variables; use at least one server")
         check_replication_factor(self.replication_factor, "replication_factor")
-        if self.replication_factor > self.ps:
-            raise ConfigError("replication_factor=2 needs two servers; use two servers or replication_factor=1")
         if self.workers < 0 or self.restarts < 0:
             raise ConfigError("workers and restarts must not be negative")
         if self.chief not in CHIEFS:
@@ -164,6 +162,11 @@ class LaunchConfig:
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
         _check_port("metrics_port", self.metrics_port)
         refuse_unknown([self.traces], TRACES.choices, "traces")
+
+    def check(self) -> None:
+        """Raises `ConfigError` where values do not go together, which may come from variables, a file and flags."""
+        if self.replication_factor > self.ps:
+            raise ConfigError("replication_factor=2 needs two servers; use two servers or replication_factor=1")
         if self.module and self.chief != "script":
             raise ConfigError(
                 f"workers import {self.module}, so no process runs the script; let the chief run it (chief: "

@@ -6,17 +6,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from pstesting.hosts import Host, HostCluster, Hosts
-from pstesting.processes import ProcessCluster
+from pstesting.processes import CALM, ProcessCluster
 from pstesting.processor_time import await_rest, processor_seconds
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
+from pswire.limits import Timeouts
 from pswire.network.traffic import TransportName
 
 ROUND_BYTES = 4e8
@@ -162,6 +163,7 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
             "workers": first.workers,
             "chief": "driver",
             "transport": first.transport,
+            "timeouts": replace(CALM, report_interval=Timeouts().report_interval),
         }
         keys["replication_factor"] = 1 + first.workload.copies
         if first.rate < inf:

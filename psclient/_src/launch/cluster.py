@@ -99,6 +99,7 @@ class Cluster:
         **keys: Any,
     ) -> None:
         self.config = dataclasses.replace(config or LaunchConfig(), **keys)
+        self.config.check()
         self.processes: dict[Task, Process] = {}
         self.addresses: dict[Task, str] = {}
         self._options = self.config.security
