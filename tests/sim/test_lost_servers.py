@@ -41,6 +41,17 @@ def test_the_job_goes_on_without_a_server(lost, caplog):
 
 
 @BOTH
+@pytest.mark.parametrize("after", [0.0004, 0.0008, 0.0013, 0.0018, 0.0025, 0.0035, 0.005])
+def test_a_server_is_lost_while_the_job_begins(lost, after):
+    """Once a chief has found all servers, the job needs one of two: before it has a log, before it has variables."""
+    with World() as job:
+        job.wait(after)
+        job.kill(lost)
+        job.until(lambda: job.gone == {lost.index})
+        assert job.finish() == [job.steps] * 2
+
+
+@BOTH
 def test_a_server_that_wakes_up_too_late_answers_nobody(lost, caplog):
     """One that was paused for less than a lease is waited for: nobody goes on without it.
 

@@ -75,7 +75,13 @@ class JobLog:
             # Server 0 last: once it has the job, clients create variables, which another server that began
             # the job only then would drop.
             for server in reversed(self._servers):
-                server.approve(session.token, 0, [begin])
+                try:
+                    server.approve(session.token, 0, [begin])
+                except ServerLost as error:
+                    if not (session.copied and session.hosting.overlook(error)):
+                        raise
+                except ServerGone:
+                    session.check()
             self.state.take([begin])
 
     def _read(self) -> list[LogEntry]:

@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from types import TracebackType
 
-log = logging.getLogger("psclient")
+log = logging.getLogger("psclient.tracebacks")
+"""At `DEBUG`, as by `psworker --debug`, tracebacks stay whole."""
 
 _PACKAGES = tuple(f"{Path(__file__).resolve().parents[3] / name}/" for name in ("psclient", "pswire", "psserver"))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 import pswire
+from psclient._src.interpreter import tracebacks
 from psclient._src.interpreter.interrupts import calls_user
 from psclient._src.processes import shutdown
 from psclient._src.processes.sigterm import NOTICE
@@ -86,6 +87,8 @@ def run_module(module: str, script: str, args: Sequence[str], task: Task, debug:
 def _run_as(script: str, program: Callable[[], object], task: Task | None, debug: bool) -> int:
     """Runs a program, whose text is in a file, and then what is registered for its end; returns the exit code."""
     sys.excepthook = _hook(script, task, debug)
+    if debug:
+        tracebacks.log.setLevel(logging.DEBUG)
     if logging_setup.structured():
         threading.excepthook = _log_of_thread
     try:

@@ -23,7 +23,7 @@ from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.tracing.diagnostics import users_line
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.errors import PSError, RoundTimeout, ServerGone, VariableMismatch
+from pswire.errors import InvalidRequest, PSError, RoundTimeout, ServerGone, VariableMismatch
 from pswire.limits import PART_BYTES
 from pswire.model.log import Created
 from pswire.model.plan import PlacedVariable, VariableSpec
@@ -210,6 +210,7 @@ class Creation:
 
         Where variables have copies, every server knows all of them: it may have to keep the log one day.
         """
+        gone = self._session.hosting.gone
         keeper, *others = self._session.hosting.live
         missing = {keeper: self._ask(keeper, batch, refused)}
         there = batch[: len(batch) - len(refused)]
@@ -220,9 +221,15 @@ class Creation:
         home = self._session.hosting.home
         firsts = {server: [each for each in found if home(each.servers) == server] for server, found in missing.items()}
         self._begin([each for found in firsts.values() for each in found], refused)
-        self._copy(
-            {server: [each for each in found if each not in firsts[server]] for server, found in missing.items()}
-        )
+        try:
+            self._copy(
+                {server: [each for each in found if each not in firsts[server]] for server, found in missing.items()}
+            )
+        except InvalidRequest as error:
+            if self._session.hosting.gone == gone:
+                raise
+            # A value was to be copied from a server that is lost, and the next one has none either.
+            raise ServerGone(error.message, error.task) from None
         return there
 
     def _raise(self, refused: Mapping[Recorded, PSError], unnamed: Sequence[Recorded], last: Recorded | None) -> None:

@@ -353,11 +353,18 @@ class ReadCache:
             if self._renewed or self._group.generation is None or self._group.alone:
                 return False
             self._renewed = True
-            stale = any(self._session.servers[s].status().round != round for s, round in self._seen.items())
+            stale = any(self._has_moved_on(*seen) for seen in self._seen.items())
             stale |= bool(self._seen) and self._seen_as is not self._session.change  # whose rounds count otherwise
             if stale:
                 self._forget_all()
             return stale
+
+    def _has_moved_on(self, server: int, round: int) -> bool:
+        """Returns whether rounds were made since a server was read, or may have been: it is gone since then."""
+        try:
+            return self._session.servers[server].status().round != round
+        except ServerGone:
+            return True
 
     def read_rows(self, variable: PlacedVariable, ids: Int64s, waits: bool = True) -> Array:
         """Returns rows of a variable, as of the last round of this process that touched its server; keeps nothing.
