@@ -9,9 +9,11 @@ from psserver.plans.batches import KernelBatch, PlanKernels, plan_kernels
 from psserver.plans.layout import ContributionLayout, RowBytes, lay_out
 from psserver.plans.memory import Need, plan_bytes
 from psserver.plans.outline import Outline, outline
+from psserver.plans.policy import Policy
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
+from pswire.model.consistency import Consistency
 from pswire.model.log import Member
 from pswire.model.plan import Operand, PlacedVariable, Plan, Reduction, Ref, Trim
 from pswire.model.rows import ID_BYTES, KEY_BYTES, MAX_ROWS, row_bytes
@@ -48,6 +50,7 @@ class PreparedPlan:
         self._layouts: dict[tuple[bool, tuple[bool, ...]], ContributionLayout] = {}
         self._newest: tuple[tuple[float, ...], bool, ContributionLayout | None] = ((), False, None)
         self._settled: dict[tuple[Kernels, int], PlanKernels] = {}
+        self._policies: dict[Consistency, Policy] = {}
         self.is_alone = False
 
     def look(self, variables: Mapping[int, PlacedVariable]) -> None:
@@ -60,6 +63,14 @@ class PreparedPlan:
         """True if its rounds order a checkpoint, or complete a restore."""
         return self.plan.snapshot is not None or self.plan.restore is not None
 
+    def policy(self, consistency: Consistency) -> Policy:
+        """Returns how rounds of it are made by members of one consistency."""
+        found = self._policies.get(consistency)
+        if found is None:
+            found = Policy.of(self.plan, consistency, self.may_refuse, self.streams)
+            self._policies[consistency] = found
+        return found
+
     @cached_property
     def nbytes(self) -> int:
         """Most bytes that a round takes beside contributions and variables; 0 where memory is not limited."""
@@ -67,7 +78,7 @@ class PreparedPlan:
 
     @cached_property
     def streams(self) -> bool:
-        """True if its rounds may begin before contributions are whole."""
+        """True if contributions to its rounds are large enough to be used while they come."""
         return self.server in self.plan.streams
 
     @cached_property

@@ -7,12 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from psserver.effects import Effect, Fail, Run
+from psserver.plans.policy import Policy
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from psserver.plans.sums import shares_of
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
+from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Member, Position
 from pswire.model.status import OpenRound
 from pswire.network.payload import Payload
@@ -109,9 +111,15 @@ class PendingRound:
         return [member.task for member in members if member.session in left and self.error is None]
 
     @property
-    def _counted(self) -> Iterable[Member]:
-        """The members that votes have not left out."""
-        return (m for m in self.members if self.agreed is None or m.session in self.agreed)
+    def _counted(self) -> Sequence[Member]:
+        """The members that votes have not left out, in task order."""
+        agreed = self.agreed
+        return self.members if agreed is None else [member for member in self.members if member.session in agreed]
+
+    @property
+    def consistency(self) -> Consistency:
+        """That of its members."""
+        return self.members[0].consistency if self.members else SYNC
 
     def usable(self, fenced: Set[int], last: int, whole: bool = False) -> list[MemberShare]:
         """Returns the contributions that count, in task order.
@@ -124,79 +132,42 @@ class PendingRound:
             last: the last round that is over.
             whole: True if so it is with everybody: the round does not wait for the rest.
         """
-        found = filter(None, (self.parts.get(member.session) for member in self._counted))
-        parts = sorted(found, key=lambda part: part.member.task)
+        found = [part for member in self._counted if (part := self.parts.get(member.session)) is not None]
         return [
             part
-            for part in parts
-            if (part.whole and (part.summed or part.said.previous <= last))
+            for part in found
+            if (part.whole and (part.said.previous <= last or part.summed))
             or not (whole or part.member.session in fenced)
         ]
-
-    def needs(self, plan: PreparedPlan, members: int) -> int:
-        """Returns how many of some members have to contribute examples; 0 if it waits for all of them."""
-        return max(members - self._backup, 1) if self._leaves_out(plan) else 0
 
     def _has_changed(self, fenced: Set[int], last: int) -> bool:
         """Returns True if other contributions are whole, or other members fenced, than when this server last voted."""
         whole = frozenset(part.said.session for part in self.usable(fenced, last, whole=True))
         return (whole, frozenset(fenced)) != self.voted
 
-    def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
-        """Returns the servers that agree on whose contributions it has; none where one decides alone."""
-        servers = plan.plan.servers
-        return servers if len(servers) > 1 and not self._alone else ()
-
-    def streams(self, plan: PreparedPlan) -> bool:
-        """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
-        # Who will be late is not known before the others are whole.
-        return plan.streams and not self._alone and not (self.whole or self._leaves_out(plan))
-
-    def _leaves_out(self, plan: PreparedPlan) -> bool:
-        """Returns True if it may be made without the last of its members.
-
-        Not where it is tried before several servers vote on it: nobody can read what it assigns until all have, and a
-        server may wait in another round for who reads.
-        """
-        return self._backup > 0 and plan.plan.trains and not (plan.may_refuse and self.voters(plan))
-
-    @property
-    def _backup(self) -> int:
-        """The number of its members that it does not wait for."""
-        return self.members[0].consistency.backup_workers if self.members else 0
-
-    @property
-    def _alone(self) -> bool:
-        """True if its one member makes rounds of its own."""
-        return bool(self.members) and self.members[0].alone
-
-    def awaits(
-        self, plan: PreparedPlan | None, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool
-    ) -> bool:
-        """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin.
+    def awaits(self, policy: Policy, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool) -> bool:
+        """Returns True if it waits for a contribution to be whole, or, if it streams, to begin.
 
         Also for a member's round before it, which has not arrived. With backup workers it does not wait for the last
         of its members once enough of the others contribute examples.
 
         Args:
-            plan: its plan, if that is approved.
+            policy: of its plan, for its members.
             fenced: sessions that are left out.
             last: the last round that is over.
             near: returns whether a session is near enough to be left out: it will find the records of what it misses.
             called: True if another server has voted in this attempt.
         """
-        if plan is None:
-            return True
         if self.voted is not None:
             return not (called or self._has_changed(fenced, last))
-        if not self._lacks(self.streams(plan), fenced, last):
+        if not self._lacks(policy.streams and not self.whole, fenced, last):
             return False
-        if not self._leaves_out(plan):
+        if not policy.backup:
             return True
-        if self.agreed is None and len(self.parts) + self._backup < len(self.members) - len(fenced):
+        if self.agreed is None and len(self.parts) + policy.backup < len(self.members) - len(fenced):
             return True  # whoever of its members is fenced: they are not counted for each push
         living = [member.session for member in self._counted if member.session not in fenced]
-        needs = self.needs(plan, len(living))
+        needs = policy.needs(len(living))
         whole = self.usable(fenced, last, whole=True)
         if sum(part.has_examples for part in whole) < needs:
             return True
@@ -223,15 +194,15 @@ class PendingRound:
         self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key, last: int
     ) -> ReadyRound:
         """Returns this round ready to run, given its number, its plan and that in words, its strand and its last."""
-        needs = self.needs(plan, len(self.members))
+        policy = plan.policy(self.consistency)
+        needs = policy.needs(len(self.members))
         parts = self.usable(fenced, last, whole=bool(needs))
         there = {part.member.session for part in parts}
-        streams = self.streams(plan) and not all(part.said.observes for part in parts)
-        excluded = tuple(member.task for member in self.members if member.session not in there)
+        streams = policy.streams and not self.whole and not all(part.said.observes for part in parts)
+        excluded = tuple([member.task for member in self.members if member.session not in there])
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
-        voters, error = self.voters(plan), self.error
         late = frozenset[int]()
-        if len(parts) < len(self.members) and self._leaves_out(plan):
+        if excluded and policy.backup:
             late = frozenset({member.session for member in self.members} - there - fenced)
         return ReadyRound(
             number,
@@ -243,8 +214,8 @@ class PendingRound:
             commit,
             self.since,
             self.generation,
-            voters,
-            error,
+            policy.voters,
+            self.error,
             self.attempt,
             needs,
             late,

@@ -14,6 +14,7 @@ from math import isfinite
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.backlog import Backlog
+from psserver.plans.policy import Policy
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, Own, ReadyRound
 from psserver.plans.sums import check_sum
@@ -47,6 +48,9 @@ from pswire.model.log import Generation, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
+
+ALONE = Policy()
+"""That of a round whose plan is not known: no other server decides on it."""
 
 LATER = "a later step (it skipped this round)"
 """The section, in words, of a member that has left out a round."""
@@ -277,7 +281,7 @@ class Rounds:
                 del pending.parts[session]
                 self._effects += pending.fail_session(session, error)
         else:
-            if pending.streams(prepared):
+            if prepared.policy(pending.consistency).streams and not pending.whole:
                 part.payload.reader = prepared.layout(said).window
 
     def recorded(self, said: Contribution) -> Record | None:
@@ -318,22 +322,31 @@ class Rounds:
             number, pending = min(strand.open.items())
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
-            voters, called = pending.voters(plan) if plan else (), self.votes.called(number, pending.attempt)
-            if pending.error is not None and not voters:
+            policy = plan.policy(pending.consistency) if plan else ALONE
+            called = self.votes.called(number, pending.attempt)
+            if pending.error is not None and not policy.voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.error is None and pending.awaits(plan, self.fenced, strand.last, strand.is_near, called):
+            elif pending.error is None and (
+                plan is None or pending.awaits(policy, self.fenced, strand.last, strand.is_near, called)
+            ):
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
+            elif plan is not None and (job := self._ready(key, strand, number, plan)) is not None:
+                self._running = key, number
+                return job
+            else:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
-            else:
-                self._running = key, number
-                section = partial(self._describe, pending.plan_id)
-                return pending.ready(number, plan, self.fenced, section, key, strand.last)
         return None
+
+    def _ready(self, key: Key, strand: Strand, number: int, plan: PreparedPlan) -> ReadyRound | None:
+        """Returns a round that waits for nobody ready to run; None if there is nothing to run, nor to agree on."""
+        pending = strand.open[number]
+        section = partial(self._describe, pending.plan_id)
+        job = pending.ready(number, plan, self.fenced, section, key, strand.last)
+        return job if job.parts or job.voters else None
 
     def open(self, vote: Vote, now: float) -> None:
         """Another server has a round of which this one may know nothing: all who make it may be gone.
