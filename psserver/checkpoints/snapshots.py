@@ -266,6 +266,8 @@ class Snapshots:
 
     def hopeless(self) -> list[Effect]:
         """Fails the saves whose round will not come."""
+        if not self._saves:
+            return []
         found = ((save.shard, self._why_never(plan_id, save)) for plan_id, save in self._saves.items())
         return [Fail(shard, error) for shard, error in found if error is not None]
 

@@ -376,14 +376,18 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is requested twice")
         else:
-            self.store.check_rows(contribution.lookups, contribution.hints)
-            tensors = self.store.tables_of(read.variable for read in (*contribution.lookups, *contribution.hints))
-            effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may have to wait for others
+            reads = (*contribution.lookups, *contribution.hints)
+            if reads:
+                self.store.check_rows(contribution.lookups, contribution.hints)
+            tensors = self.store.tables_of([read.variable for read in reads])
+            if tensors:
+                effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
-            refused = any(isinstance(each, Fail) and each.future is future for each in effects)
-            if begun is not None and not refused:
-                effects += self.runner.listen(contribution, future, begun)
-            effects += [] if refused else reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
+            if not any(isinstance(each, Fail) and each.future is future for each in effects):
+                if begun is not None:
+                    effects += self.runner.listen(contribution, future, begun)
+                if tensors:
+                    effects += reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     def _reply(self, owed: Owed) -> list[Effect]:

@@ -202,10 +202,11 @@ class Rounds:
             self._check_order(strand, part, each)
         self._turns.come(key, strand)
         strand.open[said.round] = pending
-        if pending.differs(said) and joins(said, self.generations) and only_newcomers(pending, self.generations):
-            pending.doubtful.append(push)
-            return
-        self._check_plan(pending, said, member)
+        if pending.differs(said):
+            if joins(said, self.generations) and only_newcomers(pending, self.generations):
+                pending.doubtful.append(push)
+                return
+            self._refuse_or_evict(pending, said, member)
         if (differ := different_batches(pending, senders)) is not None:
             raise self._fail(pending, differ)
         for part, _ in senders:
@@ -227,13 +228,11 @@ class Rounds:
             for share in shares:
                 self._admit(pending, share, plan)
 
-    def _check_plan(self, pending: PendingRound, said: Contribution, member: Member) -> None:
-        """Checks that all members of a round have one plan for it; an error of a lone member concerns that member only.
+    def _refuse_or_evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
+        """Decides who is wrong where members of a round have different plans; a lone member's error is its own.
 
         Where newcomers in their first round and older members differ, the newcomers are wrong, whichever came first.
         """
-        if not pending.differs(said):
-            return
         if pending.members == (member,):
             raise InvalidRequest(f"round {said.round} was already begun with another compiled step or generation")
         if joins(said, self.generations) and pending.parts:
