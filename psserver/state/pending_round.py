@@ -192,11 +192,16 @@ class PendingRound:
 
     def ready(
         self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key, last: int
-    ) -> ReadyRound:
-        """Returns this round ready to run, given its number, its plan and that in words, its strand and its last."""
+    ) -> ReadyRound | None:
+        """Returns this round ready to run, given its number, its plan and that in words, its strand and its last.
+
+        Returns None if there is nothing to run, nor for servers to agree on.
+        """
         policy = plan.policy(self.consistency)
         needs = policy.needs(len(self.members))
         parts = self.usable(fenced, last, whole=bool(needs))
+        if not (parts or policy.voters):
+            return None
         there = {part.member.session for part in parts}
         streams = policy.streams and not self.whole and not all(part.said.observes for part in parts)
         excluded = tuple([member.task for member in self.members if member.session not in there])

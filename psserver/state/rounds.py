@@ -211,7 +211,11 @@ class Rounds:
             raise self._fail(pending, differ)
         for part, _ in senders:
             strand.came(part)
-        self._take(pending, push, [each for _, each in senders], self._running == (key, said.round))
+        shares, effects = pending.take(push, [each for _, each in senders], self._running == (key, said.round))
+        self._effects += effects
+        if (plan := self.plans.get(said.plan_id)) is not None:
+            for share in shares:
+                self._admit(pending, share, plan)
         if pending.doubtful and not joins(said, self.generations):
             self._settle(pending)
 
@@ -219,14 +223,6 @@ class Rounds:
         """Takes in which closures are over: the answers to their rounds are needed no more."""
         self._closures.learn(version, newest, begun)
         self._closures.forget(self.strands)
-
-    def _take(self, pending: PendingRound, push: Push, members: Sequence[Member], runs: bool) -> None:
-        """Adds a push to its round, which runs or not; `members` are those who contribute with it."""
-        shares, effects = pending.take(push, members, runs)
-        self._effects += effects
-        if (plan := self.plans.get(push.said.plan_id)) is not None:
-            for share in shares:
-                self._admit(pending, share, plan)
 
     def _refuse_or_evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Decides who is wrong where members of a round have different plans; a lone member's error is its own.
@@ -322,7 +318,7 @@ class Rounds:
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
             policy = plan.policy(pending.consistency) if plan else ALONE
-            called = self.votes.called(number, pending.attempt)
+            called, section = self.votes.called(number, pending.attempt), partial(self._describe, pending.plan_id)
             if pending.error is not None and not policy.voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
@@ -332,20 +328,13 @@ class Rounds:
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan is not None and (job := self._ready(key, strand, number, plan)) is not None:
+            elif plan is not None and (job := pending.ready(number, plan, self.fenced, section, key, strand.last)):
                 self._running = key, number
                 return job
             else:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
         return None
-
-    def _ready(self, key: Key, strand: Strand, number: int, plan: PreparedPlan) -> ReadyRound | None:
-        """Returns a round that waits for nobody ready to run; None if there is nothing to run, nor to agree on."""
-        pending = strand.open[number]
-        section = partial(self._describe, pending.plan_id)
-        job = pending.ready(number, plan, self.fenced, section, key, strand.last)
-        return job if job.parts or job.voters else None
 
     def open(self, vote: Vote, now: float) -> None:
         """Another server has a round of which this one may know nothing: all who make it may be gone.

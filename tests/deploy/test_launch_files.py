@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,6 @@ BAD = {
     "a: [": "is not valid YAML",
     "ps: 1\nworkers: 2\nps: 2": "line 3: key ps appears twice; remove one",
     "server: {device: cpu, device: gpu:0}": "line 1: key device appears twice; remove one",
-    "{workers: 0, script: a.py}": "no process runs a.py, because the cluster has no worker",
 }
 
 
@@ -143,6 +143,17 @@ def test_bad_files_are_refused(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file"):
         load_launch_config(tmp_path / "none.yaml")
+
+
+def test_values_are_checked_once_all_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable, a file and flags may each say a part of what goes together."""
+    monkeypatch.setenv("PS_REPLICATION_FACTOR", "2")
+    config = load_launch_config(written(tmp_path, "{workers: 0, script: a.py}"))
+    with pytest.raises(ConfigError, match="replication_factor=2 needs two servers"):
+        config.check()
+    with pytest.raises(ConfigError, match="because the cluster has no worker"):
+        replace(config, ps=2).check()
+    replace(config, ps=2, workers=1).check()
 
 
 def test_committed_files_are_clusters() -> None:

@@ -84,8 +84,23 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
         ended.result(SECONDS)
         for task in (W0, W1):  # one of the rounds is that in which they hand over what it held
             assert job.said(task, "sums") == [[78.0, 78.0]]
-        assert f"{PS1} was lost (killed by SIGKILL); the job goes on with copies; restarted, 0" in job.errors(PS1)
+        assert f"{PS1} was lost (killed by SIGKILL); restarted, 0" in job.errors(PS1)
         assert [replaced(job, task) for task in (PS0, W0, W1, CHIEF)] == [[]] * 4
+
+
+def wait_to_begin():
+    gate("go0")
+    ps.ParameterServerStrategy()
+
+
+@pytest.mark.parametrize("lost", [PS0, PS1], ids=str)
+def test_a_server_that_is_lost_before_the_job_begins_ends_it(tmp_path, lost):
+    """Also with copies: nobody has a value yet, and all would wait for the server until PS_START_TIMEOUT."""
+    keys = {**KEYS, "replication_factor": 2, "chief": "none", "restarts": 0}
+    with ProcessCluster(wait_to_begin, tmp_path, (), **keys) as job:
+        job.kill(lost)
+        outcome = job.cluster.wait(SECONDS)
+    assert (outcome.task, outcome.code) == (lost, 128 + signal.SIGKILL)
 
 
 @pytest.mark.ci

@@ -322,19 +322,20 @@ class Cluster:
     def _beside_lost(self, failed: list[Task]) -> list[Task]:
         """Returns the failures that are more than the loss of a server, without which the job goes on.
 
-        Where there are restarts left, it is started again, and the job readmits it.
+        Where there are restarts left, it is started again, and the job readmits it. Before the job has begun it waits
+        for all servers: a loss without restarts ends it.
         """
         for task in failed:
             if task.job == "ps" and task not in self._lost:
                 code = self.processes[task].poll() or 0
-                text = f"psworker: {task} was lost ({describe_exit(code)}); the job goes on with copies"
+                text = f"psworker: {task} was lost ({describe_exit(code)})"
                 if self._restarts.spend({task: code}, (), time.monotonic()):
                     self._tell(task, f"{text}; restarted, {self._restarts.left} restarts left")
                     self.start_task(task)
-                else:
+                elif self._job_began():
                     self._lost.append(task)
-                    self._tell(task, text)
-        return [task for task in failed if task.job != "ps"]
+                    self._tell(task, f"{text}; the job goes on with copies")
+        return [task for task in failed if task not in self._lost and self.processes[task].poll() is not None]
 
     def _replaced(self, failed: list[Task]) -> bool:
         """Starts tasks again, if there are restarts for those of them that failed by themselves."""
@@ -387,8 +388,8 @@ class Cluster:
 
     def _job_began(self) -> bool:
         """Returns whether workers may have taken part in a job: a script may do without one."""
-        server = next(task for task in self.addresses if task not in self._lost)
-        status = self._ask(server) if self.processes[server].poll() is None else None
+        left = next((task for task in self.addresses if self.processes[task].poll() is None), None)
+        status = None if left is None else self._ask(left)
         return status is None or status.generation is not None
 
     def _ask(self, task: Task) -> ServerStatus | None:

@@ -301,13 +301,13 @@ class Session(LogCalls):
             The same; where the session had failed already, and this process did not know, why it had.
         """
         if self._ended.is_set():
-            return error or str(self.error or "")
+            return error or str(self.ended_by() or "")
         self._ended.set()
         for wake in self.wakes:
             wake.set()
         self._threads.close()
         for index in (self.hosting.live if error else self.hosting.live[::-1]) if self.copied else (0,):
-            if self.number and not _is_loss(self.error, index):
+            if self.number and not _is_loss(self.ended_by(), index):
                 try:
                     self.servers[index].leave(self.number, error)
                 except (ServerLost, ServerGone, Unreachable) as failure:
@@ -362,9 +362,8 @@ class Session(LogCalls):
             # The others may wait on servers that cannot know.
             self.leave(f"{type(error).__name__}: {error.message}")
 
-    @property
-    def error(self) -> BaseException | None:
-        """What ended this session, if something did."""
+    def ended_by(self) -> BaseException | None:
+        """Returns what ended this session; None while nothing has."""
         return self._broken.exception() if self._broken.done() else None
 
     def check(self) -> None:

@@ -95,8 +95,8 @@ SHOWN_CHARACTERS = 160
 log = logging.getLogger("psclient")
 
 _open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
-_left: set[tuple[Task, *tuple[str, ...]]] = set()
-"""The task and the addresses of the servers of each job that this process has left."""
+_joined: set[tuple[Task, *tuple[str, ...]]] = set()
+"""The task and the addresses of the servers of each job in which this process has taken part."""
 
 
 class ParameterServerStrategy(Strategy):
@@ -184,13 +184,10 @@ class ParameterServerStrategy(Strategy):
         self._ps_strategy = ps_strategy
         self._partitioner = check_partitioner(variable_partitioner)
         self._compression = check_compression(compression, "ParameterServerStrategy") or None
-        self._timeouts = timeouts or timeouts_from()
-        self._timeouts.check()
         INTERRUPTS.guard()
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
-        if config is not None:
-            self._timeouts = _check_first(config, self._timeouts)
+        self._timeouts = _limits(config, timeouts or timeouts_from())
         check_backup_workers(self._given.backup_workers, config)
         self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
         self._resolver = resolver if config else None
@@ -215,13 +212,11 @@ class ParameterServerStrategy(Strategy):
             self._connect()
         except BaseException as error:
             self._failed = True
-            left = _place_of(self._config) in _left
             self.close()
-            if left and isinstance(error, Unreachable | ServerLost):
-                raise UsageError(f"{ENDED_WITH_IT} ({error})") from None
+            _explain(error, self._config)
             raise
         shutdown.register(self._closes)
-        _open.add(self)
+        _take_part(self)
 
     def _connect(self) -> None:
         cluster, task = self._config.cluster, self._config.task
@@ -469,7 +464,6 @@ class ParameterServerStrategy(Strategy):
         if hasattr(self, "_exchange") and self._exchange.pushes.near is not None:
             self._exchange.pushes.near.close()
         if hasattr(self, "_session"):
-            _left.add(_place_of(self._config))
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)
         if self._deputy is not None and not (error or (self._chief and self._chief.is_driving)):
@@ -564,25 +558,44 @@ def _place_of(config: TaskConfig) -> tuple[Task, *tuple[str, ...]]:
     return (config.task, *map(config.cluster.address, config.cluster.tasks("ps")))
 
 
-def _check_first(config: TaskConfig, timeouts: Timeouts) -> Timeouts:
-    """Raises `TaskTaken` where this process takes part in a job as a task already; returns its time limits.
+def _take_part(strategy: ParameterServerStrategy) -> None:
+    _open.add(strategy)
+    _joined.add(_place_of(strategy._config))
 
-    Where it took part before, the servers have started: who waits for them for long waits in vain.
+
+def _explain(error: BaseException, config: TaskConfig) -> None:
+    """Raises `UsageError` where servers do not answer a process that has taken part in their job before."""
+    if _place_of(config) in _joined and isinstance(error, Unreachable | ServerLost):
+        raise UsageError(f"{ENDED_WITH_IT} ({error})") from None
+
+
+def _limits(config: TaskConfig | None, timeouts: Timeouts) -> Timeouts:
+    """Returns the time limits of a new strategy.
+
+    Where this process has taken part before, the servers have started: it would wait for them in vain.
+
+    Args:
+        config: the task of this process; None where it has no cluster.
+        timeouts: what is asked for.
+
+    Raises:
+        ConfigError: they do not go together.
+        TaskTaken: this process takes part as that task.
     """
 
     def is_open() -> bool:
-        return any(
-            _place_of(one._config) == _place_of(config) and one._session.error is None for one in open_strategies()
-        )
+        places = {_place_of(one._config) for one in open_strategies() if one._session.ended_by() is None}
+        return config is not None and _place_of(config) in places
 
+    timeouts.check()
     if is_open():
         gc.collect()  # a strategy that nobody has any more is closed
-    if is_open():
+    if config is not None and is_open():
         raise TaskTaken(
             f"a strategy of this process is {config.task} already; use that one in the whole script, or close it "
             "before you create another one"
         )
-    if _place_of(config) not in _left:
+    if config is None or _place_of(config) not in _joined:
         return timeouts
     return replace(timeouts, start_timeout=min(timeouts.start_timeout, timeouts.session_timeout))
 
