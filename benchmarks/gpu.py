@@ -43,7 +43,7 @@ from rich.table import Table
 from update import CASES, TABLE, Case, Traced, Update, adagrad, adam, sgd
 
 from psclient._src.arrays.devices import gpu_report
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
@@ -74,7 +74,7 @@ class Card:
     """
 
     def __init__(self, name: str) -> None:
-        self.device = Device.parse(name)
+        self.device = ServerDevice.parse(name)
         import cupy
 
         self.cupy: Any = cupy
@@ -221,7 +221,7 @@ def _compiled(card: Card, kernels: Kernels, once: Callable[[], None], laps: int)
 
 def rows(card: Card, rates: dict[str, float], laps: int) -> Iterator[Line]:
     """Times updates and lookups of rows, on the card and on the CPU in turns."""
-    for device in (card.device, Device()):
+    for device in (card.device, ServerDevice()):
         where = "the card" if device.gpu is not None else "the CPU"
         for name, (fn, tables) in ROW_UPDATES.items():
             nbytes = ROWS * TABLE[1] * 4
@@ -236,7 +236,7 @@ def rows(card: Card, rates: dict[str, float], laps: int) -> Iterator[Line]:
         )
 
 
-def _rows(card: Card, device: Device, fn: Update, tables: int, laps: int) -> list[float]:
+def _rows(card: Card, device: ServerDevice, fn: Update, tables: int, laps: int) -> list[float]:
     random = np.random.default_rng(0)
     kernels = Kernels(device, patience=1)
     traced = Traced.of(fn, [TABLE] * tables)
@@ -254,7 +254,7 @@ def _rows(card: Card, device: Device, fn: Update, tables: int, laps: int) -> lis
         return _compiled(card, kernels, once, laps)
 
 
-def _lookup(card: Card, device: Device, laps: int) -> list[float]:
+def _lookup(card: Card, device: ServerDevice, laps: int) -> list[float]:
     random = np.random.default_rng(0)
     with device.scope():
         table = device.put(np.ones(TABLE, "float32"))

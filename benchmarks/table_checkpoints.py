@@ -28,7 +28,7 @@ import numpy as np
 
 import psclient as ps
 from psserver.checkpoints.tables import FrozenPart, Wanted, restored
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.native import Native
 from psserver.tables.table import Table
@@ -48,7 +48,7 @@ STOP_MS, SHARE, RESTORE = 10.0, 0.03, 1.0
 
 def native() -> Native:
     """Returns functions that are all compiled."""
-    compiler = Compiler(Device(), 1)
+    compiler = Compiler(ServerDevice(), 1)
     found = Native(compiler)
     found.index(), found.mark(), found.first_values("float32")
     compiler.wait()

@@ -20,12 +20,12 @@ from typing import Any
 import click
 import numpy as np
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.cells import CellIndex
 from psserver.tables.native import Native
 from psserver.tables.table import Table
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.tables import LRU, Normal, SlotTensor, TableSpec, Uniform
 
 BATCH = 4096
@@ -34,7 +34,7 @@ DIM = 64
 
 def native() -> Native:
     """Returns functions that are all compiled."""
-    compiler = Compiler(Device(), 1)
+    compiler = Compiler(ServerDevice(), 1)
     found = Native(compiler)
     found.index()
     found.first_values("float32")
@@ -64,8 +64,8 @@ def of_size(functions: Native, size: int, laps: int) -> dict[str, Any]:
     new = np.arange(size, size + laps * BATCH).reshape(laps, BATCH)
     index = table._contents.index
     assert isinstance(index, CellIndex)
-    first = FirstValues(TableSpec((DIM,)), functions.first_values)
-    normal = FirstValues(TableSpec((DIM,), initializer=Normal()), functions.first_values)
+    first = RowInitializer(TableSpec((DIM,)), functions.first_values)
+    normal = RowInitializer(TableSpec((DIM,), initializer=Normal()), functions.first_values)
     entries = [index.find(keys)[1] for keys in known]
     weights = table.arrays[0]
 

@@ -39,7 +39,7 @@ from psclient._src.config import GLIBC_TUNABLES
 from psclient._src.tracing.recorder import Recording, trace
 from psclient.optimizers.state import state_of
 from psclient.optimizers.step_functions import apply, begin
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
@@ -247,7 +247,7 @@ def updating(case: Case, threads: int) -> Work:
     gradients = [np.full(SIZE, 1e-3, "float32") for _ in range(case.workers)]
     job = Traced.of(case.fn, [(SIZE,)] * case.variables).job(gradients)
     values: dict[int, Any] = {n: np.ones(SIZE, "float32") for n in range(case.variables)}
-    kernels = Kernels(Device(), threads, patience=1)
+    kernels = Kernels(ServerDevice(), threads, patience=1)
 
     def once() -> None:
         execution = Execution(job, kernels)
@@ -292,7 +292,7 @@ class Rows:
         self._tables = [np.ones(shape, "float32") for shape in shapes]
         self._rows = self._random.random((count, TABLE[1]), "float32")
         self._traced = Traced.of(fn, shapes)
-        self._kernels = Kernels(Device(), threads, patience=1)
+        self._kernels = Kernels(ServerDevice(), threads, patience=1)
         self.draw()
         self.update()
         self._kernels.compiler.wait()

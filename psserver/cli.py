@@ -218,7 +218,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             if config.join:
                 over = partial(loop.call_soon_threadsafe, stopped.set) if until_done else None
                 offer = StandingOffer(config, config.join, lambda: core.status().takes_part, over)
-            departure = Departure(core, stopped)
+            departure = ServerDeparture(core, stopped)
             loop.add_signal_handler(signal.SIGTERM, departure.begin)
             alone = max(config.timeouts.no_workers_timeout, config.timeouts.session_timeout)
             await _until_end(core, stopped, alone if until_done else math.inf)
@@ -247,7 +247,7 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
     return made.result(LOOP_SECONDS)
 
 
-class Departure:
+class ServerDeparture:
     """The end of a server after SIGTERM: where a process waits for a place, its variables move there before.
 
     Processes of the job that were told to end with it leave before: they finish a step, and may save a checkpoint.

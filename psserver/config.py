@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from pswire.cluster import Task, TaskConfig, check_address, check_addresses, join_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -53,7 +53,7 @@ class ServerConfig:
     Attributes:
         task: the server's task.
         host, port: the address to listen on; port 0 picks a free one.
-        device: the device of the variables, as `Device` writes it: "cpu" or "gpu:N".
+        device: the device of the variables, as `ServerDevice` writes it: "cpu" or "gpu:N".
         timeouts: timeouts of sessions and calls.
         security: the certificate and token it shows, and those it asks clients for.
         metrics_host, metrics_port: the address of its metrics; port 0 picks a free one, None serves no metrics.
@@ -196,7 +196,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         task=name,
         host=host,
         port=listed[1] if given.port is None else given.port,
-        device=str(Device.parse(given.device)),
+        device=str(ServerDevice.parse(given.device)),
         memory_limit=parse_bytes(given.memory_limit, "--memory-limit"),
         checkpoint_root=_root(given.checkpoint_root),
         timeouts=Timeouts.from_environ(environ),

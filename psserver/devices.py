@@ -29,7 +29,7 @@ _NAME = re.compile(r"cpu(?::0)?|gpu(?::(?P<gpu>\d+))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Device:
+class ServerDevice:
     """The CPU, or one GPU. May be used from any thread.
 
     Attributes:
@@ -42,7 +42,7 @@ class Device:
         return "cpu" if self.gpu is None else f"gpu:{self.gpu}"
 
     @classmethod
-    def parse(cls, text: str) -> Device:
+    def parse(cls, text: str) -> ServerDevice:
         """Reads `cpu`, `gpu` or `gpu:1`.
 
         Raises:
@@ -142,7 +142,7 @@ class _Copies:
     with the last array or payload that uses it.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ServerDevice) -> None:
         self._cupy: Any = _cupy()
         self._device = device
         with device.scope():
@@ -213,7 +213,7 @@ class _Copies:
 
 
 @cache
-def _copies(device: Device) -> _Copies:
+def _copies(device: ServerDevice) -> _Copies:
     return _Copies(device)
 
 

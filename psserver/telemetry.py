@@ -24,7 +24,7 @@ from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Row, Values
 from pswire.telemetry.views.looked import Looked
 
 if TYPE_CHECKING:
-    from pswire.telemetry.page.sampler import Source
+    from pswire.telemetry.page.sampler import PageSource
 
 
 @dataclass(frozen=True)
@@ -456,9 +456,9 @@ class MetricsPort:
             self._status.close()
 
 
-def _source(core: Core, task: Task, rim: Rim) -> Source:
+def _source(core: Core, task: Task, rim: Rim) -> PageSource:
     """Returns what a server's page shows: what it knows by itself. It asks no other server, which might ask it."""
-    from pswire.telemetry.page.sampler import Source
+    from pswire.telemetry.page.sampler import PageSource
 
     def look() -> tuple[Sequence[Looked], Sequence[Task]]:
         try:
@@ -472,4 +472,4 @@ def _source(core: Core, task: Task, rim: Rim) -> Source:
         entries = core.machine.log.entries  # without the lock: a new job between the two is seen at the next look
         return next(iter(entries[:1]), None), entries[index:]
 
-    return Source(task, f"Job as seen by {task}; the chief's page shows all servers.", look, read, alone=True)
+    return PageSource(task, f"Job as seen by {task}; the chief's page shows all servers.", look, read, alone=True)

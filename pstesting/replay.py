@@ -20,7 +20,7 @@ import numpy as np
 from psserver.core.core import Core
 from psserver.core.machine import Machine, Outcome
 from psserver.core.stimuli import Stimulus
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.effects import Effect, Fail, Queue, Reply, Run, Work, attempt, settle
 from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import PSError
@@ -93,7 +93,7 @@ class Replay:
     def __init__(self, recording: Recording) -> None:
         self.time = recording.began
         self.futures: dict[Future[Any], Future[Any]] = {}
-        self._kernels = Kernels(Device.parse(recording.config.device), 1)
+        self._kernels = Kernels(ServerDevice.parse(recording.config.device), 1)
         self.machine = Machine(recording.config, recording.incarnation, self._kernels, lambda: self.time)
         self._steps = deque(recording.steps)
         self._payloads: dict[Payload, Payload] = {}

@@ -98,7 +98,7 @@ class Command(click.Command):
             formatter.write_text(self.last)
 
 
-class Group(Command, click.Group):
+class CommandGroup(Command, click.Group):
     """A group of commands, each under the heading of its `section`.
 
     Args:

@@ -14,7 +14,7 @@ SLURM, TESTS = "configs/slurm/train.sbatch", "the tests of this project"
 
 
 @dataclass(frozen=True)
-class Variable:
+class EnvironmentVariable:
     """The description of an environment variable.
 
     Attributes:
@@ -28,12 +28,12 @@ class Variable:
     default: str = ""
 
 
-DECLARED: dict[str, Variable] = {}
+DECLARED: dict[str, EnvironmentVariable] = {}
 """All variables by their names; `*` at the end of a name stands for anything."""
 
 
 def _declare(name: str, readers: str, about: str = "", default: str = "") -> str:
-    DECLARED[name] = Variable(readers, about, default)
+    DECLARED[name] = EnvironmentVariable(readers, about, default)
     return name
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -220,6 +221,21 @@ def lines_of(node: ast.ClassDef) -> int:
         if isinstance(n, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(n) is not None
     ]
     return length(node) - sum(map(length, documents))
+
+
+ALIKE = {
+    *("Adagrad", "Adam", "RMSprop", "SGD", "Optimizer", "Rule"),  # of each front end
+    *("Constant", "TruncatedNormal", "Zeros"),  # of variables, and of rows of tables
+    *("Loader", "Members", "Mirrored", "StrategyExtended", "TableView"),  # a protocol or another front end has its own
+}
+"""Classes that several modules have, and that mean the same there."""
+
+
+def test_a_class_name_has_one_meaning():
+    """Two classes have one name only where they are the same thing, in another front end or by another protocol."""
+    inside = [module for module in MODULES if not module.startswith("pstesting")]
+    found = Counter(node.name for module in inside for node in nodes(module) if isinstance(node, ast.ClassDef))
+    assert {name for name, count in found.items() if count > 1 and name[0] != "_"} == ALIKE
 
 
 def test_a_room_can_be_held_in_the_head():

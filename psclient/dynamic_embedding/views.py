@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from psclient.dynamic_embedding.mapped import MappedLayer
 from pswire.checkpoint.table_layers import ALL, TableLayer
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import Hashes, buckets_of, keys_of, mixed
 from pswire.model.rows import Int64s
 from pswire.model.saved import SavedTable
@@ -125,7 +125,7 @@ class TableView:
         for number in map(int, np.unique(found.layers)):
             mine = np.flatnonzero(found.layers == number)
             if number < 0:
-                rows[mine] = FirstValues(spec).unknown(words[mine].view(spec.key_dtype))
+                rows[mine] = RowInitializer(spec).unknown(words[mine].view(spec.key_dtype))
             elif mine.size == words.size:
                 return self.layers[number].rows.take(found.places)
             else:

@@ -20,7 +20,7 @@ arrays      between NumPy and JAX: what is copied
 from psclient.jax import optimizers
 from psclient.jax.loading import Loader
 from psclient.jax.modules import Optimizer
-from psclient.jax.rows import Rows, lookup
+from psclient.jax.rows import JoinedRows, lookup
 from psclient.jax.state import TrainState
 
-__all__ = ["Loader", "Optimizer", "Rows", "TrainState", "lookup", "optimizers"]
+__all__ = ["JoinedRows", "Loader", "Optimizer", "TrainState", "lookup", "optimizers"]

@@ -8,7 +8,7 @@ from typing import Any
 from psclient import optimizers
 from psclient._src.distribute.strategy import Strategy
 from psclient.jax.parameters import Reduction
-from psclient.jax.rows import Rows
+from psclient.jax.rows import JoinedRows
 from psclient.jax.state import NO_ROWS, TrainState
 
 
@@ -71,7 +71,7 @@ class Optimizer:
         """The optimizer, whose steps run on the servers."""
         return self.state.tx
 
-    def update(self, model: Any, grads: Any, rows: Mapping[Rows, Any] = NO_ROWS) -> None:
+    def update(self, model: Any, grads: Any, rows: Mapping[JoinedRows, Any] = NO_ROWS) -> None:
         """Makes a step on the servers, waits for it, and sets the module's parameters to the new values.
 
         Args:

@@ -15,7 +15,7 @@ from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import all_to_jax, scaled, to_host
 from psclient.jax.optimizers import check_transformation
-from psclient.jax.rows import Rows
+from psclient.jax.rows import JoinedRows
 from psclient.jax.trees import Tree, check_alike, first_value, is_traced, leaves_of, nested
 from psclient.optimizers import Optimizer
 from pswire.errors import InvalidArgument, InvalidCall, InvalidType
@@ -121,7 +121,7 @@ class Parameters:
 
     # ---- Writing ----
 
-    def apply(self, grads: Tree, rows: Mapping[Rows, Any]) -> None:
+    def apply(self, grads: Tree, rows: Mapping[JoinedRows, Any]) -> None:
         """Makes a step on the servers, in one round with those of all other workers.
 
         Raises:
@@ -143,10 +143,10 @@ class Parameters:
         self.tx.apply_gradients(pairs + self._of_tables(rows, share))
         self.version += 1
 
-    def _of_tables(self, rows: Mapping[Rows, Any], share: float) -> list[tuple[IndexedSlices, Any]]:
+    def _of_tables(self, rows: Mapping[JoinedRows, Any], share: float) -> list[tuple[IndexedSlices, Any]]:
         found: dict[int, tuple[IndexedSlices, Any]] = {}
         for one, d in rows.items():
-            if not isinstance(one, Rows):
+            if not isinstance(one, JoinedRows):
                 raise InvalidType(
                     f"a key of rows is a {type(one).__name__}; use rows={{rows: d}}, with the result of psj.lookup"
                 )

@@ -25,7 +25,7 @@ GROWTH = 5, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class JoinedRows:
     """Rows of a table, each once, with the index of each looked-up id.
 
     `rows.values[rows.inverse]` is the row of each id. Differentiate with respect to `rows.values`, and give the
@@ -83,7 +83,7 @@ class Rows:
         return self.found.gradient(own if share == 1.0 else (own * np.float64(share)).astype(own.dtype))
 
 
-def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
+def lookup(table: Any, ids: Nest, pad: bool = True) -> JoinedRows:
     """Looks up rows of a table by their ids, as JAX arrays. In replica and cross-replica context.
 
     Args:
@@ -111,7 +111,7 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
     values = to_numpy(found.values)
     inverse = empty(found.places.shape, np.dtype(np.int32))
     inverse[...] = found.places
-    return Rows(to_jax(_padded(values) if pad else values), to_jax(inverse), found)
+    return JoinedRows(to_jax(_padded(values) if pad else values), to_jax(inverse), found)
 
 
 def _padded(values: Array) -> Array:

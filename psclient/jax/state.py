@@ -11,12 +11,12 @@ import jax
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient.jax.parameters import Parameters, Reduction, Values, check_optimizer, strategy_of
-from psclient.jax.rows import Rows
+from psclient.jax.rows import JoinedRows
 from psclient.jax.trees import Tree
 from psclient.optimizers import Optimizer
 from pswire.errors import InvalidCall, InvalidType
 
-NO_ROWS: Mapping[Rows, Any] = MappingProxyType({})
+NO_ROWS: Mapping[JoinedRows, Any] = MappingProxyType({})
 
 
 class TrainState:
@@ -154,7 +154,7 @@ class TrainState:
 
     # ---- Steps ----
 
-    def apply_gradients(self, *, grads: Tree, rows: Mapping[Rows, Any] = NO_ROWS) -> TrainState:
+    def apply_gradients(self, *, grads: Tree, rows: Mapping[JoinedRows, Any] = NO_ROWS) -> TrainState:
         """Makes a step on the servers, with the gradients of all workers, in one round; returns the next state.
 
         It returns when the gradients are computed and sent. In any context except an update function, by all workers of

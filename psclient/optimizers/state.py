@@ -40,7 +40,7 @@ class Needs:
 
 
 @dataclass
-class Own:
+class VariableState:
     """The state that one variable has beside it.
 
     Attributes:
@@ -117,7 +117,7 @@ class State:
         self._name = name
         self._first = shared
         self._shared: list[dict[str, Variable]] = []
-        self._own: dict[int, Own] = {}  # by the id of a variable that is in it
+        self._own: dict[int, VariableState] = {}  # by the id of a variable that is in it
         self.strategy: Any = None
 
     @property
@@ -170,7 +170,7 @@ class State:
         """Returns whether a variable has anything beside it."""
         return id(v) in self._own
 
-    def of(self, v: Variable) -> Own:
+    def of(self, v: Variable) -> VariableState:
         """Returns what a variable has beside it; raises `RuntimeError` if it has nothing yet."""
         if not self.has(v):
             raise RuntimeError(f"the optimizer has no state for {v.name!r}; apply gradients first, or call build")
@@ -229,7 +229,7 @@ class State:
                 made = {n: Variable(x, False, f"{prefix}/{n}", consistency=consistency) for n, x in self._first.items()}
         self._shared.append(made)
 
-    def _first_own(self, v: Variable, needs: Needs) -> Own:
+    def _first_own(self, v: Variable, needs: Needs) -> VariableState:
         dtype = state_dtype(v.dtype)
         slots = tuple(self._beside(v, name, value) for name, value in needs.slots.items())
         average = self._beside(v, "average", v.numpy().astype(dtype)) if needs.average else None
@@ -239,7 +239,7 @@ class State:
         marks = None
         if needs.marks and v.shape:
             marks = self._beside(v, "accumulated_rows", np.zeros(row_shape(v.shape), np.zeros((), dtype).real.dtype))
-        return Own(v, tuple(needs.slots), slots, average, accumulator, needs.running, marks=marks)
+        return VariableState(v, tuple(needs.slots), slots, average, accumulator, needs.running, marks=marks)
 
     def _saved_as(self, saved_as: str, name: str, value: Array, alone: bool) -> Variable:
         """Creates a variable that checkpoints do not have by its own name, where `colocate_vars_with` says.

@@ -20,14 +20,14 @@ from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint, open_save
 from pswire.checkpoint.storage import storage_at
 from pswire.checkpoint.table_tensors import beside
 from pswire.errors import ConfigError, DamagedCheckpoint
-from pswire.flags import Command, Group
+from pswire.flags import Command, CommandGroup
 from pswire.telemetry.views.numbers import shape, size
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
 
 
 @click.group(
-    cls=Group,
+    cls=CommandGroup,
     section=FILES,
     examples=(
         ("List the checkpoints of a run", "psctl checkpoint ls runs/digits"),

@@ -22,7 +22,7 @@ DIFFERENCES = ("variable", "A", "B", "elements that differ", "largest difference
 
 
 @dataclass(frozen=True)
-class Difference:
+class VariableDifference:
     """One variable in two checkpoints. Rows of a dynamic table are compared by their keys.
 
     Attributes:
@@ -66,16 +66,16 @@ class Difference:
         return {"name": self.name, **sides, "count": self.count, "largest": largest}
 
 
-def difference(a: SavedCheckpoint, b: SavedCheckpoint, name: str) -> Difference:
+def difference(a: SavedCheckpoint, b: SavedCheckpoint, name: str) -> VariableDifference:
     """Compares one variable; raises `CheckpointError` where it cannot be read."""
     saved = [each.manifest.tensors.get(name) for each in (a, b)]
     x, y = (each.spec if each else None for each in saved)
     if x is None or x != y:
-        return Difference(name, x, y)
-    return Difference(name, x, y, *compare(a.tensor(name), b.tensor(name)))
+        return VariableDifference(name, x, y)
+    return VariableDifference(name, x, y, *compare(a.tensor(name), b.tensor(name)))
 
 
-def differences(a: SavedCheckpoint, b: SavedCheckpoint) -> Iterator[Difference]:
+def differences(a: SavedCheckpoint, b: SavedCheckpoint) -> Iterator[VariableDifference]:
     """Compares all variables, by name; of a dynamic table in both, deltas included, what is saved beside its rows, too.
 
     Raises:
@@ -95,11 +95,11 @@ def differences(a: SavedCheckpoint, b: SavedCheckpoint) -> Iterator[Difference]:
         yield _of_tables(name, *owners[name]) if name in owners else difference(a, b, name)
 
 
-def _of_tables(name: str, a: MergedTable, b: MergedTable) -> Difference:
+def _of_tables(name: str, a: MergedTable, b: MergedTable) -> VariableDifference:
     """Compares what one tensor has for the same keys."""
     x, y = a.rows.get(name), b.rows.get(name)
     if x is None or y is None or (x.dtype, x.shape[1:]) != (y.dtype, y.shape[1:]):
-        return Difference(name, x, y)
+        return VariableDifference(name, x, y)
     row = TensorSpec(x.dtype, x.shape[1:]).size
     _, at, to = np.intersect1d(a.hashes, b.hashes, assume_unique=True, return_indices=True)
     alone = len(a) + len(b) - 2 * at.size
@@ -108,7 +108,7 @@ def _of_tables(name: str, a: MergedTable, b: MergedTable) -> Difference:
         one, other = (np.concatenate([*each.pieces(name)])[rows] for each, rows in ((a, at), (b, to)))
         differing, largest = compare(one, other)
         count += differing
-    return Difference(name, x, y, count, largest, (at.size + alone) * row)
+    return VariableDifference(name, x, y, count, largest, (at.size + alone) * row)
 
 
 def compare(a: Array, b: Array) -> tuple[int, float | None]:

@@ -13,7 +13,7 @@ from psclient.psctl.local import clusters, with_values
 from psclient.psctl.output import say
 from psclient.psctl.settings import SECTIONS, CommandSettings, options
 from pswire.errors import ConfigError, PSError
-from pswire.flags import ABOUT, Group, explained, version
+from pswire.flags import ABOUT, CommandGroup, explained, version
 from pswire.process import INTERRUPTED, ends_with, take_interrupts
 from pswire.security.given import printable
 
@@ -42,7 +42,7 @@ GROUP = "paramserver.psctl"
 """The entry points by which other packages give `psctl` commands: it imports them when they are called."""
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """The commands of this package, and those that others bring."""
 
     def list_commands(self, context: click.Context) -> list[str]:

@@ -31,7 +31,7 @@ NO_PORT = (
 
 
 @dataclass(frozen=True)
-class Link:
+class PageLink:
     """A link to the page of a task.
 
     Attributes:
@@ -110,13 +110,13 @@ def _clock(looked: Sequence[Looked]) -> float:
     return min((now + one.skew for one in looked if one.status), default=now)
 
 
-def _of_chief(view: JobView, code: str) -> Iterator[Link]:
+def _of_chief(view: JobView, code: str) -> Iterator[PageLink]:
     yield from (
         _link(task.task, task.page, code) for task in view.tasks if task.state == "open" and _is_page(task.page)
     )
 
 
-def _of_servers(servers: Iterable[ServerView], number: int | None, code: str) -> Iterator[Link]:
+def _of_servers(servers: Iterable[ServerView], number: int | None, code: str) -> Iterator[PageLink]:
     for each in servers:
         if _is_page(each.page) and number in (None, int(each.task.rpartition(":")[2])):
             # A server that listens on all addresses of its machine does not know by which one it is reached.
@@ -130,17 +130,17 @@ def _is_page(url: str) -> bool:
     return _URL.fullmatch(url) is not None
 
 
-def _link(task: str, url: str, code: str) -> Link:
+def _link(task: str, url: str, code: str) -> PageLink:
     local = is_loopback(urlsplit(url).hostname or "")
-    return Link(task, f"{url}?code={code}" if code else url, local)
+    return PageLink(task, f"{url}?code={code}" if code else url, local)
 
 
-def _at(link: Link, address: str) -> Link:
+def _at(link: PageLink, address: str) -> PageLink:
     """The same page, at the address of a forwarded port, which is for the browser's machine to know."""
-    return Link(link.task, urlsplit(link.url)._replace(netloc=address).geturl(), local=False)
+    return PageLink(link.task, urlsplit(link.url)._replace(netloc=address).geturl(), local=False)
 
 
-def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
+def _lines(links: Sequence[PageLink], has_code: bool) -> Iterator[str]:
     width = max(len(short(link.task)) for link in links)
     for link in links:
         yield f"{short(link.task):<{width}}  {link.url}"

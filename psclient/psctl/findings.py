@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Host:
+class LocalHost:
     """This machine, or this container.
 
     Attributes:
@@ -79,7 +79,7 @@ class Patient:
     looked: Sequence[Looked]
     security: SecurityOptions
     name: str
-    host: Host
+    host: LocalHost
     seconds: float
     local: str = ""
 

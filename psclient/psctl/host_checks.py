@@ -9,7 +9,7 @@ from pathlib import Path
 
 from psclient._src.arrays.devices import gpu_report
 from psclient._src.network.transport import SHARED
-from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
+from psclient.psctl.findings import Check, Finding, LocalHost, Patient, fail, ok, warn
 from pswire.network.shared_memory import CLIENT_BYTES, Segment
 from pswire.process import versions
 from pswire.telemetry.views.numbers import size
@@ -35,9 +35,9 @@ SHARED_BYTES = 1 << 30
 """The server's --shared-memory, where nothing else is said."""
 
 
-def here() -> Host:
+def here() -> LocalHost:
     """This machine, or this container."""
-    return Host(
+    return LocalHost(
         shared=SHARED,
         shared_free=_free(SHARED),
         shared_writable=os.access(SHARED, os.W_OK),

@@ -19,7 +19,7 @@ from psclient._src.telemetry.observer import Servers
 from psclient.psctl.settings import CHANGE, CommandSettings, connected, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout
-from pswire.flags import Command, Flag, Group
+from pswire.flags import Command, CommandGroup, Flag
 from pswire.limits import Timeouts
 from pswire.model.places import NOWHERE, Standby
 from pswire.model.status import ServerStatus, newest_of
@@ -51,7 +51,7 @@ waits = click.option(
 
 
 @click.group(
-    cls=Group,
+    cls=CommandGroup,
     section=CHANGE,
     examples=(("Discard a job whose processes have ended", "psctl job delete --address 10.0.0.7:2222"),),
     no_args_is_help=False,

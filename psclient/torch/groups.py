@@ -26,7 +26,7 @@ LR = "lr"
 BETAS = "betas"
 
 
-class Groups(Configured):
+class ParameterGroups(Configured):
     """The rules of all groups, as one optimizer: they share its counts.
 
     The first group's rule has the state of all, and the options that are of a step as a whole, such as
@@ -277,31 +277,31 @@ def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tup
 
 
 @update_function
-def _begin(groups: Groups, *rest: Value) -> Any:
+def _begin(groups: ParameterGroups, *rest: Value) -> Any:
     return step_functions.begin(groups.rule, *rest)
 
 
 @update_function
-def _measure(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
+def _measure(v: Value, groups: ParameterGroups, gradient: Value, *rest: Value) -> Any:
     return step_functions.measure(v, groups.rule, _divided(v, groups, gradient), *rest)
 
 
 @update_function
-def _measure_norm(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
+def _measure_norm(v: Value, groups: ParameterGroups, gradient: Value, *rest: Value) -> Any:
     return step_functions.measure_norm(v, groups.rule, _divided(v, groups, gradient), *rest)
 
 
 @update_function
-def _advance(number: Any, groups: Groups, *rest: Value) -> None:
+def _advance(number: Any, groups: ParameterGroups, *rest: Value) -> None:
     step_functions.advance(number, groups.rule, *rest)
 
 
 @update_function
-def _apply(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
+def _apply(v: Value, groups: ParameterGroups, gradient: Value, *rest: Value) -> Any:
     return step_functions.apply(v, groups.rule, _divided(v, groups, gradient), *rest)
 
 
-def _divided(v: Value, groups: Groups, gradient: Value) -> Value:
+def _divided(v: Value, groups: ParameterGroups, gradient: Value) -> Value:
     divisor = groups.half_divisor if v.dtype == np.float16 else groups.divisor
     if divisor is None:
         return gradient

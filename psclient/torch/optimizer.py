@@ -23,7 +23,7 @@ from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
-from psclient.torch.groups import Groups, rule_of
+from psclient.torch.groups import ParameterGroups, rule_of
 from psclient.torch.parameters import Gate, Trained, check_parameter, limited_of, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps
@@ -120,7 +120,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             raise InvalidArgument(f"reduction is {reduction!r}; use 'mean' or 'sum'")
         mode, self._prefix = check_mode(buffers), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
-        self._groups = Groups(self.rule)
+        self._groups = ParameterGroups(self.rule)
         self._steps = Steps(
             self.strategy, self._groups, reduction == "mean", overlap, weakly(self._refresh_rules), module
         )

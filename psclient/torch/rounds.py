@@ -16,7 +16,7 @@ from psclient._src.rounds.section import Section
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.step_driver import StepKey
-from psclient.torch.groups import Groups
+from psclient.torch.groups import ParameterGroups
 from pswire.errors import InvalidArgument
 from pswire.model.plan import ReduceOp, Reduction, Ref
 from pswire.model.tensor import Array, TensorSpec, spec_of
@@ -34,7 +34,7 @@ class Extra(NamedTuple):
     array: Array
 
 
-class Outgoing(NamedTuple):
+class StepContribution(NamedTuple):
     """What this worker puts into a round.
 
     Attributes:
@@ -58,14 +58,14 @@ class StepRounds:
         groups: the rules.
     """
 
-    def __init__(self, strategy: Strategy, groups: Groups) -> None:
+    def __init__(self, strategy: Strategy, groups: ParameterGroups) -> None:
         self._strategy = strategy
         self._backend = cast(RemoteBackend, strategy.backend)
         self._groups = groups
         self._cache = TemplateCache()
         self._sent: list[Any] = []  # the numbers of the last round
 
-    def is_known(self, out: Outgoing) -> bool:
+    def is_known(self, out: StepContribution) -> bool:
         """Returns whether the last round was like this one, so that its gradients need not be there to send it."""
         nonfinite = self._backend.exchange.session.nonfinite
         return self._cache.find(self._key(out, self._groups._settings()), nonfinite) is not None
@@ -75,7 +75,7 @@ class StepRounds:
         """True if a learning rate, or another number, is not what the last round was sent with."""
         return repr(self._groups._settings().numbers) != repr(self._sent)
 
-    def send(self, out: Outgoing) -> Section:
+    def send(self, out: StepContribution) -> Section:
         """Sends a round, and does not wait for it; returns its section."""
         backend, driver, settings = self._backend, self._groups.driver, self._groups._settings()
         last = self._cache.key
@@ -88,11 +88,11 @@ class StepRounds:
                 driver.build(self._strategy, out.variables, out.gradients)
             return backend.section(lambda: self._section(out, settings))
 
-    def _key(self, out: Outgoing, settings: Settings) -> _Key:
+    def _key(self, out: StepContribution, settings: Settings) -> _Key:
         extras = tuple([(extra.op, spec_of(extra.array)) for extra in out.extras])
         return _Key(self._groups.driver.key(settings, out.variables), extras, out.skips)
 
-    def _section(self, out: Outgoing, settings: Settings) -> Section:
+    def _section(self, out: StepContribution, settings: Settings) -> Section:
         backend = self._backend
         section = backend.section_here
         self._sent = settings.numbers

@@ -12,7 +12,7 @@ from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
-from psclient.torch.groups import Groups
+from psclient.torch.groups import ParameterGroups
 from psclient.torch.parameters import Trained
 from psclient.torch.rules import SGD, STEP, TorchRule
 from pswire.errors import InvalidArgument
@@ -31,7 +31,7 @@ class SlotState:
         groups: the rules.
     """
 
-    def __init__(self, strategy: Strategy, groups: Groups) -> None:
+    def __init__(self, strategy: Strategy, groups: ParameterGroups) -> None:
         self._strategy = strategy
         self._groups = groups
 

@@ -26,9 +26,9 @@ from psclient.torch.buffers import ModuleBuffers
 from psclient.torch.changes import Changes
 from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
-from psclient.torch.groups import Groups
+from psclient.torch.groups import ParameterGroups
 from psclient.torch.parameters import Trained, names_of
-from psclient.torch.rounds import Extra, Outgoing, StepRounds, values_of
+from psclient.torch.rounds import Extra, StepContribution, StepRounds, values_of
 from pswire.errors import InvalidCall, PSError
 from pswire.limits import PART_BYTES
 
@@ -58,7 +58,7 @@ class Steps:
     def __init__(
         self,
         strategy: Strategy,
-        groups: Groups,
+        groups: ParameterGroups,
         averages: bool,
         overlap: bool,
         refresh: Callable[[], object],
@@ -190,7 +190,7 @@ class Steps:
                 each.variable.assign(on_host(each.tensor))
         self.bind(changed)
 
-    def _outgoing(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> Outgoing:
+    def _outgoing(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> StepContribution:
         gradients = self.gradients.take(trained)
         variables: list[Variable] = [each.variable for each in trained]
         for table, gradient in self._rows():
@@ -199,7 +199,7 @@ class Steps:
         extras = self._of_buffers()
         if scale is not None:
             extras.append(Extra("sum", np.full(1, overflow, np.float32)))
-        return Outgoing(variables, gradients, extras, skips=scale is not None)
+        return StepContribution(variables, gradients, extras, skips=scale is not None)
 
     def _rows(self) -> list[tuple[Any, Any]]:
         """Returns the tables, and the gradient of each; those of a group of tables are one."""
@@ -300,7 +300,7 @@ class Steps:
         if not (plain and all(each.on_host and not each.by_rows and _is_whole(each.variable) for each in trained)):
             return None
         promised = {id(each.tensor): Coming(each.tensor.nbytes) for each in trained}
-        out = Outgoing([each.variable for each in trained], [*promised.values()], self._of_buffers())
+        out = StepContribution([each.variable for each in trained], [*promised.values()], self._of_buffers())
         return (self._rounds.send(out), promised) if self._rounds.is_known(out) else None
 
     def _check_sent(self, trained: Sequence[Trained], scale: float | None) -> Section:

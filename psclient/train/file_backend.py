@@ -73,7 +73,7 @@ class FileBackend:
         try:
             shard = write_shard(root, frozen, lambda value: (value,), lambda name: None)
             text = manifest_of([shard], frozen.order).text()
-            write_manifest(root, frozen, text, spare=later.needed if isinstance(later, Later) else ())
+            write_manifest(root, frozen, text, spare=later.needed if isinstance(later, DeferredValues) else ())
         except CheckpointError:
             with suppress(CheckpointError):  # the first error is the one to raise
                 remove_shard(root, frozen)
@@ -111,7 +111,7 @@ class FileBackend:
             else:
                 variable.assign(value)
         self._backend.group.restore(found.manifest.positions)
-        self._backend.first_value = Later(found, set(found.manifest.variables) - set(chosen), cast)
+        self._backend.first_value = DeferredValues(found, set(found.manifest.variables) - set(chosen), cast)
         set_aside(found.place, found.path, damaged)
         return _opened(path, found, damaged)
 
@@ -124,7 +124,7 @@ class FileBackend:
         return self._backend.restored_names()
 
 
-class Later:
+class DeferredValues:
     """Values of a restored checkpoint for variables that are created later; each value is given once.
 
     Args:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from psserver.checkpoints.later import Later
+from psserver.checkpoints.later import DeferredRestore
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Effect, Fail, Reply, Work, naming
@@ -52,7 +52,7 @@ class _HandedOver:
 
     values: dict[int, Array]
     tables: list[RestoredTable]
-    later: Later
+    later: DeferredRestore
     checkpoint: SavedCheckpoint | None
     shard: Shard
 
@@ -127,7 +127,7 @@ class Handover:
             parts = [table.restored(saved, self._store.native) for table in tables]
             path = f"{order.path}/{LATER}"
             with told(self._place.full(path)), self._place.open(path) as file:
-                later = Later.of(file.read(PART_BYTES))
+                later = DeferredRestore.of(file.read(PART_BYTES))
             checkpoint = SavedCheckpoint.open(self._place, later.path, PART_BYTES) if later.path else None
             put = self._store.device.put
             values = {v.id: put(array) for (_, v), array in zip(wanted, read, strict=True)}

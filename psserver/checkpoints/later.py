@@ -9,7 +9,7 @@ from pswire.checkpoint import strict_json
 
 
 @dataclass(frozen=True)
-class Later:
+class DeferredRestore:
     """What a server has of a restored checkpoint beside its variables.
 
     Attributes:
@@ -29,7 +29,7 @@ class Later:
         return json.dumps([self.path, self.names, self.cast, self.begun]).encode()
 
     @classmethod
-    def of(cls, text: bytes) -> Later:
+    def of(cls, text: bytes) -> DeferredRestore:
         """Reads it; raises `Malformed`."""
         path, names, cast, begun = strict_json.items(strict_json.parse(text.decode()))
         numbers = map(strict_json.integer, strict_json.items(begun))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from psserver.checkpoints.bases import Bases
-from psserver.checkpoints.later import Later
+from psserver.checkpoints.later import DeferredRestore
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable, first_of_part
 from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.plans.round import ReadyRound
@@ -262,14 +262,14 @@ class Restores:
         return frozenset(saved.full for saved in (late.saved, *late.saved.bases))
 
     @property
-    def later(self) -> Later:
+    def later(self) -> DeferredRestore:
         """What `adopt` takes, on a server that has the same variables."""
         begun = tuple(sorted(self.begun))
         if (late := self._late) is None:
-            return Later(begun=begun)
-        return Later(late.saved.path, tuple(sorted(late.names)), late.cast, begun)
+            return DeferredRestore(begun=begun)
+        return DeferredRestore(late.saved.path, tuple(sorted(late.names)), late.cast, begun)
 
-    def adopt(self, saved: SavedCheckpoint | None, later: Later) -> None:
+    def adopt(self, saved: SavedCheckpoint | None, later: DeferredRestore) -> None:
         """Takes over what the others have of a restored checkpoint for later variables; `saved` is that one, if any."""
         self._late = None if saved is None else _Late(saved, frozenset(later.names), later.cast)
         self.begun.update(later.begun)

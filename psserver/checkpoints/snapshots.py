@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from psserver.checkpoints.bases import Bases
 from psserver.checkpoints.handover import LATER, name_of
-from psserver.checkpoints.later import Later
+from psserver.checkpoints.later import DeferredRestore
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.tables import FrozenPart
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
@@ -381,7 +381,7 @@ class Snapshots:
 
     # ---- In the thread for files ----
 
-    def _write_shard(self, frozen: Frozen, later: Later | None, let_go: Callable[[str], None]) -> Shard:
+    def _write_shard(self, frozen: Frozen, later: DeferredRestore | None, let_go: Callable[[str], None]) -> Shard:
         with naming(self._store.task):
             if later is not None:
                 path = str(frozen.directory / LATER)

@@ -18,7 +18,7 @@ from psserver.config import ServerConfig
 from psserver.core.machine import UNCHANGED, Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
 from psserver.core.waiting import Asked
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.execution.array_queue import ArrayQueue
 from psserver.plans.prepared import PreparedPlan
@@ -84,7 +84,7 @@ class Core:
         files: Submit | None = None,
     ) -> None:
         self.config, self.task, self.server = config, config.task, config.task.index
-        self.device = Device.parse(config.device)
+        self.device = ServerDevice.parse(config.device)
         self.kernels = Kernels(self.device, config.threads, folder=config.kernel_cache)
         self.incarnation = incarnation
         self.machine = machine = Machine(config, incarnation, self.kernels, clock)

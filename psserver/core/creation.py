@@ -14,7 +14,7 @@ from pswire.limits import MAX_VARIABLES
 from pswire.model.plan import PlacedVariable
 
 
-class Creation:
+class VariableCreation:
     """Creates variables, and says what is known of them. Guarded by the core's lock.
 
     Args:

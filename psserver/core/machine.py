@@ -20,7 +20,7 @@ from psserver.config import ServerConfig
 from psserver.core.admission import Admission
 from psserver.core.chunks import ChunkStimuli
 from psserver.core.closures import ClosureStimuli
-from psserver.core.creation import Creation
+from psserver.core.creation import VariableCreation
 from psserver.core.joins import Indices, JoinStimuli
 from psserver.core.links import Links
 from psserver.core.log import Log
@@ -29,14 +29,14 @@ from psserver.core.places import PlaceStimuli
 from psserver.core.runner import Runner
 from psserver.core.status import Looks, status_of
 from psserver.core.stimuli import WATCHED
-from psserver.core.waiting import Asked, Hold, Owed, Read, Waiters, Watch
+from psserver.core.waiting import Asked, HeldCall, Owed, Read, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
-from psserver.state.first_values import FirstValues
+from psserver.state.first_values import FirstValueUploads
 from psserver.state.key_tables import reading_ahead
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, Membership
@@ -110,7 +110,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         native = Native(kernels.on_host.compiler, _tier_of(config))
         self.store = Store(self.server, kernels.device, config.memory_limit, native)
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
-        self.first_values = FirstValues(self.store)
+        self.first_values = FirstValueUploads(self.store)
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
         self.members = Membership(
@@ -130,7 +130,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self.log = Log(self.store, self.rounds, self.snapshots, incarnation, config.addresses)
         self._handover = Handover(self.store, self.restores, root, self.rounds, self._cannot_read)
         self.closures = Closures()
-        self._creation = Creation(self.store, self.log, self.restores)
+        self._creation = VariableCreation(self.store, self.log, self.restores)
         self._indices = Indices(timeouts.session_timeout, config.max_sessions)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
@@ -301,7 +301,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
     def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
         """Adds a watch of the log and the sessions. Readers without a session may call it as well."""
         self._admission.check_reader(session, now)
-        self.waiters.add((Hold if version in WATCHED else Watch)(session, future, after, version))
+        self.waiters.add((HeldCall if version in WATCHED else Watch)(session, future, after, version))
         return None, []
 
     def part(self, now: float, session: int) -> Outcome[None]:

@@ -20,7 +20,7 @@ from psserver.plans.round import Commit, ReadyRound
 from psserver.state.counters import ServerCounters
 from psserver.state.pending_round import Waiter
 from psserver.state.rounds import Rounds
-from psserver.state.strands import Given, Record
+from psserver.state.strands import Record, ReturnedValues
 from pswire.errors import PSError
 from pswire.network.payload import Payload
 
@@ -71,7 +71,7 @@ class Recovering:
         return [Work("arrays", _keep, (job,), then=partial(self._kept, job))]
 
     def _kept(
-        self, job: ReadyRound, found: tuple[ReadyRound, Given] | None, error: PSError | None, now: float
+        self, job: ReadyRound, found: tuple[ReadyRound, ReturnedValues] | None, error: PSError | None, now: float
     ) -> list[Effect]:
         if job is not self.keeps:
             return []  # the job was started anew
@@ -97,7 +97,7 @@ class Recovering:
             log.info("recovered: all rounds up to round %d are applied", job.round)
 
 
-def _keep(job: ReadyRound) -> tuple[ReadyRound, Given]:
+def _keep(job: ReadyRound) -> tuple[ReadyRound, ReturnedValues]:
     """Copies a round's contributions, and reduces what it gives back. Array work, without the lock.
 
     The members' memory is theirs again once they are answered.
@@ -112,7 +112,7 @@ def _keep(job: ReadyRound) -> tuple[ReadyRound, Given]:
     kept = replace(job, parts=parts, commit=Commit.ATOMIC, put_off=True)
     contributions = Contributions(kept)
     values = (contributions.value(ref.index) for ref, _ in job.prepared.given)
-    return kept, Given([np.ascontiguousarray(value) for value in values])
+    return kept, ReturnedValues([np.ascontiguousarray(value) for value in values])
 
 
 def _copied(payload: Payload) -> Payload:

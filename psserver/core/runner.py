@@ -27,7 +27,7 @@ from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import ServerCounters
 from psserver.state.pending_round import Waiter
 from psserver.state.rounds import Rounds
-from psserver.state.strands import Given, Record
+from psserver.state.strands import Record, ReturnedValues
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import PSError, ServerLost
@@ -199,7 +199,7 @@ class Runner:
             self._rounds.gather(job, ballot.attempt + 1)  # nothing was tried: what is waits for all
             return self.next()
         if not agreed.parts:
-            void = partial(self._rounds.complete, agreed, Given())
+            void = partial(self._rounds.complete, agreed, ReturnedValues())
             return self._finish(trial, False, lambda: self._close(agreed, trial, *void()))
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
             if trial is not None and agreed.parts != job.parts:

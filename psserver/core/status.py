@@ -8,7 +8,7 @@ from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.waiting import Waiters
-from psserver.plans.round import Own
+from psserver.plans.round import SessionSequence
 from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import STILL_SECONDS, Membership
@@ -78,7 +78,7 @@ def status_of(
 def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRound, ...]:
     """Returns the open rounds, that one of them waits for a checkpoint, and the answers that are held."""
     job, why = runner.held, "waits until more of a checkpoint is written"
-    held = job.round if job is not None and not isinstance(job.strand, Own) else None
+    held = job.round if job is not None and not isinstance(job.strand, SessionSequence) else None
     waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in rounds.waiting()]
     return (*waiting, *waiters.held)
 

@@ -13,7 +13,7 @@ from psserver.plans.round import Key, ReadyRound
 from psserver.state.counters import RoundTrace
 from psserver.state.strands import Record
 from pswire.traces.traceparent import labels_of
-from pswire.traces.tracer import Attributes, Tracer, wall_clock
+from pswire.traces.tracer import Attributes, SpanTracer, wall_clock
 
 Stretch = tuple[float, float]
 """When something began and ended, in monotonic seconds."""
@@ -45,7 +45,7 @@ class RoundTraces:
         clock: monotonic seconds.
     """
 
-    def __init__(self, tracer: Tracer, task: str, clock: Callable[[], float]) -> None:
+    def __init__(self, tracer: SpanTracer, task: str, clock: Callable[[], float]) -> None:
         self._tracer = tracer
         self._task = task
         self._clock = clock
@@ -99,7 +99,7 @@ class _Told(RoundTrace):
 
     def __init__(
         self,
-        tracer: Tracer,
+        tracer: SpanTracer,
         clock: Callable[[], float],
         times: _Times,
         texts: list[str],

@@ -49,7 +49,7 @@ class Watch(Waiter):
 
 
 @dataclass(frozen=True, eq=False)
-class Hold(Watch):
+class HeldCall(Watch):
     """A call that waits until its session ends, or, with the version `UNTIL_GONE`, until more servers are lost."""
 
 
@@ -109,7 +109,7 @@ class Waiters:
         rounds: Rounds,
         reply: Callable[[Owed], Sequence[Effect]],
     ) -> None:
-        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Ahead: [], Read: [], Watch: [], Hold: []}
+        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Ahead: [], Read: [], Watch: [], HeldCall: []}
         self._log = log
         self._members = members
         self._store = store
@@ -128,7 +128,7 @@ class Waiters:
             InvalidRequest: it reads a variable that has no value, or one twice, or rows that are not there.
         """
         match row:
-            case Hold():
+            case HeldCall():
                 self._fresh += 1
             case Watch():
                 self._looked = None
@@ -160,7 +160,7 @@ class Waiters:
         dropped = self.rows[Read] + self.rows[Owed] + self.rows[Ahead]
         self.rows[Read], self.rows[Owed], self.rows[Ahead] = [], [], []
         self._held, self._fresh = None, 0
-        for kind in (Watch, Hold):
+        for kind in (Watch, HeldCall):
             dropped += [row for row in self.rows[kind] if watches(row.session)]
             self.rows[kind] = [row for row in self.rows[kind] if not watches(row.session)]
         return [row.future for row in dropped]
@@ -241,14 +241,14 @@ class Waiters:
         Each process holds one: a thousand that come one after the other must not look at each other's.
         """
         answers: list[Effect] = []
-        calls, held, older = self.rows[Hold], (ends, len(self._log.losses)), list[Any]()
+        calls, held, older = self.rows[HeldCall], (ends, len(self._log.losses)), list[Any]()
         if held == self._held and not self._fresh:
             return answers
         if held == self._held:
-            older, self.rows[Hold] = calls[: len(calls) - self._fresh], calls[len(calls) - self._fresh :]
+            older, self.rows[HeldCall] = calls[: len(calls) - self._fresh], calls[len(calls) - self._fresh :]
         self._held, self._fresh = held, 0
-        answers += self._news(self._take(Hold, self._has_news, ended, answers), 0.0)
-        self.rows[Hold] = older + self.rows[Hold]
+        answers += self._news(self._take(HeldCall, self._has_news, ended, answers), 0.0)
+        self.rows[HeldCall] = older + self.rows[HeldCall]
         return answers
 
     def _take(

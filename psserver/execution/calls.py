@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from psserver.execution.contributions import ContributionParts, Sender
-from psserver.plans.batches import Column, KernelBatch
+from psserver.execution.contributions import ContributionParts, MemberInput
+from psserver.plans.batches import CallColumn, KernelBatch
 from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
@@ -270,7 +270,9 @@ class Ready:
         self._rows = rows
 
     @classmethod
-    def of(cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
+    def of(
+        cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[MemberInput], alone: Set[int]
+    ) -> Ready | None:
         """Returns some of a batch's applications as one call; None if they cannot run together.
 
         Args:
@@ -282,7 +284,7 @@ class Ready:
         ready = cls(batch, slice(at - batch.first, stop - batch.first))
         return ready if alone >= set(ready.assigned) and ready._take(senders) else None
 
-    def _take(self, senders: Sequence[Sender]) -> bool:
+    def _take(self, senders: Sequence[MemberInput]) -> bool:
         """Writes the addresses of the contributions into the table; returns False if some are not in one piece."""
         for column in self._batch.columns:
             if column.parameter.role == "part":
@@ -323,7 +325,7 @@ class Ready:
         return [(self.numbers[row], flags) for row, flags in found]
 
     def _of_variables(
-        self, column: Column, variables: Callable[[Sequence[int]], Sequence[Array]], held: list[Array]
+        self, column: CallColumn, variables: Callable[[Sequence[int]], Sequence[Array]], held: list[Array]
     ) -> Numbers | None:
         """Returns the addresses that a parameter takes, if these are variables, and the whole batch runs."""
         ids = column.variables
@@ -340,7 +342,7 @@ def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) ->
     return range(first, first + held[-1].nbytes, held[-1].itemsize)
 
 
-def _addresses(column: Column, rows: slice, value: Callable[[Ref], Any], held: list[Array]) -> list[int]:
+def _addresses(column: CallColumn, rows: slice, value: Callable[[Ref], Any], held: list[Array]) -> list[int]:
     """Returns the address of each value, or of the only one."""
     refs = column.refs[rows] if column.shared is None else [column.shared]
     known = {ref: np.ascontiguousarray(value(ref)) for ref in dict.fromkeys(refs)}

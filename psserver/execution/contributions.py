@@ -52,7 +52,7 @@ class ContributionParts:
     total: float
 
 
-class Sender:
+class MemberInput:
     """One member's contribution, by tensors. Used by one thread at a time.
 
     Args:
@@ -197,7 +197,7 @@ class Contributions:
         self._prepared = job.prepared
         self._compared = bool(job.voters) and not job.tries  # the operands, before the servers voted
         self._timer = timer
-        self.senders = [Sender(part, job.prepared) for part in job.contributors]
+        self.senders = [MemberInput(part, job.prepared) for part in job.contributors]
         self.dropped: set[Task] = set()
         self._lost = 0  # how many sessions were lost when it was looked at last
         self._known: dict[int, list[Weighed]] = {}
@@ -386,7 +386,7 @@ class Contributions:
         found = (sender.rows(index, reduction) for sender in self._counted(index))
         return [rows for rows in found if rows is not None]
 
-    def _counted(self, index: int) -> list[Sender]:
+    def _counted(self, index: int) -> list[MemberInput]:
         """Returns the senders whose rows count in a reduction."""
         present = [sender for sender in self.senders if sender.part.said.weights[index]]
         return present[: 1 if self._prepared.plan.reductions[index].op == "first" else None]
@@ -463,7 +463,9 @@ def _address(buffer: memoryview) -> int:
     return address_of(np.frombuffer(buffer, np.uint8))
 
 
-def _check_equal(what: str, first: Sender, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:
+def _check_equal(
+    what: str, first: MemberInput, expected: Sequence[Array], sender: MemberInput, pieces: Sequence[Array]
+) -> None:
     if _bytes(pieces) != _bytes(expected):
         raise Diverged(
             f"{what} must be equal on all workers, but {first.task} has {_show(expected)} and "

@@ -19,7 +19,7 @@ import numpy as np
 from psserver.devices import owned
 from psserver.effects import Await
 from psserver.execution.calls import KernelCall, Ready, Spare
-from psserver.execution.contributions import Contributions, Sender
+from psserver.execution.contributions import Contributions, MemberInput
 from psserver.execution.lookups import Lookups
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.execution.reservation import Call, reserve
@@ -34,7 +34,7 @@ from psserver.programs.kernels.kernels import Kernels
 from psserver.state.held import Held
 from psserver.state.key_tables import TableTensor
 from psserver.state.missed import MissedUpdates
-from psserver.state.strands import Given
+from psserver.state.strands import ReturnedValues
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
@@ -94,7 +94,7 @@ class Execution:
         self.wanted = frozenset[int]().union(*[part.said.want for part in job.parts])
         self._returned: list[Array] = []
         self._rows: list[int] = []
-        self.given = Given(self._returned, self._rows)
+        self.given = ReturnedValues(self._returned, self._rows)
         self.lookups = Lookups(job)
         self.missed: dict[int, MissedUpdates | None] = {}
         self.touched: dict[int, Int64s] = {}
@@ -156,7 +156,7 @@ class Execution:
                 return Await(sender.part.payload, end)
         return None
 
-    def _ends(self) -> Iterator[tuple[Sender, int]]:
+    def _ends(self) -> Iterator[tuple[MemberInput, int]]:
         """Yields, for each sender, the offset that its payload must reach for the next step."""
         for sender in self.contributions.senders:
             if not self.begun:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import xxhash
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.state.variables import Store, take_rows
 from pswire.model.rows import Int64s
 from pswire.model.tensor import as_bytes
@@ -19,7 +19,7 @@ PIECE = 1 << 14
 """Rows that are copied at a time."""
 
 
-def hash_wholes(store: Store, device: Device, ids: Iterable[int]) -> dict[int, int]:
+def hash_wholes(store: Store, device: ServerDevice, ids: Iterable[int]) -> dict[int, int]:
     """Returns the hash of all bytes of each variable, 64 bits, by number.
 
     A variable of which rows have missed updates is left out: what is in memory depends on who has read it.
@@ -29,7 +29,7 @@ def hash_wholes(store: Store, device: Device, ids: Iterable[int]) -> dict[int, i
         return {id: xxhash.xxh3_64_intdigest(as_bytes(device.get(value))) for id, value in settled}
 
 
-def hash_rows(store: Store, device: Device, rows: Mapping[int, Int64s]) -> dict[int, int]:
+def hash_rows(store: Store, device: ServerDevice, rows: Mapping[int, Int64s]) -> dict[int, int]:
     """Returns the hash of some rows of each variable, with all updates, 64 bits, by number.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.step_variables import StepVariables
 from psserver.plans.round import ReadyRound
 from pswire.model.tensor import Array
@@ -27,7 +27,7 @@ class Lookups:
         self.variables = frozenset(read.variable for reads in self._wanted.values() for read in reads)
         self.found: dict[int, list[Array]] = {}
 
-    def take(self, variables: StepVariables, device: Device) -> None:
+    def take(self, variables: StepVariables, device: ServerDevice) -> None:
         """Takes the rows, after the last step.
 
         Variables are written by then. So those for which there is no memory are left out, to be taken by themselves.

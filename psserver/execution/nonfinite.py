@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.calls import Doubt
 from psserver.execution.contributions import Contributions
 from psserver.plans.outline import Application
@@ -60,7 +60,7 @@ class NonfiniteValues:
             be finite before. On a GPU both are complete after `settle`.
     """
 
-    def __init__(self, device: Device, sent: Contributions) -> None:
+    def __init__(self, device: ServerDevice, sent: Contributions) -> None:
         self._device = device
         self._sent = sent
         self._flags: list[tuple[Ref, Any, Any, Any]] = []

@@ -27,7 +27,7 @@ from pswire.encoding.protocol import spoken
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import InvalidRequest, PSError, ServerGone
 from pswire.network.grpc_channel import open_channel, reason, stub
-from pswire.network.sockets import Kind, Message, MessageSocket, connect
+from pswire.network.sockets import Message, MessageKind, MessageSocket, connect
 from pswire.network.tls_socket import Stream
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
@@ -75,7 +75,7 @@ class Peers:
         self._core = core
         self._config = config
         self._known: tuple[Peer, ...] = ()
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, PeerConnection] = {}
         self._wanted: set[int] = set()  # to whom something was said
         self._lock = threading.Lock()  # guards all of them
         self._closed = False
@@ -105,12 +105,12 @@ class Peers:
         if link is not None:
             link.say(said)
 
-    def _connect(self, server: int) -> Link | None:
+    def _connect(self, server: int) -> PeerConnection | None:
         """Returns the connection to a server, made now if there is none; None while it is gone."""
         found = self._links.get(server)
         peer = self._known[server] if server < len(self._known) else NOWHERE
         if found is None and peer != NOWHERE and not self._closed:
-            found = self._links[server] = Link(self._core, self._config, server, peer)
+            found = self._links[server] = PeerConnection(self._core, self._config, server, peer)
         return found
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Peers:
             link.join()
 
 
-class Link:
+class PeerConnection:
     """The connection to one server, which is made again when it breaks.
 
     Args:
@@ -224,7 +224,7 @@ class Link:
             lease = self._config.timeouts.session_timeout
             sock = connect(host, answer.data_port, CONNECT_SECONDS, lease, True, tls, self._name)
             try:
-                sock.sendall(Message(Kind.HELLO, header=hello.SerializeToString()).head())
+                sock.sendall(Message(MessageKind.HELLO, header=hello.SerializeToString()).head())
                 transport = TransportCarrier(sock)
                 transport.await_welcome()
             except BaseException:
@@ -263,7 +263,7 @@ class TransportCarrier:
         deadline = time.monotonic() + CONNECT_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             for message in self._link.receive():
-                if message.kind is not Kind.WELCOME:
+                if message.kind is not MessageKind.WELCOME:
                     raise InvalidRequest(f"it sent {message.kind.name} in place of WELCOME")
                 self._link.trust()
                 return
@@ -280,7 +280,7 @@ class TransportCarrier:
     def say(self, data: bytes) -> None:
         """Sends a vote as far as the system takes it; `keep` sends the rest, and finds out if the connection broke."""
         with suppress(OSError):
-            self._link.send((Message(Kind.VOTE, header=data).head(),))
+            self._link.send((Message(MessageKind.VOTE, header=data).head(),))
 
     def keep(self, closed: threading.Event) -> None:
         """Waits until the connection breaks; raises `OSError` or `InvalidRequest`."""

@@ -23,7 +23,7 @@ from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSErro
 from pswire.network.parts import Assembly
 from pswire.network.payload import Payload
 from pswire.network.shared_memory import SharedArena
-from pswire.network.sockets import Kind, Message, MessageSocket, PayloadSender
+from pswire.network.sockets import Message, MessageKind, MessageSocket, PayloadSender
 from pswire.network.tls_socket import Stream
 from pswire.network.traffic import Traffic, TransportName
 from pswire.pb import parameter_server_pb2 as pb
@@ -310,24 +310,24 @@ class Connection:
             self._hello(message)
             return
         match message.kind:
-            case Kind.PUSH:
+            case MessageKind.PUSH:
                 self._call(message, self._push)
-            case Kind.PULL:
+            case MessageKind.PULL:
                 self._call(message, self._pull)
-            case Kind.PART:
+            case MessageKind.PART:
                 self._part(message)
-            case Kind.FREED:
+            case MessageKind.FREED:
                 self._channel.freed(message.place)
-            case Kind.HEARTBEAT:
+            case MessageKind.HEARTBEAT:
                 self._call(message, self._renew)
-            case Kind.VOTE:
+            case MessageKind.VOTE:
                 self._vote(message)
             case _:
                 raise InvalidRequest(f"a client must not send {message.kind.name}")
 
     def _hello(self, message: Message) -> None:
         hello = parse(pb.TransportHello, message.header)
-        if message.kind is not Kind.HELLO:
+        if message.kind is not MessageKind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
         self._registered, self._hello_said = self._transports.let_in(self, hello), hello
         if self._shared:
@@ -338,7 +338,7 @@ class Connection:
         self._heartbeat.seconds = max(hello.lease / WORDS, LEAST_WORD_SECONDS) if hello.lease > 0 else 0.0
         if hello.replaces:
             self._transports.replace(self)
-        self._channel.tell(Kind.WELCOME)
+        self._channel.tell(MessageKind.WELCOME)
 
     def _call(self, message: Message, call: Callable[[Message], None]) -> None:
         """Handles a call. Its errors are sent to the client."""
@@ -376,7 +376,7 @@ class Connection:
     def _answer_pull(self, call: int, future: Future[PullReply]) -> None:
         try:
             reply = future.result()
-            self._channel.send(Kind.ANSWER, call, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
+            self._channel.send(MessageKind.ANSWER, call, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
         except PSError as error:
             self._refuse(call, error)
 
@@ -384,7 +384,7 @@ class Connection:
         """Answers a heartbeat, at once."""
         self._check(HEARTBEAT, self._hello_said)
         drives = self._transports.core.heartbeat(self._hello_said.session, -1, b"", None)
-        self._channel.tell(Kind.ANSWER, message.call, DRIVE if drives else b"")
+        self._channel.tell(MessageKind.ANSWER, message.call, DRIVE if drives else b"")
 
     def _vote(self, message: Message) -> None:
         """Takes another server's vote, which has no answer."""
@@ -424,7 +424,7 @@ class Connection:
         """Sends a sign of life."""
         if not self._link.waiting:  # else the waiting messages are signs of life
             alive = pb.TransportAlive(received=self._link.received, paused=self._paused)
-            self._channel.tell(Kind.ALIVE, header=alive.SerializeToString())
+            self._channel.tell(MessageKind.ALIVE, header=alive.SerializeToString())
 
     def end(self, error: PSError) -> None:
         """Fails all calls that wait with an error."""
@@ -459,7 +459,7 @@ class Connection:
 
     def _refuse(self, call: int, error: PSError) -> None:
         self._let_rest_pass(call)
-        self._channel.tell(Kind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
+        self._channel.tell(MessageKind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
 
 
 class TransportAnswer:
@@ -480,11 +480,11 @@ class TransportAnswer:
         if payload.size:
             self._begun = True
             header = pb.RoundHeader(size=payload.size).SerializeToString()
-            self._channel.send(Kind.PART, self.call, header, payload, ends=True)
+            self._channel.send(MessageKind.PART, self.call, header, payload, ends=True)
 
     def send(self, header: bytes, payload: Payload) -> None:
         """Sends a complete answer, or the end of a growing one."""
         if self._begun:
-            self._channel.end(Kind.ANSWER, self.call, header)
+            self._channel.end(MessageKind.ANSWER, self.call, header)
         else:
-            self._channel.send(Kind.ANSWER, self.call, header, payload)
+            self._channel.send(MessageKind.ANSWER, self.call, header, payload)

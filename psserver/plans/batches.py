@@ -27,7 +27,7 @@ MAX_PARTS = 8
 """Most contributions that one kernel sums; more are summed before it runs."""
 
 
-class Column:
+class CallColumn:
     """One parameter of a batch's kernel: a column of the table of its calls.
 
     Args:
@@ -94,7 +94,9 @@ class KernelBatch:
         assert stage.kernel is not None
         self.kernel = stage.kernel
         self.columns = [
-            Column(place, p, [a.apply.args[s.step.args[p.value]] for a, s in zip(applications, stages, strict=True)])
+            CallColumn(
+                place, p, [a.apply.args[s.step.args[p.value]] for a, s in zip(applications, stages, strict=True)]
+            )
             for place, p in enumerate(self.kernel.parameters, 1)
         ]
         self.strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self.kernel.parameters]

@@ -29,7 +29,7 @@ BRIEF_INTERPRETED_BYTES = 1 << 18
 """The same where the interpreter runs some of its programs: of some ops a byte takes long."""
 
 
-class Own(NamedTuple):
+class SessionSequence(NamedTuple):
     """The key of the rounds of one session alone, in a job whose members make rounds together.
 
     They update variables that are `alone`. The strand is the session's and no task's: a process that comes back begins
@@ -39,7 +39,7 @@ class Own(NamedTuple):
     session: int
 
 
-Key = Task | int | Own | None
+Key = Task | int | SessionSequence | None
 """The key of a strand: the task of an asynchronous worker, or the number of the closure that it runs, or the session of
 a synchronous member for its own rounds; None for the strand of all synchronous members."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from psserver.effects import Effect
 from psserver.plans.round import Key
-from psserver.state.strands import Strand
+from psserver.state.strands import RoundSequence
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.changes import Change, change_of
@@ -97,7 +97,7 @@ def excluded(before: Generation | None, generation: Generation) -> set[int]:
 
 
 def go_on(
-    strands: dict[Key, Strand], before: Generation | None, generation: Generation, running: object
+    strands: dict[Key, RoundSequence], before: Generation | None, generation: Generation, running: object
 ) -> list[Effect]:
     """Strands go on from the round of a change, which all members make next; returns the effects.
 
@@ -120,7 +120,7 @@ def go_on(
             )
     turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in generation.members)
     for key in (None, *(member.task for member in generation.members)):
-        strand = strands.setdefault(key, Strand())
+        strand = strands.setdefault(key, RoundSequence())
         strand.last = max(strand.last, change.round - 1)
         if turned:
             strand.settled = generation.start.positions if generation.start else ()

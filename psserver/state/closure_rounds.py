@@ -11,7 +11,7 @@ from collections.abc import Collection, MutableMapping
 from psserver.effects import Effect
 from psserver.plans.round import Key
 from psserver.state.pending_round import Push
-from psserver.state.strands import Strand
+from psserver.state.strands import RoundSequence
 from pswire.api import Contribution
 from pswire.errors import Fenced, InvalidRequest, ProgramError
 from pswire.limits import CLOSURE_ROUNDS
@@ -37,7 +37,7 @@ class ClosuresOver:
         """Returns True for a closure that is known to be over; no worker has it any more."""
         return number <= self._newest and number not in self._begun
 
-    def forget(self, strands: MutableMapping[Key, Strand]) -> None:
+    def forget(self, strands: MutableMapping[Key, RoundSequence]) -> None:
         """Removes the strands of closures that are over, if that is news."""
         if self._learned:
             self._learned = False
@@ -46,7 +46,7 @@ class ClosuresOver:
                     del strands[key]
 
     def check(
-        self, name: ClosureName, said: Contribution, member: Member, strands: MutableMapping[Key, Strand]
+        self, name: ClosureName, said: Contribution, member: Member, strands: MutableMapping[Key, RoundSequence]
     ) -> None:
         """Checks a push of a closure, and takes in what it says of others.
 
@@ -64,7 +64,7 @@ class ClosuresOver:
             raise InvalidRequest(f"a closure can run at most {CLOSURE_ROUNDS} rounds; split the function")
 
 
-def take_over(strand: Strand, push: Push, member: Member, runs: bool, effects: list[Effect]) -> bool:
+def take_over(strand: RoundSequence, push: Push, member: Member, runs: bool, effects: list[Effect]) -> bool:
     """Takes the place of a worker that had a closure before, and was lost: of each round one contribution counts.
 
     Args:

@@ -94,7 +94,7 @@ class Arrival:
         return arrays
 
 
-class FirstValues:
+class FirstValueUploads:
     """The first values that are on their way to one server. Guarded by the core's lock.
 
     Args:

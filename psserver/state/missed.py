@@ -198,7 +198,7 @@ class MissedUpdates:
         return found
 
 
-class Group:
+class DeferredUpdates:
     """The tables of some missed updates as they are at one time, for who reads them later.
 
     Args:
@@ -230,7 +230,7 @@ class Unsettled:
         shape, dtype, nbytes: the variable's.
     """
 
-    def __init__(self, group: Group, place: int) -> None:
+    def __init__(self, group: DeferredUpdates, place: int) -> None:
         self._group = group
         self._place = place
 

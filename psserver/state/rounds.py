@@ -16,21 +16,21 @@ from psserver.effects import Effect, Fail, Run
 from psserver.plans.backlog import Backlog
 from psserver.plans.policy import Policy
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import Key, MemberShare, Own, ReadyRound
+from psserver.plans.round import Key, MemberShare, ReadyRound, SessionSequence
 from psserver.plans.sums import check_sum
 from psserver.state.changes import excluded, go_on
 from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
-from psserver.state.sections import Sections, different_batches, joins, only_newcomers
+from psserver.state.sections import PlanErrors, different_batches, joins, only_newcomers
 from psserver.state.sessions import diverged
 from psserver.state.strands import (
-    Given,
+    FairQueue,
     Parked,
     Record,
-    Strand,
-    Turns,
+    ReturnedValues,
+    RoundSequence,
     check_window,
     forget_own,
     kept,
@@ -77,7 +77,7 @@ class Rounds:
 
     def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
         self._describe = describe
-        self._sections = Sections(describe)
+        self._sections = PlanErrors(describe)
         self.votes = Votes(server)
         self.backlog = Backlog()
         self.clear()
@@ -87,7 +87,7 @@ class Rounds:
         self.plans: dict[bytes, PreparedPlan] = {}
         self.generation: Generation | None = None
         self.last, self.closed = -1, 0
-        self.strands: dict[Key, Strand] = {None: Strand()}
+        self.strands: dict[Key, RoundSequence] = {None: RoundSequence()}
         self.clocks = Clocks()
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
@@ -96,7 +96,7 @@ class Rounds:
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._closures = ClosuresOver()
         self.backlog.clear()
         self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
@@ -188,7 +188,7 @@ class Rounds:
         key = _key(member, said)
         if said.closure is not None:
             self._closures.check(said.closure, said, member, self.strands)
-        strand = self.strands.setdefault(key, Strand())
+        strand = self.strands.setdefault(key, RoundSequence())
         strand.check_open(said)
         if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
@@ -251,7 +251,7 @@ class Rounds:
         for push in doubtful:
             self._try(push)
 
-    def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
+    def _check_order(self, strand: RoundSequence, said: Contribution, member: Member) -> None:
         """Checks that a worker makes all rounds, and has not too many under way.
 
         Rounds arrive in any order, and each names the one before it: one in between, which others make, is left out.
@@ -311,7 +311,7 @@ class Rounds:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
         return None if self._running else self._turns.first(self.strands, self._first)
 
-    def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
+    def _first(self, key: Key, strand: RoundSequence) -> ReadyRound | None:
         """Returns the first round of a strand, if it can run."""
         while strand.open:
             number, pending = min(strand.open.items())
@@ -349,7 +349,7 @@ class Rounds:
             strand.open.setdefault(vote.round, pending)
 
     def complete(
-        self, job: ReadyRound, given: Given, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
+        self, job: ReadyRound, given: ReturnedValues, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
     ) -> tuple[Record, list[Waiter]]:
         """Ends a round that has run; returns its record, which is kept, and its waiters.
 
@@ -397,13 +397,13 @@ class Rounds:
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
-        self.last = number if key is None else self.last + (not isinstance(key, Own))
+        self.last = number if key is None else self.last + (not isinstance(key, SessionSequence))
         saves = (plan := self.plans.get(record.plan_id)) is not None and plan.plan.snapshot is not None
         self.closed += key is None or saves
         strand = self.strands[key]
         if key is None:
             self.votes.close(number)
-        elif not isinstance(key, Own):
+        elif not isinstance(key, SessionSequence):
             self.clocks.over(strand.open[number].members[0].session, number, saves)
         waiters = strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.generation))
         self._turns.over(key, strand)
@@ -489,7 +489,7 @@ def _is_apart(parts: Iterable[Contribution], rounds: Rounds) -> bool:
 def _key(member: Member | None, said: Contribution) -> Key:
     """Returns the key of the strand of a contribution."""
     if said.alone:
-        return Own(said.session)
+        return SessionSequence(said.session)
     if member is None or not member.alone:
         return None
     return member.task if said.closure is None else said.closure.number

@@ -16,7 +16,7 @@ MAX_WORDS = 160
 """Most characters of a batch, in a member's words, that a message has."""
 
 
-class Sections:
+class PlanErrors:
     """Makes these errors.
 
     Args:

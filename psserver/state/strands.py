@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple, TypeVar
 
 from psserver.effects import Effect, Fail
-from psserver.plans.round import Key, Own, ReadyRound
+from psserver.plans.round import Key, ReadyRound, SessionSequence
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -41,7 +41,7 @@ def kept(generation: Generation | None) -> int:
     return RECORDS + BEHIND if generation is not None and generation.backup_workers else RECORDS
 
 
-class Given(NamedTuple):
+class ReturnedValues(NamedTuple):
     """The values that a round gives back to every member.
 
     Attributes:
@@ -88,7 +88,7 @@ class Record:
         cls,
         job: ReadyRound,
         generation: Generation | None,
-        given: Given,
+        given: ReturnedValues,
         dropped: Sequence[Task],
         warnings: Sequence[str],
     ) -> Record:
@@ -166,7 +166,7 @@ def check_window(under_way: Set[int], round: int) -> None:
 
 
 @dataclass
-class Strand:
+class RoundSequence:
     """A sequence of rounds, one after the other.
 
     Attributes:
@@ -175,7 +175,7 @@ class Strand:
         records: answers of the last rounds, by number, for resends.
         open: open rounds, by number.
         pushed: the newest round that each session has pushed to this server.
-        turn: its place in the line of those that have open rounds: see `Turns`.
+        turn: its place in the line of those that have open rounds: see `FairQueue`.
     """
 
     last: int = -1
@@ -240,7 +240,7 @@ class Strand:
         return pending.waiters
 
 
-class Turns:
+class FairQueue:
     """The strands with open rounds: first that whose last round was over the longest ago.
 
     So a fast worker does not keep the others from their turn, and a slow one, for which others may wait, is not kept
@@ -251,20 +251,20 @@ class Turns:
         self._line: list[tuple[int, Key]] = []  # a heap; of a strand whose turn is another one now it is out of date
         self._order = count()
 
-    def come(self, key: Key, strand: Strand) -> None:
+    def come(self, key: Key, strand: RoundSequence) -> None:
         """A strand gets an open round: it stands in the line from its first one on."""
         if strand.turn < 0:
             strand.turn = next(self._order)
         if not strand.open:
             heappush(self._line, (strand.turn, key))
 
-    def over(self, key: Key, strand: Strand) -> None:
+    def over(self, key: Key, strand: RoundSequence) -> None:
         """A round of a strand is over: it goes to the end."""
         strand.turn = next(self._order)
         if strand.open:
             heappush(self._line, (strand.turn, key))
 
-    def first(self, strands: Mapping[Key, Strand], ready: Callable[[Key, Strand], T | None]) -> T | None:
+    def first(self, strands: Mapping[Key, RoundSequence], ready: Callable[[Key, RoundSequence], T | None]) -> T | None:
         """Returns what a function returns for the first strand for which it is not None; it may end open rounds."""
         found, passed = None, list[tuple[int, Key]]()
         while self._line and found is None:
@@ -280,23 +280,23 @@ class Turns:
         return found
 
 
-def shared_rounds(strands: Mapping[Key, Strand]) -> list[tuple[int, PendingRound]]:
+def shared_rounds(strands: Mapping[Key, RoundSequence]) -> list[tuple[int, PendingRound]]:
     """Returns the open rounds for which anybody may wait, by number; not those of one worker beside those of all."""
-    found = (strand.open.items() for key, strand in strands.items() if not isinstance(key, Own))
+    found = (strand.open.items() for key, strand in strands.items() if not isinstance(key, SessionSequence))
     return sorted((item for items in found for item in items), key=lambda item: item[0])
 
 
-def forget_own(strands: MutableMapping[Key, Strand], fenced: Set[int]) -> None:
+def forget_own(strands: MutableMapping[Key, RoundSequence], fenced: Set[int]) -> None:
     """Forgets the own rounds of sessions that have ended, but for those that are open: what is whole still counts."""
-    for key in [key for key in strands if isinstance(key, Own) and key.session in fenced]:
+    for key in [key for key in strands if isinstance(key, SessionSequence) and key.session in fenced]:
         if not strands[key].open:
             del strands[key]
 
 
-def places_of(strands: Mapping[Key, Strand], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:
+def places_of(strands: Mapping[Key, RoundSequence], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:
     """Returns the progress of each task that makes rounds of its own, or has a clock, in task order."""
     own = {key: strand for key, strand in strands.items() if isinstance(key, Task)}
     at = {member.task: at for member, at in clocks}
-    none = Strand()  # of who has a clock alone
+    none = RoundSequence()  # of who has a clock alone
     found = [(task, own.get(task, none)) for task in sorted(own.keys() | at.keys(), key=Task.order)]
     return tuple([WorkerProgress(task, one.newest, one.positions, at.get(task, -1) + 1) for task, one in found])

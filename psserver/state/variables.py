@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.state.held import Held, HeldTable
 from psserver.state.key_tables import KeyedRows, StoredTable, TableTensor
 from psserver.state.known_tables import KnownTables
-from psserver.state.missed import Group, MissedUpdates, Unsettled
+from psserver.state.missed import DeferredUpdates, MissedUpdates, Unsettled
 from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pswire.api import RowRead, TableRead
@@ -67,7 +67,7 @@ class Store:
         copied: True if the job's variables have copies.
     """
 
-    def __init__(self, server: int, device: Device, memory_limit: int, native: Native | None = None) -> None:
+    def __init__(self, server: int, device: ServerDevice, memory_limit: int, native: Native | None = None) -> None:
         self.server = server
         self.task = Task("ps", server)
         self.device = device
@@ -303,7 +303,7 @@ class Store:
         """Returns values of variables for who reads them later; raises `InvalidRequest` if one has none here."""
         if not self._missed:
             return [self.value(id) for id in ids]
-        groups: dict[MissedUpdates, Group] = {}
+        groups: dict[MissedUpdates, DeferredUpdates] = {}
         found: list[Array | Unsettled] = []
         for id in ids:
             value, missed = self.value(id), self._missed.get(id)
@@ -311,21 +311,21 @@ class Store:
                 found.append(value)
                 continue
             if missed not in groups:
-                groups[missed] = Group(missed, [self._values[table] for table in missed.tables])
+                groups[missed] = DeferredUpdates(missed, [self._values[table] for table in missed.tables])
             found.append(Unsettled(groups[missed], missed.tables.index(id)))
         return found
 
     def hold(self, ids: Iterable[int]) -> list[Array | HeldTable | Unsettled]:
         """Returns values of variables as they are now, for who reads each of them once, while rounds go on."""
         found: list[Array | HeldTable | Unsettled] = []
-        groups: dict[MissedUpdates, Group] = {}
+        groups: dict[MissedUpdates, DeferredUpdates] = {}
         for id in ids:
             missed = self._missed.get(id)
             if missed is None or not missed.behind:
                 found.append(self._hold(id))
                 continue
             if missed not in groups:
-                groups[missed] = Group(missed.copy(), list(map(self._hold, missed.tables)))
+                groups[missed] = DeferredUpdates(missed.copy(), list(map(self._hold, missed.tables)))
             found.append(Unsettled(groups[missed], missed.tables.index(id)))
         return found
 

@@ -13,7 +13,7 @@ from psserver.tables.held_filters import HeldCounts, Holders
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
 from psserver.tables.native import Native
 from psserver.tables.policies import Judge, filter_of
-from psserver.tables.rows import Rows
+from psserver.tables.rows import RowTensors
 from psserver.tiers.mapped import DiskFull
 from psserver.tiers.tier import Tier
 from pswire.errors import InvalidRequest, MemoryLimit
@@ -65,7 +65,7 @@ class Contents:
         self.tensors = tuple(tensors)
         self.salt = salt
         self.buckets = buckets
-        self.rows = Rows(spec, tensors, expected, tier)
+        self.rows = RowTensors(spec, tensors, expected, tier)
         self.changes = 0
         self.clear()
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from psserver.tables.index import Index
 from psserver.tables.policies import Judge
-from psserver.tables.rows import Rows
+from psserver.tables.rows import RowTensors
 from psserver.tiers.mapped import Use
 from pswire.model.hashing import BUCKET_BITS, BUCKETS, LOW_BITS, Hashes, buckets_of, combined, mixed
 from pswire.model.rows import Int64s
@@ -113,7 +113,7 @@ class Hands:
 
 def condemned(
     index: Index,
-    rows: Rows,
+    rows: RowTensors,
     judge: Judge,
     round: int,
     hands: Hands,
@@ -155,7 +155,7 @@ def condemned(
 
 
 def _condemned_among(
-    hashes: Hashes, entries: Int64s, rows: Rows, judge: Judge, round: int, settle: Callable[[Int64s], object]
+    hashes: Hashes, entries: Int64s, rows: RowTensors, judge: Judge, round: int, settle: Callable[[Int64s], object]
 ) -> tuple[Hashes, Int64s]:
     is_old = entries > 0
     is_old[is_old] = rows.last[entries[is_old] - 1] != round
@@ -168,7 +168,7 @@ def _condemned_among(
 
 
 def above(
-    index: Index, rows: Rows, round: int, sign: int, excess: Int64s, scores: Callable[[Int64s], Array], salt: int
+    index: Index, rows: RowTensors, round: int, sign: int, excess: Int64s, scores: Callable[[Int64s], Array], salt: int
 ) -> tuple[Hashes, Int64s]:
     """Returns one sample of entries to evict, each the worst of some that follow one another.
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psserver.tables.reserved import ReservedArray
-from psserver.tables.rows import CHANGED, HASH, WORDS, Rows
+from psserver.tables.rows import CHANGED, HASH, WORDS, RowTensors
 from psserver.tiers.mapped import Use
 from pswire.model.hashing import Hashes
 from pswire.model.rows import Int64s
@@ -49,7 +49,7 @@ class HeldRows:
         slots: after `load`, the slots of the rows in the order of their hashes.
     """
 
-    def __init__(self, rows: Rows, since: int, settle: Settle | None) -> None:
+    def __init__(self, rows: RowTensors, since: int, settle: Settle | None) -> None:
         self.slots: Int64s = np.empty(0, np.int64)
         self._after = max(since, 0)
         self._settle = settle

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psserver.tables.held_filters import HeldCounters, Holders
-from psserver.tables.rows import BOOK_BYTES, Rows
+from psserver.tables.rows import BOOK_BYTES, RowTensors
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.hashing import BUCKETS, GOLDEN, Hashes, buckets_of, combined, mixed
 from pswire.model.rows import Int64s
@@ -289,7 +289,7 @@ class Judge:
         while self.ticks and seconds - self.ticks[0][1] > self._policy.seconds:
             self.expired = self.ticks.pop(0)[0]
 
-    def condemned(self, round: int, slots: Int64s, rows: Rows) -> Bools:
+    def condemned(self, round: int, slots: Int64s, rows: RowTensors) -> Bools:
         """Returns for each of some slots, int64[n], if its row must go."""
         match self._policy:
             case GlobalStepEvict(steps_to_live=steps):
@@ -304,13 +304,13 @@ class Judge:
                 return below
         return np.zeros(slots.size, np.bool_)
 
-    def scores(self, round: int, slots: Int64s, rows: Rows) -> Array:
+    def scores(self, round: int, slots: Int64s, rows: RowTensors) -> Array:
         """Returns a number for each of some slots, of any shape; the lowest is the worst."""
         if isinstance(self._policy, LFU):
             return self.decayed(round, slots, rows)
         return rows.last[slots].astype(np.float64)
 
-    def decayed(self, round: int, slots: Int64s, rows: Rows) -> Array:
+    def decayed(self, round: int, slots: Int64s, rows: RowTensors) -> Array:
         """Returns the counts of some slots as they are in a round, float64."""
         counts = rows.count[slots].astype(np.float64)
         if self.decay == 1:

@@ -46,7 +46,7 @@ class Holder(Protocol):
         """Keeps the rows of some slots, each given once, which are going to be written."""
 
 
-class Rows:
+class RowTensors:
     """The tensors of a table's rows, and what is known of each. Used by one thread at a time.
 
     Args:

@@ -24,7 +24,7 @@ from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_
 from psserver.tables.saving import HeldState, apply_to, place, restore_into
 from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest, MemoryLimit
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of
 from pswire.model.rows import Int64s
 from pswire.model.table_state import TableState, joined
@@ -36,7 +36,7 @@ ALL = range(BUCKETS)
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class OpenedTable:
     """What a round finds in a table.
 
     Attributes:
@@ -142,7 +142,7 @@ class Table:
         self._native = native or Native()
         self.tier = self._native.tier
         self._set_limit()
-        self._first = FirstValues(spec, self._native.first_values)
+        self._first = RowInitializer(spec, self._native.first_values)
         self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0, self.tier)
         self._located = LocatedKeys(self._contents)
         self._running: _Round | None = None
@@ -268,7 +268,7 @@ class Table:
 
     def begin(
         self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()
-    ) -> Opened:
+    ) -> OpenedTable:
         """Begins a round: decides which keys get a row, and makes their rows.
 
         A key is admitted or refused for the whole round: all its gradients count, or none.
@@ -307,7 +307,7 @@ class Table:
         else:
             books = mark(rows.books, round, known, often, self._native.mark())
         self._running = _Round(round, made, known, books)
-        return Opened(np.maximum(entries, 0) - 1, made.slots)
+        return OpenedTable(np.maximum(entries, 0) - 1, made.slots)
 
     def _make(
         self,

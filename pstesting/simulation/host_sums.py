@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from psclient._src.processes.aggregation.host_group import parts_of
-from psclient._src.processes.aggregation.sums import Own, sum_of
+from psclient._src.processes.aggregation.sums import OwnPush, sum_of
 from psclient._src.rounds.rounds import Exchange
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Strand
@@ -37,7 +37,7 @@ class HostSums:
         self._costs, self._workload = cluster.costs, cluster.workload
         self._latency = cluster.transport_costs.latency
         self._members: list[HostMember] = []
-        self._gathered: dict[tuple[int, int], dict[HostMember, Own]] = {}
+        self._gathered: dict[tuple[int, int], dict[HostMember, OwnPush]] = {}
 
     def join(self, strand: Strand, exchange: Exchange) -> HostMember:
         """Takes a worker in, whose thread and whose rounds are given; all come before the first round."""
@@ -49,7 +49,7 @@ class HostSums:
         """What a contribution takes that is handed over, or an answer, on either side."""
         return self._costs.hand + self._workload.on(server).pushed * self._costs.hand_byte
 
-    def hand_over(self, member: HostMember, own: Own) -> None:
+    def hand_over(self, member: HostMember, own: OwnPush) -> None:
         """A worker has something to contribute: it goes to the one that sends."""
         seconds, sender = self._seconds(own.server), self._sender(own.server)
         if member is sender:
@@ -64,7 +64,7 @@ class HostSums:
     def _later(self, strand: Strand, seconds: float, call: Callable[..., object], *args: object) -> None:
         self._scheduler.after(self._latency, strand.do, seconds, call, *args)
 
-    def _gather(self, member: HostMember, own: Own) -> None:
+    def _gather(self, member: HostMember, own: OwnPush) -> None:
         name = own.server, own.said.round
         gathered = self._gathered.setdefault(name, {})
         gathered[member] = own
@@ -78,7 +78,7 @@ class HostSums:
         pushed = sender.exchange.pushes.once(own.server, *found)
         pushed.add_done_callback(partial(self._hand_back, sender, gathered))
 
-    def _hand_back(self, sender: HostMember, gathered: dict[HostMember, Own], pushed: Future[RoundReply]) -> None:
+    def _hand_back(self, sender: HostMember, gathered: dict[HostMember, OwnPush], pushed: Future[RoundReply]) -> None:
         reply, mine = pushed.result(), gathered.pop(sender)
         for member, own in gathered.items():
             seconds = self._seconds(own.server)
@@ -105,7 +105,7 @@ class HostMember:
         self.exchange = exchange
         self._host = host
 
-    def push(self, own: Own) -> Future[RoundReply]:
+    def push(self, own: OwnPush) -> Future[RoundReply]:
         """As `HostGroup.push`."""
         self._host.hand_over(self, own)
         return own.future

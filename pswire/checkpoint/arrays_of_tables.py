@@ -9,7 +9,7 @@ import numpy as np
 from pswire.checkpoint.merged_tables import MergedTable
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.errors import VariableMismatch
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.plan import ShardOf
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
@@ -75,6 +75,6 @@ def _array(
 def _first(table: MergedTable, name: str, ids: Array, spec: TensorSpec) -> Array:
     """Returns an array of rows as they begin."""
     if name == table.name:
-        return FirstValues(table.spec).rows(ids.astype(table.spec.key_dtype))
+        return RowInitializer(table.spec).rows(ids.astype(table.spec.key_dtype))
     values = {slot.name: slot.value for slot in table.slots}
     return np.full(spec.shape, values.get(name, 0), DTYPES[spec.dtype])

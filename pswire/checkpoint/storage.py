@@ -102,7 +102,7 @@ def storage_at(root: str | os.PathLike[str]) -> Storage:
     protocol, found, path = text.partition("://")
     if not found:
         return Directory(Path(text))
-    return Directory(Path(path)) if protocol in ("file", "local") else Remote(text)
+    return Directory(Path(path)) if protocol in ("file", "local") else RemoteStorage(text)
 
 
 class Directory:
@@ -241,7 +241,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class Remote:
+class RemoteStorage:
     """Storage that fsspec reaches. There is no renaming; a file is there once it is written to its end, or earlier.
 
     Args:

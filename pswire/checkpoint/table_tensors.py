@@ -24,7 +24,7 @@ dropped; or it is of the whole table."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class TableMetadata:
     """A tensor beside the rows that tells what is known of a table.
 
     Attributes:
@@ -39,22 +39,22 @@ class Beside:
 
 
 BESIDE = {
-    "keys": Beside("row", ""),
-    "count": Beside("row", "float32"),
-    "last": Beside("row", "uint32"),
-    "changed": Beside("row", "uint32"),
-    "rows": Beside("bucket", "int64"),
-    "hands": Beside("bucket", "uint64"),
-    "counted_keys": Beside("counted", ""),
-    "counted": Beside("counted", "int64"),
-    "counted_rows": Beside("bucket", "int64"),
-    "sketch": Beside("bucket", "uint8", (-1,)),
-    "halved": Beside("bucket", "int64"),
-    "deleted_keys": Beside("deleted", ""),
-    "deleted_rows": Beside("bucket", "int64"),
-    "since": Beside("bucket", "int64"),
-    "clock": Beside("table", "int64", (2,)),
-    "ticks": Beside("table", "float64", (-1, 2)),
+    "keys": TableMetadata("row", ""),
+    "count": TableMetadata("row", "float32"),
+    "last": TableMetadata("row", "uint32"),
+    "changed": TableMetadata("row", "uint32"),
+    "rows": TableMetadata("bucket", "int64"),
+    "hands": TableMetadata("bucket", "uint64"),
+    "counted_keys": TableMetadata("counted", ""),
+    "counted": TableMetadata("counted", "int64"),
+    "counted_rows": TableMetadata("bucket", "int64"),
+    "sketch": TableMetadata("bucket", "uint8", (-1,)),
+    "halved": TableMetadata("bucket", "int64"),
+    "deleted_keys": TableMetadata("deleted", ""),
+    "deleted_rows": TableMetadata("bucket", "int64"),
+    "since": TableMetadata("bucket", "int64"),
+    "clock": TableMetadata("table", "int64", (2,)),
+    "ticks": TableMetadata("table", "float64", (-1, 2)),
 }
 """All of them. The first six and `clock` are always there; the rest where the table, or a delta, needs it."""
 

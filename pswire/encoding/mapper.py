@@ -56,7 +56,7 @@ class Words(dict[Any, W]):
 
 
 @dataclass(frozen=True)
-class Codec(Generic[V, M]):
+class MessageCodec(Generic[V, M]):
     """A kind of value, and the message that it travels as.
 
     Attributes:
@@ -79,7 +79,7 @@ class Mapper:
     """
 
     def __init__(self) -> None:
-        self.pairs: dict[Any, Codec[Any, Any]] = {}
+        self.pairs: dict[Any, MessageCodec[Any, Any]] = {}
         self.enums: dict[Any, Words[Any]] = {}
 
     def words(self, words: Any, enum: Any, unknown: str) -> Words[Any]:
@@ -101,7 +101,7 @@ class Mapper:
         flags: Mapping[str, str] | None = None,
         admit: Callable[[M], object] | None = None,
         check: Callable[[V], V] | None = None,
-    ) -> Codec[V, M]:
+    ) -> MessageCodec[V, M]:
         """Adds a class whose fields are those of its message.
 
         Args:
@@ -139,9 +139,9 @@ class Mapper:
                 found.append(read(getattr(m, name)) if there else None)
             return value(*found) if check is None else check(value(*found))
 
-        return self.add(value, Codec(message, to_pb, from_pb))
+        return self.add(value, MessageCodec(message, to_pb, from_pb))
 
-    def choice(self, values: Any, message: type[M], missing: str) -> Codec[Any, M]:
+    def choice(self, values: Any, message: type[M], missing: str) -> MessageCodec[Any, M]:
         """Adds a union of classes, each of which is a choice of the message's oneof by its name.
 
         Args:
@@ -166,9 +166,9 @@ class Mapper:
                 raise InvalidRequest(missing)
             return readers[chosen](getattr(received, chosen))
 
-        return self.add(values, Codec(message, to_pb, from_pb))
+        return self.add(values, MessageCodec(message, to_pb, from_pb))
 
-    def add(self, value: Any, pair: Codec[V, M]) -> Codec[V, M]:
+    def add(self, value: Any, pair: MessageCodec[V, M]) -> MessageCodec[V, M]:
         """Adds a pair, for values of a type.
 
         Raises:
@@ -179,16 +179,16 @@ class Mapper:
         self.pairs[value] = pair
         return pair
 
-    def _inner(self, value: Any, message: Any) -> Codec[Any, Any]:
+    def _inner(self, value: Any, message: Any) -> MessageCodec[Any, Any]:
         """The pair of a choice; if its message is that of its only field, the class is put around that."""
         hints = get_type_hints(value)
         within = self.pairs.get(next(iter(hints.values()), None))
         if within and within.message.DESCRIPTOR is message:
             (name,), write, read = hints, within.to_pb, within.from_pb
-            return Codec(within.message, lambda v: write(getattr(v, name)), lambda m: value(read(m)))
+            return MessageCodec(within.message, lambda v: write(getattr(v, name)), lambda m: value(read(m)))
         return self._known(value, message)
 
-    def _known(self, value: Any, message: Any) -> Codec[Any, Any]:
+    def _known(self, value: Any, message: Any) -> MessageCodec[Any, Any]:
         """The pair of a class; added where it is not there yet, by its fields alone."""
         return self.pairs.get(value) or self.pair(value, GetMessageClass(message))
 

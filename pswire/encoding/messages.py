@@ -24,7 +24,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import JOBS, Task
-from pswire.encoding.mapper import Codec, Mapper
+from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
@@ -163,7 +163,7 @@ MAPPER.pair(TablePart, pb.TablePart)
 SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
 VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
 
-TASK = MAPPER.add(Task, Codec(pb.Task, _task_to_pb, _task_from_pb))
+TASK = MAPPER.add(Task, MessageCodec(pb.Task, _task_to_pb, _task_from_pb))
 MAPPER.pair(Examples, pb.Examples)
 POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
@@ -172,11 +172,11 @@ MEMBER = MAPPER.pair(Member, pb.Member)
 MAPPER.pair(Return, pb.Return)
 GENERATION = MAPPER.pair(Generation, pb.Generation, names={"join_point": "entry"})
 
-MAPPER.add(tuple[str, Attr], Codec(pb.Attr, _attr_to_pb, _attr_from_pb))
+MAPPER.add(tuple[str, Attr], MessageCodec(pb.Attr, _attr_to_pb, _attr_from_pb))
 PROGRAM = MAPPER.pair(Program, pb.Program)
 TURN = MAPPER.pair(Turn, pb.Turn)
 PLAN = MAPPER.pair(Plan, pb.Plan, admit=_admit_plan)
-ENTRY: Codec[LogEntry, pb.Entry] = MAPPER.choice(LogEntry, pb.Entry, "an entry of the log is empty")
+ENTRY: MessageCodec[LogEntry, pb.Entry] = MAPPER.choice(LogEntry, pb.Entry, "an entry of the log is empty")
 
 OPENED = MAPPER.pair(Opened, pb.OpenReply)
 ENLISTED = MAPPER.pair(Enlisted, pb.EnlistReply)

@@ -56,7 +56,7 @@ def quantiles() -> Float64s:
     return np.round(found * SETTLED) / SETTLED
 
 
-class FirstValues:
+class RowInitializer:
     """The first values of a table's rows. Used by one thread at a time.
 
     Args:

@@ -224,7 +224,7 @@ class SharedArena:
         return at if self.size - at >= size else None
 
 
-class Hold:
+class SlotHold:
     """A place is in use as long as this object is there.
 
     Args:
@@ -256,7 +256,7 @@ class SharedView:
         self._memory = memory
         self._freed = freed
         self._taken: dict[int, int] = {}
-        self._held: dict[int, tuple[Hold, weakref.ref[Array]]] = {}
+        self._held: dict[int, tuple[SlotHold, weakref.ref[Array]]] = {}
 
     def read(self, place: int, size: int, reader: int = 0) -> memoryview:
         """Returns data: where they are, or a copy while half of the ring is in use, so that more can come.
@@ -283,7 +283,7 @@ class SharedView:
         """True if anybody holds a view of data in place."""
         return bool(self._taken)
 
-    def keep(self) -> list[Hold]:
+    def keep(self) -> list[SlotHold]:
         """Returns guards: data now in view are not freed before them. A fork has the same memory, and frees nothing."""
         return [hold for hold, _ in list(self._held.values())]
 
@@ -295,7 +295,10 @@ class SharedView:
         array = np.frombuffer(self._memory, np.uint8, size, place)
         array.flags.writeable = False
         self._taken[place] = size * in_ring
-        self._held[place] = Hold(lambda: self._free(place)), weakref.ref(array, lambda _: self._held.pop(place, None))
+        self._held[place] = (
+            SlotHold(lambda: self._free(place)),
+            weakref.ref(array, lambda _: self._held.pop(place, None)),
+        )
         return array
 
     def _free(self, place: int) -> None:

@@ -144,7 +144,7 @@ def connect(
     return sealed
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kind of a message."""
 
     HELLO = 1
@@ -186,7 +186,7 @@ class Message:
         data: the data that came in the socket.
     """
 
-    kind: Kind
+    kind: MessageKind
     call: int = 0
     header: bytes = b""
     offset: int = 0
@@ -334,11 +334,11 @@ class MessageSocket:
             self._scratch = NOTHING
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in MessageKind}
 """By their numbers: faster than to ask the class."""
 
 
-def _kind(number: int) -> Kind:
+def _kind(number: int) -> MessageKind:
     try:
         return _KINDS[number]
     except KeyError:
@@ -361,10 +361,10 @@ class _Stream:
 
     call: int
     cutter: Cutter
-    first: tuple[Kind, bytes]
+    first: tuple[MessageKind, bytes]
     ends: bool
     part: Part | None = None
-    last: tuple[Kind, bytes] | None = None
+    last: tuple[MessageKind, bytes] | None = None
     listens: bool = False
 
 
@@ -403,7 +403,7 @@ class PayloadSender:
         self.untold = 0
         """Bytes that are needed no more, of which the other end is not told yet, nearly."""
 
-    def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
+    def tell(self, kind: MessageKind, call: int = 0, header: bytes = b"") -> None:
         """Sends a message without data."""
         self._send((Message(kind, call, header).head(),))
 
@@ -426,7 +426,7 @@ class PayloadSender:
         """Tells the other end now of data that are needed no more."""
         self._send(())
 
-    def send(self, kind: Kind, call: int, header: bytes, payload: Payload, ends: bool = False) -> None:
+    def send(self, kind: MessageKind, call: int, header: bytes, payload: Payload, ends: bool = False) -> None:
         """Sends a header and a payload, which may still grow.
 
         Args:
@@ -442,7 +442,7 @@ class PayloadSender:
             self._streams.append(_Stream(call, Cutter(payload, self._part_bytes, self._steps), (kind, header), ends))
             self.pump()
 
-    def end(self, kind: Kind, call: int, header: bytes) -> None:
+    def end(self, kind: MessageKind, call: int, header: bytes) -> None:
         """Sends a message after the last part of a call's payload."""
         with self._lock:
             for stream in self._streams:
@@ -494,7 +494,7 @@ class PayloadSender:
     def unsent(self) -> set[int]:
         """The calls of whose payloads nothing has left, since nothing is there yet, or there is no room."""
         with self._lock:
-            return {stream.call for stream in self._streams if stream.first[0] is not Kind.PART}
+            return {stream.call for stream in self._streams if stream.first[0] is not MessageKind.PART}
 
     def pump(self) -> None:
         """Sends what can be sent of all payloads on their way."""
@@ -508,7 +508,7 @@ class PayloadSender:
         """Sends what there is of a payload; says whether that was the last."""
         out: list[bytes | memoryview] = []
         step, ready = stream.cutter.payload.size // STEPS, 0
-        while stream.part or not (stream.cutter.done and stream.first[0] is Kind.PART):
+        while stream.part or not (stream.cutter.done and stream.first[0] is MessageKind.PART):
             stream.part = stream.part or stream.cutter.next()
             if stream.part is None and not stream.cutter.done:
                 self._send(out)
@@ -522,7 +522,7 @@ class PayloadSender:
             if place is None:
                 self._send(out)
                 return False
-            (kind, header), stream.first, stream.part = stream.first, (Kind.PART, b""), None
+            (kind, header), stream.first, stream.part = stream.first, (MessageKind.PART, b""), None
             out += [Message(kind, stream.call, header, offset, size, place).head()]
             out += buffers if place == INLINE else []
             self._traffic.add(sent=size)
@@ -572,5 +572,5 @@ class PayloadSender:
         found: list[bytes] = []
         with suppress(IndexError):  # none is left, or another thread tells the rest
             while True:
-                found.append(Message(Kind.FREED, place=self._freed.popleft()).head())
+                found.append(Message(MessageKind.FREED, place=self._freed.popleft()).head())
         return found

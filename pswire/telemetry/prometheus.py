@@ -15,7 +15,7 @@ from prometheus_client.samples import Exemplar
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
 from pswire.telemetry.metrics import Histogram, Reading, Row
-from pswire.telemetry.web_server import Answer, Reply, Request, WebServer
+from pswire.telemetry.web_server import Answer, HttpReply, Request, WebServer
 
 PATH = "/metrics"
 """The path of the page, as Prometheus asks for it by default."""
@@ -98,18 +98,18 @@ class Page:
         self._server.close()
 
 
-def _answer(app: Callable[..., Iterable[bytes]], request: Request) -> Reply:
+def _answer(app: Callable[..., Iterable[bytes]], request: Request) -> HttpReply:
     """Lets Prometheus's own application answer, which knows its formats and compression."""
     said: list[tuple[str, str]] = []
     headers = {"HTTP_" + name.upper().replace("-", "_"): value for name, value in request.headers.items()}
     environ = {"REQUEST_METHOD": "GET", "PATH_INFO": PATH, "QUERY_STRING": request.query, **headers}
     body = b"".join(app(environ, lambda status, headers: said.extend(headers)))
-    return Reply(body, headers=dict(said))
+    return HttpReply(body, headers=dict(said))
 
 
-def _answer_probe(well: Callable[[], bool], request: Request) -> Reply:
+def _answer_probe(well: Callable[[], bool], request: Request) -> HttpReply:
     serves = well()
-    return Reply(b"serving\n" if serves else b"not serving\n", "text/plain", 200 if serves else 503)
+    return HttpReply(b"serving\n" if serves else b"not serving\n", "text/plain", 200 if serves else 503)
 
 
 def _buckets(value: Histogram) -> Sequence[Sequence[Any]]:

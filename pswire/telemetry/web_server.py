@@ -73,7 +73,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     """An answer.
 
     Attributes:
@@ -91,7 +91,7 @@ class Reply:
     stream: Iterator[bytes] | None = None
 
 
-Answer = Callable[[Request], Reply]
+Answer = Callable[[Request], HttpReply]
 """Answers a request, in a thread of its connection."""
 
 
@@ -284,14 +284,14 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle_one_request()
         except _TooLong:
             self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-            self._send(Reply(b"the request is too long\n", status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+            self._send(HttpReply(b"the request is too long\n", status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
 
     def do_GET(self) -> None:
         self.server.budget.asked(self.connection)
         path, _, query = self.path.partition("?")
         answer = self.server.answers.get(path)
         if answer is None:
-            self._send(Reply(b"there is nothing here; see /metrics, and / for the status page\n", status=404))
+            self._send(HttpReply(b"there is nothing here; see /metrics, and / for the status page\n", status=404))
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
         encrypted = isinstance(self.connection, ssl.SSLSocket)
@@ -300,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(reply)
         elif not self.server.budget.streams.acquire(blocking=False):
             text = f"{MAX_STREAMS} live pages are open, which is the limit; reload this page\n"
-            self._send(Reply(text.encode(), status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "10"}))
+            self._send(HttpReply(text.encode(), status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "10"}))
         else:
             try:
                 self._send(reply)
@@ -312,11 +312,11 @@ class _Handler(BaseHTTPRequestHandler):
     def refuse(self) -> None:
         """Refuses a method by which something could be changed."""
         text = b"this port is for reading: GET, and no other method\n"
-        self._send(Reply(text, status=HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "GET, HEAD"}))
+        self._send(HttpReply(text, status=HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "GET, HEAD"}))
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = refuse
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, reply: HttpReply) -> None:
         self.send_response(reply.status)
         if reply.stream is None:
             self.send_header("Content-Length", str(len(reply.body)))
@@ -333,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuses a request that is none; what came in it is not sent back."""
         self.command = getattr(self, "command", "") or ""
         self.request_version = "HTTP/1.0"  # else who has said none would get no status
-        self._send(Reply(b"the request is refused\n", status=code))
+        self._send(HttpReply(b"the request is refused\n", status=code))
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug("web server: " + format, *map(_printable, args))

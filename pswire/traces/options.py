@@ -13,7 +13,7 @@ from pswire.options import LOGGING, Option
 from pswire.variables import TRACES as VARIABLE
 
 if TYPE_CHECKING:
-    from pswire.traces.tracer import Tracer
+    from pswire.traces.tracer import SpanTracer
 
 CHOICES = ("off", "otlp")
 PROTOCOLS = ("http/protobuf", "grpc")
@@ -61,7 +61,7 @@ class TraceOptions:
         refuse_unknown([protocol], PROTOCOLS, PROTOCOL[1])
         return cls(said, protocol)
 
-    def open(self, task: Task, job: str = "") -> Tracer | None:
+    def open(self, task: Task, job: str = "") -> SpanTracer | None:
         """Returns what makes the spans of a process, and exports them; None where traces are off.
 
         Args:
@@ -74,9 +74,9 @@ class TraceOptions:
         if self.traces == CHOICES[0]:
             return None
         try:
-            from pswire.traces.tracer import Tracer
+            from pswire.traces.tracer import SpanTracer
 
-            return Tracer.exporting(self.protocol, task, job)
+            return SpanTracer.exporting(self.protocol, task, job)
         except ImportError as error:
             raise ConfigError(
                 f"traces are on ({VARIABLE}={self.traces}), but OpenTelemetry is not installed here "

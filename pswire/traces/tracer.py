@@ -85,7 +85,7 @@ class Span:
             context.detach(token)
 
 
-class Tracer:
+class SpanTracer:
     """Makes the spans of one process. May be used by any thread.
 
     Args:
@@ -101,7 +101,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("paramserver", versions()["paramserver"])
 
     @classmethod
-    def exporting(cls, protocol: str, task: Task, job: str) -> Tracer:
+    def exporting(cls, protocol: str, task: Task, job: str) -> SpanTracer:
         """Makes one whose spans go to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names.
 
         Raises:

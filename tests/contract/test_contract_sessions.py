@@ -15,7 +15,7 @@ from tests.kit.internals import (
     Fenced,
     Generation,
     GenerationClosed,
-    Hold,
+    HeldCall,
     InvalidRequest,
     JobStarted,
     Lost,
@@ -91,7 +91,7 @@ def test_a_process_that_goes_away_is_noticed(serve):
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session
     held = verb.watch(session, 0, UNTIL_ENDED)
-    eventually(lambda: len(servers.cores[0].machine.waiters.rows[Hold]) == 1)
+    eventually(lambda: len(servers.cores[0].machine.waiters.rows[HeldCall]) == 1)
     if servers.remote:
         verb.close()  # type: ignore[attr-defined]
     else:

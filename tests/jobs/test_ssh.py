@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from psclient._src.launch.hosts_file import load_hosts
-from psclient._src.launch.ssh_cluster import Remote, SshCluster
+from psclient._src.launch.ssh_cluster import RemoteShell, SshCluster
 from tests.kit import shell as kit
 from tests.kit.internals import MODULE, LaunchConfig, Outcome, Task, Timeouts
 from tests.kit.shell import ENDS, HOSTS, ME, PROGRAMS, WAITING, Done, Sshd, pids, shell, sshd
@@ -96,7 +96,7 @@ def cluster(hosts: Path, server: Sshd) -> Iterator[Callable[..., SshCluster]]:
     def made(text: str, silence: float = 30.0, **keys: object) -> SshCluster:
         (hosts.parent / "script.py").write_text(ME + text)
         config = LaunchConfig(**{"script": "script.py", "chief": "none"} | keys)  # type: ignore[arg-type]
-        return SshCluster(load_hosts(hosts), Remote(tuple(server.ssh.split()), silence=silence), config)
+        return SshCluster(load_hosts(hosts), RemoteShell(tuple(server.ssh.split()), silence=silence), config)
 
     with chdir(hosts.parent):
         yield made

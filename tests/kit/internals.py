@@ -84,7 +84,7 @@ from pswire.network.grpc_frames import Frame, frames
 from pswire.network.parts import Assembly, parts_of
 from pswire.network.payload import EMPTY, Payload
 from pswire.network.shared_memory import CLIENT_BYTES, Segment
-from pswire.network.sockets import HEAD, INLINE, Kind, MAX_PART_BYTES, Message, MessageSocket
+from pswire.network.sockets import HEAD, INLINE, MessageKind, MAX_PART_BYTES, Message, MessageSocket
 from pswire.network.tls_socket import PIECE, RECORD, Sealed, Stream
 from pswire.network.traffic import TransportName, TRANSPORTS, traffic
 
@@ -100,7 +100,7 @@ from psserver.cli import command as psserver_command, OUTLIVED
 from psserver.config import LEAST_IN_FLIGHT, server_config, ServerConfig
 from psserver.core.core import Core
 from psserver.core.digests import ROUNDS as DIGEST_ROUNDS
-from psserver.core.waiting import Hold, MAX_CALLS, Read, Watch
+from psserver.core.waiting import HeldCall, MAX_CALLS, Read, Watch
 from psserver.effects import Others, Peer
 from psserver.registry import Registry
 from psserver.telemetry import MetricsPort, Rim, ROWS as SERVER_METRICS
@@ -108,7 +108,7 @@ from psserver.network.server import ServerThread
 
 # ---- What servers compute ----
 
-from psserver.devices import Device as ServerDevice
+from psserver.devices import ServerDevice
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs.kernels.kernels import Kernels

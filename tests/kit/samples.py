@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from pswire import api
-from pswire.encoding.mapper import Codec
+from pswire.encoding.mapper import MessageCodec
 from pswire.model import chunks, closures, compression, log, places, plan, program, saved, status, tables
 from pswire.servers import votes
 from tests.kit import internals as inside
@@ -504,7 +504,7 @@ def transport_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
     ]
 
 
-ROUND = Codec(
+ROUND = MessageCodec(
     pb.RoundHeader,
     lambda reply: pb.RoundHeader.FromString(messages.RoundEncoder().encode(reply)),
     lambda message: messages.RoundDecoder().decode(message, EMPTY),

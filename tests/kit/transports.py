@@ -34,8 +34,8 @@ from tests.kit.internals import (
     HEAD,
     INLINE,
     Contribution,
-    Kind,
     Message,
+    MessageKind,
     RemoteServer,
     Security,
     Stream,
@@ -320,7 +320,7 @@ class Hand:
     def hello(self, session: int, token: bytes, lease: float = 0.0) -> Hand:
         """Says who it is."""
         self.say(
-            Kind.HELLO,
+            MessageKind.HELLO,
             header=pb.TransportHello(session=session, token=token, lease=lease).SerializeToString(),
         )
         return self
@@ -328,7 +328,8 @@ class Hand:
     def welcomed(self, session: int, transports: TransportServer, lease: float = 0.0) -> Hand:
         """Says who it is, and is believed."""
         assert (
-            self.hello(session, transports.access.registry.transport_token(session), lease).hear().kind is Kind.WELCOME
+            self.hello(session, transports.access.registry.transport_token(session), lease).hear().kind
+            is MessageKind.WELCOME
         )
         return self
 
@@ -340,13 +341,13 @@ class Hand:
 
     def hear(self) -> Message:
         """The next message but those of memory that is free again; raises `ConnectionError` where there is none."""
-        while (message := self.next()).kind is Kind.FREED:
+        while (message := self.next()).kind is MessageKind.FREED:
             pass
         return message
 
     def freed(self) -> int:
         """The place of the next message that says that memory is free again."""
-        while (message := self.next()).kind is not Kind.FREED:
+        while (message := self.next()).kind is not MessageKind.FREED:
             pass
         return message.place
 
@@ -360,7 +361,7 @@ class Hand:
         number, header_size, call, offset, size, place = HEAD.unpack(self._exactly(HEAD.size))
         header = self._exactly(header_size)
         data = memoryview(self._exactly(size)) if size and place == INLINE else None
-        return Message(Kind(number), call, header, offset, size, place, data)
+        return Message(MessageKind(number), call, header, offset, size, place, data)
 
     def _exactly(self, count: int) -> bytes:
         found = b""
@@ -539,8 +540,10 @@ class _Stalling(socket.socket):
 
     def sendmsg(self, buffers: Any, *rest: Any) -> int:
         buffers = list(buffers)
-        kind = next((each[0] for each in buffers if each[0] != Kind.FREED), None)  # which goes ahead of a message
-        if kind != Kind.PUSH or not self.when():
+        kind = next(
+            (each[0] for each in buffers if each[0] != MessageKind.FREED), None
+        )  # which goes ahead of a message
+        if kind != MessageKind.PUSH or not self.when():
             return super().sendmsg(buffers, *rest)
         data = b"".join(buffers)
         sent = super().send(data[: max(len(data) // 2, 1)])

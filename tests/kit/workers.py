@@ -22,7 +22,7 @@ import numpy as np
 import psclient as ps
 from psclient._src import values
 from psclient._src.data.distributed import DistributedDataset
-from psclient._src.processes.aggregation.sums import Own, part_of, sum_of
+from psclient._src.processes.aggregation.sums import OwnPush, part_of, sum_of
 from psclient._src.rounds.membership import Group
 from psclient.coordinator import functions
 from psclient.coordinator import worker as served
@@ -259,7 +259,7 @@ class Door:
     host: ModelHost
     process: Any
 
-    def push(self, own: Own) -> Future[RoundReply]:
+    def push(self, own: OwnPush) -> Future[RoundReply]:
         """Takes a contribution."""
         if not own.plan.sums or own.said.lookups:
             return own.singly()
@@ -284,7 +284,7 @@ class ModelHost:
     def __init__(
         self,
         number: int,
-        send: Callable[[Task, int, inside.Contribution, Payload, Sequence[Own]], Future[RoundReply]],
+        send: Callable[[Task, int, inside.Contribution, Payload, Sequence[OwnPush]], Future[RoundReply]],
         specs: Callable[[Sequence[int]], list[TensorSpec]],
         luck: Random,
     ) -> None:
@@ -293,11 +293,11 @@ class ModelHost:
         self._send = send
         self._specs = specs
         self._luck = luck
-        self._open: dict[tuple[int, int], list[tuple[Any, Own]]] = defaultdict(list)
+        self._open: dict[tuple[int, int], list[tuple[Any, OwnPush]]] = defaultdict(list)
         self._decided: set[tuple[int, int]] = set()
-        self._sent: list[tuple[Any, list[tuple[Any, Own]]]] = []
+        self._sent: list[tuple[Any, list[tuple[Any, OwnPush]]]] = []
 
-    def take(self, process: Any, own: Own) -> None:
+    def take(self, process: Any, own: OwnPush) -> None:
         """Takes what a worker contributes to a round."""
         key = own.server, own.said.round
         if key in self._decided:
@@ -320,7 +320,7 @@ class ModelHost:
             self._sent.remove((leader, singles))
             self._refuse(singles)
 
-    def _sum(self, singles: list[tuple[Any, Own]]) -> None:
+    def _sum(self, singles: list[tuple[Any, OwnPush]]) -> None:
         living = [(process, own) for process, own in singles if process.state == "runs"]
         if len(singles) < 2 or not living:
             self._refuse(singles)
@@ -340,7 +340,11 @@ class ModelHost:
         pushed.add_done_callback(partial(self._answered, self._sent[-1], mine, said.want))
 
     def _answered(
-        self, sent: tuple[Any, list[tuple[Any, Own]]], mine: Own, want: Sequence[int], pushed: Future[RoundReply]
+        self,
+        sent: tuple[Any, list[tuple[Any, OwnPush]]],
+        mine: OwnPush,
+        want: Sequence[int],
+        pushed: Future[RoundReply],
     ) -> None:
         if sent not in self._sent:
             return  # who has sent it is gone
@@ -353,7 +357,7 @@ class ModelHost:
             if process.state == "runs":
                 own.answer(part_of(pushed.result(), want, own.said.want, lambda: specs))
 
-    def _refuse(self, singles: list[tuple[Any, Own]]) -> None:
+    def _refuse(self, singles: list[tuple[Any, OwnPush]]) -> None:
         for process, own in singles:
             if process.state == "runs":
                 own.refuse()

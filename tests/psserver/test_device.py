@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psserver.core.core import Core
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from pstesting.clock import Clock
 from pswire.errors import ConfigError
 from tests.kit.contributions import Sending, arrays, full, streaming, zeros
@@ -19,7 +19,7 @@ from tests.kit.rig import SOON, WORKERS, Job, JobWithValues, Servers, core, give
 
 @pytest.mark.parametrize("text", ["cpu", "CPU:0"])
 def test_the_cpu_keeps_arrays_as_they_are(text: str) -> None:
-    device = Device.parse(text)
+    device = ServerDevice.parse(text)
     array = np.arange(3)
     assert str(device) == "cpu"
     assert device.put(array) is array
@@ -38,14 +38,14 @@ def test_the_cpu_keeps_arrays_as_they_are(text: str) -> None:
 def test_what_is_no_device_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, told: str) -> None:
     """With an example of one, and how to go on without it; without CuPy with what to install. The CPU needs nothing."""
     with pytest.raises(ConfigError, match=told):
-        Device.parse(text)
+        ServerDevice.parse(text)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match=r"pip install -e .\.\[gpu\]. in the clone, or use --device cpu"):
-        Device.parse("gpu")
-    assert Device.parse("cpu").put(1) == 1
+        ServerDevice.parse("gpu")
+    assert ServerDevice.parse("cpu").put(1) == 1
 
 
-class Elsewhere(Device):
+class Elsewhere(ServerDevice):
     """Stands in for a GPU: its arrays have to be brought, which must not hold up the core."""
 
     core: Core

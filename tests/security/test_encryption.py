@@ -32,8 +32,8 @@ from tests.kit.internals import (
     MAX_PART_BYTES,
     PIECE,
     RECORD,
-    Kind,
     Message,
+    MessageKind,
     MessageSocket,
     RemoteServer,
     Sealed,
@@ -95,7 +95,10 @@ def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed
     """Messages of all sizes, both ways at once, by four threads; each end reads while it writes."""
     random = np.random.default_rng(seed)
     sent = [
-        [(Message(Kind.PART, number, b"h" * number, 0, size), random.bytes(size)) for number, size in enumerate(sizes)]
+        [
+            (Message(MessageKind.PART, number, b"h" * number, 0, size), random.bytes(size))
+            for number, size in enumerate(sizes)
+        ]
         for _ in range(2)
     ]
     with connected(certificates) as pair, ThreadPoolExecutor(4) as threads:

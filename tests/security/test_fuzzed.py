@@ -84,7 +84,7 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
     attacker.server.leave(attacker.session, "")
     core = site.core
     eventually(lambda: not site.thread._server._service._bells)
-    assert all(len(core.machine.waiters.rows[kind]) <= inside.MAX_CALLS for kind in (inside.Hold, inside.Watch))
+    assert all(len(core.machine.waiters.rows[kind]) <= inside.MAX_CALLS for kind in (inside.HeldCall, inside.Watch))
     assert len(core.machine.waiters.rows[inside.Read]) <= inside.MAX_CALLS
     assert core.machine.rounds.sessions() == set()
     site.round()
@@ -168,7 +168,7 @@ class Front:
         """What lets its session in."""
         token = self.site.core.registry.transport_token(self.session)
         said = pb.TransportHello(session=self.session, token=token)
-        return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
+        return inside.Message(inside.MessageKind.HELLO, header=said.SerializeToString()).head()
 
     def open(self) -> list[Any]:
         """The server's ends of connections that are not the job's."""
@@ -195,8 +195,8 @@ def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterato
 
 
 PLACES = (inside.INLINE, 0, 64, 4096, inside.CLIENT_BYTES - 64, inside.CLIENT_BYTES, 1, 1 << 63)
-KINDS = (*inside.Kind, 0, max(inside.Kind) + 1, 255)
-EMPTY = inside.Kind.PART, inside.Kind.FREED, inside.Kind.HEARTBEAT
+KINDS = (*inside.MessageKind, 0, max(inside.MessageKind) + 1, 255)
+EMPTY = inside.MessageKind.PART, inside.MessageKind.FREED, inside.MessageKind.HEARTBEAT
 
 
 @st.composite
@@ -225,7 +225,9 @@ def transport_messages(draw: Any, front: Front) -> bytes:
         tables=draw(st.sampled_from([[], [question(draw, ids[0])]])),
     )
     kind, header = draw(
-        st.sampled_from([(inside.Kind.PUSH, push), (inside.Kind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)])
+        st.sampled_from(
+            [(inside.MessageKind.PUSH, push), (inside.MessageKind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)]
+        )
     )
     kind = draw(st.sampled_from([kind] * 6 + [*KINDS]))
     size = len(data) if place == inside.INLINE else draw(st.sampled_from([0, 64, 768, 4 << 20]))
@@ -353,7 +355,7 @@ def test_memory_that_is_scribbled_over(tmp_path: Any) -> None:
                 answer = site.push(here, 1)
                 place = 0 if call % 2 else 1 << 20  # what the round before told may not be free yet
                 for number, (offset, data) in enumerate(parts):
-                    kind, said = (inside.Kind.PART, b"") if number else (inside.Kind.PUSH, header)
+                    kind, said = (inside.MessageKind.PART, b"") if number else (inside.MessageKind.PUSH, header)
                     guest.say(kind, call, said, offset, len(data), place)
                     place += -(-len(data) // 4096) * 4096
                 values = answer.result(10).payload.tensors([one.spec.tensor for one in site.variables])

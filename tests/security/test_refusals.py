@@ -217,7 +217,7 @@ def stranger(thread: inside.ServerThread, security: inside.Security | None, name
 
 def hello(session: int, token: bytes) -> bytes:
     said = pb.TransportHello(session=session, token=token)
-    return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
+    return inside.Message(inside.MessageKind.HELLO, header=said.SerializeToString()).head()
 
 
 def is_closed(sock: Any) -> bool:
@@ -255,7 +255,7 @@ def test_a_transport_is_for_its_task(certificates: Certificates, case: str) -> N
         eventually(lambda: [c.session for c in transports.connections] == [session])
         good = stack.enter_context(stranger(thread, certificates.of("worker-0")))
         good.sendall(hello(session, transports.access.registry.transport_token(session)))
-        assert good.recv(inside.HEAD.size)[0] == inside.Kind.WELCOME
+        assert good.recv(inside.HEAD.size)[0] == inside.MessageKind.WELCOME
 
 
 def test_each_call_on_a_transport_is_checked(certificates: Certificates) -> None:

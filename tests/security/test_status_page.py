@@ -136,7 +136,7 @@ def test_without_a_token_the_page_is_for_this_machine(job, host, status):
         got = served.get("/", Host=host)
     assert got.status == status
     assert ("job is running" in got.text) == (status == 200)
-    source = sampler.Source(WORKERS[0], "", lambda: ((), ()), lambda index: (None, ()))
+    source = sampler.PageSource(WORKERS[0], "", lambda: ((), ()), lambda index: (None, ()))
     with closing(status_page.StatusPage(source, "")) as page:
         for client, status in [("10.0.0.7", 403), ("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200)]:
             request = web_server.Request("/", "", {"host": "localhost"}, client)

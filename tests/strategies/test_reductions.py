@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arraylike import LazyArray
-from psclient._src.distribute.gathering import Place
+from psclient._src.distribute.gathering import ReplicaPosition
 from tests.kit.cases import search
 from tests.kit.internals import MAX_NDIM
 from tests.kit.programs import same_bits
@@ -546,7 +546,7 @@ def gathered(split, arrays, axis, lost=()):
             meet.wait(10)
             return found
 
-        return Place(first, sum(split), total).gather([arrays[first : first + split[process]]], axis)
+        return ReplicaPosition(first, sum(split), total).gather([arrays[first : first + split[process]]], axis)
 
     with ThreadPoolExecutor(len(split)) as pool:
         return [found for each in pool.map(gather, range(len(split))) for found in each]
@@ -580,7 +580,7 @@ def test_all_processes_refuse_alike():
         return array + other
 
     with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(7, 7\), which may differ only in dimension 0"):
-        Place(0, 2, total).gather([[np.ones((2, 3))]], 0)
+        ReplicaPosition(0, 2, total).gather([[np.ones((2, 3))]], 0)
     assert [array.shape for array in asked] == [(1, 2, 3 + MAX_NDIM)]
 
 
@@ -598,7 +598,7 @@ def test_who_has_no_place_yet_sends_nothing():
             array[0, 0, :4] = 9, 11, 1, 2
         return array
 
-    (found,) = Place(1, 1, total).gather([[np.ones(3), np.ones(3)]], 0)
+    (found,) = ReplicaPosition(1, 1, total).gather([[np.ones(3), np.ones(3)]], 0)
     assert found.tolist() == one.tolist()
 
 

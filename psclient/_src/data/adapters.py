@@ -86,7 +86,7 @@ class Description(NamedTuple):
     content: str
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """A dataset of batches that can be begun at any data epoch and any batch."""
 
     @property
@@ -112,7 +112,7 @@ class Source(Protocol):
         ...
 
 
-class Indexable(Source, Protocol):
+class Indexable(BatchSource, Protocol):
     """A source of which any batch can be read by its number, without those before it."""
 
     def count(self) -> int:
@@ -124,7 +124,7 @@ class Indexable(Source, Protocol):
         ...
 
 
-def indexable(source: Source) -> Indexable | None:
+def indexable(source: BatchSource) -> Indexable | None:
     """Returns a source as one whose batches have numbers; None if those before a batch have to be read first."""
     return source if isinstance(source, Arrays | Listed) else None
 
@@ -375,7 +375,7 @@ UNORDERED = (
 
 _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
-_KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
+_KINDS: dict[tuple[str, str], Callable[[Any], BatchSource]] = {
     ("grain", "MapDataset"): Indexed,
     ("torch", "DataLoader"): Loader,
     ("builtins", "list"): Listed,
@@ -383,7 +383,7 @@ _KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
 """Datasets that are more than iterable, by the package and the name of their class."""
 
 
-def source_of(dataset: object) -> Source:
+def source_of(dataset: object) -> BatchSource:
     """Wraps any dataset as a source of batches.
 
     Args:

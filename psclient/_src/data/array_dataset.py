@@ -12,7 +12,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.devices import to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.data import stages
-from psclient._src.data.stages import ENDLESS, Batches, Examples
+from psclient._src.data.stages import ENDLESS, Batches, OrderedExamples
 from psclient._src.options import ArraySpec
 from pswire.model.tensor import Array
 
@@ -61,16 +61,16 @@ class ArrayDataset:
         self.seed: int | None = None
         self.batch_size: int | None = None
         self.recipe = ""
-        self._begin(stages.Rows(self.arrays), None)
+        self._begin(stages.RowStage(self.arrays), None)
 
-    def _begin(self, examples: Examples | None, batches: Batches | None) -> None:
+    def _begin(self, examples: OrderedExamples | None, batches: Batches | None) -> None:
         self._examples, self._batches = examples, batches
         self._passes = itertools.count()
 
     def _with(
         self,
         step: str,
-        examples: Examples | None = None,
+        examples: OrderedExamples | None = None,
         batches: Batches | None = None,
         seed: int | None = None,
         batch_size: int | None = None,
@@ -237,7 +237,7 @@ class ArrayDataset:
             raise ValueError("the dataset has no batches; call dataset.batch(batch_size) first")
         return self._batches
 
-    def _unbatched(self, what: str) -> Examples:
+    def _unbatched(self, what: str) -> OrderedExamples:
         if self._examples is None:
             raise ValueError(f"{what} must be called before batch, or after unbatch")
         return self._examples

@@ -22,7 +22,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.conversions import is_text
 from psclient._src.arrays.devices import CPU, AnyArray, Device, to_device
 from psclient._src.arrays.nest import Nest
-from psclient._src.data.adapters import Batch, GlobalBatch, Source, source_of
+from psclient._src.data.adapters import Batch, BatchSource, GlobalBatch, source_of
 from psclient._src.data.group import DatasetGroup, Passes
 from psclient._src.data.iterators import DistributedIterator
 from psclient._src.interpreter.lifetimes import Unpicklable
@@ -45,7 +45,7 @@ class _Distributed(Unpicklable):
     _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
-        self, source: Source, group: DatasetGroup, number: int, passes: Passes | None, options: InputOptions | None
+        self, source: BatchSource, group: DatasetGroup, number: int, passes: Passes | None, options: InputOptions | None
     ) -> None:
         self._source = source
         self._group = group

@@ -15,7 +15,7 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, Indexable, indexable
 from psclient._src.data.distributed import DistributedDataset, cut
 from psclient._src.data.group import DatasetGroup, Passes
-from psclient._src.data.progress import Handed
+from psclient._src.data.progress import AssignedBatches
 from psclient._src.options import InputOptions
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import Chunk, ChunkAsk, Chunks
@@ -54,7 +54,7 @@ class ChunkGroup(DatasetGroup, Protocol):
         ...
 
     @property
-    def handed(self) -> dict[int, Handed]:
+    def handed(self) -> dict[int, AssignedBatches]:
         """Of each dataset whose batches are handed out, which this process has."""
         ...
 

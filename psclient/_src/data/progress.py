@@ -58,7 +58,7 @@ class Pass:
     batch: SharedBatch | None = None
 
 
-class Handed(Protocol):
+class AssignedBatches(Protocol):
     """The batches of one dataset that this process was handed out."""
 
     @property
@@ -94,7 +94,7 @@ class Progress:
         self._holding = False
         self._trained: set[int] = set()  # datasets whose steps make rounds of updates
         self.restores = 0
-        self.handed: dict[int, Handed] = {}
+        self.handed: dict[int, AssignedBatches] = {}
         self._begins: dict[int, tuple[Position, ...]] = {}
         self._positions: dict[int, tuple[Position, ...]] = {}
         self._restored: dict[tuple[int, int], tuple[Position, ...]] = {}

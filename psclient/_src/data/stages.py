@@ -30,7 +30,7 @@ Chosen = range | Array
 """Numbers of examples."""
 
 
-class Examples(Protocol):
+class OrderedExamples(Protocol):
     """Examples, in an order that may differ by data epoch."""
 
     size: int
@@ -59,7 +59,7 @@ class Batches(Protocol):
 # ---- Examples ----
 
 
-class Rows(Examples):
+class RowStage(OrderedExamples):
     """The rows of arrays.
 
     Args:
@@ -74,7 +74,7 @@ class Rows(Examples):
         return nest.map_structure(lambda array: np.array(array[_key(chosen)]), self._arrays)
 
 
-class Shuffled(Examples):
+class Shuffled(OrderedExamples):
     """Examples in an order of their own in each data epoch.
 
     Args:
@@ -82,7 +82,7 @@ class Shuffled(Examples):
         seed: not negative.
     """
 
-    def __init__(self, before: Examples, seed: int) -> None:
+    def __init__(self, before: OrderedExamples, seed: int) -> None:
         self._before, self._seed = before, seed
         self.size = before.size
         self._orders: dict[int, Array] = {}
@@ -102,10 +102,10 @@ class Shuffled(Examples):
         return order
 
 
-class Sharded(Examples):
+class Sharded(OrderedExamples):
     """Every `shards`-th example, from `index` on."""
 
-    def __init__(self, before: Examples, shards: int, index: int) -> None:
+    def __init__(self, before: OrderedExamples, shards: int, index: int) -> None:
         self._before, self._shards, self._index = before, shards, index
         self.size = part(before.size, shards, index)
 
@@ -116,7 +116,7 @@ class Sharded(Examples):
         return self._before.take(epoch, chosen * n + i)
 
 
-class Repeated(Examples):
+class Repeated(OrderedExamples):
     """Examples several times, each time as of another data epoch.
 
     Args:
@@ -124,7 +124,7 @@ class Repeated(Examples):
         times: how often; None for ever.
     """
 
-    def __init__(self, before: Examples, times: int | None) -> None:
+    def __init__(self, before: OrderedExamples, times: int | None) -> None:
         self._before, self._times = before, times
         self.size = many(before.size, times)
 
@@ -141,7 +141,7 @@ class Repeated(Examples):
         return _by_group(again, places, lambda p, own: self._before.take(inner(epoch, self._times, p), own))
 
 
-class Mapped(Examples):
+class Mapped(OrderedExamples):
     """What a function makes of each example.
 
     Args:
@@ -150,7 +150,7 @@ class Mapped(Examples):
             the same example, and of the same shapes for all.
     """
 
-    def __init__(self, before: Examples, fn: Callable[..., Nest]) -> None:
+    def __init__(self, before: OrderedExamples, fn: Callable[..., Nest]) -> None:
         self._before, self._fn = before, fn
         self.size = before.size
 
@@ -173,7 +173,7 @@ class Mapped(Examples):
         return nest.map_structure(lambda array: array[:0], self.take(0, range(1)))
 
 
-class Unbatched(Examples):
+class Unbatched(OrderedExamples):
     """The examples of batches, one by one.
 
     Args:
@@ -199,7 +199,7 @@ class Unbatched(Examples):
         return nest.map_structure(lambda array: array[own - first], rows)
 
 
-class Whole(Examples):
+class Whole(OrderedExamples):
     """Batches, each of them one example: what is batched once more.
 
     Args:
@@ -229,7 +229,7 @@ class Whole(Examples):
         return nest.map_structure(lambda *arrays: np.stack(arrays), *taken)
 
 
-class Split(Examples):
+class Split(OrderedExamples):
     """The parts of examples that are arrays of one first dimension, one by one.
 
     Args:
@@ -239,7 +239,7 @@ class Split(Examples):
         ValueError: the examples are no such arrays.
     """
 
-    def __init__(self, before: Examples) -> None:
+    def __init__(self, before: OrderedExamples) -> None:
         self._before = before
         shapes = [array.shape[1:] for array in nest.flatten(before.take(0, range(0)))]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
@@ -266,7 +266,7 @@ class Batched(Batches):
         drop: leaves out a last batch that is smaller.
     """
 
-    def __init__(self, before: Examples, size: int, drop: bool) -> None:
+    def __init__(self, before: OrderedExamples, size: int, drop: bool) -> None:
         self._before, self._size = before, size
         whole = before.size // size if drop else -(-before.size // size)
         self.count = ENDLESS if before.size >= ENDLESS else whole

@@ -36,7 +36,7 @@ LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | Host
 
 
 @dataclass(frozen=True)
-class Beside:
+class ValueHome:
     """The servers that keep a reduced value.
 
     Attributes:
@@ -51,7 +51,7 @@ class Beside:
     feedback: Feedback | None = None
     alone: bool = False
 
-    def plain(self) -> Beside:
+    def plain(self) -> ValueHome:
         """Returns the same, to which contributions travel as they are."""
         return replace(self, feedback=None)
 
@@ -69,7 +69,7 @@ class Uncompressed:
 
 def uncompressed(place: P) -> P:
     """Returns a destination to which contributions travel as they are."""
-    return place.plain() if isinstance(place, Beside) else place  # type: ignore[return-value]
+    return place.plain() if isinstance(place, ValueHome) else place  # type: ignore[return-value]
 
 
 class ReplicaGroup(dynamic.ChunkGroup, Protocol):
@@ -192,7 +192,7 @@ class Backend(Protocol):
         """Returns the array in which a replica, a local number, computes its next contribution to a variable."""
         ...
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, ValueHome | None]]) -> list[Value]:
         """Reduces over all processes.
 
         Args:

@@ -14,8 +14,8 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Backend, Beside, ServerIds, Uncompressed, uncompressed
-from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
+from psclient._src.distribute.backend import Backend, ServerIds, Uncompressed, ValueHome, uncompressed
+from psclient._src.distribute.gathering import ReplicaPosition, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_arrays, combine
 from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
@@ -33,7 +33,7 @@ from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
 
-Destination = Beside | tuple[Device, ...]
+Destination = ValueHome | tuple[Device, ...]
 
 Colocation = ServerIds | Sharding
 """Where `colocate_vars_with` places variables: on servers, or beside the shards of a partitioned variable."""
@@ -326,8 +326,8 @@ class StrategyExtended:
             found = self._place().gather(arrays, number)
             return nest.pack_sequence_as(value, list(map(_read_only, found)))
 
-    def _place(self) -> Place:
-        return Place.of(self._backend.group, self._total)
+    def _place(self) -> ReplicaPosition:
+        return ReplicaPosition.of(self._backend.group, self._total)
 
     def _total(self, array: Array) -> Array:
         """Sums what each process gives. Replicas without examples give theirs; what others hold back is no part."""
@@ -380,10 +380,10 @@ class StrategyExtended:
             return self._reduced(list(zip(local, places, strict=True)))
 
     def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
-        beside = [place if isinstance(place, Beside) else None for _, place in pairs]
+        beside = [place if isinstance(place, ValueHome) else None for _, place in pairs]
         reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
         return [
-            value if isinstance(place, Beside) else bring(value, place)
+            value if isinstance(place, ValueHome) else bring(value, place)
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
@@ -413,13 +413,13 @@ class StrategyExtended:
             destinations._check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
                 return devices
-            return Beside(destinations.place, repr(destinations.name), destinations.feedback, destinations._alone)
+            return ValueHome(destinations.place, repr(destinations.name), destinations.feedback, destinations._alone)
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
             return devices
         names = [destinations] if isinstance(destinations, str) else destinations
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             if set(names) <= set(self.parameter_devices) - set(self.worker_devices):
-                return Beside(self._placed(names))
+                return ValueHome(self._placed(names))
             return tuple(self._worker_device(name) for name in names)
         raise TypeError(
             f"{destinations!r} is not a destination; pass a variable, a worker device such as "

@@ -12,7 +12,7 @@ from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute import extended
-from psclient._src.distribute.backend import Beside
+from psclient._src.distribute.backend import ValueHome
 from psclient._src.distribute.extended import bring
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.variables.variable import Variable
@@ -45,7 +45,7 @@ class StrategyExtended(extended.StrategyExtended):
             if isinstance(tensor, values.DistributedValues) and not isinstance(tensor, Mirrored | Variable):
                 raise ValueError("broadcast_to takes one value, not a per-replica value; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
-            return bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
+            return bring(tensor, self._backend.group.devices[:1] if isinstance(place, ValueHome) else place)
 
     def read_var(self, v: Variable) -> Any:
         """Returns a variable's value; for an ON_READ variable in cross-replica context the aggregate. In any context.

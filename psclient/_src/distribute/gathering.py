@@ -55,7 +55,7 @@ def of_each(value: Any, replicas: int, host: Callable[[Any], Value]) -> Sequence
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaPosition:
     """The place of this process among all replicas.
 
     Attributes:
@@ -69,10 +69,10 @@ class Place:
     total: Total
 
     @staticmethod
-    def of(group: ReplicaGroup, total: Total) -> Place:
+    def of(group: ReplicaGroup, total: Total) -> ReplicaPosition:
         """Returns the place of this process in its group, as of now."""
         first, replicas = group.slice()
-        return Place(first, replicas, total)
+        return ReplicaPosition(first, replicas, total)
 
     def gather(self, arrays: Sequence[Sequence[Array]], axis: int) -> list[Array]:
         """Concatenates the arrays of all replicas, in the order of the replicas.

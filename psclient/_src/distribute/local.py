@@ -12,7 +12,7 @@ from psclient._src.arrays.devices import Device, Value, as_array, device_scope, 
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
-from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
+from psclient._src.distribute.backend import LocalContributions, ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.row_updates import update_rows
@@ -169,7 +169,7 @@ class LocalBackend:
         """Returns the names of the variables of which `was_restored` holds."""
         return frozenset(variable.name for variable in self._restored)
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, ValueHome | None]]) -> list[Value]:
         """Returns the value of the local replicas, which are all."""
         self._reduced = True
         return [local.alone() for local, _ in contributions]

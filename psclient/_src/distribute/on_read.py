@@ -22,7 +22,7 @@ from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import Array
 
 
-class Sender(Protocol):
+class UpdateSender(Protocol):
     """Records updates, and reads variables: a `RemoteBackend`."""
 
     def record_own(self, strategy: StrategyFace, record: Callable[[], object]) -> None:
@@ -56,7 +56,7 @@ class Copies:
         sender: the backend of these variables.
     """
 
-    def __init__(self, group: Members, sender: Sender) -> None:
+    def __init__(self, group: Members, sender: UpdateSender) -> None:
         self._group = group
         self._sender = sender
         self._all: list[SyncOnReadVariable] = []

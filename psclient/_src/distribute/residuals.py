@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from psclient._src.distribute.backend import Beside, ReplicaGroup
+from psclient._src.distribute.backend import ReplicaGroup, ValueHome
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.sharded import ShardingBackend
 from psclient._src.variables.compression import Compressed, Compression, is_compressible
@@ -131,7 +131,7 @@ class Residuals:
             whole *= whole.dtype.type(len(group.devices))
         return whole
 
-    def save(self, reduce: Callable[[LocalValue, Beside], object]) -> None:
+    def save(self, reduce: Callable[[LocalValue, ValueHome], object]) -> None:
         """Records that servers keep the sums of the residuals of now, which a checkpoint is to have.
 
         Args:
@@ -140,5 +140,5 @@ class Residuals:
         for feedback in self._all:
             saved: ServerVariable = feedback.saved
             local = LocalValue("sum", 1.0, saved.spec, feedback.residual)
-            total = reduce(local, Beside(saved.place, repr(saved.name)))
+            total = reduce(local, ValueHome(saved.place, repr(saved.name)))
             saved.strategy.extended.update(saved, lambda v, x: v.assign(x), (total,))

@@ -13,7 +13,7 @@ from psclient._src.arrays.devices import Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
 from psclient._src.distribute import extended_v1
-from psclient._src.distribute.backend import Backend, Beside, ServerIds
+from psclient._src.distribute.backend import Backend, ServerIds, ValueHome
 from psclient._src.distribute.extended import Colocation, Destination
 from psclient._src.distribute.reduction import LocalKeys, LocalRows, LocalValue, refuse_keys
 from psclient._src.distribute.template import HostValue
@@ -182,7 +182,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
 
     def _destination(self, destinations: object, value: object) -> Destination:
         found = super()._destination(destinations, value)
-        if isinstance(destinations, VariableOfShards) and isinstance(found, Beside):
+        if isinstance(destinations, VariableOfShards) and isinstance(found, ValueHome):
             feedbacks = tuple(shard.feedback for shard in destinations.variables)
             return BesideShards(
                 found.place,
@@ -260,7 +260,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideShards(Beside):
+class BesideShards(ValueHome):
     """The servers that keep a value reduced to a partitioned variable.
 
     Attributes:
@@ -287,7 +287,7 @@ def _cut_to(local: LocalValue, place: Destination) -> list[tuple[LocalValue, Des
     keyed = isinstance(local, LocalKeys)
     if isinstance(place, BesideShards) and (keyed or place.sharding.cuts(local.spec.shape, place.shape)):
         each = zip(_cut(local, place.sharding), place.sharding.places, place.feedbacks, strict=True)
-        return [(part, Beside(servers, place.label, feedback, place.alone)) for part, servers, feedback in each]
+        return [(part, ValueHome(servers, place.label, feedback, place.alone)) for part, servers, feedback in each]
     if isinstance(local, LocalKeys):
         refuse_keys(local.space.table)
     return [(local, place)]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psclient._src.config import LaunchConfig, child_environ, job_from
-from psclient._src.launch.outcome import Failure, Outcome
+from psclient._src.launch.outcome import Outcome, TaskFailure
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.local_clusters import register
 from psclient._src.processes.output import Line, Relay
@@ -409,8 +409,8 @@ class Cluster:
         self.stop()
         return min(map(self._failure_of, failed), key=lambda failure: failure.blame).outcome
 
-    def _failure_of(self, task: Task) -> Failure:
-        return Failure(task, self.processes[task].poll() or 0, self.output(task, error=True))
+    def _failure_of(self, task: Task) -> TaskFailure:
+        return TaskFailure(task, self.processes[task].poll() or 0, self.output(task, error=True))
 
     def _interrupted(self) -> Outcome:
         number = self._signals[0]

@@ -45,7 +45,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Failure:
+class TaskFailure:
     """A task that failed.
 
     Attributes:

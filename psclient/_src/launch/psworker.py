@@ -407,14 +407,14 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
 
 def _on_hosts(hosts: Path, remote: tuple[str, str], config: LaunchConfig, printer: Printer) -> Cluster:
     from psclient._src.launch.hosts_file import load_hosts
-    from psclient._src.launch.ssh_cluster import Remote, SshCluster
+    from psclient._src.launch.ssh_cluster import RemoteShell, SshCluster
 
     ssh, python = remote
     try:
-        command = tuple(shlex.split(ssh)) or Remote.ssh
+        command = tuple(shlex.split(ssh)) or RemoteShell.ssh
     except ValueError as error:
         raise ConfigError(f"--ssh {ssh!r} is not a command: {error}") from None
-    how = Remote(command, python or Remote.python)
+    how = RemoteShell(command, python or RemoteShell.python)
     return SshCluster(load_hosts(hosts), how, config, printer, printer.terminal())
 
 

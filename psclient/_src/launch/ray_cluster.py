@@ -15,7 +15,7 @@ from psclient._src.config import LaunchConfig, launcher_variable
 from psclient._src.launch.agent import package_version
 from psclient._src.launch.cluster import TERM_SECONDS
 from psclient._src.launch.ray_actor import AgentActor, Prepared, RayTask, last_line, ray_package
-from psclient._src.launch.remote_cluster import Place, RemoteCluster, RemoteProcess
+from psclient._src.launch.remote_cluster import RemoteCluster, RemoteProcess, TaskLocation
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import address_in, server_arguments, waiting_server_arguments
 from pswire.cluster import Task, join_address
@@ -126,7 +126,7 @@ class RayCluster(RemoteCluster):
         self.resources = resources or Resources()
         self._order = [*(Task("ps", index) for index in range(self.config.ps)), *self.clients()]
         self._group: Any = None
-        self._places: dict[Task, Place] = {}
+        self._places: dict[Task, TaskLocation] = {}
         self._ports: dict[Task, int] = {}  # that were free there
         self._waiting: dict[Task, Any] = {}  # actors that have no agent yet
         self._made = 0
@@ -160,7 +160,7 @@ class RayCluster(RemoteCluster):
         super().stop(grace, number)
         self._free()
 
-    def place(self, task: Task) -> Place:
+    def place(self, task: Task) -> TaskLocation:
         """Where a task runs, or ran last."""
         return self._places[task]
 
@@ -264,7 +264,7 @@ class RayCluster(RemoteCluster):
                 'ray.init(runtime_env={"working_dir": "."})'
             )
         self._ports[task] = found["port"]
-        self._places[task] = Place(name, found["address"], found["address"], found["where"], 1)
+        self._places[task] = TaskLocation(name, found["address"], found["address"], found["where"], 1)
 
     # ---- Tasks ----
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from psclient._src.config import LaunchConfig, handed_to_hosts
 from psclient._src.launch.agent import LOST
 from psclient._src.launch.cluster import POLL_SECONDS, TERM_SECONDS, Cluster
-from psclient._src.launch.outcome import Failure
+from psclient._src.launch.outcome import TaskFailure
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import Process, await_listening, server_arguments
 from pswire.cluster import Task, check_address, join_address
@@ -36,7 +36,7 @@ FATAL = tuple(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskLocation:
     """Where a task runs.
 
     Attributes:
@@ -95,7 +95,7 @@ class RemoteCluster(Cluster, abc.ABC):
         self._heartbeats = threading.Thread(target=self._heartbeat, name="signs of life", daemon=True)
 
     @abc.abstractmethod
-    def place(self, task: Task) -> Place:
+    def place(self, task: Task) -> TaskLocation:
         """Where a task runs, or is to run."""
 
     @abc.abstractmethod
@@ -169,7 +169,7 @@ class RemoteCluster(Cluster, abc.ABC):
 
     # ---- Their ends ----
 
-    def _failure_of(self, task: Task) -> Failure:
+    def _failure_of(self, task: Task) -> TaskFailure:
         failure = super()._failure_of(task)
         if failure.code != LOST:
             return failure

@@ -21,7 +21,13 @@ from typing import Any
 from psclient._src.config import LaunchConfig, own_environ
 from psclient._src.launch.agent import LOST, MODULE, package_version
 from psclient._src.launch.hosts_file import Host
-from psclient._src.launch.remote_cluster import SILENCE_SECONDS, Place, RemoteCluster, code_of_task, said_to_agent
+from psclient._src.launch.remote_cluster import (
+    SILENCE_SECONDS,
+    RemoteCluster,
+    TaskLocation,
+    code_of_task,
+    said_to_agent,
+)
 from psclient._src.processes.output import Line
 from pswire.cluster import Task
 from pswire.errors import ConfigError
@@ -35,7 +41,7 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteShell:
     """How hosts are reached.
 
     Attributes:
@@ -106,7 +112,7 @@ class SshCluster(RemoteCluster):
     def __init__(
         self,
         hosts: Sequence[Host],
-        remote: Remote,
+        remote: RemoteShell,
         config: LaunchConfig,
         sink: Callable[[Line], None] | None = None,
         more: Mapping[str, str] | None = None,
@@ -132,10 +138,10 @@ class SshCluster(RemoteCluster):
         check_hosts(self._hosts, self.remote, self.config.script, self.config.timeouts.start_timeout)
         super().start()
 
-    def place(self, task: Task) -> Place:
+    def place(self, task: Task) -> TaskLocation:
         """Where a task runs."""
         host = self._host(task)
-        return Place(host.name, host.address, host.listen, os.getcwd(), host.ps + host.worker)
+        return TaskLocation(host.name, host.address, host.listen, os.getcwd(), host.ps + host.worker)
 
     def _host(self, task: Task) -> Host:
         return self._where.get(task, self._hosts[0])
@@ -144,7 +150,7 @@ class SshCluster(RemoteCluster):
         return RemoteTask(self.remote.command(self._host(task)), order)
 
 
-def check_hosts(hosts: Sequence[Host], remote: Remote, script: str, seconds: float) -> None:
+def check_hosts(hosts: Sequence[Host], remote: RemoteShell, script: str, seconds: float) -> None:
     """Looks whether each host can run tasks, all at once.
 
     Args:
@@ -185,7 +191,7 @@ def check_hosts(hosts: Sequence[Host], remote: Remote, script: str, seconds: flo
             look.communicate()
 
 
-def _judge(host: Host, remote: Remote, code: int, out: str, err: str) -> None:
+def _judge(host: Host, remote: RemoteShell, code: int, out: str, err: str) -> None:
     """Raises `ConfigError` if a host, which has answered so, cannot run tasks."""
     said = (err.strip().splitlines() or ["it printed nothing"])[-1]
     if code == LOST:

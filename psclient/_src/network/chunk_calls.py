@@ -10,7 +10,7 @@ from pswire.errors import Unreachable
 from pswire.model.chunks import ChunkAsk, Chunks
 
 
-class ChunkCalls:
+class BatchCalls:
     """Asks for batches that are handed out. Used by the thread that runs cross-replica code.
 
     Args:

@@ -26,8 +26,8 @@ from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.network.parts import Assembly
 from pswire.network.payload import Payload
-from pswire.network.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
-from pswire.network.sockets import Kind, Message, MessageSocket, PayloadSender, connect
+from pswire.network.shared_memory import CLIENT_BYTES, Segment, SharedArena, SharedView, SlotHold
+from pswire.network.sockets import Message, MessageKind, MessageSocket, PayloadSender, connect
 from pswire.network.tls_socket import Stream
 from pswire.network.traffic import Traffic, TransportName
 from pswire.pb import parameter_server_pb2 as pb
@@ -204,7 +204,7 @@ class Transport:
         self._rope.setblocking(False)
         self._sockets: list[Stream] = [self._bell, self._rope]
         said = pb.TransportHello(session=offer.session, token=offer.token, lease=lease, replaces=replaces)
-        hello = Message(Kind.HELLO, header=said.SerializeToString()).head()
+        hello = Message(MessageKind.HELLO, header=said.SerializeToString()).head()
         try:
             self._sock = _connect(name, offer, lease)
             self._sockets.append(self._sock)
@@ -274,17 +274,17 @@ class Transport:
 
     def push(self, header: bytes, payload: Payload) -> Future[Answered]:
         """Sends a contribution; the future gives the answer's header and payload, or raises `TransportLost`."""
-        return self._ask(Kind.PUSH, header, payload, pb.RoundHeader)
+        return self._ask(MessageKind.PUSH, header, payload, pb.RoundHeader)
 
     def pull(self, header: bytes) -> Future[Answered]:
         """Asks for values; as `push`."""
-        return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
+        return self._ask(MessageKind.PULL, header, Payload(), pb.PullHeader)
 
     def heartbeat(self) -> Future[Answered]:
         """Says that this process lives, and nothing else; as `push`."""
-        return self._ask(Kind.HEARTBEAT, b"", Payload(), pb.HeartbeatReply)
+        return self._ask(MessageKind.HEARTBEAT, b"", Payload(), pb.HeartbeatReply)
 
-    def _ask(self, kind: Kind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
+    def _ask(self, kind: MessageKind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
         call = _TransportCall(answer, Future())
         number = next(self._numbers)
         with self._lock:
@@ -321,7 +321,7 @@ class Transport:
         for sock in self._sockets:
             sock.close()
 
-    def keep(self) -> list[Hold]:
+    def keep(self) -> list[SlotHold]:
         """Holds the memory that a fork of the process may read, unchanged until the fork is gone.
 
         Called before the fork.
@@ -465,12 +465,12 @@ class Transport:
             self._handle(message)
 
     def _handle(self, message: Message) -> None:
-        if message.kind is Kind.WELCOME:
+        if message.kind is MessageKind.WELCOME:
             self._welcomed = True
             self._welcome.set()
-        elif message.kind is Kind.FREED:
+        elif message.kind is MessageKind.FREED:
             self._channel.freed(message.place)
-        elif message.kind is Kind.ALIVE:
+        elif message.kind is MessageKind.ALIVE:
             said = parse(pb.TransportAlive, message.header)
             self._silence.word(said.received, said.paused, self._link.sent, time.monotonic())
         else:
@@ -481,14 +481,14 @@ class Transport:
         call = self._calls.get(message.call)
         if call is None:
             return  # nobody waits for it any more
-        if message.kind is Kind.REFUSAL:
+        if message.kind is MessageKind.REFUSAL:
             self._end(message.call, refusal_from_pb(parse(pb.Refusal, message.header)))
             return
-        if message.kind is Kind.ANSWER or message.header:
+        if message.kind is MessageKind.ANSWER or message.header:
             header = parse(call.kind, message.header)
             size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
             call.assembly = call.assembly or Assembly(size, self._traffic)
-            call.header = header if message.kind is Kind.ANSWER else None
+            call.header = header if message.kind is MessageKind.ANSWER else None
         if call.assembly is None:
             raise InvalidRequest("part of a response has no header")
         if data is not None:
@@ -524,7 +524,7 @@ _LINGERING: set[Transport] = set()
 """Closed transports, as long as a reader looks at their server's memory."""
 
 
-def _keep() -> list[Hold]:
+def _keep() -> list[SlotHold]:
     return [hold for transport in list(_TRANSPORTS) for hold in transport.keep()]
 
 

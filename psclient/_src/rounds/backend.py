@@ -15,7 +15,7 @@ from psclient._src import context
 from psclient._src.arrays.devices import AnyArray, Device, Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
+from psclient._src.distribute.backend import LocalContributions, ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.on_read import Copies
 from psclient._src.distribute.reduction import LocalValue
@@ -226,7 +226,7 @@ class RemoteBackend(_RemoteVariables):
 
     # ---- Sections ----
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, ValueHome | None]]) -> list[Value]:
         """Records reductions; their values are lazy.
 
         Where one comes here, outside of a merge call, they are sent at once, whoever looks at the value.
@@ -503,7 +503,7 @@ class RemoteBackend(_RemoteVariables):
 
 
 def _reduced(
-    section: Section, local: LocalValue, to: Beside | None, with_copies: Callable[[ServerIds], ServerIds]
+    section: Section, local: LocalValue, to: ValueHome | None, with_copies: Callable[[ServerIds], ServerIds]
 ) -> ServerValue:
     if to is None:
         return section.reduce(local, None)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from psclient._src.network.session import Session
-from psclient._src.rounds.first_values import FirstValues, Recorded
+from psclient._src.rounds.first_values import FirstValueWaiter, Recorded
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.tracing.diagnostics import users_line
@@ -69,7 +69,7 @@ class Creation:
         self._entries = 0  # of the log, read for these
         self._session = session
         self._reads = reads
-        self._first_values = FirstValues(session, group)
+        self._first_values = FirstValueWaiter(session, group)
         self._lock = threading.RLock()  # held while a batch is sent: whoever needs it waits for its end
         self._recorded: list[Recorded] = []
         self._nbytes = 0

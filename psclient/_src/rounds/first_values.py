@@ -63,7 +63,7 @@ Ask = Callable[[Sequence[Recorded]], Sequence[Recorded]]
 """Asks the servers which of some variables have no value yet."""
 
 
-class FirstValues:
+class FirstValueWaiter:
     """Waits where another process gives a variable its first value. Used by the thread that runs cross-replica code.
 
     Args:

@@ -17,7 +17,7 @@ from itertools import islice
 
 from psclient._src.arrays.devices import Device
 from psclient._src.data.progress import Pass, Progress
-from psclient._src.network.chunk_calls import ChunkCalls
+from psclient._src.network.chunk_calls import BatchCalls
 from psclient._src.network.log_calls import JobNews
 from psclient._src.network.pacing import goes_on
 from psclient._src.network.patience import Deadline
@@ -164,7 +164,7 @@ class Group(Follower):
         session = self.session
         self.alone = session.consistency.own_rounds
         """True if each worker makes rounds of its own."""
-        self.chunk_calls = ChunkCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
+        self.chunk_calls = BatchCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
         """Asks for batches that are handed out to workers that do."""
         self.passing = (lambda under_way: None) if session.clock is None else session.clock.note_pass
         self.backup_workers = session.consistency.backup_workers  # members that a round of updates does not wait for

@@ -18,7 +18,7 @@ from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
 
-class Sections(Protocol):
+class RecordedSections(Protocol):
     """What is recorded, as a read sees it."""
 
     @property
@@ -43,7 +43,7 @@ class VariableReader:
         sections: what is recorded, and not sent.
     """
 
-    def __init__(self, exchange: Exchange, sections: Sections) -> None:
+    def __init__(self, exchange: Exchange, sections: RecordedSections) -> None:
         self._exchange = exchange
         self._reads = exchange.reads
         self._creation = exchange.creation

@@ -30,7 +30,7 @@ from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
-from psclient._src.tracing.update_function import Given, Trace, TracedCall, UpdateFunction
+from psclient._src.tracing.update_function import InputLeaf, Trace, TracedCall, UpdateFunction
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
@@ -300,12 +300,12 @@ class Section:
     def _is_rows(self, number: int) -> bool:
         return self._reductions[number].form != "dense"
 
-    def give_rows(self, value: IndexedSlices, servers: tuple[int, ...]) -> Given:
+    def give_rows(self, value: IndexedSlices, servers: tuple[int, ...]) -> InputLeaf:
         """Records rows that every process has alike, as what an update is given."""
         local = combine("first", [value], EVERYONE, None)
         located = self.reduce(local.kept(), servers, "rows")
         self._own.add(located.ref.index)
-        return Given("value", located.spec, located.ref)
+        return InputLeaf("value", located.spec, located.ref)
 
     def _result(
         self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable], servers: tuple[int, ...]
@@ -324,7 +324,7 @@ class Section:
         """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
         refs = []
         for place, origin in enumerate(call.inputs):
-            if isinstance(origin, Given):
+            if isinstance(origin, InputLeaf):
                 if isinstance(origin.source, Ref):
                     refs.append(origin.source)
                     continue
@@ -519,7 +519,7 @@ class _Programs:
 
 def _label_of_array(call: TracedCall) -> str:
     """Returns for what an array is that an update function is given beside variables, for messages."""
-    names = [each.variable.name for each in call.inputs if isinstance(each, Given) and each.variable is not None]
+    names = [each.variable.name for each in call.inputs if isinstance(each, InputLeaf) and each.variable is not None]
     shown = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
     return f"an array given to the update of {shown}" if names else ""
 
@@ -532,10 +532,10 @@ class _Inputs:
         self.strategy = strategy
         self.servers = servers
         self.variables: dict[int, ServerVariable] = {}
-        self._slices: dict[int, tuple[IndexedSlices, Given]] = {}  # by id; what an argument becomes is asked twice
+        self._slices: dict[int, tuple[IndexedSlices, InputLeaf]] = {}  # by id; what an argument becomes is asked twice
         self.recording = Recording(self.lift)
 
-    def give(self, value: Leaf) -> Given | None:
+    def give(self, value: Leaf) -> InputLeaf | None:
         """Returns what a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
             return self._variable(value)
@@ -546,7 +546,7 @@ class _Inputs:
                 if value.place is not None:
                     self._check_place(value, value.place, "reduce it to what is updated")
                 self.section.pin(value.ref, self.servers)
-                return Given("value", value.spec, value.ref)
+                return InputLeaf("value", value.spec, value.ref)
             if not isinstance(value, IndexedSlices):
                 return self._array(value.section.value(value.ref))
         if isinstance(value, IndexedSlices):
@@ -562,11 +562,11 @@ class _Inputs:
         return self._array(value) if is_array(value) else None
 
     @staticmethod
-    def _array(value: object) -> Given:
+    def _array(value: object) -> InputLeaf:
         array = to_numpy(value)
-        return Given("operand", spec_of(array), array)
+        return InputLeaf("operand", spec_of(array), array)
 
-    def _variable(self, value: Variable) -> Given:
+    def _variable(self, value: Variable) -> InputLeaf:
         value._check_strategy(self.strategy)
         if isinstance(value, SyncOnReadVariable | VariableOfShards):
             value._refuse_update()
@@ -574,7 +574,7 @@ class _Inputs:
         self._check_place(value, value.place, "create it there with colocate_vars_with")
         handle = on_server.handle
         self.variables[handle.id] = on_server
-        return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
+        return InputLeaf("variable", handle.spec.tensor, Ref("variable", handle.id), value)
 
     def _check_place(self, value: Readable, place: tuple[int, ...], remedy: str) -> None:
         """Says here, where the user's line is, what the server would refuse."""

@@ -8,7 +8,7 @@ from psclient._src.chief.driver import Chief
 from psclient._src.telemetry.observer import Servers
 from pswire.cluster import Task
 from pswire.security.identity import Security
-from pswire.telemetry.page.sampler import Source
+from pswire.telemetry.page.sampler import PageSource
 from pswire.telemetry.page.status_page import StatusPage
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.web_server import Answer
@@ -32,7 +32,7 @@ class ChiefPage:
         self._addresses: Mapping[Task, str] = {}
         self._servers: Servers | None = None
         scope = f"{task} as the chief, with all servers."
-        self._page = StatusPage(Source(task, scope, self._look, chief.log_from), security.token)
+        self._page = StatusPage(PageSource(task, scope, self._look, chief.log_from), security.token)
 
     @property
     def answers(self) -> Mapping[str, Answer]:

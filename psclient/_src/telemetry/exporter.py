@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psclient._src.rounds.rounds import Exchange
     from psclient._src.telemetry.chief_page import ChiefPage
     from pswire.telemetry.prometheus import Page
-    from pswire.telemetry.web_server import Reply, Request
+    from pswire.telemetry.web_server import HttpReply, Request
 
 log = logging.getLogger("psclient")
 
@@ -34,7 +34,7 @@ NO_PAGE = "this process is not the chief and has no status page; psctl dashboard
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerParts:
     """The parts of a worker that its metrics read.
 
     Attributes:
@@ -46,12 +46,12 @@ class Worker:
     servers: Sequence[RemoteServer]
 
 
-def _phases(worker: Worker) -> Values:
+def _phases(worker: WorkerParts) -> Values:
     found = worker.exchange.measures
     return {("computing",): found.computing, ("waiting",): found.waiting, ("reading",): found.reading}
 
 
-def _payloads(worker: Worker) -> Values:
+def _payloads(worker: WorkerParts) -> Values:
     moved: dict[tuple[str, ...], float] = {}
     for server in worker.servers:
         for transport, each in server.traffic.items():
@@ -60,16 +60,16 @@ def _payloads(worker: Worker) -> Values:
     return moved
 
 
-def _rounds(worker: Worker) -> Values:
+def _rounds(worker: WorkerParts) -> Values:
     return {(outcome,): count for outcome, count in worker.exchange.measures.rounds.items()}
 
 
-def _contributions(worker: Worker) -> Values:
+def _contributions(worker: WorkerParts) -> Values:
     near = worker.exchange.pushes.near
     return {} if near is None else {("in_sums",): near.summed, ("singly",): near.singly}
 
 
-def _last_round(worker: Worker) -> Values:
+def _last_round(worker: WorkerParts) -> Values:
     last = worker.exchange.window.last_round
     return {} if last is None else {("counted",): len(last.contributors), ("excluded",): len(last.excluded)}
 
@@ -77,7 +77,7 @@ def _last_round(worker: Worker) -> Values:
 WORKER = "paramserver_worker_"
 CHIEF = "paramserver_chief_"
 
-OF_WORKERS: tuple[Row[Worker], ...] = (
+OF_WORKERS: tuple[Row[WorkerParts], ...] = (
     Row(WORKER + "rounds", "counter", "Rounds of this process.", _rounds, ("outcome",)),
     Row(WORKER + "steps", "counter", "Calls of `strategy.run`.", lambda w: {ALL: w.exchange.measures.steps}),
     Row(
@@ -193,7 +193,7 @@ class Exporter:
             begun = exchange.session.begun
             traces = StepTraces(self._tracer, str(self._task), begun.job, begun.incarnations)
             exchange.traces = exchange.measures.traces = traces
-        self._readings.append((OF_WORKERS, Worker(exchange, servers)))
+        self._readings.append((OF_WORKERS, WorkerParts(exchange, servers)))
 
     def add_chief(self, chief: Chief) -> None:
         """This process drives, by this chief from now on."""
@@ -212,12 +212,12 @@ class Exporter:
             before.close()
         chief.page = reachable(self._page.url).removesuffix("metrics")
 
-    def _answer(self, path: str, request: Request) -> Reply:
+    def _answer(self, path: str, request: Request) -> HttpReply:
         """Answers with the chief's page, where this process drives."""
         if self._chief is None:
-            from pswire.telemetry.web_server import Reply
+            from pswire.telemetry.web_server import HttpReply
 
-            return Reply(NO_PAGE.encode(), status=404)
+            return HttpReply(NO_PAGE.encode(), status=404)
         return self._chief.answers[path](request)
 
     def stop(self) -> None:

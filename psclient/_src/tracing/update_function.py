@@ -48,7 +48,7 @@ MAX_TRACES_OF_ONE_KIND = 8
 """Maximum number of kept traces that differ only in the numbers that the function looked at."""
 
 
-class Given(NamedTuple):
+class InputLeaf(NamedTuple):
     """A leaf of the arguments that becomes an input of the program.
 
     Attributes:
@@ -64,7 +64,7 @@ class Given(NamedTuple):
     variable: Any = None
 
 
-Give = Callable[[Leaf], Given | None]
+Give = Callable[[Leaf], InputLeaf | None]
 """Returns the input of the program that a leaf of the arguments becomes; None where it becomes none."""
 
 
@@ -80,7 +80,7 @@ class TracedCall(NamedTuple):
     """
 
     traced: Traced
-    inputs: list[Given | Array]
+    inputs: list[InputLeaf | Array]
     trace: Trace
     numbers: list[Number]
 
@@ -113,7 +113,7 @@ class Trace:
         self._tape = tape
         self._remember(numbers, tape.values)
 
-    def call(self, given: Sequence[Given], numbers: list[Number]) -> TracedCall | None:
+    def call(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall | None:
         """The same with other arguments; None where the function would have seen other numbers, or other globals."""
         if self._names is not None and self._names != _names(given):
             return None
@@ -142,11 +142,11 @@ class Trace:
         sources = self._tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
         return ", ".join(dict.fromkeys(self._labels[source] for source in sorted(sources)))
 
-    def same(self, given: Sequence[Given], numbers: list[Number]) -> TracedCall:
+    def same(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
         return self._with(given, self._last[1], numbers)
 
-    def _with(self, given: Sequence[Given], arrays: Sequence[Array | None], numbers: list[Number]) -> TracedCall:
+    def _with(self, given: Sequence[InputLeaf], arrays: Sequence[Array | None], numbers: list[Number]) -> TracedCall:
         found = zip(self._traced.origins, arrays, strict=True)
         inputs = [given[cast(int, place)] if array is None else array for place, array in found]
         return TracedCall(self._traced, inputs, self, numbers)
@@ -229,7 +229,7 @@ class UpdateFunction:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         give: Give,
-        given: Sequence[Given],
+        given: Sequence[InputLeaf],
         numbers: list[Number],
     ) -> Trace:
         around = _around(self._fn, (args, kwargs))
@@ -252,7 +252,7 @@ class UpdateFunction:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         give: Give,
-        given: Sequence[Given],
+        given: Sequence[InputLeaf],
         numbers: list[Number],
         around: Surroundings,
     ) -> tuple[Traced, Tape, Recording]:
@@ -286,7 +286,7 @@ class UpdateFunction:
             )
 
 
-def _known_call(known: Sequence[Trace], given: Sequence[Given], numbers: list[Number]) -> TracedCall | None:
+def _known_call(known: Sequence[Trace], given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall | None:
     """Returns the call that one of some traces makes of arguments; None if none does."""
     return next((call for found in known if (call := found.call(given, numbers)) is not None), None)
 
@@ -329,7 +329,7 @@ def _around(fn: Callable[..., object], args: object) -> Surroundings:
     return Surroundings([fn, *given], [kind for one in settings for kind in one.kinds()])
 
 
-def _tracer(recording: Recording, given: Sequence[Given], place: int) -> Tracer:
+def _tracer(recording: Recording, given: Sequence[InputLeaf], place: int) -> Tracer:
     one = given[place]
     first = place if one.kind == "operand" else next(i for i, other in enumerate(given) if _same(one, other))
     if one.kind == "variable":
@@ -348,19 +348,19 @@ def _labels(function: str, args: Sequence[object], kwargs: Mapping[str, object])
     return found
 
 
-def _names(given: Sequence[Given]) -> tuple[str, ...]:
+def _names(given: Sequence[InputLeaf]) -> tuple[str, ...]:
     return tuple(one.variable.name for one in given if one.variable is not None)
 
 
-def _same(one: Given, other: Given) -> bool:
+def _same(one: InputLeaf, other: InputLeaf) -> bool:
     return other.kind != "operand" and bool(other.source == one.source)
 
 
 def _opened(
     args: Sequence[object], kwargs: Mapping[str, object], give: Give
-) -> tuple[list[Given], list[Number], Hashable]:
+) -> tuple[list[InputLeaf], list[Number], Hashable]:
     """The inputs and the numbers among the arguments, and what is the same for all calls that do the same."""
-    given: list[Given] = []
+    given: list[InputLeaf] = []
     numbers: list[Number] = []
     key: list[Hashable] = []
     sources: dict[object, int] = {}

@@ -76,7 +76,7 @@ class Quotient:
 
 
 @dataclass(frozen=True)
-class Sum:
+class TableSum:
     """Tables, each multiplied by a number, and at most one quotient. Without any of these it is zero."""
 
     parts: Mapping[int, Number] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Plain:
     number: Number
 
 
-Value = Sum | Root | Plain | None
+Value = TableSum | Root | Plain | None
 """None where nothing of use is known."""
 
 
@@ -121,9 +121,9 @@ def _root(a: Number) -> Number:
 
 def _scaled(value: Value, number: Number, by: Callable[[Number, Number], Number]) -> Value:
     """Returns a value multiplied by a number, or divided by it."""
-    if isinstance(value, Sum):
+    if isinstance(value, TableSum):
         over = value.over and Quotient(value.over.table, by(value.over.number, number), value.over.root)
-        return Sum({table: by(part, number) for table, part in value.parts.items()}, over)
+        return TableSum({table: by(part, number) for table, part in value.parts.items()}, over)
     if isinstance(value, Root):
         return Root(value.table, by(value.scale, number), value.plus and by(value.plus, number))
     return Plain(by(value.number, number)) if isinstance(value, Plain) else None
@@ -139,25 +139,25 @@ def _add(a: Value, b: Value) -> Value:
     if isinstance(b, Root):
         a, b = b, a
     if isinstance(a, Root):
-        if isinstance(b, Sum) and b.is_zero:
+        if isinstance(b, TableSum) and b.is_zero:
             return a
         fits = isinstance(b, Plain) and a.plus is None
         return Root(a.table, a.scale, b.number) if fits and isinstance(b, Plain) else None
-    if not (isinstance(a, Sum) and isinstance(b, Sum)) or (a.over and b.over):
+    if not (isinstance(a, TableSum) and isinstance(b, TableSum)) or (a.over and b.over):
         return None
     parts = dict(a.parts)
     for table, part in b.parts.items():
         parts[table] = _plus(parts[table], part) if table in parts else part
-    return Sum(parts, a.over or b.over)
+    return TableSum(parts, a.over or b.over)
 
 
 def _subtract(a: Value, b: Value) -> Value:
-    return a if isinstance(b, Sum) and b.is_zero else _add(a, _negative(b))
+    return a if isinstance(b, TableSum) and b.is_zero else _add(a, _negative(b))
 
 
 def _multiply(a: Value, b: Value) -> Value:
-    if any(isinstance(each, Sum) and each.is_zero for each in (a, b)):
-        return Sum()
+    if any(isinstance(each, TableSum) and each.is_zero for each in (a, b)):
+        return TableSum()
     if isinstance(a, Plain):
         a, b = b, a
     return _scaled(a, b.number, _times) if isinstance(b, Plain) else None
@@ -166,22 +166,22 @@ def _multiply(a: Value, b: Value) -> Value:
 def _divide(a: Value, b: Value) -> Value:
     if isinstance(b, Plain):
         return _scaled(a, b.number, _per)
-    if isinstance(a, Sum) and a.is_zero and not (isinstance(b, Sum) and b.is_zero):
+    if isinstance(a, TableSum) and a.is_zero and not (isinstance(b, TableSum) and b.is_zero):
         return a  # a divisor that is not known is taken to be no zero, as in `row_updates.keeps_rows`
-    if not (isinstance(a, Sum) and isinstance(b, Root)) or a.over or len(a.parts) != 1:
+    if not (isinstance(a, TableSum) and isinstance(b, Root)) or a.over or len(a.parts) != 1:
         return None
     ((table, number),) = a.parts.items()
-    return Sum({}, Quotient(table, number, b))
+    return TableSum({}, Quotient(table, number, b))
 
 
 def _square(a: Value) -> Value:
-    return a if isinstance(a, Sum) and a.is_zero else None
+    return a if isinstance(a, TableSum) and a.is_zero else None
 
 
 def _sqrt(a: Value) -> Value:
     if isinstance(a, Plain):
         return Plain(_root(a.number))
-    if not isinstance(a, Sum) or a.over or len(a.parts) > 1:
+    if not isinstance(a, TableSum) or a.over or len(a.parts) > 1:
         return None
     return next((Root(table, _root(number)) for table, number in a.parts.items()), a)
 
@@ -308,17 +308,17 @@ def closed_form(program: Program, sums: Collection[int], tables: Sequence[int]) 
         return None
     assigned = {target: _evaluate(program, sums)[value] for target, value in program.assigns}
     factors: dict[int, Number] = {}
-    moved: dict[int, Sum] = {}
+    moved: dict[int, TableSum] = {}
     for table, value in assigned.items():
-        if not isinstance(value, Sum) or not (value.parts.keys() <= {table} and not value.over):
-            if not isinstance(value, Sum):
+        if not isinstance(value, TableSum) or not (value.parts.keys() <= {table} and not value.over):
+            if not isinstance(value, TableSum):
                 return None
             moved[table] = value
         factors[table] = value.parts.get(table, _zero)
     if len(moved) > 1:
         return None
     weight = next(iter(moved), None)
-    made = moved[weight] if weight is not None else Sum()
+    made = moved[weight] if weight is not None else TableSum()
     along = [(table, number) for table, number in made.parts.items() if table != weight]
     uses = {*(table for table, _ in along), *((made.over.table, made.over.root.table) if made.over else ())}
     if len(along) > 1 or weight in uses or (made.over and made.over.root.table == made.over.table):
@@ -339,7 +339,7 @@ def _evaluate(program: Program, sums: Collection[int]) -> list[Value]:
             values.append(Plain(_given(numbers)))
             numbers += 1
         else:
-            values.append(Sum() if n in sums else Sum({n: one}))
+            values.append(TableSum() if n in sums else TableSum({n: one}))
     for n, node in enumerate(program.nodes, len(values)):
         rule = _RULES.get(node.op)
         spec, read = program.specs[n], [program.specs[arg] for arg in node.args]

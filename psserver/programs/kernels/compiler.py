@@ -21,7 +21,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels import functions, intrinsics, machine_code, row_groups
 from psserver.programs.kernels.background import Background
 from psserver.programs.kernels.codegen import HALVES, Form, Parameter, parameters
@@ -85,7 +85,7 @@ class Compiler:
         seconds: seconds spent on compiling and loading.
     """
 
-    def __init__(self, device: Device, patience: int = PATIENCE, folder: str = "") -> None:
+    def __init__(self, device: ServerDevice, patience: int = PATIENCE, folder: str = "") -> None:
         self._device = device
         self._patience = patience
         self._folder = folder

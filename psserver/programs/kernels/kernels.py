@@ -10,7 +10,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels.codegen import Form, Parameter, SumTerm, looked_at, parameters
 from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from psserver.programs.kernels.fusion import Step, split, whole
@@ -149,7 +149,7 @@ class Kernels:
 
     def __init__(
         self,
-        device: Device,
+        device: ServerDevice,
         threads: int = 1,
         patience: int = PATIENCE,
         smallest: int = SMALLEST,
@@ -157,7 +157,7 @@ class Kernels:
     ) -> None:
         self.device = device
         self.smallest = smallest
-        self.on_host = self if device.gpu is None else Kernels(Device(), threads, patience, smallest, folder)
+        self.on_host = self if device.gpu is None else Kernels(ServerDevice(), threads, patience, smallest, folder)
         self.compiler = Compiler(device, patience, folder)
         self.crew = Crew(threads)
         self.interpretations = 0

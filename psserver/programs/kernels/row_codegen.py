@@ -27,7 +27,7 @@ _REDUCED = {"sum": "row_sum", "mean": "row_sum", "max": "row_max", "min": "row_m
 
 
 @dataclass(frozen=True)
-class Pass:
+class RowPass:
     """One pass over a row.
 
     Attributes:
@@ -98,7 +98,7 @@ class RowForm(Form):
         return node is not None and node.op in ALONG_ROWS and self.wide[node.args[0]]
 
     @cached_property
-    def passes(self) -> tuple[Pass, ...]:
+    def passes(self) -> tuple[RowPass, ...]:
         """The passes over a row, in order."""
         return tuple(_passes(self))
 
@@ -109,7 +109,7 @@ class RowForm(Form):
         return tuple(sorted(reduced.union(*(each.kept for each in self.passes))))
 
 
-def _passes(form: RowForm) -> Iterator[Pass]:
+def _passes(form: RowForm) -> Iterator[RowPass]:
     program, wide = form.program, form.wide
     levels = [0] * len(program.inputs)  # the pass that a value is there for, at the earliest
     for number, node in form.nodes.items():
@@ -128,7 +128,7 @@ def _passes(form: RowForm) -> Iterator[Pass]:
         read = sinks.union(*(form.nodes[number].args for number in nodes))
         kept = {number for number in read if number in form.nodes and wide[number]} - left - set(nodes)
         before = [number for number in now if not form.reduces(number)]
-        yield Pass(*(tuple(sorted(found)) for found in (before, kept, nodes, sinks, reduced)))
+        yield RowPass(*(tuple(sorted(found)) for found in (before, kept, nodes, sinks, reduced)))
 
 
 def _needed(form: RowForm, sinks: Collection[int], among: Collection[int]) -> list[int]:
@@ -325,7 +325,7 @@ def _row(form: RowForm, absent: Collection[int] = ()) -> Iterator[str]:
             yield f"all_a{target}[place] = {_written(program.specs[target].dtype, f'v{value}')}"
 
 
-def _element(form: RowForm, each: Pass, absent: Collection[int]) -> Iterator[str]:
+def _element(form: RowForm, each: RowPass, absent: Collection[int]) -> Iterator[str]:
     """Yields the lines of a pass for one element."""
     program, specs = form.program, form.program.specs
     read = set(each.sinks).union(*(form.nodes[number].args for number in each.nodes))

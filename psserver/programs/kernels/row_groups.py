@@ -25,7 +25,7 @@ NUMBERS, ARRAYS = 3, 2
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Received rows grouped by place, a row of the table.
 
     Attributes:
@@ -39,7 +39,7 @@ class Groups:
     starts: Int64s
 
     @classmethod
-    def of(cls, ids: Array, size: int, kernel: Callable[..., None] | None = None) -> Groups:
+    def of(cls, ids: Array, size: int, kernel: Callable[..., None] | None = None) -> RowGroups:
         """Groups rows.
 
         Args:
@@ -63,7 +63,7 @@ class Groups:
         return cls(numbers[order[starts[:-1]]], order, starts)
 
     @classmethod
-    def _by(cls, kernel: Callable[..., None], numbers: Int64s, bits: int, width: int) -> Groups:
+    def _by(cls, kernel: Callable[..., None], numbers: Int64s, bits: int, width: int) -> RowGroups:
         n = numbers.size
         room = np.empty(5 * n + 2 + DIGITS, np.int64)
         kernel(n, bits, width, address_of(numbers), address_of(room))

@@ -18,7 +18,7 @@ from psserver.programs.kernels.functions import DEPTH
 from psserver.programs.kernels.fusion import Shape, Step
 from psserver.programs.kernels.kernels import Kernels, RowKernel
 from psserver.programs.kernels.row_codegen import rooms
-from psserver.programs.kernels.row_groups import Groups
+from psserver.programs.kernels.row_groups import RowGroups
 from pswire.errors import ProgramError
 from pswire.model import row_updates
 from pswire.model.program import Input, Node, Program
@@ -53,7 +53,7 @@ class RowUpdate:
         self._kernels, self._program = kernels, program
         shape = table_shape(program)
         self._shape = shape if size is None else (size, *shape[1:])
-        self._groups = Groups.of(ids, self._shape[0], kernels.compiler.groups())
+        self._groups = RowGroups.of(ids, self._shape[0], kernels.compiler.groups())
         self.ids = self._groups.ids
         self.scalars: list[Any] = []
         self._kernel = kernel_of(kernels, program)
@@ -162,7 +162,7 @@ def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape, size: in
             )
 
 
-def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: Groups) -> None:
+def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: RowGroups) -> None:
     """Gathers the rows, runs the program on them, and scatters the results."""
     xp, shape = kernels.device.xp, row_updates.table_shape(program)
     ids = xp.asarray(groups.ids)

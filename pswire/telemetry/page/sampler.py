@@ -37,7 +37,7 @@ OF_OTHERS = frozenset(("incomplete", "no_keeper"))
 
 
 @dataclass(frozen=True)
-class Source:
+class PageSource:
     """Where a page has it from.
 
     Attributes:
@@ -75,7 +75,7 @@ class Sampler:
         source: where they come from.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: PageSource) -> None:
         self._source = source
         self._meter = RateMeter()
         self._history = JobHistory(source.read_log)

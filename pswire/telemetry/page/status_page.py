@@ -16,8 +16,8 @@ from pswire.cluster import is_loopback
 from pswire.security.link_codes import Refusal, check_code, seconds_left, tag_of
 from pswire.telemetry.page.document import KIND, POLICY, document, refusal
 from pswire.telemetry.page.markup import Html
-from pswire.telemetry.page.sampler import Sampler, Source
-from pswire.telemetry.web_server import Answer, Reply, Request
+from pswire.telemetry.page.sampler import PageSource, Sampler
+from pswire.telemetry.web_server import Answer, HttpReply, Request
 
 PATH, EVENTS_PATH = "/", "/events"
 
@@ -53,7 +53,7 @@ class StatusPage:
         token: the job's token; "" for none.
     """
 
-    def __init__(self, source: Source, token: str) -> None:
+    def __init__(self, source: PageSource, token: str) -> None:
         self._task = str(source.task)
         self._token = token
         self._cookie = f"paramserver-{tag_of(token)}"  # a browser may look at several jobs of one host
@@ -64,7 +64,7 @@ class StatusPage:
         """Returns what answers each path."""
         return {PATH: self.page, EVENTS_PATH: self.events}
 
-    def page(self, request: Request) -> Reply:
+    def page(self, request: Request) -> HttpReply:
         """Answers with the page as it is now."""
         code, why = self._admit(request)
         if why:
@@ -74,14 +74,14 @@ class StatusPage:
             seconds, secure = int(seconds_left(code, time.time())), "; Secure" if request.encrypted else ""
             kept = f"{self._cookie}={code}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
             headers["Set-Cookie"] = kept
-        return Reply(document(self._task, self._sampler.latest().parts), KIND, headers=headers)
+        return HttpReply(document(self._task, self._sampler.latest().parts), KIND, headers=headers)
 
-    def events(self, request: Request) -> Reply:
+    def events(self, request: Request) -> HttpReply:
         """Answers with server-sent events: the parts of the page that have changed, about once a second."""
         code, why = self._admit(request)
         if why:
             return _refused(why)
-        return Reply(b"retry: 3000\n\n", "text/event-stream", stream=self._changes(code))
+        return HttpReply(b"retry: 3000\n\n", "text/event-stream", stream=self._changes(code))
 
     def close(self) -> None:
         """Ends, with all events that are sent."""
@@ -125,8 +125,8 @@ def _event(name: str, data: str) -> bytes:
     return f"event: {name}\ndata: {data}\n\n".encode()
 
 
-def _refused(why: str) -> Reply:
-    return Reply(refusal(why), KIND, HTTPStatus.FORBIDDEN, {"Content-Security-Policy": POLICY})
+def _refused(why: str) -> HttpReply:
+    return HttpReply(refusal(why), KIND, HTTPStatus.FORBIDDEN, {"Content-Security-Policy": POLICY})
 
 
 def _cookies(header: str) -> Mapping[str, str]:

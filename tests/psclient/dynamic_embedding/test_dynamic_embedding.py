@@ -11,7 +11,7 @@ import pytest
 import psclient as ps
 from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.manifest import latest_text
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import combined, keys_of
 from pswire.model.tables import CounterFilter, GlobalStepEvict, Normal, TableSpec, TimeToLive, Zeros
 from tests.kit.storage import write_checkpoint
@@ -113,7 +113,7 @@ def same(reader, job):
     assert len(table) == state.keys.size
     assert table.keys().tolist() == state.keys.tolist()
     assert table.lookup(state.keys).tobytes() == state.tensors[0].tobytes()
-    assert table.lookup(others).tobytes() == FirstValues(job.spec).rows(others).tobytes()
+    assert table.lookup(others).tobytes() == RowInitializer(job.spec).rows(others).tobytes()
     asked = np.concatenate([others, state.keys[:50]]).reshape(2, -1)
     assert table.lookup(asked)[1].tobytes() == state.tensors[0][:50].tobytes()
     assert table.contains(state.keys).all()

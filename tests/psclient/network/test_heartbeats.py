@@ -21,7 +21,7 @@ from pstesting.clock import Clock
 from pswire.api import RESTS
 from pswire.errors import Fenced, ServerLost
 from pswire.model.status import Pace
-from pswire.network.sockets import Kind
+from pswire.network.sockets import MessageKind
 from pswire.pb import parameter_server_pb2 as pb
 from tests.kit import transports
 from tests.kit.rig import SOON, WORKERS
@@ -151,18 +151,18 @@ def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name)
     here = site.workers[0]
     site.server.heartbeat(here.session, -1, b"")
     hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
-    hand.say(Kind.HEARTBEAT, 1)
+    hand.say(MessageKind.HEARTBEAT, 1)
     answer = hand.hear()
     assert (answer.kind, answer.call, pb.HeartbeatReply.FromString(answer.header)) == (
-        Kind.ANSWER,
+        MessageKind.ANSWER,
         1,
         pb.HeartbeatReply(),
     )
     site.job.verbs[0].leave(here.session, "it failed")
-    hand.say(Kind.HEARTBEAT, 2)
+    hand.say(MessageKind.HEARTBEAT, 2)
     answer = hand.hear()
     refusal = pb.Refusal.FromString(answer.header)
-    assert (answer.kind, answer.call, refusal.error) == (Kind.REFUSAL, 2, "Fenced")
+    assert (answer.kind, answer.call, refusal.error) == (MessageKind.REFUSAL, 2, "Fenced")
     refused(
         Fenced,
         "this process was removed from the job, because it failed",
@@ -216,7 +216,7 @@ def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):
     hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
     hand.sock.setblocking(False)
     connection = site.transports.connections[-1]
-    head = bytes((Kind.HEARTBEAT,)) + bytes(31) + b"\xff" * 8
+    head = bytes((MessageKind.HEARTBEAT,)) + bytes(31) + b"\xff" * 8
     refused(BlockingIOError, "", lambda: _flood(hand, 1000 * head))
     eventually(lambda: connection._paused)
     assert connection._link.waiting <= 2 * BACKLOG

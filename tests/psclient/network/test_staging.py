@@ -29,7 +29,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.network import staging
 from psclient._src.network.staging import StagedParts
 from psserver import devices as server_arrays
-from psserver.devices import Device as ServerDevice
+from psserver.devices import ServerDevice
 from pswire.errors import PSError
 from pswire.limits import ALIGN
 from pswire.network.payload import Payload

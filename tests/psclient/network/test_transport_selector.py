@@ -22,7 +22,7 @@ from psclient._src.network import transport_selector as client_transports
 from psclient._src.network.transport import Offer, Transport, TransportLost
 from pswire.errors import ConfigError, Fenced, PSError, ServerLost
 from pswire.network import sockets
-from pswire.network.sockets import HEAD, Kind, tune
+from pswire.network.sockets import HEAD, MessageKind, tune
 from pswire.network.traffic import TRANSPORTS, Traffic, TransportName
 from tests.kit.rig import SOON, WORKERS
 from tests.kit.strategies import refused
@@ -300,7 +300,7 @@ def test_nonsense_of_a_server_is_no_answer(stack, name):
     late = site.server.pull(worker.session, [site.variables[0].id], worker.round)
     first = site.transport(worker)
     (call,) = first._calls
-    connection.sock.send(HEAD.pack(Kind.ANSWER, 3, call, 0, 0, 0) + b"\xff\xff\xff")
+    connection.sock.send(HEAD.pack(MessageKind.ANSWER, 3, call, 0, 0, 0) + b"\xff\xff\xff")
     site.round()
     assert late.result(SOON).round == 0
     assert site.transport(worker) is not first

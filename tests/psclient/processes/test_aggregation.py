@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from psclient._src.processes.aggregation import follower
-from psclient._src.processes.aggregation.follower import Follower
+from psclient._src.processes.aggregation.follower import LeaderConnection
 from psclient._src.processes.aggregation.host_group import PARTS, HostGroup
 from psclient._src.processes.aggregation.host_role import HostRole
 from psclient._src.processes.aggregation.leader import AT_ONCE, Leader
-from psclient._src.processes.aggregation.link import HEAD, HostLink, Kind, LinkLost
-from psclient._src.processes.aggregation.sums import Own, sum_of
+from psclient._src.processes.aggregation.link import HEAD, HostLink, LinkLost, LinkMessage
+from psclient._src.processes.aggregation.sums import OwnPush, sum_of
 from pswire.api import Contribution, RoundReply, RowRead
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
@@ -71,7 +71,7 @@ class Worker:
     group: HostGroup
     singly: list[int] = field(default_factory=list)
 
-    def push(self, round: int, size: int = 4, server: int = 0, value: float | None = None, **said: Any) -> Own:
+    def push(self, round: int, size: int = 4, server: int = 0, value: float | None = None, **said: Any) -> OwnPush:
         spec = TensorSpec("float32", (size,))
         plan = said.pop("plan", Plan(reductions=(Reduction("sum", spec, (0, 1)),)))
         payload = said.pop("payload", Payload.pack([np.full(size, value or self.session, np.float32)]))
@@ -84,7 +84,7 @@ class Worker:
             answer.set_result(RoundReply(round, GENERATION, False, (), Payload.pack([np.full(size, -1, np.float32)])))
             return answer
 
-        own = Own(server, plan, contribution, payload, GENERATION.by_session, singly)
+        own = OwnPush(server, plan, contribution, payload, GENERATION.by_session, singly)
         future = self.group.push(own)
         return own if future is own.future else replace(own, future=future)
 
@@ -143,7 +143,7 @@ def make():
             made.append(worker)
             worker.find_role()
         assert isinstance(made[0].role, Leader)
-        assert all(isinstance(worker.role, Follower) for worker in made[1:])
+        assert all(isinstance(worker.role, LeaderConnection) for worker in made[1:])
         return server, *made
 
     yield begin
@@ -152,7 +152,7 @@ def make():
     eventually(lambda: not any(thread.name.startswith("host") for thread in threading.enumerate()))
 
 
-def values(own: Own) -> list[float]:
+def values(own: OwnPush) -> list[float]:
     """Returns the different elements of an answer."""
     payload = own.future.result(LONG).payload
     found: Array = np.concatenate([np.frombuffer(buffer, np.float32) for _, buffer in payload.chunks])
@@ -168,7 +168,7 @@ def summed(server: Server, leads: Worker, follows: Worker) -> list[float]:
     return values(own)
 
 
-def singly(*owns: Own) -> bool:
+def singly(*owns: OwnPush) -> bool:
     """Whether all of these were pushed by themselves."""
     return [values(own) for own in owns] == [[-1.0]] * len(owns)
 
@@ -290,7 +290,7 @@ def test_a_message_that_finds_no_room_ends_the_link(make, monkeypatch):
 
     monkeypatch.setattr(follows.role, "_handle", slowly)
     (link,) = leads.role._links
-    link.tell(Kind.SINGLY, 10**6)
+    link.tell(LinkMessage.SINGLY, 10**6)
     assert reads.wait(LONG)
     with pytest.raises(LinkLost, match="sending failed"):
         _flood(link)
@@ -303,7 +303,7 @@ def test_a_message_that_finds_no_room_ends_the_link(make, monkeypatch):
 
 def _flood(link: HostLink) -> None:
     while True:
-        link.tell(Kind.ALIVE)
+        link.tell(LinkMessage.ALIVE)
 
 
 def test_one_failure_keeps_nobody_waiting(make):
@@ -322,7 +322,7 @@ def test_one_failure_keeps_nobody_waiting(make):
         raise RuntimeError("it cannot")
 
     said = Contribution(1, 1, 1, plan.id, (1.0,), host=7, want=(0,))
-    broken = Own(0, plan, said, Payload.pack([np.ones(4, np.float32)]), GENERATION.by_session, singly)
+    broken = OwnPush(0, plan, said, Payload.pack([np.ones(4, np.float32)]), GENERATION.by_session, singly)
     other = follows.push(1)
     leads.group.push(broken)
     server.until(2)
@@ -475,7 +475,7 @@ def test_memory_that_is_not_sealed_is_not_taken(make):
     file = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 1 << 20)
     with stranger(leads) as connected:
-        socket.send_fds(connected, [HEAD.pack(Kind.HELLO, 0, 2, 0, 0, 0)], [file])
+        socket.send_fds(connected, [HEAD.pack(LinkMessage.HELLO, 0, 2, 0, 0, 0)], [file])
         assert connected.recv(1) == b""
     os.close(file)
     eventually(lambda: not leads.role._links)
@@ -517,7 +517,7 @@ def test_nothing_of_this_process_lies_between_the_tensors_of_a_sum(monkeypatch):
     empty: Callable[..., Array] = np.empty
     monkeypatch.setattr(np, "empty", lambda *args, **keys: np.full_like(empty(*args, **keys), 0xAB))
     owns = [
-        Own(0, plan, Contribution(s, 1, 0, plan.id, (1.0,) * 3, host=7), Payload.pack(arrays), {}, _never)
+        OwnPush(0, plan, Contribution(s, 1, 0, plan.id, (1.0,) * 3, host=7), Payload.pack(arrays), {}, _never)
         for s in (1, 2)
     ]
     found = sum_of(owns[0], owns)

@@ -18,7 +18,7 @@ from psclient._src.processes.local_clusters import register
 from psclient._src.telemetry.observer import Servers
 from psclient.psctl.certificate_authority import Authority
 from psclient.psctl.doctor import CHECKS, examine
-from psclient.psctl.findings import Finding, Host, Patient
+from psclient.psctl.findings import Finding, LocalHost, Patient
 from psclient.psctl.host_checks import here
 from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import Task
@@ -26,7 +26,7 @@ from pswire.security.identity import Security, SecurityOptions
 from pswire.telemetry.views.looked import Looked
 from tests.kit.rig import WORKERS, Job, serving
 
-WELL = Host(
+WELL = LocalHost(
     shared="/dev/shm",
     shared_free=1 << 30,
     shared_writable=True,
@@ -41,7 +41,7 @@ WELL = Host(
 """A machine on which nothing is wrong."""
 
 
-def patient(host: Host = WELL, looked: Sequence[Looked] = (), text: str = "", **said: Any) -> Patient:
+def patient(host: LocalHost = WELL, looked: Sequence[Looked] = (), text: str = "", **said: Any) -> Patient:
     """Somebody with nothing wrong but what a test says."""
     addresses = {found.task: found.address for found in looked}
     given = {"security": SecurityOptions(), "name": "admin", "seconds": 2.0} | said

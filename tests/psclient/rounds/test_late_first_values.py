@@ -128,7 +128,7 @@ def test_nobody_waits_for_a_task_that_goes_on_without_it():
 def test_a_round_under_way_is_not_one_that_the_lower_task_has_come_to_alone(calls_of, monkeypatch):
     """Both have sent it, and it waits for a third worker: the lower one still gives its value."""
     monkeypatch.setattr(first_values, "LOOKS", (0.0, 0.01))
-    looks, late = calls_of("_first", first_values.FirstValues), threading.Event()
+    looks, late = calls_of("_first", first_values.FirstValueWaiter), threading.Event()
 
     def script(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> float:
         a_round(strategy)

@@ -16,7 +16,7 @@ from pswire.checkpoint.compaction import compact, whole_columns
 from pswire.checkpoint.reader import SavedCheckpoint, open_saved
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, VariableMismatch
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import ShardOf
 from pswire.model.tables import (
@@ -329,7 +329,7 @@ def test_a_table_becomes_an_array(tmp_path, rng):
         part.remove(3, part.keys()[:20])
     saved = job.save("b", "a")
     state = job.state()
-    expected = FirstValues(job.spec).rows(np.arange(1000))
+    expected = RowInitializer(job.spec).rows(np.arange(1000))
     expected[state.keys] = state.tensors[0]
     (found,) = read_arrays(saved, [(NAME, TensorSpec("float32", (1000, 2)))])
     assert found.tobytes() == expected.tobytes()

@@ -16,7 +16,7 @@ from psserver.cli import summary
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine
 from psserver.core.waiting import Asked
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -278,7 +278,7 @@ class Told:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.kernels = Kernels(Device.parse("cpu"), 1)
+        self.kernels = Kernels(ServerDevice.parse("cpu"), 1)
         self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
         opened = self.tell("open", Member(CHIEF, 0, 0), 1, True, "", 0, 7)[0]
         self.chief, self.token = opened.session, opened.token

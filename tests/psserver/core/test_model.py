@@ -26,13 +26,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from psclient._src.chief import driver as chief_module
 from psclient._src.chief.driver import Chief
 from psclient._src.network.session import Session
-from psclient._src.processes.aggregation.sums import Own
+from psclient._src.processes.aggregation.sums import OwnPush
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.numbering import SharedRounds
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.under_way import UnderWay
 from psserver.core.core import Core
-from psserver.plans.round import Own as OwnStrand
+from psserver.plans.round import SessionSequence as OwnStrand
 from psserver.state.strands import Record
 from pstesting.clock import Clock
 from pstesting.replay import Recording, Replay
@@ -112,7 +112,7 @@ class Message:
     server: int
     said: Contribution
     payload: Payload
-    singles: Sequence[Own] = ()
+    singles: Sequence[OwnPush] = ()
     reply: Future[RoundReply] = field(default_factory=Future)
     answers: list[tuple[Future[RoundReply], list[Payload]]] = field(default_factory=list)
     travels: bool = True
@@ -838,7 +838,7 @@ class Model(RuleBasedStateMachine):
         ]
 
     def _send_sum(
-        self, task: Task, server: int, said: Contribution, payload: Payload, singles: Sequence[Own]
+        self, task: Task, server: int, said: Contribution, payload: Payload, singles: Sequence[OwnPush]
     ) -> Future[RoundReply]:
         self.messages.append(Message(task, server, said, payload, singles))
         return self.messages[-1].reply

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Ahead, Asked, Hold, Owed, Read, Waiters, Watch
-from psserver.devices import Device
+from psserver.core.waiting import MAX_CALLS, Ahead, Asked, HeldCall, Owed, Read, Waiters, Watch
+from psserver.devices import ServerDevice
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.state.clocks import Clocks
 from pswire.api import UNTIL_ENDED, UNTIL_GONE
@@ -38,7 +38,7 @@ class Table:
             check_rows=lambda reads: None,
             row_views=lambda reads: [],
             ask=lambda reads: [],
-            device=Device.parse("cpu"),
+            device=ServerDevice.parse("cpu"),
         )
         self.rounds = SimpleNamespace(last=-1, clocks=Clocks(), backlog=SimpleNamespace(behind=False, awaits=0))
         self.ended = {}
@@ -51,7 +51,7 @@ class Table:
         """The future of a call that waits; `after` is the round of one that is owed, `alone` one that is no step."""
         future = Future()
         said = SimpleNamespace(session=session, round=after, want=(), lookups=(), alone=alone)
-        more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
+        more = {Watch: (after, -1), HeldCall: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
             kind
         ]
         self.waiters.add(kind(session, future, *more))
@@ -78,7 +78,7 @@ class Table:
         return tuple(len(self.waiters.rows[kind]) for kind in KINDS)
 
 
-KINDS = (Watch, Hold, Read, Owed)
+KINDS = (Watch, HeldCall, Read, Owed)
 
 
 @pytest.fixture
@@ -141,12 +141,12 @@ def test_all_are_given_up_together(table):
 
 def test_who_comes_looks_at_nobody_else(table):
     """Of a thousand processes each holds a call, and each that comes must not look at those of all others."""
-    held = [table.add(Hold, session) for session in range(ONE, 50)]
+    held = [table.add(HeldCall, session) for session in range(ONE, 50)]
     looked = []
     ends = 0
     assert not table.waiters.answers(0.0, looked.append, ends)
     looked.clear()
-    table.add(Hold, 50)
+    table.add(HeldCall, 50)
     assert not table.waiters.answers(0.0, looked.append, ends)
     assert looked == [50]
     table.members.version += 1
@@ -159,7 +159,7 @@ def test_who_comes_looks_at_nobody_else(table):
 def test_who_waits_for_the_end_hears_no_news(table):
     """And who has no session waits for nothing."""
     until, looking, reading = Future(), Future(), Future()
-    table.waiters.add(Hold(ONE, until, 0, UNTIL_ENDED))
+    table.waiters.add(HeldCall(ONE, until, 0, UNTIL_ENDED))
     table.waiters.add(Watch(0, looking, 0, 0))
     table.waiters.add(Read(0, reading, Asked((5,), 9)))
     table.progress()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.plans.round import Commit
 from psserver.programs.interpreter import Script
@@ -88,7 +88,7 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
     """Whatever the sizes, however many contribute, wherever their contributions are cut."""
     plan = descents(sizes, op)
     job = job_for(plan, [arrays(sizes, seed) for seed in range(members)], part_bytes)
-    expected = run(job, Kernels(Device()), fresh(sizes))
+    expected = run(job, Kernels(ServerDevice()), fresh(sizes))
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
     values = fresh(sizes)
     lent = run(job, kernels, values, frozenset(values)).assigned
@@ -104,7 +104,7 @@ def test_a_batch_ends_at_what_is_excluded():
     sent = [[None if number == 2 else array for number, array in enumerate(arrays(sizes, seed))] for seed in (0, 1)]
     job = job_for(plan, sent)
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
-    values, expected = fresh(sizes), run(job, Kernels(Device()), fresh(sizes)).assigned
+    values, expected = fresh(sizes), run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
     found = run(job, kernels, values, frozenset(values))
     assert sorted(found.assigned) == sorted(expected) == [0, 1, 3, 4]
     assert all(same_bits(array, expected[id]) and array is values[id] for id, array in found.assigned.items())
@@ -117,7 +117,7 @@ def test_threads_share_a_batch_evenly(monkeypatch):
     kernels = kept_kernels(2, patience=1, smallest=0)
     sizes, calls, own = [50, 3, 0, 33], [], kernels.crew.run
     job = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
-    expected = run(job, Kernels(Device()), fresh(sizes))
+    expected = run(job, Kernels(ServerDevice()), fresh(sizes))
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
     monkeypatch.setattr(kernels.crew, "run", lambda kernel, made: calls.extend(made) or own(kernel, made))
     values = fresh(sizes)
@@ -137,7 +137,7 @@ def test_each_variable_has_the_operand_that_its_application_names(threads):
     own = replace(shared, operands=shared.operands * 3, applies=applies)
     for plan, operands in ((shared, rates[:1]), (own, rates)):
         job = job_of(plan, [arrays(sizes, 1), arrays(sizes, 2)], operands)
-        expected = run(job, Kernels(Device()), fresh(sizes)).assigned
+        expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
         assert warm(kernels, job, fresh(sizes)) == {0, 1, 2}
         values = fresh(sizes)
         found = run(job, kernels, values, frozenset(values)).assigned
@@ -153,7 +153,7 @@ def test_a_batch_is_one_call(kernels, monkeypatch):
     function = job.prepared.batches(kernels, 2)[0].kernel.function
     rows = function.rows
     monkeypatch.setattr(function, "rows", lambda *args: calls.append(args) or rows(*args))
-    expected = run(job, Kernels(Device()), fresh(sizes)).assigned
+    expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
     for lent in (frozenset(range(5)), frozenset([0, 2, 3, 4])):
         values = fresh(sizes)
         found = run(job, kernels, values, lent).assigned
@@ -187,7 +187,7 @@ def test_who_contributes_nothing_is_excluded(kernels):
     job = replace(whole, parts=(first, replace(second, said=said, payload=short)))
     values = fresh(sizes)
     found = run(job, kernels, values, frozenset(values)).assigned
-    expected = run(job, Kernels(Device()), fresh(sizes)).assigned
+    expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
     assert all(same_bits(found[id], expected[id]) for id in (0, 1))
 
 
@@ -199,7 +199,7 @@ def test_one_variable_twice_is_no_batch(kernels):
     assert warm(kernels, job, fresh([8])) == set()
     values = fresh([8])
     found = run(job, kernels, values, frozenset(values)).assigned[0]
-    assert same_bits(found, run(job, Kernels(Device()), fresh([8])).assigned[0])
+    assert same_bits(found, run(job, Kernels(ServerDevice()), fresh([8])).assigned[0])
 
 
 def test_variables_of_a_wrong_shape_are_refused_before_anything_is_written(kernels):
@@ -250,7 +250,7 @@ def test_a_stream_makes_at_once_what_is_there(kernels):
     assert 0 < few < 6
     come(9)
     assert advance(stream, values) == [6 - few]
-    expected = run(job, Kernels(Device()), fresh(sizes)).assigned
+    expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
     assert all(same_bits(values[id], expected[id]) for id in values)
 
 
@@ -276,8 +276,8 @@ def test_who_is_lost_within_a_batch_counts_where_it_was_whole(kernels):
     before = sum(advance(stream, values))
     assert stream.contributions.drop({parts[1].member.session})
     advance(stream, values)
-    both = run(job, Kernels(Device()), fresh(sizes)).assigned
-    alone = run(replace(job, parts=job.parts[:1]), Kernels(Device()), fresh(sizes)).assigned
+    both = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
+    alone = run(replace(job, parts=job.parts[:1]), Kernels(ServerDevice()), fresh(sizes)).assigned
     assert 0 < before < 4
     assert all(same_bits(values[id], (both if id < before else alone)[id]) for id in values)
 
@@ -346,7 +346,7 @@ def test_a_kernel_that_takes_too_long_is_waited_for_once(monkeypatch):
     """A round asks for it as often as it has variables, and must not wait as often."""
     monkeypatch.setattr("psserver.programs.kernels.kernels.LARGE", 8)
     monkeypatch.setattr("psserver.programs.kernels.compiler.WAIT_SECONDS", 0.5)
-    kernels, busy, sizes = Kernels(Device(), patience=1, smallest=0), threading.Event(), [8] * 20
+    kernels, busy, sizes = Kernels(ServerDevice(), patience=1, smallest=0), threading.Event(), [8] * 20
     kernels.compiler._background.submit(busy.wait)
     begun = time.monotonic()
     run(job_for(descents(sizes), [arrays(sizes)]), kernels, fresh(sizes))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.contributions import Contributions, reduce
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
@@ -31,7 +31,7 @@ NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
 V = PlacedVariable(0, VariableSpec("v", NUMBER), (0,))
 W = PlacedVariable(1, VariableSpec("w", PAIR), (0,))
-KERNELS = Kernels(Device())
+KERNELS = Kernels(ServerDevice())
 
 
 def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.array_queue import ArrayQueue
 from psserver.execution.execution import Execution
 from psserver.programs.interpreter import Script
@@ -43,7 +43,7 @@ ADD = Program((Input("variable", SPEC), Input("value", SPEC)), (Node("add", (0, 
 
 
 def store(value):
-    held = Store(0, Device(), 0)
+    held = Store(0, ServerDevice(), 0)
     held.declare(PlacedVariable(0, VariableSpec("v", TensorSpec(value.dtype.name, value.shape)), (0,)))
     held.initialize(0, value)
     return held
@@ -82,7 +82,7 @@ def test_what_somebody_holds_is_not_alone(holder):
 
 @pytest.fixture
 def kernels():
-    made = Kernels(Device(), patience=1)
+    made = Kernels(ServerDevice(), patience=1)
     yield made
     made.close()
 

@@ -9,7 +9,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution, StepTables
 from psserver.state import missed as module
 from psserver.state.missed import pieces, whole
@@ -73,7 +73,7 @@ class Server:
 
     def __init__(self, kernels):
         self.kernels = kernels
-        self.store = Store(0, Device(), 0, Native(kernels.compiler))
+        self.store = Store(0, ServerDevice(), 0, Native(kernels.compiler))
         self.declare()
         self.store.declare(PlacedVariable(2, VariableSpec("other", NUMBERS, True), (0,)))
         self.store.initialize(2, np.full(3, 2))

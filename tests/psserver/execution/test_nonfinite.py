@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import MAX_LINES, finite_flag
 from psserver.plans.round import Commit
@@ -216,7 +216,7 @@ def test_more_contributions_than_a_kernel_sums_are_told_apart(kernels, monkeypat
 
 
 @dataclass(frozen=True)
-class Pretended(Device):
+class Pretended(ServerDevice):
     """The host's memory as if it were a GPU's: what a round does there for want of one."""
 
     @property
@@ -410,7 +410,7 @@ def test_very_many_variables_are_told_of_in_few_lines(job):
 @pytest.mark.parametrize("how", ["interpreted", "compiled", "on a device"])
 def test_a_stream_finds_it_before_contributions_are_gone(how):
     """Each variable is judged when it is updated; the memory of what it was made of is then let go."""
-    device = Pretended(0) if how == "on a device" else Device()
+    device = Pretended(0) if how == "on a device" else ServerDevice()
     kernels = Kernels(device, patience=1 if how == "compiled" else 10**9, smallest=0)
     spec = TensorSpec("float32", (N,))
     program, operands = traced(descent, [spec], [spec])

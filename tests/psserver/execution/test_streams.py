@@ -13,7 +13,7 @@ from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, MemberShare
@@ -729,7 +729,7 @@ def growing(part):
     return replace(part, payload=Payload((), part.payload.size)), list(parts_of(part.payload, 2 * ALIGN))
 
 
-KERNELS = Kernels(Device())
+KERNELS = Kernels(ServerDevice())
 
 
 @given_by_hypothesis(rounds(), st.data())

@@ -14,7 +14,7 @@ from psserver.effects import NOWHERE, Peer
 from psserver.network import peers
 from psserver.network.peers import Peers, TransportCarrier
 from pswire.cluster import Task
-from pswire.network.sockets import Kind, Message
+from pswire.network.sockets import Message, MessageKind
 from pswire.servers.votes import Vote
 
 HERE, THERE, ANEW = Peer("a:1", 10), Peer("b:2", 20), Peer("b:2", 21)
@@ -43,7 +43,7 @@ class Link:
 @pytest.fixture
 def known(monkeypatch):
     """The connections of server 0 to a second one."""
-    monkeypatch.setattr(peers, "Link", Link)
+    monkeypatch.setattr(peers, "PeerConnection", Link)
     Link.made = []
     found = Peers(None, ServerConfig(Task("ps", 0)))
     found.know((HERE, THERE))
@@ -94,7 +94,7 @@ def test_a_server_with_many_connections_has_votes():
         high.setblocking(False)
         with high, there:
             carrier = TransportCarrier(high)
-            there.sendall(Message(Kind.WELCOME).head())
+            there.sendall(Message(MessageKind.WELCOME).head())
             carrier.await_welcome()
             carrier.say(b"a vote")
             assert b"a vote" in there.recv(1000)

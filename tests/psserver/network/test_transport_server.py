@@ -32,7 +32,7 @@ from psserver.network.client_memory import ClientMemory
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.network.shared_memory import CLIENT_BYTES, SEALS
-from pswire.network.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
+from pswire.network.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, MessageKind
 from pswire.pb import parameter_server_pb2 as pb
 from tests.kit import transports
 from tests.kit.cases import search
@@ -87,10 +87,10 @@ def hello_of(site: Site, case: str) -> dict[str, Any]:
         "the token of another session": {"session": here.session, "token": token(other.session)},
         "of no session": {"session": 1 << 60, "token": bytes(16)},
         "garbage": {"kind": 0xFF, "header": b"x" * 100},
-        "a header of 4 GiB": {"raw": bytes([Kind.HELLO, 0, 0, 0]) + b"\xff" * 4 + bytes(32)},
-        "data": {"kind": Kind.HELLO, "size": 1},
-        "no protobuf": {"kind": Kind.HELLO, "header": b"\xff" * 20},
-    }.get(case) or {"kind": Kind[case], "header": right}
+        "a header of 4 GiB": {"raw": bytes([MessageKind.HELLO, 0, 0, 0]) + b"\xff" * 4 + bytes(32)},
+        "data": {"kind": MessageKind.HELLO, "size": 1},
+        "no protobuf": {"kind": MessageKind.HELLO, "header": b"\xff" * 20},
+    }.get(case) or {"kind": MessageKind[case], "header": right}
 
 
 UNBELIEVED = ["no token", "a wrong token", "a shorter token", "the token of another session", "of no session"]
@@ -171,16 +171,16 @@ def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: st
     guest = member(stack, site, name)
     here, last = site.workers
     header, parts = guest.push(site, here, 1)
-    guest.say(Kind.PUSH, 1, header, data=parts[0][1])
+    guest.say(MessageKind.PUSH, 1, header, data=parts[0][1])
     request = pb.PullRequest(session=here.session, variables=[site.variables[0].id], after=-1)
-    guest.say(Kind.PULL, 2, request.SerializeToString())
+    guest.say(MessageKind.PULL, 2, request.SerializeToString())
     for call in (1, 2):
         answer = guest.hear()
-        assert (answer.kind, answer.call) == (Kind.REFUSAL, call)
+        assert (answer.kind, answer.call) == (MessageKind.REFUSAL, call)
         assert isinstance(refusal_from_pb(parse(pb.Refusal, answer.header)), Fenced)
     request.session = last.session
-    guest.say(Kind.PULL, 3, request.SerializeToString())
-    assert guest.hear().kind is Kind.ANSWER
+    guest.say(MessageKind.PULL, 3, request.SerializeToString())
+    assert guest.hear().kind is MessageKind.ANSWER
     guests = [member(stack, site, name) for _ in range(server_transports.MAX_CONNECTIONS + 2)]
     assert len(site.open([last.session])) <= server_transports.MAX_CONNECTIONS
     assert guest.is_closed()
@@ -192,20 +192,20 @@ def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: st
 
 
 BAD_HEADS = {
-    "a header of 4 GiB": (Kind.PUSH, 0xFFFFFFFF, 0, 0, INLINE),
-    "a header that is too large": (Kind.PULL, MAX_HEADER_BYTES + 1, 0, 0, INLINE),
-    "a part of an exabyte": (Kind.PART, 0, 0, 1 << 60, INLINE),
-    "a part that is too large": (Kind.PART, 0, 0, MAX_PART_BYTES + 1, 0),
+    "a header of 4 GiB": (MessageKind.PUSH, 0xFFFFFFFF, 0, 0, INLINE),
+    "a header that is too large": (MessageKind.PULL, MAX_HEADER_BYTES + 1, 0, 0, INLINE),
+    "a part of an exabyte": (MessageKind.PART, 0, 0, 1 << 60, INLINE),
+    "a part that is too large": (MessageKind.PART, 0, 0, MAX_PART_BYTES + 1, 0),
     "an unknown kind": (9, 0, 0, 0, INLINE),
     "kind 0": (0, 0, 0, 0, INLINE),
-    "what only servers say": (Kind.ANSWER, 0, 0, 0, INLINE),
-    "a second hello": (Kind.HELLO, 0, 0, 0, INLINE),
-    "memory that it was never told of": (Kind.FREED, 0, 0, 0, 0),
-    "memory that there cannot be": (Kind.FREED, 0, 0, 0, 1 << 63),
-    "data past the end of its memory": (Kind.PART, 0, 0, 64, CLIENT_BYTES),
-    "data that end past the end of its memory": (Kind.PART, 0, 0, 128, CLIENT_BYTES - 64),
-    "data in no place": (Kind.PART, 0, 0, 64, INLINE - 1),
-    "data between lines": (Kind.PART, 0, 0, 64, 32),
+    "what only servers say": (MessageKind.ANSWER, 0, 0, 0, INLINE),
+    "a second hello": (MessageKind.HELLO, 0, 0, 0, INLINE),
+    "memory that it was never told of": (MessageKind.FREED, 0, 0, 0, 0),
+    "memory that there cannot be": (MessageKind.FREED, 0, 0, 0, 1 << 63),
+    "data past the end of its memory": (MessageKind.PART, 0, 0, 64, CLIENT_BYTES),
+    "data that end past the end of its memory": (MessageKind.PART, 0, 0, 128, CLIENT_BYTES - 64),
+    "data in no place": (MessageKind.PART, 0, 0, 64, INLINE - 1),
+    "data between lines": (MessageKind.PART, 0, 0, 64, 32),
 }
 
 
@@ -221,8 +221,8 @@ def test_parts_out_of_place_end_a_transport(stack: ExitStack, site: Site, name: 
     """What came before stays half a contribution, and a good push completes it."""
     guest = member(stack, site, name)
     header, [(_, data)] = guest.push(site, site.workers[-1], 2)
-    guest.say(Kind.PUSH, 1, header, data=data[:64])
-    guest.say(Kind.PART, 1, offset=32, data=data[64:])
+    guest.say(MessageKind.PUSH, 1, header, data=data[:64])
+    guest.say(MessageKind.PART, 1, offset=32, data=data[64:])
     assert guest.is_closed()
 
 
@@ -233,9 +233,9 @@ def test_a_failed_push_is_refused_by_its_header(stack: ExitStack, site: Site, na
     site.transports.max_payload_bytes = limit
     guest = member(stack, site, name)
     header, [(_, data)] = guest.push(site, site.workers[-1], 2)
-    guest.say(Kind.PUSH, 1, header if limit == 100 else b"\xff" * 9, data=data if limit == 100 else b"")
+    guest.say(MessageKind.PUSH, 1, header if limit == 100 else b"\xff" * 9, data=data if limit == 100 else b"")
     for _ in range(20):
-        guest.say(Kind.PART, 1, data=data)
+        guest.say(MessageKind.PART, 1, data=data)
     error = refusal_from_pb(parse(pb.Refusal, guest.hear().header))
     assert isinstance(error, MemoryLimit if limit == 100 else InvalidRequest)
     assert not readable(guest.sock)
@@ -250,9 +250,9 @@ def test_the_memory_of_a_refused_push_is_free_again(stack: ExitStack) -> None:
     header, [(_, data)] = guest.push(site, site.workers[-1], 2)
     foreign, _ = guest.push(site, site.workers[0], 2)
     for place, wrong in ((0, header), (1 << 20, foreign), (2 << 20, b"\xff" * 9)):
-        guest.say(Kind.PUSH, 1, wrong, size=len(data), place=place)
+        guest.say(MessageKind.PUSH, 1, wrong, size=len(data), place=place)
         heard = {(message.kind, message.place) for message in (guest.next(), guest.next())}
-        assert heard == {(Kind.REFUSAL, INLINE), (Kind.FREED, place)}
+        assert heard == {(MessageKind.REFUSAL, INLINE), (MessageKind.FREED, place)}
 
 
 def test_calls_under_way_are_bounded(stack: ExitStack, site: Site, name: str) -> None:
@@ -261,19 +261,19 @@ def test_calls_under_way_are_bounded(stack: ExitStack, site: Site, name: str) ->
     worker = site.workers[-1]
     late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
     for call in range(connection_of.MAX_CALLS + 2):
-        guest.say(Kind.PULL, call, late.SerializeToString())
+        guest.say(MessageKind.PULL, call, late.SerializeToString())
     header, parts = guest.push(site, worker, 2)
-    guest.say(Kind.PUSH, 1000, header, data=parts[0][1])
+    guest.say(MessageKind.PUSH, 1000, header, data=parts[0][1])
     for call in (connection_of.MAX_CALLS, connection_of.MAX_CALLS + 1, 1000):
         refused = guest.hear()
-        assert (refused.kind, refused.call) == (Kind.REFUSAL, call)
+        assert (refused.kind, refused.call) == (MessageKind.REFUSAL, call)
         error = refusal_from_pb(parse(pb.Refusal, refused.header))
         assert isinstance(error, InvalidRequest)
         assert str(connection_of.MAX_CALLS) in error.message
     site.round()
     assert sorted(guest.hear().call for _ in range(connection_of.MAX_CALLS)) == [*range(connection_of.MAX_CALLS)]
     late.after = -1
-    guest.say(Kind.PULL, 2000, late.SerializeToString())
+    guest.say(MessageKind.PULL, 2000, late.SerializeToString())
     assert (guest.hear().call) == 2000
 
 
@@ -283,15 +283,15 @@ def test_what_comes_while_a_server_ends_is_refused(stack: ExitStack, name: str) 
     worker = site.workers[-1]
     guest = member(stack, site, name)
     late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
-    guest.say(Kind.PULL, 1, late.SerializeToString())
+    guest.say(MessageKind.PULL, 1, late.SerializeToString())
     eventually(lambda: site.core.machine.waiters.rows[Read])
     site.thread._loop.call_soon_threadsafe(site.thread._server._service.close)
     header, parts = guest.push(site, worker, 2)
     for call in (1, 2):
         refused = guest.hear()
-        assert (refused.kind, refused.call) == (Kind.REFUSAL, call)
+        assert (refused.kind, refused.call) == (MessageKind.REFUSAL, call)
         assert isinstance(refusal_from_pb(parse(pb.Refusal, refused.header)), ServerLost)
-        guest.say(Kind.PUSH, 2, header, data=parts[0][1])
+        guest.say(MessageKind.PUSH, 2, header, data=parts[0][1])
 
 
 def test_what_is_left_of_an_answered_push_is_not_kept(stack: ExitStack, site: Site, name: str) -> None:
@@ -302,8 +302,8 @@ def test_what_is_left_of_an_answered_push_is_not_kept(stack: ExitStack, site: Si
     worker.round -= 1
     header, [(_, data)] = guest.push(site, worker, 2)
     worker.round += 1
-    guest.say(Kind.PUSH, 1, header, data=data[:64])
-    assert guest.hear().kind is Kind.ANSWER
+    guest.say(MessageKind.PUSH, 1, header, data=data[:64])
+    assert guest.hear().kind is MessageKind.ANSWER
     (connection,) = [
         one for one in site.open([worker.session]) if one._assemblies or one is site.transports.connections[-1]
     ]
@@ -376,14 +376,14 @@ def test_files_that_come_later_are_nobodys(stack: ExitStack) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for call in range(20):
         mine = [os.dup(0) for _ in range(10)]
-        socket.send_fds(guest.sock, [HEAD.pack(Kind.PULL, len(request), call, 0, 0, INLINE) + request], mine)
+        socket.send_fds(guest.sock, [HEAD.pack(MessageKind.PULL, len(request), call, 0, 0, INLINE) + request], mine)
         for file in mine:
             os.close(file)
-        assert guest.hear().kind is Kind.ANSWER
+        assert guest.hear().kind is MessageKind.ANSWER
     assert len(os.listdir("/proc/self/fd")) <= before
     header, [(_, data)] = guest.push(site, site.workers[-1], 2)
     guest.memory[: len(data)] = data
-    guest.say(Kind.PUSH, 1, header, size=len(data), place=0)
+    guest.say(MessageKind.PUSH, 1, header, size=len(data), place=0)
     first = site.push(site.workers[0], 1)
     site.whole([1, 2], first)
     assert guest.freed() == 0
@@ -395,7 +395,7 @@ def test_clients_cannot_write_where_answers_are(stack: ExitStack) -> None:
     site = Site(stack, "shm", elements=1 << 16)
     guest = member(stack, site, "shm")
     request = pb.PullRequest(session=site.workers[-1].session, variables=[site.variables[0].id], after=-1)
-    guest.say(Kind.PULL, 1, request.SerializeToString())
+    guest.say(MessageKind.PULL, 1, request.SerializeToString())
     answer = guest.hear()
     assert answer.place != INLINE
     file, size = guest.outbox, os.fstat(guest.outbox).st_size
@@ -441,8 +441,8 @@ def test_a_client_that_goes_frees_what_it_was_told_of(stack: ExitStack) -> None:
         session = site.workers[-1].session
         late = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=site.workers[-1].round)
         now = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1)
-        guest.say(Kind.PULL, 1, late.SerializeToString())
-        guest.say(Kind.PULL, 2, now.SerializeToString())
+        guest.say(MessageKind.PULL, 1, late.SerializeToString())
+        guest.say(MessageKind.PULL, 2, now.SerializeToString())
         assert guest.hear().place != INLINE
         before = len(site.transports.connections)
         guest.sock.close()
@@ -457,7 +457,7 @@ def test_who_asks_without_reading_is_not_listened_to(stack: ExitStack, site: Sit
     guest = member(stack, site, name)
     session = site.workers[-1].session
     request = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1).SerializeToString()
-    head = HEAD.pack(Kind.PULL, len(request), 0, 0, 0, INLINE)
+    head = HEAD.pack(MessageKind.PULL, len(request), 0, 0, 0, INLINE)
     guest.sock.settimeout(0.5)
     asks = (head + request) * 1000
     said = 0
@@ -480,7 +480,7 @@ def test_who_asks_without_reading_is_not_listened_to(stack: ExitStack, site: Sit
 
 def test_a_loud_client_does_not_drown_the_others(stack: ExitStack, site: Site, name: str) -> None:
     guest = member(stack, site, name)
-    noise = HEAD.pack(Kind.PART, 0, 0, 0, 0, INLINE) * 5000
+    noise = HEAD.pack(MessageKind.PART, 0, 0, 0, 0, INLINE) * 5000
     quiet = threading.Event()
 
     def shout() -> None:
@@ -520,8 +520,8 @@ def test_a_host_that_is_cut_off_while_it_waits_is_forgotten(stack: ExitStack, mo
         pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
         count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + pause * count <= 60
-    guest.say(Kind.PULL, 1, waiting(site))
-    assert guest.hear().kind is Kind.ALIVE
+    guest.say(MessageKind.PULL, 1, waiting(site))
+    assert guest.hear().kind is MessageKind.ALIVE
     transports.drop(guest.sock)
     eventually(lambda: len(site.transports.connections) == before)
     site.round()
@@ -533,16 +533,16 @@ def test_who_waits_is_told_that_the_server_is_there(stack: ExitStack, site: Site
     (connection,) = [one for one in site.open([site.workers[-1].session]) if one._heartbeat.seconds == 0.1]
     assert connection._heartbeat._next is None
     header = waiting(site)
-    guest.say(Kind.PULL, 1, header)
+    guest.say(MessageKind.PULL, 1, header)
     for _ in range(3):
         word = guest.hear()
-        assert word.kind is Kind.ALIVE
+        assert word.kind is MessageKind.ALIVE
         said = parse(pb.TransportAlive, word.header)
         assert (said.received, said.paused) == (HEAD.size + len(header), False)
     site.round()
-    while (answer := guest.hear()).kind is Kind.ALIVE:
+    while (answer := guest.hear()).kind is MessageKind.ALIVE:
         pass
-    assert (answer.kind, answer.call) == (Kind.ANSWER, 1)
+    assert (answer.kind, answer.call) == (MessageKind.ANSWER, 1)
     eventually(lambda: connection._heartbeat._next is None)
 
 
@@ -552,7 +552,7 @@ def test_no_lease_makes_a_server_talk_without_end(stack: ExitStack, site: Site, 
     before = site.open([site.workers[-1].session])
     guest = hand(stack, site, name).welcomed(site.workers[-1].session, site.transports, lease=lease)
     (connection,) = [one for one in site.open([site.workers[-1].session]) if one not in before]
-    guest.say(Kind.PULL, 1, waiting(site))
+    guest.say(MessageKind.PULL, 1, waiting(site))
     eventually(lambda: connection._under_way)
     seconds = connection._heartbeat.seconds
     assert seconds == 0 or seconds >= connection_of.LEAST_WORD_SECONDS
@@ -587,7 +587,7 @@ class Slowly:
         for offset in range(len(self.places) * PART, end, PART):
             data = self.data[offset : offset + PART]
             self.hand.memory[offset : offset + len(data)] = data
-            kind, header = (Kind.PART, b"") if self.places else (Kind.PUSH, self.header)
+            kind, header = (MessageKind.PART, b"") if self.places else (MessageKind.PUSH, self.header)
             self.hand.say(kind, 1, header, offset, len(data), offset)
             self.places.append(offset)
 
@@ -643,7 +643,7 @@ def test_free_places_are_told_with_the_answer(stack: ExitStack, monkeypatch: pyt
         guest.send(len(guest.data))
         if not comes_last:
             first = site.push(site.workers[0], 1)
-        assert [guest.hand.next().kind for _ in range(2)] == [Kind.FREED, Kind.ANSWER]
+        assert [guest.hand.next().kind for _ in range(2)] == [MessageKind.FREED, MessageKind.ANSWER]
         site.whole([1, 2], first)
         guest.header = guest.hand.push(site, site.workers[-1], 2)[0]
 
@@ -699,8 +699,8 @@ def test_many_clients_cost_no_threads(stack: ExitStack, name: str, monkeypatch: 
     guests = [hand(stack, site, name).welcomed(site.workers[n % 2].session, site.transports) for n in range(64)]
     for guest, worker in zip(guests, site.workers * 32, strict=True):
         request = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=-1)
-        guest.say(Kind.PULL, 1, request.SerializeToString())
-    assert [guest.hear().kind for guest in guests] == [Kind.ANSWER] * 64
+        guest.say(MessageKind.PULL, 1, request.SerializeToString())
+    assert [guest.hear().kind for guest in guests] == [MessageKind.ANSWER] * 64
     assert process.num_threads() <= threads
     assert (process.memory_info().rss - memory) / 64 < 256 << 10
     site.round()
@@ -709,7 +709,7 @@ def test_many_clients_cost_no_threads(stack: ExitStack, name: str, monkeypatch: 
 # ---- Whatever else ----
 
 
-KINDS = st.one_of(st.sampled_from([*Kind]), st.integers(0, 255))
+KINDS = st.one_of(st.sampled_from([*MessageKind]), st.integers(0, 255))
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([MAX_PART_BYTES, MAX_PART_BYTES + 1, 1 << 63]))
 PLACES = st.one_of(st.just(INLINE), st.sampled_from([0, 64, 4096, CLIENT_BYTES - 64, CLIENT_BYTES, 1, 1 << 63]))
 HEADERS = st.one_of(st.just(b""), st.binary(max_size=40), st.sampled_from(["push", "pull", "wide"]))

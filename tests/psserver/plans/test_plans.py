@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.plans.divergence import LONG, PlanText, compared
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -69,7 +69,7 @@ class Ready(Kernels):
     """Kernels that do nothing, at once: what is measured is the memory around them."""
 
     def __init__(self) -> None:
-        super().__init__(Device(), smallest=0)
+        super().__init__(ServerDevice(), smallest=0)
         self.compiler.elementwise = lambda form, now=False: lambda *_: 0  # type: ignore[method-assign, assignment]
 
 
@@ -97,7 +97,7 @@ def plan_bytes(plan, server=0):
     return PreparedPlan(plan, server, limited=True).nbytes
 
 
-@pytest.mark.parametrize("kernels", [Kernels(Device(), patience=10**9), Ready()], ids=["interpreted", "compiled"])
+@pytest.mark.parametrize("kernels", [Kernels(ServerDevice(), patience=10**9), Ready()], ids=["interpreted", "compiled"])
 @given(plan=plans())
 def test_a_round_takes_no_more_than_its_plan_says(kernels, plan):
     """Beside the new values of variables; with nothing written in place."""
@@ -113,7 +113,7 @@ def test_results_are_let_go_when_nobody_reads_them_any_more(read):
     applies = [Apply(0, (0,), (Ref("variable", 0),)), *(Apply(int(read), (0,), (ref,)) for ref in refs)]
     plan = Plan((), (), (PROGRAMS[0], next_one), tuple(applies))
     values = {0: np.ones(SPEC.shape, "float32")}
-    assert taken(plan, Kernels(Device(), patience=10**9), values) <= 4 * SPEC.nbytes
+    assert taken(plan, Kernels(ServerDevice(), patience=10**9), values) <= 4 * SPEC.nbytes
 
 
 def test_what_a_whole_plan_holds_is_counted():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from psserver.config import server_config
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels import compiler as compiled
 from psserver.programs.kernels import kept, machine_code, row_groups
 from psserver.programs.kernels.codegen import Form, parameters
@@ -35,7 +35,7 @@ NAME = "5e" * 32
 
 def compiler(folder: Path | str, **more: object) -> Compiler:
     """A compiler that has made one kernel, or has loaded it."""
-    made = Compiler(Device(), patience=1, folder=str(folder), **more)
+    made = Compiler(ServerDevice(), patience=1, folder=str(folder), **more)
     made.elementwise(FORM)
     made.wait()
     made.close()
@@ -93,8 +93,8 @@ def test_kernels_of_rows_are_kept_too():
     )
     assert of_rows is not None
     ids = np.random.default_rng(0).integers(0, 50, 200)
-    loaded = row_groups.Groups.of(ids, 50, machine_code.loaded(code, row_groups.NUMBERS, row_groups.ARRAYS))
-    plain = row_groups.Groups.of(ids, 50)
+    loaded = row_groups.RowGroups.of(ids, 50, machine_code.loaded(code, row_groups.NUMBERS, row_groups.ARRAYS))
+    plain = row_groups.RowGroups.of(ids, 50)
     assert all(np.array_equal(getattr(loaded, n), getattr(plain, n)) for n in ("ids", "order", "starts"))
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 import psclient
 import psserver
 import pswire
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels import compiler as compiled
 from psserver.programs.kernels import machine_code
 from psserver.programs.kernels.codegen import Form, SumTerm, cuda_source, numba_source, parameters
@@ -55,7 +55,7 @@ def floats(count, size=N, dtype="float32"):
 
 @pytest.fixture
 def kernels():
-    made = Kernels(Device(), patience=1, smallest=0)
+    made = Kernels(ServerDevice(), patience=1, smallest=0)
     yield made
     made.close()
 
@@ -159,7 +159,7 @@ def test_contributions_are_summed_in_the_kernel(op, dtype, workers, threads):
     contributions = [[np.random.default_rng(place).random(size).astype(dtype)] for place in range(workers)]
     job = job_of(plan_of(program, op), contributions, operands, part_bytes=1 << 18)
     values = dict(enumerate(floats(3, size, dtype)))
-    kernels = Kernels(Device(), threads, patience=1)
+    kernels = Kernels(ServerDevice(), threads, patience=1)
     first, second = run_twice(kernels, job, values)
     assert all(same_bits(second.assigned[id], first.assigned[id]) for id in range(3))
     kernels.close()
@@ -225,7 +225,7 @@ def test_the_first_calls_are_interpreted_and_the_later_ones_compiled(monkeypatch
         return compile_numba(*args)
 
     monkeypatch.setattr(compiled, "compile_numba", slow)
-    kernels = Kernels(Device(), smallest=0)
+    kernels = Kernels(ServerDevice(), smallest=0)
     program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
     (step,) = split(program)
     assert [kernels.kernel(step, {}) for _ in range(2)] == [None, None]
@@ -287,7 +287,7 @@ def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
 
     monkeypatch.setattr(compiled, "compile_numba", broken)
     for smallest, told in ((None, 0), (0, 1)):
-        kernels = Kernels(Device(), patience=1, **({} if smallest is None else {"smallest": smallest}))
+        kernels = Kernels(ServerDevice(), patience=1, **({} if smallest is None else {"smallest": smallest}))
         for fn in (adam, lambda w, m, s, g: w.assign(m + s + g), lambda w, m, s, g: w.assign(m - s - g)):
             program, operands = traced(fn, [VECTOR] * 3, [VECTOR])
             job = job_of(plan_of(program), [floats(1)], operands)
@@ -301,7 +301,7 @@ def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
 
 def test_a_closed_compiler_makes_nothing():
     before = set(threading.enumerate())
-    compiler = Compiler(Device(), patience=1)
+    compiler = Compiler(ServerDevice(), patience=1)
     compiler.close()
     program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
     assert compiler.elementwise(Form(split(program)[-1].program)) is None
@@ -321,7 +321,7 @@ def test_a_server_that_ends_does_not_wait_for_a_compiler(monkeypatch):
 
     monkeypatch.setattr(compiled, "compile_numba", held)
     monkeypatch.setattr(compiled, "STOP_SECONDS", 0)
-    compiler = Compiler(Device(), patience=1)
+    compiler = Compiler(ServerDevice(), patience=1)
     forms = [Form(split(traced(fn, [VECTOR] * 3, [VECTOR])[0])[-1].program) for fn in (adam, lambda w, *_: w * w)]
     assert [compiler.elementwise(form) for form in forms] == [None, None]
     assert compiling.wait(20)
@@ -461,7 +461,7 @@ def test_what_is_only_looked_at_takes_no_memory(compiled):
         return np.sum(np.broadcast_to(np.sum(v), (4000, 4000)))
 
     program, operands = traced(fn, [WIDE], [])
-    kernels, value = Kernels(Device(), patience=1 if compiled else 10**9), np.ones(WIDE.shape, "float32")
+    kernels, value = Kernels(ServerDevice(), patience=1 if compiled else 10**9), np.ones(WIDE.shape, "float32")
     job = job_of(plan_of(program), [[]], operands)
     run(job, kernels, {0: value})
     kernels.compiler.wait()

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.interpreter import peak_bytes
 from psserver.programs.kernels.codegen import Form, cuda_source, numba_source
@@ -33,12 +33,12 @@ from tests.kit.cases import search
 from tests.kit.programs import expected, job_of, numbers, plain, plan_of, programs, run, same_bits
 from tests.kit.rig import WORKERS
 
-INTERPRETED = Kernels(Device(), patience=10**9)
+INTERPRETED = Kernels(ServerDevice(), patience=10**9)
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    made = Kernels(Device(), 2, patience=1, smallest=0)
+    made = Kernels(ServerDevice(), 2, patience=1, smallest=0)
     yield made
     made.close()
 
@@ -308,7 +308,7 @@ class Ready(Kernels):
     """Kernels that do nothing, at once: what is measured is the memory around them."""
 
     def __init__(self) -> None:
-        super().__init__(Device(), smallest=0)
+        super().__init__(ServerDevice(), smallest=0)
         self.compiler.elementwise = lambda form, now=False: lambda *_: 0  # type: ignore[method-assign, assignment]
 
 

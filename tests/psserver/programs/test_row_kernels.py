@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
 from psserver.programs.kernels.row_codegen import LOOK
-from psserver.programs.kernels.row_groups import Groups
+from psserver.programs.kernels.row_groups import RowGroups
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
 from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized, row_step
 from pswire.errors import InvalidRequest, ProgramError
@@ -251,7 +251,7 @@ def test_groups_hold_every_row_once_in_order(kernels, ids, size):
     """Places increase, and within a place rows stay as they came, however large the table is, by NumPy or compiled."""
     kernels.compiler.groups()
     kernels.compiler.wait()
-    by_numpy, groups = (Groups.of(np.array(ids, "int64"), size, made) for made in (None, kernels.compiler.groups()))
+    by_numpy, groups = (RowGroups.of(np.array(ids, "int64"), size, made) for made in (None, kernels.compiler.groups()))
     assert all(same_bits(*pair) for pair in zip(astuple(by_numpy), astuple(groups), strict=True))
     found = [
         (id, groups.order[low:high].tolist())

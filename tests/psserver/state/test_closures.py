@@ -16,7 +16,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.state import closures as module
 from psserver.state.closures import Closures
 from psserver.state.rounds import Rounds
-from psserver.state.strands import RECORDS, Given
+from psserver.state.strands import RECORDS, ReturnedValues
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit, ProgramError, PushAgain
@@ -445,7 +445,7 @@ class Maker:
         return counted
 
     def finish(self, job):
-        record, waiters = self.rounds.complete(job, Given([np.array(0)]))
+        record, waiters = self.rounds.complete(job, ReturnedValues([np.array(0)]))
         for _, future in waiters:
             future.set_result(record)
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.effects import Await, Effect, Fail, Reply, Run, Work
-from psserver.state.first_values import FirstValues
+from psserver.state.first_values import FirstValueUploads
 from psserver.state.variables import Store
 from pswire.api import RoundReply
 from pswire.errors import Fenced, InvalidRequest
@@ -35,11 +35,11 @@ class Server:
     """First values without threads: work is done, and an awaited payload looked at, when the test says so."""
 
     def __init__(self, values: Sequence[Array] = VALUES) -> None:
-        self.store = Store(1, Device(), 0)
+        self.store = Store(1, ServerDevice(), 0)
         for id, value in enumerate(values):
             self.store.declare(PlacedVariable(id, VariableSpec(f"v{id}", spec_of(value)), (1,)))
         self.store.declare(PlacedVariable(99, VariableSpec("elsewhere", spec_of(values[0])), (0,)))
-        self.first_values = FirstValues(self.store)
+        self.first_values = FirstValueUploads(self.store)
         self.work: list[Work] = []
         self.looks = 0
 

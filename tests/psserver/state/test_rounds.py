@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from psserver.effects import Fail
 from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
 from psserver.state.rounds import Rounds
-from psserver.state.strands import RECORDS, RESENDS, Given
+from psserver.state.strands import RECORDS, RESENDS, ReturnedValues
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.limits import WINDOW
@@ -86,7 +86,7 @@ def sessions(job):
 
 
 def finish(rounds, job):
-    _, waiters = rounds.complete(job, Given([np.array(0)]))
+    _, waiters = rounds.complete(job, ReturnedValues([np.array(0)]))
     return [said.session for said, _ in waiters]
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from psserver.effects import Fail
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import Own
+from psserver.plans.round import SessionSequence
 from psserver.registry import Registry
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
-from psserver.state.strands import Given
+from psserver.state.strands import ReturnedValues
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest
@@ -59,7 +59,7 @@ def run(rounds):
     made = []
     while (job := rounds.next_job()) is not None:
         made.append((job.round, {part.member.task for part in job.parts}))
-        rounds.complete(job, Given())
+        rounds.complete(job, ReturnedValues())
     return made
 
 
@@ -239,7 +239,7 @@ def strands(rounds):
     done = []
     while (job := rounds.next_job()) is not None:
         done.append((job.strand, job.round))
-        rounds.complete(job, Given([np.array(0)]))
+        rounds.complete(job, ReturnedValues([np.array(0)]))
     return done
 
 
@@ -249,7 +249,12 @@ def test_strands_take_turns(apart):
         push_own(apart, 1, round, alone=False)
         for session in (1, 2):
             push_own(apart, session, round)
-    assert strands(apart) == [(Own(1), 0), (Own(2), 0), (Own(1), 1), (Own(2), 1)]
+    assert strands(apart) == [
+        (SessionSequence(1), 0),
+        (SessionSequence(2), 0),
+        (SessionSequence(1), 1),
+        (SessionSequence(2), 1),
+    ]
     push_own(apart, 2, 0, alone=False)
     assert strands(apart) == [(None, 0)]
     assert (apart.last, apart.closed) == (0, 1)
@@ -277,7 +282,7 @@ def test_what_is_parked_is_taken_in_its_strand(apart):
     push_own(apart, 1, 0, 2)
     push_own(apart, 1, 0, 2, alone=False)
     apart.close_generation(Generation(2, MEMBERS))
-    assert strands(apart) == [(Own(1), 0)]
+    assert strands(apart) == [(SessionSequence(1), 0)]
     for alone in (False, True):
         push_own(apart, 2, 1, 3, alone)
     assert len(apart.fail_session(2, InvalidRequest("it has ended"))) == 2
@@ -289,7 +294,7 @@ def test_a_session_that_is_fenced_is_forgotten(apart):
     for session in (1, 2):
         push_own(apart, session)
     strands(apart)
-    assert {Own(1), Own(2)} <= apart.strands.keys()
+    assert {SessionSequence(1), SessionSequence(2)} <= apart.strands.keys()
     apart.close_generation(Generation(2, MEMBERS[1:]))
-    assert Own(1) not in apart.strands
-    assert Own(2) in apart.strands
+    assert SessionSequence(1) not in apart.strands
+    assert SessionSequence(2) in apart.strands

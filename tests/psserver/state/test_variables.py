@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.devices import Device, owned
+from psserver.devices import ServerDevice, owned
 from psserver.state import held as module
 from psserver.state.held import HeldTable
 from psserver.state.variables import Store
@@ -32,7 +32,7 @@ def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> PlacedVaria
 
 
 def store(limit: int = 0) -> Store:
-    return Store(1, Device(), limit)
+    return Store(1, ServerDevice(), limit)
 
 
 def test_what_fits_exactly_is_held():
@@ -196,7 +196,7 @@ def test_rows_are_set_aside_by_another_thread():
 
 def test_only_tables_are_held_so():
     """Others never change while they are held; and a reader beside a checkpoint makes a round copy the table."""
-    store = Store(0, Device(), 0)
+    store = Store(0, ServerDevice(), 0)
     for id in range(2):
         store.declare(PlacedVariable(id, VariableSpec(f"v{id}", TensorSpec("float32", SHAPE), True), (0,)))
         store.initialize(id, table())
@@ -225,7 +225,7 @@ REST = range(BUCKETS // 2, BUCKETS)
 
 
 def store_of(limit: int = 0, server: int = 0, native: Native | None = None) -> Store:
-    return Store(server, Device(), limit, native)
+    return Store(server, ServerDevice(), limit, native)
 
 
 def counting(keys: int) -> TableSpec:

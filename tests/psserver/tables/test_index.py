@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.devices import Device
+from psserver.devices import ServerDevice
 from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.cells import CellIndex
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
@@ -168,7 +168,7 @@ def test_another_process_loads_what_one_has_compiled():
     """All functions are machine code that needs neither Numba nor Python, so that they can be kept."""
     counts = []
     for _ in range(2):
-        compiler = Compiler(Device(), 1, os.environ[KERNELS])
+        compiler = Compiler(ServerDevice(), 1, os.environ[KERNELS])
         native = Native(compiler)
         native.index()
         native.mark()

@@ -10,7 +10,7 @@ import pytest
 from psserver.tables import eviction
 from psserver.tables.policies import limit_of, powers, shares_of
 from psserver.tables.table import Table
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS
 from pswire.model.tables import (
     LFU,
@@ -208,7 +208,7 @@ RANDOM = [Uniform(-0.5, 1.5), Normal(1.0, 2.0), TruncatedNormal(-1.0, 0.5)]
 
 
 def rows(spec: TableSpec, keys=KEYS, is_compiled=True):
-    return FirstValues(spec, compiled().first_values if is_compiled else lambda dtype: None).rows(keys)
+    return RowInitializer(spec, compiled().first_values if is_compiled else lambda dtype: None).rows(keys)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -13,7 +13,7 @@ from psserver.tables.cells import CellIndex
 from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pswire.errors import InvalidRequest, MemoryLimit
-from pswire.model.first_values import FirstValues
+from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
 from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
 from tests.kit.cases import search
@@ -55,7 +55,7 @@ class Dicts(RuleBasedStateMachine):
         return Table(spec, MOMENTUM, native=self.native)
 
     def first(self, keys: np.ndarray) -> np.ndarray:
-        return FirstValues(self.table.spec).rows(keys)
+        return RowInitializer(self.table.spec).rows(keys)
 
     @rule(keys=keys, fails=st.booleans())
     def step(self, keys: np.ndarray, fails: bool) -> None:
@@ -152,7 +152,7 @@ def test_lookups_of_what_is_not_there(refused):
     filtered = TableSpec((2,), initializer=Normal(), admission=CounterFilter(2), refused=refused)
     table, plain = Table(filtered), Table(TableSpec((2,), initializer=Normal(), refused=refused))
     keys = i64([5, 7, 5])
-    first = FirstValues(SPEC).rows(keys)
+    first = RowInitializer(SPEC).rows(keys)
     assert plain.lookup(keys).tolist() == first.tolist()
     assert table.lookup(keys).tolist() == (first if refused == "initial" else 0 * first).tolist()
     assert len(table) == 0

@@ -20,7 +20,7 @@ from pswire.checkpoint import writer
 from pswire.checkpoint.manifest import LATEST, MANIFEST, latest_text
 from pswire.checkpoint.reader import FoundCheckpoint
 from pswire.checkpoint.reader import SavedCheckpoint as Saved
-from pswire.checkpoint.storage import Directory, Remote, parted, storage_at
+from pswire.checkpoint.storage import Directory, RemoteStorage, parted, storage_at
 from pswire.checkpoint.writer import Frozen
 from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, VariableMismatch
 from pswire.model.log import Position
@@ -380,7 +380,7 @@ def test_a_root_says_which_place(tmp_path):
     """A path or `file://` is a directory; another URL is what fsspec makes of it; one that it does not know is told."""
     assert isinstance(storage_at(tmp_path), Directory)
     assert isinstance(storage_at(f"file://{tmp_path}"), Directory)
-    assert isinstance(storage_at("memory://x"), Remote)
+    assert isinstance(storage_at("memory://x"), RemoteStorage)
     with pytest.raises(ConfigError, match=r"nonsense://x cannot be opened: .*nonsense"):
         storage_at("nonsense://x")
 

@@ -49,7 +49,7 @@ from pswire.limits import Timeouts
 from pswire.model.log import LogEntry
 from pswire.model.status import STILL
 from pswire.network.parts import parts_of
-from pswire.network.sockets import Kind, Message
+from pswire.network.sockets import Message, MessageKind
 from pswire.network.traffic import TransportName
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -268,7 +268,7 @@ def on_shm(stack: ExitStack) -> list[Heard]:
 
 def again(stack: ExitStack) -> list[Heard]:
     """The transport breaks when a push is sent: the client opens another, and says that it replaces the first."""
-    return talk_on(stack, "tcp", [BY_SAMPLE["Push full"]], lost=Kind.PUSH)
+    return talk_on(stack, "tcp", [BY_SAMPLE["Push full"]], lost=MessageKind.PUSH)
 
 
 def waiting(stack: ExitStack) -> list[Heard]:
@@ -285,7 +285,7 @@ def waiting(stack: ExitStack) -> list[Heard]:
     core.tell(sample)
     core.holds = True
     future = server.pull(*sample.args)
-    tap.until(lambda heard: any(split(message)[0] == Kind.ALIVE for message in heard.down))
+    tap.until(lambda heard: any(split(message)[0] == MessageKind.ALIVE for message in heard.down))
     core.let_go()
     assert plain(future.result(SECONDS)) == plain(sample.answer)
     assert set(words) == {(len(read(tap.heard[-1].up[-1])), False)}
@@ -301,9 +301,11 @@ def by_hand(lease: float) -> list[bytes]:
     pieces = [data[:16], data[16:32], data[32:]]
     pushed = [
         Message(kind, 5, said, 16 * at, len(pieces[at])).head() + pieces[at]
-        for at, (kind, said) in enumerate([(Kind.PUSH, header.SerializeToString()), (Kind.PART, b""), (Kind.PART, b"")])
+        for at, (kind, said) in enumerate(
+            [(MessageKind.PUSH, header.SerializeToString()), (MessageKind.PART, b""), (MessageKind.PART, b"")]
+        )
     ]
-    return [Message(Kind.HELLO, header=hello.SerializeToString()).head(), *pushed]
+    return [Message(MessageKind.HELLO, header=hello.SerializeToString()).head(), *pushed]
 
 
 def crowded(stack: ExitStack) -> list[Heard]:
@@ -320,15 +322,15 @@ def crowded(stack: ExitStack) -> list[Heard]:
     client = BareClient(stack, thread._server._transports.port)
     hello, push, part, last = by_hand(0.2)
     client.say(hello)
-    client.hear(Kind.WELCOME)
+    client.hear(MessageKind.WELCOME)
     client.say(push, part)
-    client.hear(Kind.ALIVE)
+    client.hear(MessageKind.ALIVE)
     client.say(last)
     ((said, payload),) = core.asked
     assert plain(said) == plain(samples.contribution())
     assert not payload.whole
     payload.discard()
-    client.hear(Kind.ANSWER)
+    client.hear(MessageKind.ANSWER)
     return [client.heard]
 
 
@@ -363,7 +365,7 @@ def stranger(stack: ExitStack) -> list[Heard]:
     make(connect(stack, thread.address), OPEN)
     client = BareClient(stack, thread._server._transports.port)
     hello = pb.TransportHello(session=SESSION, token=b"no token").SerializeToString()
-    client.say(Message(Kind.HELLO, header=hello).head())
+    client.say(Message(MessageKind.HELLO, header=hello).head())
     assert client.is_closed()
     return [client.heard]
 
@@ -413,13 +415,13 @@ HEADERS: Mapping[str, type[Protobuf]] = {
 }
 
 TRANSPORT_HEADERS: Mapping[int, type[Protobuf]] = {
-    Kind.HELLO: pb.TransportHello,
-    Kind.PUSH: pb.PushHeader,
-    Kind.PULL: pb.PullRequest,
-    Kind.PART: pb.RoundHeader,
-    Kind.REFUSAL: pb.Refusal,
-    Kind.ALIVE: pb.TransportAlive,
-    Kind.VOTE: pb.ServerVote,
+    MessageKind.HELLO: pb.TransportHello,
+    MessageKind.PUSH: pb.PushHeader,
+    MessageKind.PULL: pb.PullRequest,
+    MessageKind.PART: pb.RoundHeader,
+    MessageKind.REFUSAL: pb.Refusal,
+    MessageKind.ALIVE: pb.TransportAlive,
+    MessageKind.VOTE: pb.ServerVote,
 }
 
 
@@ -483,7 +485,7 @@ def test_the_golden_file_has_every_call_and_no_other() -> None:
     assert between == {"Introduce", "Vote"}
     assert list(GOLDEN["streams"]) == ON_STREAMS
     assert {sample.verb for sample in SAMPLES} | between | {"Exchange"} == set(VERBS)
-    assert {kind for kind, _ in messages_of_transports()} == {*Kind}
+    assert {kind for kind, _ in messages_of_transports()} == {*MessageKind}
     entries = next(sample.args[2] for sample in SAMPLES if str(sample) == "Approve full")
     assert {type(entry) for entry in entries} == {*get_args(LogEntry)}
     refused = {type(sample.answer) for sample in SAMPLES if isinstance(sample.answer, PSError)}

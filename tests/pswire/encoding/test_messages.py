@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply
 from pswire.cluster import JOBS, Task
 from pswire.encoding import messages, verbs
-from pswire.encoding.mapper import Codec, Mapper
+from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
 from pswire.model import tables
@@ -41,14 +41,18 @@ from tests.kit import samples
 from tests.kit.samples import ROUND, plain, walk
 
 MAPPED = messages.MAPPER.pairs
-BY_HAND: dict[Any, Codec[Any, Any]] = {
-    Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
+BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
+    Contribution: MessageCodec(
+        pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb
+    ),
     RoundReply: ROUND,
-    PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
-    CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
-    PSError: Codec(pb.Refusal, verbs.refusal_to_pb, verbs.refusal_from_pb),
-    Vote: Codec(pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb),
-    votes.Testimony: Codec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
+    PullReply: MessageCodec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
+    CreateBatchReply: MessageCodec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
+    PSError: MessageCodec(pb.Refusal, verbs.refusal_to_pb, verbs.refusal_from_pb),
+    Vote: MessageCodec(
+        pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb
+    ),
+    votes.Testimony: MessageCodec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
 }
 PAIRS = MAPPED | BY_HAND
 
@@ -247,7 +251,7 @@ OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHe
 """What is read for the payload, and not for the value."""
 
 
-def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
+def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
     """The values of the samples that are messages of their own, each with its pair."""
     for value in (value for sample in samples.SAMPLES for value in (*sample.args, sample.answer)):
         if type(value) in PAIRS:
@@ -281,7 +285,7 @@ def without_each(message: Message, known: set[str]) -> Iterator[tuple[str, Messa
             yield field.full_name, less
 
 
-def is_other(pair: Codec[Any, Any], message: Message, value: Any) -> bool:
+def is_other(pair: MessageCodec[Any, Any], message: Message, value: Any) -> bool:
     """Whether a message is another value than one that is known, or is refused."""
     try:
         return bool(plain(pair.from_pb(message)) != plain(value))

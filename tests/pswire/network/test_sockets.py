@@ -42,7 +42,7 @@ def pair() -> Iterator[tuple[socket.socket, sockets.MessageSocket]]:
         yield ours, link
 
 
-def plain(message: sockets.Message) -> tuple[sockets.Kind, int, bytes, int, int, int, bytes | None]:
+def plain(message: sockets.Message) -> tuple[sockets.MessageKind, int, bytes, int, int, int, bytes | None]:
     """A message as a value."""
     data = None if message.data is None else bytes(message.data)
     return (message.kind, message.call, message.header, message.offset, message.size, message.place, data)
@@ -56,7 +56,7 @@ MESSAGES = st.builds(
         if place is None
         else sockets.Message(kind, call, header, offset, len(data), place)
     ),
-    st.sampled_from([*sockets.Kind]),
+    st.sampled_from([*sockets.MessageKind]),
     NUMBERS,
     st.binary(max_size=100),
     NUMBERS,
@@ -95,7 +95,7 @@ def test_no_bytes_are_more_than_messages_or_an_error(data: bytes) -> None:
         sock.sendall(data)
         try:
             for message in link.receive():
-                assert message.kind in sockets.Kind
+                assert message.kind in sockets.MessageKind
         except InvalidRequest:
             pass
 
@@ -120,7 +120,7 @@ def test_sizes_are_bounded_by_the_head(header: int, size: int, trusted: bool, fi
         link = sockets.MessageSocket(theirs)
         if trusted:
             link.trust()
-        ours.sendall(sockets.HEAD.pack(sockets.Kind.HELLO, header, 0, 0, size, place))
+        ours.sendall(sockets.HEAD.pack(sockets.MessageKind.HELLO, header, 0, 0, size, place))
         if fits:
             assert list(link.receive()) == []
         else:
@@ -128,7 +128,7 @@ def test_sizes_are_bounded_by_the_head(header: int, size: int, trusted: bool, fi
                 list(link.receive())
 
 
-@pytest.mark.parametrize("number", [0, max(sockets.Kind) + 1, 255])
+@pytest.mark.parametrize("number", [0, max(sockets.MessageKind) + 1, 255])
 def test_unknown_kinds_are_refused(number: int) -> None:
     """They are of another version, or nonsense."""
     with pair() as (sock, link):
@@ -141,10 +141,10 @@ def test_an_end_is_told_after_what_came_before_it() -> None:
     """In the middle of a message as between two."""
     for rest in (b"", bytes(sockets.HEAD.size // 2)):
         with pair() as (sock, link):
-            sock.sendall(sockets.Message(sockets.Kind.WELCOME).head() + rest)
+            sock.sendall(sockets.Message(sockets.MessageKind.WELCOME).head() + rest)
             sock.close()
             messages = link.receive()
-            assert next(messages).kind is sockets.Kind.WELCOME
+            assert next(messages).kind is sockets.MessageKind.WELCOME
             with pytest.raises(ConnectionResetError):
                 next(messages)
 
@@ -196,7 +196,7 @@ class Wire(contextlib.ExitStack):
         self._link = sockets.MessageSocket(there)
         self._link.trust()
         self.got: dict[int, Assembly] = {}
-        self.kinds: dict[int, list[tuple[sockets.Kind, bytes]]] = {}
+        self.kinds: dict[int, list[tuple[sockets.MessageKind, bytes]]] = {}
         self.sizes: dict[int, int] = {}
         self.inline = 0
 
@@ -250,12 +250,12 @@ def test_payloads_arrive_whole(calls: list[list[int]], memory: tuple[int, bool])
         for call, sizes in enumerate(calls):
             packed = Payload.pack(arrays(sizes))
             wire.sizes[call] = packed.size
-            wire.channel.send(sockets.Kind.PUSH, call, b"header", packed)
+            wire.channel.send(sockets.MessageKind.PUSH, call, b"header", packed)
         wire.until_whole(len(calls))
         for call, sizes in enumerate(calls):
             check(wire.got[call].payload, sizes)
-            assert wire.kinds[call][0] == (sockets.Kind.PUSH, b"header")
-            assert set(wire.kinds[call][1:]) <= {(sockets.Kind.PART, b"")}
+            assert wire.kinds[call][0] == (sockets.MessageKind.PUSH, b"header")
+            assert set(wire.kinds[call][1:]) <= {(sockets.MessageKind.PART, b"")}
         if memory[1]:
             assert not wire.inline, "what waits for room does not go in the socket"
         if wire.ring is not None:
@@ -275,7 +275,7 @@ def test_answers_are_sent_while_they_are_made(
             packed = Payload.pack(arrays(sizes))
             answer = Payload((), packed.size)
             wire.sizes[call] = packed.size
-            wire.channel.send(sockets.Kind.PART, call, b"begins", answer, ends=True)
+            wire.channel.send(sockets.MessageKind.PART, call, b"begins", answer, ends=True)
             growing.append((call, answer, list(packed.chunks)))
         while growing:
             index = data.draw(st.integers(0, len(growing) - 1))
@@ -283,17 +283,17 @@ def test_answers_are_sent_while_they_are_made(
             if chunks:
                 answer.add(*chunks.pop(0))
             else:
-                wire.channel.end(sockets.Kind.ANSWER, call, b"ends %d" % call)
+                wire.channel.end(sockets.MessageKind.ANSWER, call, b"ends %d" % call)
                 del growing[index]
             if data.draw(st.booleans()):
                 wire.step()
         wire.until_whole(len(calls))
         for call, sizes in enumerate(calls):
-            while wire.kinds[call][-1] != (sockets.Kind.ANSWER, b"ends %d" % call):
+            while wire.kinds[call][-1] != (sockets.MessageKind.ANSWER, b"ends %d" % call):
                 wire.step()
             parts = wire.kinds[call][:-1]
-            assert parts[:1] == [(sockets.Kind.PART, b"begins")] * bool(wire.sizes[call])
-            assert set(parts[1:]) <= {(sockets.Kind.PART, b"")}
+            assert parts[:1] == [(sockets.MessageKind.PART, b"begins")] * bool(wire.sizes[call])
+            assert set(parts[1:]) <= {(sockets.MessageKind.PART, b"")}
             check(wire.got[call].payload, sizes)
 
 
@@ -305,21 +305,21 @@ def test_answers_that_grow_in_many_threads_arrive_once() -> None:
         answers = [Payload((), packed.size) for _ in range(4)]
         for call, answer in enumerate(answers):
             wire.sizes[call] = packed.size
-            wire.channel.send(sockets.Kind.PART, call, b"", answer, ends=True)
+            wire.channel.send(sockets.MessageKind.PART, call, b"", answer, ends=True)
 
         def grow(call: int) -> None:
             for chunk in packed.chunks:
                 answers[call].add(*chunk)
-            wire.channel.end(sockets.Kind.ANSWER, call, b"")
+            wire.channel.end(sockets.MessageKind.ANSWER, call, b"")
 
         with ThreadPoolExecutor(4) as pool:
             growing = [pool.submit(grow, call) for call in range(4)]
-            while any((sockets.Kind.ANSWER, b"") not in wire.kinds.get(call, []) for call in range(4)):
+            while any((sockets.MessageKind.ANSWER, b"") not in wire.kinds.get(call, []) for call in range(4)):
                 wire.step()
         assert [each.result() for each in growing] == [None] * 4
         for call in range(4):
             check(wire.got[call].payload, sizes)
-            assert [kind for kind, _ in wire.kinds[call]].index(sockets.Kind.ANSWER) == len(wire.kinds[call]) - 1
+            assert [kind for kind, _ in wire.kinds[call]].index(sockets.MessageKind.ANSWER) == len(wire.kinds[call]) - 1
 
 
 def test_one_answer_to_many_is_written_once() -> None:
@@ -328,7 +328,7 @@ def test_one_answer_to_many_is_written_once() -> None:
         packed = Payload.pack(arrays([100_000]))
         for call in range(3):
             wire.sizes[call] = packed.size
-            wire.channel.send(sockets.Kind.ANSWER, call, b"", packed)
+            wire.channel.send(sockets.MessageKind.ANSWER, call, b"", packed)
         assert wire.ring is not None
         assert len(wire.ring._entries) == 1
         held = packed.chunks[0][1].obj
@@ -344,15 +344,15 @@ def test_who_is_gone_holds_nothing() -> None:
         assert wire.ring is not None
         packed = Payload.pack(arrays([100_000, 100_000]))
         growing = Payload((), packed.size)
-        wire.channel.send(sockets.Kind.PART, 0, b"", growing, ends=True)
-        wire.channel.send(sockets.Kind.ANSWER, 1, b"", packed)
+        wire.channel.send(sockets.MessageKind.PART, 0, b"", growing, ends=True)
+        wire.channel.send(sockets.MessageKind.ANSWER, 1, b"", packed)
         assert wire.ring._entries
         wire.channel.close()
         assert not wire.ring._entries
         for chunk in packed.chunks:
             growing.add(*chunk)
-        wire.channel.end(sockets.Kind.ANSWER, 0, b"")
-        wire.channel.send(sockets.Kind.ANSWER, 2, b"", packed)
+        wire.channel.end(sockets.MessageKind.ANSWER, 0, b"")
+        wire.channel.send(sockets.MessageKind.ANSWER, 2, b"", packed)
         assert not wire.ring._entries
 
 
@@ -361,8 +361,8 @@ def test_a_call_that_is_dropped_sends_no_more() -> None:
     with Wire(1 << 19, True) as wire:
         large, small = Payload.pack(arrays([2_000_000])), Payload.pack(arrays([50_000]))
         wire.sizes = {0: large.size, 1: small.size}
-        wire.channel.send(sockets.Kind.PUSH, 0, b"", large)
-        wire.channel.send(sockets.Kind.PUSH, 1, b"", small)
+        wire.channel.send(sockets.MessageKind.PUSH, 0, b"", large)
+        wire.channel.send(sockets.MessageKind.PUSH, 1, b"", small)
         wire.channel.drop(0)
         while 1 not in wire.got or not wire.got[1].payload.whole:
             wire.step()
@@ -378,7 +378,7 @@ def test_what_was_not_told_cannot_be_freed() -> None:
         with pytest.raises(InvalidRequest):
             wire.channel.freed(0)
         packed = Payload.pack(arrays([100_000]))
-        wire.channel.send(sockets.Kind.ANSWER, 0, b"", packed)
+        wire.channel.send(sockets.MessageKind.ANSWER, 0, b"", packed)
         wire.channel.freed(0)
         with pytest.raises(InvalidRequest):
             wire.channel.freed(0)
@@ -402,7 +402,7 @@ def test_what_is_in_flight_between_ends_of_one_address_is_bounded(near: str, bou
 
 def test_connections_on_which_nothing_comes_have_no_buffer() -> None:
     """Buffers go from one to the next; one of which half a message is there keeps its own."""
-    messages = [sockets.Message(sockets.Kind.PULL, call, bytes((call,)) * 40) for call in (1, 2, 3)]
+    messages = [sockets.Message(sockets.MessageKind.PULL, call, bytes((call,)) * 40) for call in (1, 2, 3)]
     with pair() as (one, first), pair() as (two, second):
         one.sendall(messages[0].head())
         assert [plain(message) for message in first.receive()] == [plain(messages[0])]
@@ -420,8 +420,8 @@ def test_two_connections_have_never_one_buffer() -> None:
     """While messages are taken from one, what comes on the other goes elsewhere."""
     scratch.give_back(scratch.lend())
     with pair() as (one, first), pair() as (two, second):
-        one.sendall(b"".join(sockets.Message(sockets.Kind.PULL, call).head() for call in (1, 2)))
-        two.sendall(b"".join(sockets.Message(sockets.Kind.PUSH, call).head() for call in (3, 4)))
+        one.sendall(b"".join(sockets.Message(sockets.MessageKind.PULL, call).head() for call in (1, 2)))
+        two.sendall(b"".join(sockets.Message(sockets.MessageKind.PUSH, call).head() for call in (3, 4)))
         ours, theirs = first.receive(), second.receive()
         taken = [next(ours), next(theirs)]
         assert first._scratch.obj is not second._scratch.obj
@@ -446,7 +446,7 @@ def test_payloads_are_cut_finer_between_hosts(address: str, parts: int) -> None:
         link, got = sockets.MessageSocket(there), 0
         link.trust()
         payload = Payload.pack(arrays)
-        channel.send(sockets.Kind.PUSH, 1, b"", payload)
+        channel.send(sockets.MessageKind.PUSH, 1, b"", payload)
         size = 0
         while size < payload.size:
             channel.flush()

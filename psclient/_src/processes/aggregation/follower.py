@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from psclient._src.processes.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse
-from psclient._src.processes.aggregation.sums import Own
+from psclient._src.processes.aggregation.link import HostLink, HostMessage, LinkLost, LinkMessage, Outbox, Pulse
+from psclient._src.processes.aggregation.sums import OwnPush
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
 from pswire.network.payload import Payload
@@ -26,7 +26,7 @@ HELLO_SECONDS = 2.0
 """Seconds within which the other end says that it leads."""
 
 
-class Follower:
+class LeaderConnection:
     """A connection to the worker that sends for this one. May be used by any thread.
 
     Args:
@@ -46,14 +46,14 @@ class Follower:
         self._news = select.poll()
         self._news.register(sock, select.POLLIN)
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
-        self._calls: dict[int, Own] = {}
+        self._calls: dict[int, OwnPush] = {}
         self._numbers = itertools.count(1)
         self._decoder = messages.RoundDecoder()
         self.lost = False
         try:
             if not self._link.is_ours:
                 raise LinkLost("it runs as another user")
-            self._link.introduce(Kind.HELLO, session)
+            self._link.introduce(LinkMessage.HELLO, session)
             self._await_welcome()
         except BaseException:
             self._link.close()
@@ -65,11 +65,11 @@ class Follower:
         until = time.monotonic() + HELLO_SECONDS
         while (left := until - time.monotonic()) > 0:
             self._news.poll(1e3 * left)
-            if any(message.kind is Kind.WELCOME for message in self._link.receive()):
+            if any(message.kind is LinkMessage.WELCOME for message in self._link.receive()):
                 return
         raise LinkLost("it does not answer")
 
-    def push(self, own: Own) -> None:
+    def push(self, own: OwnPush) -> None:
         """Hands over a contribution, once it is whole; its future is answered in any case."""
         call = next(self._numbers)
         with self._lock:
@@ -84,7 +84,7 @@ class Follower:
     def decline(self, server: int, round: int) -> None:
         """Says that this process pushes what it contributes to a server by itself, up to a round."""
         with suppress(LinkLost):
-            self._link.tell(Kind.SINGLY, round, server=server)
+            self._link.tell(LinkMessage.SINGLY, round, server=server)
 
     def _send(self, call: int) -> None:
         own = self._calls.get(call)
@@ -92,7 +92,7 @@ class Follower:
             return  # it was pushed by itself meanwhile
         header = messages.contribution_to_pb(own.said, own.payload.size).SerializeToString()
         try:
-            sent = self._link.send(HostMessage(Kind.PUSH, own.server, call, header, own.payload))
+            sent = self._link.send(HostMessage(LinkMessage.PUSH, own.server, call, header, own.payload))
         except LinkLost:
             self.close()
             return
@@ -101,7 +101,7 @@ class Follower:
             if self._take(call) is not None:
                 own.refuse()
 
-    def _take(self, call: int) -> Own | None:
+    def _take(self, call: int) -> OwnPush | None:
         """Returns a call that is not answered, which its caller then answers; None if another one does."""
         with self._lock:
             return self._calls.pop(call, None)
@@ -129,7 +129,7 @@ class Follower:
         own = self._take(message.call)
         if own is None:
             return
-        if message.kind is not Kind.ANSWER:
+        if message.kind is not LinkMessage.ANSWER:
             own.refuse()
             return
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from psclient._src.processes.aggregation.host_role import HostRole
 from psclient._src.processes.aggregation.leader import Leader, Push, VariableOf
 from psclient._src.processes.aggregation.link import host_socket
-from psclient._src.processes.aggregation.sums import Own
+from psclient._src.processes.aggregation.sums import OwnPush
 from pswire.api import RoundReply
 
 PARTS = 8
@@ -60,7 +60,7 @@ class HostGroup:
     def _names(self, part: int) -> list[str]:
         return [f"\0paramserver-{self.number:016x}-{part}-{each}" for each in range(NAMES)]
 
-    def push(self, own: Own) -> Future[RoundReply]:
+    def push(self, own: OwnPush) -> Future[RoundReply]:
         """Pushes a contribution: in a sum with those of other workers, or by itself."""
         return self._roles[own.server % len(self._roles)].push(own)
 

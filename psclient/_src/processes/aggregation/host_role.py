@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from psclient._src.processes.aggregation.follower import Follower
+from psclient._src.processes.aggregation.follower import LeaderConnection
 from psclient._src.processes.aggregation.leader import Leader
 from psclient._src.processes.aggregation.link import Left, LinkLost, host_socket
-from psclient._src.processes.aggregation.sums import Own
+from psclient._src.processes.aggregation.sums import OwnPush
 from pswire.api import RoundReply
 
 log = logging.getLogger("psclient")
@@ -47,13 +47,13 @@ class HostRole:
         self._lead = lead
         self._lock = threading.Lock()  # guards all below
         self._before = 0
-        self._role: Leader | Follower | None = None
+        self._role: Leader | LeaderConnection | None = None
         self._newest: dict[int, int] = {}  # the newest round that was pushed to each server
         self._joining = False
         self._again = 0.0
         self._closed = False
 
-    def push(self, own: Own) -> Future[RoundReply]:
+    def push(self, own: OwnPush) -> Future[RoundReply]:
         """Pushes a contribution: in a sum with those of other workers, or by itself."""
         said = own.said
         with self._lock:
@@ -67,7 +67,7 @@ class HostRole:
         role.push(own)
         return own.future
 
-    def _role_now(self) -> Leader | Follower | None:
+    def _role_now(self) -> Leader | LeaderConnection | None:
         """Returns this process's role; None while there is none, and then has a thread find one."""
         if self._role is not None and not self._role.lost:
             return self._role
@@ -95,7 +95,7 @@ class HostRole:
         for server, round in newest.items():
             role.decline(server, round)  # nobody waits for what this process pushed before it had this role
 
-    def _join(self) -> Leader | Follower | None:
+    def _join(self) -> Leader | LeaderConnection | None:
         """Follows who leads, or leads; None where neither works.
 
         Who leads, and stands still, keeps its name: the others go on with the next one. Who has just left gives it
@@ -107,7 +107,7 @@ class HostRole:
                 sock = host_socket()
                 try:
                     sock.connect(name)
-                    return Follower(sock, self._session, self._silence)
+                    return LeaderConnection(sock, self._session, self._silence)
                 except ConnectionRefusedError:
                     free = free or name
                 except (LinkLost, OSError) as error:

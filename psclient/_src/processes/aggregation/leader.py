@@ -16,14 +16,14 @@ from functools import partial
 from psclient._src.processes.aggregation.link import (
     HostLink,
     HostMessage,
-    Kind,
     Left,
     LinkLost,
+    LinkMessage,
     Outbox,
     Pulse,
     Silent,
 )
-from psclient._src.processes.aggregation.sums import Own, part_of, sum_of
+from psclient._src.processes.aggregation.sums import OwnPush, part_of, sum_of
 from pswire.api import Contribution, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
@@ -52,7 +52,7 @@ MOST_RESTS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Handed:
+class HandedContribution:
     """A contribution that another worker has handed over.
 
     Attributes:
@@ -74,7 +74,9 @@ class Handed:
     def answer(self, reply: RoundReply) -> None:
         """Hands on what came of it."""
         name = self.server, self.said.round, self.said.want
-        answer = HostMessage(Kind.ANSWER, self.server, self.call, self.leader.encoder.encode(reply), reply.payload)
+        answer = HostMessage(
+            LinkMessage.ANSWER, self.server, self.call, self.leader.encoder.encode(reply), reply.payload
+        )
         with suppress(LinkLost):  # then its sender finds that out, and pushes it
             if not self.link.send(answer, name):
                 self.refuse()
@@ -82,7 +84,7 @@ class Handed:
     def refuse(self) -> None:
         """Its sender has to push it."""
         with suppress(LinkLost):
-            self.link.tell(Kind.SINGLY, self.call)
+            self.link.tell(LinkMessage.SINGLY, self.call)
 
 
 class Leader:
@@ -124,7 +126,7 @@ class Leader:
         self.lost = False
         self._lock = threading.RLock()  # guards all below
         self._links: set[HostLink] = set()
-        self._coming: set[Own] = set()
+        self._coming: set[OwnPush] = set()
         self._open: dict[tuple[int, int], _Gathering] = {}
         self._decided = dict[int, int]()  # for each server up to which round it is decided how they are sent
         self._rests, self._left = 1, 0
@@ -139,7 +141,7 @@ class Leader:
 
     # ---- What is gathered ----
 
-    def push(self, own: Own) -> None:
+    def push(self, own: OwnPush) -> None:
         """Takes this process's contribution, once it is whole; its future is answered in any case."""
         with self._lock:
             lost = self.lost
@@ -150,7 +152,7 @@ class Leader:
         else:
             own.payload.reach(own.payload.size, partial(self._begin, own))
 
-    def _begin(self, own: Own) -> None:
+    def _begin(self, own: OwnPush) -> None:
         with self._lock:
             there = own in self._coming
             self._coming.discard(own)
@@ -170,7 +172,7 @@ class Leader:
         keys = sorted(key for key in self._open if key[0] == server and key[1] <= round)
         return [self._open.pop(key) for key in keys]
 
-    def _offer(self, single: Own | Handed) -> None:
+    def _offer(self, single: OwnPush | HandedContribution) -> None:
         """Takes a contribution."""
         server, round = single.server, single.said.round
         with self._lock:
@@ -203,7 +205,7 @@ class Leader:
             except RuntimeError:  # it is over, or this process ends
                 self._refuse(singles)
 
-    def _send(self, own: Own, singles: Sequence[Own | Handed]) -> None:
+    def _send(self, own: OwnPush, singles: Sequence[OwnPush | HandedContribution]) -> None:
         """Sends the sum of some contributions; if there is none, each is pushed by itself."""
         try:
             found = sum_of(own, singles)
@@ -220,7 +222,11 @@ class Leader:
             pushed.add_done_callback(partial(self._answered, own, singles, found[0].want))
 
     def _answered(
-        self, own: Own, singles: Sequence[Own | Handed], want: Sequence[int], pushed: Future[RoundReply]
+        self,
+        own: OwnPush,
+        singles: Sequence[OwnPush | HandedContribution],
+        want: Sequence[int],
+        pushed: Future[RoundReply],
     ) -> None:
         """Hands on what came of a sum. Where that is an error each asks for itself: it may be its own alone."""
         if pushed.exception() is not None:
@@ -242,10 +248,10 @@ class Leader:
                 log.exception("the response to round %d cannot be forwarded", reply.round)
                 self._refuse([single])
 
-    def _specs(self, own: Own, want: Sequence[int]) -> list[TensorSpec]:
+    def _specs(self, own: OwnPush, want: Sequence[int]) -> list[TensorSpec]:
         return [*(self._variable(id).spec.tensor for id in want), *(spec for _, spec in own.plan.given(own.server))]
 
-    def _refuse(self, singles: Sequence[Own | Handed]) -> None:
+    def _refuse(self, singles: Sequence[OwnPush | HandedContribution]) -> None:
         for single in singles:
             single.refuse()
 
@@ -324,17 +330,17 @@ class Leader:
             self._lose(link, error)
 
     def _handle(self, link: HostLink, message: HostMessage) -> None:
-        if message.kind is Kind.HELLO and not link.session:
-            link.introduce(Kind.WELCOME)
+        if message.kind is LinkMessage.HELLO and not link.session:
+            link.introduce(LinkMessage.WELCOME)
             with self._lock:
                 link.session = message.call
             self._met()
-        elif message.kind is Kind.PUSH and link.session:
+        elif message.kind is LinkMessage.PUSH and link.session:
             said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
             if said.session != link.session:
                 raise InvalidRequest(f"it sent a push for session {said.session}, but its session is {link.session}")
-            self._offer(Handed(self, message.server, link, message.call, said, message.payload))
-        elif message.kind is Kind.SINGLY and link.session:
+            self._offer(HandedContribution(self, message.server, link, message.call, said, message.payload))
+        elif message.kind is LinkMessage.SINGLY and link.session:
             self.decline(message.server, message.call)
         else:
             raise InvalidRequest(f"it sent an unexpected message {message.kind.name}")
@@ -392,13 +398,13 @@ class _Gathering:
 
     def __init__(self, since: float) -> None:
         self.since = since
-        self.own: Own | None = None
-        self.singles: dict[int, Own | Handed] = {}
+        self.own: OwnPush | None = None
+        self.singles: dict[int, OwnPush | HandedContribution] = {}
 
-    def take(self, single: Own | Handed) -> None:
+    def take(self, single: OwnPush | HandedContribution) -> None:
         """Adds one."""
         self.singles[single.said.session] = single
-        if isinstance(single, Own):
+        if isinstance(single, OwnPush):
             self.own = single
 
     def awaits(self, linked: set[int]) -> bool:
@@ -406,7 +412,7 @@ class _Gathering:
         return self.own is None or not linked & self.own.members.keys() <= self.singles.keys()
 
     @property
-    def in_order(self) -> list[Own | Handed]:
+    def in_order(self) -> list[OwnPush | HandedContribution]:
         """All, in task order; those of no member, which no server sums, come last."""
         members = {} if self.own is None else self.own.members
         place = {session: number for number, session in enumerate(members)}

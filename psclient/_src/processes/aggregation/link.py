@@ -43,7 +43,7 @@ def host_socket() -> socket.socket:
     return sock
 
 
-class Kind(IntEnum):
+class LinkMessage(IntEnum):
     """What a message is."""
 
     HELLO = 1
@@ -116,7 +116,7 @@ class HostMessage:
         payload: what belongs to it.
     """
 
-    kind: Kind
+    kind: LinkMessage
     server: int = 0
     call: int = 0
     header: bytes = b""
@@ -179,11 +179,11 @@ class HostLink:
 
     # ---- Sending ----
 
-    def introduce(self, kind: Kind, call: int = 0) -> None:
+    def introduce(self, kind: LinkMessage, call: int = 0) -> None:
         """Hands over the memory of what is sent from now on, with a hello or a welcome; raises `OSError`."""
         socket.send_fds(self.sock, [HEAD.pack(kind, 0, call, 0, 0, 0)], [self._outbox.file])
 
-    def tell(self, kind: Kind, call: int = 0, place: int = 0, server: int = 0) -> None:
+    def tell(self, kind: LinkMessage, call: int = 0, place: int = 0, server: int = 0) -> None:
         """Sends a message without data; raises `LinkLost`."""
         self._send(HEAD.pack(kind, server, call, place, 0, 0))
 
@@ -217,7 +217,7 @@ class HostLink:
     def _send(self, data: bytes) -> None:
         while self._untold:
             with suppress(IndexError):  # another thread was faster
-                self._put(HEAD.pack(Kind.FREED, 0, 0, self._untold.popleft(), 0, 0))
+                self._put(HEAD.pack(LinkMessage.FREED, 0, 0, self._untold.popleft(), 0, 0))
         self._put(data)
 
     def _put(self, data: bytes) -> None:
@@ -261,13 +261,13 @@ class HostLink:
         if not data:
             raise Left("its process has ended, or has left")
         number, server, call, place, head, size = HEAD.unpack(data)
-        kind = Kind(number)
+        kind = LinkMessage(number)
         if files:
             self._mirror = SharedView(Segment.take(files[0]).memory, self._let_go)
-        if kind is Kind.FREED:
+        if kind is LinkMessage.FREED:
             self._free(place)
             return None
-        if kind is Kind.ALIVE:
+        if kind is LinkMessage.ALIVE:
             return None
         if not head:
             return HostMessage(kind, server, call)
@@ -292,7 +292,7 @@ class HostLink:
         """Says that this end is there, and looks whether the other one is; raises `LinkLost`."""
         if pulse.stood_still:
             self.heard = pulse.now
-        self.tell(Kind.ALIVE)
+        self.tell(LinkMessage.ALIVE)
         if pulse.now - self.heard > pulse.silence:
             raise Silent(f"nothing was received for {pulse.now - self.heard:.3g} s")
 

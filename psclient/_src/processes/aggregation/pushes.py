@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from psclient._src.processes.aggregation.host_group import HostGroup
-from psclient._src.processes.aggregation.sums import Own
+from psclient._src.processes.aggregation.sums import OwnPush
 from pswire.api import Contribution, ParameterServer, RoundReply
 from pswire.errors import PSError, PushAgain, ServerGone
 from pswire.model.log import Generation
@@ -46,7 +46,7 @@ class Pushes:
         if self.near is None or generation is None or not said.host:
             return self.singly(server, said, payload) if again else self.once(server, said, payload)
         singly = partial(self.near.by_itself, partial(self.singly, server, said, payload))
-        return self.near.push(Own(server, plan, said, payload, generation.by_session, singly))
+        return self.near.push(OwnPush(server, plan, said, payload, generation.by_session, singly))
 
     def singly(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, in no sum, and once more whenever it asks for that."""

@@ -20,7 +20,7 @@ from pswire.network.payload import Payload
 
 
 @dataclass(frozen=True, eq=False)
-class Own:
+class OwnPush:
     """What this process would push to one server.
 
     Attributes:
@@ -69,7 +69,7 @@ class Single(Protocol):
         ...
 
 
-def sum_of(own: Own, singles: Sequence[Single]) -> tuple[Contribution, Payload] | None:
+def sum_of(own: OwnPush, singles: Sequence[Single]) -> tuple[Contribution, Payload] | None:
     """Returns the sum of what several workers contribute to a round, as it is pushed.
 
     Each element is summed in task order, as a server sums the contributions of one host.

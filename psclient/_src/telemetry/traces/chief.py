@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pswire.traces.traceparent import well_formed
-from pswire.traces.tracer import Span, Tracer
+from pswire.traces.tracer import Span, SpanTracer
 
 
 class ChiefTraces:
@@ -16,7 +16,7 @@ class ChiefTraces:
         task: the task that drives.
     """
 
-    def __init__(self, tracer: Tracer, task: str) -> None:
+    def __init__(self, tracer: SpanTracer, task: str) -> None:
         self._tracer = tracer
         self._task = task
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pswire.traces.trace_ids import StepName, trace_id
 from pswire.traces.traceparent import labels_of, trace_of
-from pswire.traces.tracer import Attributes, Span, Tracer, ago
+from pswire.traces.tracer import Attributes, Span, SpanTracer, ago
 
 OUTSIDE = -1
 """In place of a number of steps, of a section that is in none."""
@@ -26,7 +26,7 @@ class StepTraces:
         incarnations: the lives of the servers when it began.
     """
 
-    def __init__(self, tracer: Tracer, task: str, job: int, incarnations: tuple[int, ...]) -> None:
+    def __init__(self, tracer: SpanTracer, task: str, job: int, incarnations: tuple[int, ...]) -> None:
         self._tracer = tracer
         self._task = task
         self._job = job, incarnations
@@ -103,7 +103,7 @@ class Flush:
         text: the traceparent of its span.
     """
 
-    def __init__(self, tracer: Tracer, span: Span, round: int) -> None:
+    def __init__(self, tracer: SpanTracer, span: Span, round: int) -> None:
         self.text = span.text
         self._tracer = tracer
         self._span = span
