@@ -43,7 +43,7 @@ OWN = {
     "replication": r"state/standbys|core/recovering|checkpoints/handover|servers/|core/places|network/joining",
     "bounded staleness": r"state/clocks",
     "host sums": r"plans/sums",
-    "backup workers": r"$^",
+    "backup workers": r"plans/policy",
 }
 """The modes' own modules."""
 
