@@ -119,6 +119,7 @@ class Wire:
         transports = thread._server._transports
         stack.callback(setattr, transports, "path", transports.path)  # which the server removes at its end
         transports.port, transports.path = samples.DATA_PORT, samples.DATA_PATH  # always the same, and nobody is there
+        self.refused = transports.access.refused
         self.address = thread.address
         channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.raw = partial(ask, stack.enter_context(channel))
@@ -134,7 +135,8 @@ class Wire:
         return {**call.asked(), **call.answered()}
 
     def make(self, server: RemoteServer, sample: samples.Sample, before: Callable[[], object] = lambda: None) -> None:
-        """Makes a call of a session."""
+        """Makes a call of a session; the server tells of no caller that it has refused in another test."""
+        self.refused._found.clear()
         if sample.verb != "Open":
             self.core.tell(OPEN)
             make(server, OPEN)
