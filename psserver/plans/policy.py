@@ -38,7 +38,7 @@ class Policy:
         # One that is tried before several servers vote on it waits for all: nobody can read what it assigns until all
         # have voted, and a server may wait in another round for a member that reads.
         backup = 0 if (may_refuse and voters) or not plan.trains else consistency.backup_workers
-        # Who will be late is not known before the others are whole.
+        # The members that will be late are not known before the others are whole.
         return cls(backup, voters, streams and not backup)
 
     def needs(self, members: int) -> int:

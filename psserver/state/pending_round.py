@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.policy import Policy
@@ -191,9 +192,9 @@ class PendingRound:
         return False
 
     def ready(
-        self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key, last: int
+        self, number: int, plan: PreparedPlan, fenced: Set[int], describe: Callable[[bytes], str], key: Key, last: int
     ) -> ReadyRound | None:
-        """Returns this round ready to run, given its number, its plan and that in words, its strand and its last.
+        """Returns this round ready to run, given its number, its plan, plans in words, its strand and its last round.
 
         Returns None if there is nothing to run, nor for servers to agree on.
         """
@@ -214,7 +215,7 @@ class PendingRound:
             plan,
             tuple(parts),
             excluded,
-            section,
+            partial(describe, self.plan_id),
             key,
             commit,
             self.since,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 
 from psserver.effects import Effect, Fail, Run
@@ -77,7 +76,7 @@ class Rounds:
 
     def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
         self._describe = describe
-        self._sections = PlanErrors(describe)
+        self._errors = PlanErrors(describe)
         self.votes = Votes(server)
         self.backlog = Backlog()
         self.clear()
@@ -233,16 +232,16 @@ class Rounds:
             raise InvalidRequest(f"round {said.round} was already begun with another compiled step or generation")
         if joins(said, self.generations) and pending.parts:
             other = next(iter(pending.parts.values()))
-            raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
+            raise self._errors.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
         if only_newcomers(pending, self.generations):
             self._evict(pending, said, member)
             return
-        raise self._fail(pending, self._sections.diverged(said.round, pending, member, self._describe(said.plan_id)))
+        raise self._fail(pending, self._errors.diverged(said.round, pending, member, self._describe(said.plan_id)))
 
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Fails newcomers that came first, with another plan than an older member's."""
         for newcomer, future in pending.begin_anew(said.plan_id, said.generation):
-            refusal = self._sections.refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
+            refusal = self._errors.refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
             self._effects.append(Fail(future, refusal))
 
     def _settle(self, pending: PendingRound) -> None:
@@ -260,7 +259,7 @@ class Rounds:
         before, here = max(said.previous, said.start - 1), self.generations[said.generation].members
         for number, pending in strand.open.items():
             if before < number < said.round and pending.error is None and member in pending.missing(self.fenced):
-                raise self._fail(pending, self._sections.diverged(number, pending, member, LATER))
+                raise self._fail(pending, self._errors.diverged(number, pending, member, LATER))
             ahead = pending.passed(said.round, here, self.fenced) if number > said.round else []
             if ahead:
                 section = self._describe(said.plan_id)
@@ -297,7 +296,7 @@ class Rounds:
             return record
         if record.plan_id != said.plan_id:
             if said.session in record.late:
-                raise self._sections.late(said, record, generation)
+                raise self._errors.late(said, record, generation)
             raise InvalidRequest(f"round {said.round} was run with another compiled step")
         if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was completed without this process; restart it")
@@ -318,7 +317,7 @@ class Rounds:
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
             policy = plan.policy(pending.consistency) if plan else ALONE
-            called, section = self.votes.called(number, pending.attempt), partial(self._describe, pending.plan_id)
+            called = self.votes.called(number, pending.attempt)
             if pending.error is not None and not policy.voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
@@ -328,7 +327,7 @@ class Rounds:
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan is not None and (job := pending.ready(number, plan, self.fenced, section, key, strand.last)):
+            elif plan and (job := pending.ready(number, plan, self.fenced, self._describe, key, strand.last)):
                 self._running = key, number
                 return job
             else:

@@ -548,14 +548,13 @@ def open_strategies() -> list[ParameterServerStrategy]:
     return [strategy for strategy in _open if strategy._owner == os.getpid()]
 
 
-ENDED_WITH_IT = (
-    "the servers have ended, as this process closed its strategy before, and servers that psworker starts end with "
-    "their job; use one strategy in the whole script"
-)
-
-
 def _place_of(config: TaskConfig) -> tuple[Task, *tuple[str, ...]]:
     return (config.task, *map(config.cluster.address, config.cluster.tasks("ps")))
+
+
+def _is_open(place: tuple[Task, *tuple[str, ...]]) -> bool:
+    """Returns whether this process takes part at a place."""
+    return any(_place_of(one._config) == place and one._session.ended_by() is None for one in open_strategies())
 
 
 def _take_part(strategy: ParameterServerStrategy) -> None:
@@ -566,7 +565,10 @@ def _take_part(strategy: ParameterServerStrategy) -> None:
 def _explain(error: BaseException, config: TaskConfig) -> None:
     """Raises `UsageError` where servers do not answer a process that has taken part in their job before."""
     if _place_of(config) in _joined and isinstance(error, Unreachable | ServerLost):
-        raise UsageError(f"{ENDED_WITH_IT} ({error})") from None
+        raise UsageError(
+            "the servers have ended, as this process closed its strategy before, and servers that psworker starts end "
+            f"with their job; use one strategy in the whole script ({error})"
+        ) from None
 
 
 def _limits(config: TaskConfig | None, timeouts: Timeouts) -> Timeouts:
@@ -582,20 +584,18 @@ def _limits(config: TaskConfig | None, timeouts: Timeouts) -> Timeouts:
         ConfigError: they do not go together.
         TaskTaken: this process takes part as that task.
     """
-
-    def is_open() -> bool:
-        places = {_place_of(one._config) for one in open_strategies() if one._session.ended_by() is None}
-        return config is not None and _place_of(config) in places
-
     timeouts.check()
-    if is_open():
+    if config is None:
+        return timeouts
+    place = _place_of(config)
+    if _is_open(place):
         gc.collect()  # a strategy that nobody has any more is closed
-    if config is not None and is_open():
+    if _is_open(place):
         raise TaskTaken(
             f"a strategy of this process is {config.task} already; use that one in the whole script, or close it "
             "before you create another one"
         )
-    if config is None or _place_of(config) not in _joined:
+    if place not in _joined:
         return timeouts
     return replace(timeouts, start_timeout=min(timeouts.start_timeout, timeouts.session_timeout))
 
