@@ -17,7 +17,7 @@ from psserver.checkpoints.later import DeferredRestore
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Effect, Fail, Reply, Work, naming
-from psserver.state.rounds import Rounds
+from psserver.rounds.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import RestoreOrder
 from pswire.checkpoint.arrays_of_tables import read_arrays

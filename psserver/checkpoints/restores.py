@@ -13,6 +13,7 @@ from psserver.checkpoints.later import DeferredRestore
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable, first_of_part
 from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.plans.round import ReadyRound
+from psserver.rounds.participants import RoundParticipant
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import FirstValue, Store
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage
@@ -80,7 +81,7 @@ class _Late:
     cast: bool
 
 
-class Restores:
+class Restores(RoundParticipant):
     """The restores of one server. Guarded by the core's lock, but for `first_value`.
 
     Every server prepares a restore before the round that commits it on all of them, so it fails before anything has
@@ -183,31 +184,24 @@ class Restores:
 
     # ---- The round that commits ----
 
-    def among(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
-        """Adds a round's restored values to those it assigns; returns nothing and the error if that fails."""
-        try:
-            return {**assigned, **self.values(job)}, None
-        except PSError as error:
-            return {}, error
-
-    def values(self, job: ReadyRound) -> dict[int, Array]:
+    def assigns(self, job: ReadyRound) -> Mapping[int, Array]:
         """Returns the restored values that a round assigns, by the number of their variable.
 
         Raises:
             InvalidRequest: the round's restore was not prepared here.
         """
-        commit = job.plan.restore
+        commit = job.prepared.plan.restore
         if commit is None:
             return {}
         prepared = self._prepared
         if prepared is not None and prepared.wish.turn == commit.turn:
-            return dict(prepared.values)
+            return prepared.values
         # Every asynchronous process runs this round, and only the first restores: later ones must not undo pushes.
         if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
             return {}
         raise InvalidRequest(f"the restore of {commit.path!r} was not prepared on this server", str(self._store.task))
 
-    def ran(self, job: ReadyRound) -> list[Effect]:
+    def committed(self, job: ReadyRound, given: Mapping[int, Array]) -> Sequence[Effect]:
         """Lets go of prepared values after a round that committed them, or that shows that their restore was given up.
 
         Dynamic tables become what was prepared; the thread for arrays does nothing else meanwhile.
@@ -216,10 +210,10 @@ class Restores:
             The effects: the server that reads the manifests sets aside the damaged checkpoints that the restore passed
                 over.
         """
-        prepared, commit = self._prepared, job.plan.restore
+        prepared = self._prepared
         if prepared is None:
-            return []
-        wish = prepared.wish
+            return ()
+        wish, commit = prepared.wish, job.plan.restore
         if commit is not None and commit.turn == wish.turn:
             self._committed = wish.turn
             self._replace(prepared)
@@ -233,7 +227,7 @@ class Restores:
                 return [Work("files", set_aside, (self._place, prepared.saved.path, wish.order.damaged))]
         elif (job.strand is None and job.round >= wish.turn.round) or wish.session in _makers(job):
             self._prepared = None
-        return []
+        return ()
 
     def _replace(self, prepared: _Prepared) -> None:
         rounds = dict[str, int]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,10 +16,11 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.tables import FrozenPart
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
 from psserver.plans.round import ReadyRound
+from psserver.rounds.participants import RoundParticipant
+from psserver.rounds.rounds import Rounds
 from psserver.state.counters import ServerCounters
 from psserver.state.held import HeldTable
 from psserver.state.missed import Unsettled, arrays, pieces
-from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.checkpoint.assembly import base_of
 from pswire.checkpoint.safetensors_stream import told
@@ -79,7 +80,7 @@ class Needed:
     later: Collection[str]
 
 
-class Snapshots:
+class Snapshots(RoundParticipant):
     """The checkpoints that one server is taking. Guarded by the core's lock.
 
     A server begins to write its shard as soon as the round has run, and does not wait for the chief to ask. So it holds
@@ -132,15 +133,15 @@ class Snapshots:
         if plan.snapshot is not None:
             self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
-    def freeze(self, job: ReadyRound) -> list[Effect]:
+    def committed(self, job: ReadyRound, given: Mapping[int, Array]) -> Sequence[Effect]:
         """Freezes the values after a round whose plan orders a checkpoint. Costs no copy.
 
         Held arrays never change, and of held tables rounds set aside the rows that they write. Where there are dynamic
         tables, the thread for arrays does nothing else meanwhile.
         """
-        save = self._saves.get(job.plan.id)
+        save = self._saves.get(job.plan.id) if self._saves else None
         if save is None:
-            return []  # no checkpoint ordered, or it has failed on another server already
+            return ()  # no checkpoint ordered, or it has failed on another server already
         try:
             return self._freeze(job, save)
         except Exception as bug:  # our bug: the round is done, and the checkpoint alone has failed
@@ -307,16 +308,22 @@ class Snapshots:
             for frozen in self._frozen()
         )
 
-    def blocks(self, ids: Iterable[int]) -> bool:
-        """Returns True if a round that replaces these variables must wait, as too many old values would be held.
+    def blocks(self, job: ReadyRound) -> bool:
+        """Returns True if a round must wait, as too many old values would be held with those that it replaces.
 
         What is held for the loss of a server is given up before that.
         """
-        self._excess = self._held(ids) - self.limit if self.limit and self._saves else 0
+        if not (self.limit and self._saves):
+            self._excess = 0
+            return False
+        blocked, ids = self._excess > 0, job.prepared.replaces
+        self._excess = self._held(ids) - self.limit
         if self._excess > 0 and any(save.spare for save in self._saves.values()):
             for save in self._saves.values():
                 save.spare = None
             self._excess = self._held(ids) - self.limit
+        if self._excess > 0 and not blocked:
+            log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
         return self._excess > 0
 
     def _held(self, replaced: Iterable[int]) -> int:

@@ -9,7 +9,6 @@ closures   the stimuli of closures, a part of the machine's; chunks that of batc
 joins      which index each worker has that joins the job, and their stimulus, a part of the machine's
 peers      the stimuli of other servers, a part of the machine's
 log        server 0's log: generations, plans, checkpoints
-runner     runs rounds that are complete; recovering puts some off, and makes them later
 waiting    calls that are answered later
 status     the status that `psctl` shows, and what else may be seen without a stimulus
 traces     the spans of rounds

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from psserver.core.log import Log
-from psserver.core.runner import Runner
 from psserver.registry import Registry
-from psserver.state.rounds import Rounds
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.runner import Runner
 from psserver.state.sessions import Membership
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerLost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from psserver.core.admission import Admission
 from psserver.effects import Effect
 from psserver.registry import Registry
-from psserver.state.rounds import Rounds
+from psserver.rounds.rounds import Rounds
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.chunks import ChunkAsk, Chunks

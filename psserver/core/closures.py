@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from psserver.core.admission import Admission
 from psserver.effects import Effect
 from psserver.registry import Registry
+from psserver.rounds.rounds import Rounds
 from psserver.state.closures import Closures
-from psserver.state.rounds import Rounds
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from psserver.effects import Effect
-from psserver.state.rounds import Rounds
+from psserver.rounds.rounds import Rounds
 from pswire.cluster import Task
 from pswire.model.status import MissedPeer
 

@@ -12,7 +12,7 @@ from psserver.checkpoints.snapshots import Snapshots
 from psserver.effects import NOWHERE, Effect, Know, Peer
 from psserver.plans.divergence import PlanText
 from psserver.plans.prepared import PreparedPlan
-from psserver.state.rounds import Rounds
+from psserver.rounds.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch

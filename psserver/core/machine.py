@@ -26,7 +26,6 @@ from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
 from psserver.core.places import PlaceStimuli
-from psserver.core.runner import Runner
 from psserver.core.status import Looks, status_of
 from psserver.core.stimuli import WATCHED
 from psserver.core.waiting import Asked, HeldCall, Owed, Read, Waiters, Watch
@@ -34,11 +33,14 @@ from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
+from psserver.rounds.digests import Digests
+from psserver.rounds.nonfinite import NonfiniteVariables
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.runner import Runner
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValueUploads
 from psserver.state.key_tables import reading_ahead
-from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, Membership
 from psserver.state.standbys import Standbys
 from psserver.state.variables import FirstValue, Store
@@ -133,7 +135,10 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self._creation = VariableCreation(self.store, self.log, self.restores)
         self._indices = Indices(timeouts.session_timeout, config.max_sessions)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
-        self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
+        nonfinite = self._nonfinite = NonfiniteVariables(self.store, self.tally)
+        self.digests = Digests(self.store, self.tally, nonfinite)
+        participants = nonfinite, self.restores, self.snapshots, self.digests
+        self.runner = Runner(self.store, self.rounds, kernels, self.tally, self.waiters.hold, participants)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
         self._links = Links(self.task, self.rounds)
         self._standbys = Standbys(self.task, self.log.moved)
@@ -356,7 +361,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self._job += 1
         self.members.begin_anew(ended)
         parts = self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._indices
-        for part in (*parts, self.runner.digests):
+        for part in (*parts, self.digests, self._nonfinite):
             part.clear()
         return effects
 
@@ -414,7 +419,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
     def status(self, now: float) -> ServerStatus:
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
-        parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.waiters
+        parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.digests, self.waiters
         return status_of(self.incarnation, self._domain, self.tally, *parts, now, missed, self._standbys.waiting(now))
 
     def close(self, now: float) -> Outcome[None]:

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from psserver.core.links import Links
 from psserver.core.log import Log
-from psserver.core.runner import Runner
 from psserver.effects import Effect, Reply
 from psserver.registry import Registry
+from psserver.rounds.digests import Digests
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.runner import Runner
 from psserver.state.counters import ServerCounters
-from psserver.state.rounds import Rounds
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Gone, LogEntry
@@ -38,6 +39,7 @@ class PeerStimuli:
     rounds: Rounds
     log: Log
     runner: Runner
+    digests: Digests
     tally: ServerCounters
     done: Future[None]
     left: Future[None]
@@ -67,7 +69,7 @@ class PeerStimuli:
         self.tally.votes["received"] += 1
         if vote.digest is not None:
             if vote.job == self.rounds.votes.job:
-                self.runner.digests.hear(server, vote.digest)
+                self.digests.hear(server, vote.digest)
             vote = replace(vote, digest=None)  # it is no part of what is kept
         self.rounds.votes.hear(server, vote, self.rounds.strands[None].last)
         self._open((vote,), now)

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
-from psserver.core.runner import Runner
 from psserver.core.waiting import Waiters
 from psserver.plans.round import SessionSequence
+from psserver.rounds.digests import Digests
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.runner import Blocked, Runner
 from psserver.state.counters import ServerCounters
-from psserver.state.rounds import Rounds
 from psserver.state.sessions import STILL_SECONDS, Membership
 from psserver.state.standbys import Standbys
 from psserver.state.variables import Store
@@ -28,6 +29,7 @@ def status_of(
     log: Log,
     snapshots: Snapshots,
     runner: Runner,
+    digests: Digests,
     waiters: Waiters,
     now: float,
     missed: tuple[MissedPeer, ...],
@@ -64,7 +66,7 @@ def status_of(
         standbys=standbys,
         moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
         domain=domain,
-        differences=runner.digests.differences,
+        differences=digests.differences,
         phases=tally.phases,
         table_rows={one.part.table: len(one.table) for one in tables},
         table_bytes={one.part.table: one.table.nbytes for one in tables},
@@ -77,8 +79,9 @@ def status_of(
 
 def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRound, ...]:
     """Returns the open rounds, that one of them waits for a checkpoint, and the answers that are held."""
-    job, why = runner.held, "waits until more of a checkpoint is written"
-    held = job.round if job is not None and not isinstance(job.strand, SessionSequence) else None
+    phase, why = runner.phase, "waits until more of a checkpoint is written"
+    blocked = phase.job if isinstance(phase, Blocked) else None
+    held = blocked.round if blocked is not None and not isinstance(blocked.strand, SessionSequence) else None
     waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in rounds.waiting()]
     return (*waiting, *waiters.held)
 

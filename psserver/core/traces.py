@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from psserver.plans.round import Key, ReadyRound
+from psserver.plans.round import Key, ReadyRound, Record
 from psserver.state.counters import RoundTrace
-from psserver.state.strands import Record
 from pswire.traces.traceparent import labels_of
 from pswire.traces.tracer import Attributes, SpanTracer, wall_clock
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from psserver.core.log import Log
 from psserver.effects import Effect, Fail, Reply, Work
+from psserver.plans.round import Record
+from psserver.rounds.pending_round import Waiter as Answering
+from psserver.rounds.rounds import Rounds
 from psserver.state.key_tables import StoredTable, TableTensor
 from psserver.state.missed import Unsettled, whole
-from psserver.state.pending_round import Waiter as Answering
-from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
-from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, RowRead, TableRead, Watched
 from pswire.errors import InvalidRequest, PSError

@@ -28,13 +28,12 @@ from psserver.execution.step_variables import StepVariables
 from psserver.execution.table_rounds import TableRounds
 from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
-from psserver.plans.round import Commit, ReadyRound
+from psserver.plans.round import Commit, ReadyRound, ReturnedValues
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.held import Held
 from psserver.state.key_tables import TableTensor
 from psserver.state.missed import MissedUpdates
-from psserver.state.strands import ReturnedValues
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES

@@ -6,6 +6,5 @@ batches     successive applications of one kernel
 layout      offsets of a contribution's tensors
 memory      bounds of the memory that a round takes
 round       a round that can run: a prepared plan, and its members' contributions
-backlog     rounds that a server has agreed on, and makes once it has its variables
 divergence  the differences of two plans, in words
 """

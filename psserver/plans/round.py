@@ -1,8 +1,8 @@
-"""A round that can run: its plan, and its members' contributions."""
+"""A round that can run: its plan and its members' contributions; and the record of one that is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -13,8 +13,9 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.model.log import Member, Position
+from pswire.model.log import Generation, Member, Position
 from pswire.model.plan import Plan
+from pswire.model.tensor import Array
 from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
 
@@ -207,3 +208,69 @@ class ReadyRound:
     def positions(self) -> tuple[Position, ...]:
         """Positions of its members' datasets after the round."""
         return next((part.said.positions for part in self.parts if part.said.positions), ())
+
+
+class ReturnedValues(NamedTuple):
+    """The values that a round gives back to every member.
+
+    Attributes:
+        arrays: the plan's returned values of this server, on the host; of rows, which come last, ids and rows.
+        rows: of each of these, how many rows there are.
+    """
+
+    arrays: Sequence[Array] = ()
+    rows: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """The answer to a round.
+
+    Attributes:
+        plan_id, generation, more, excluded, observers: as in `RoundReply`.
+        given: the plan's returned values of this server; of rows, which come last, ids and rows.
+        rows: of each of these, how many rows there are.
+        warnings: as in `RoundReply`.
+        sessions: sessions whose contributions are in it; no other gets the answer, but for those that were late.
+        late: sessions of members that were left out since they were late, and go on with this answer.
+        error: the error of a failed round; None otherwise.
+    """
+
+    plan_id: bytes
+    sessions: frozenset[int] = frozenset()
+    generation: Generation | None = None
+    more: bool = False
+    excluded: tuple[Task, ...] = ()
+    given: tuple[Array, ...] = ()
+    error: PSError | None = None
+    warnings: tuple[str, ...] = ()
+    observers: tuple[Task, ...] = ()
+    rows: tuple[int, ...] = ()
+    late: frozenset[int] = frozenset()
+
+    def is_for(self, session: int) -> bool:
+        """Returns whether a session gets this answer."""
+        return session in self.sessions or session in self.late
+
+    @classmethod
+    def of(
+        cls,
+        job: ReadyRound,
+        generation: Generation | None,
+        given: ReturnedValues,
+        dropped: Sequence[Task],
+        warnings: Sequence[str],
+    ) -> Record:
+        """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest generation."""
+        return cls(
+            job.plan.id,
+            frozenset(part.member.session for part in job.parts),
+            generation,
+            any(part.said.more for part in job.parts),
+            tuple(sorted((*job.excluded, *dropped))),
+            tuple(given.arrays),
+            warnings=tuple(warnings),
+            observers=tuple([part.member.task for part in job.parts if part.said.observes]),
+            rows=tuple(given.rows),
+            late=job.late,
+        )

@@ -2,10 +2,8 @@
 
 sessions      leases, members, and the token of the newest chief
 changes       changes of the job's consistency, and processes that do not come to one
-rounds        contributions of rounds; pending_round knows when a round is complete, strands the answers that are kept
-closures      closures of a coordinator, and who runs them; closure_rounds makes each of their rounds once
+closures      closures of a coordinator, and who runs them
 chunks        batches of datasets that are handed out to whoever asks
-votes         agreement of the servers of a plan on whose contributions count
 variables     the values of variables
 first_values  the first ones, on their way here
 counters      counts of all that happens, for the metrics

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from psserver.effects import Effect
-from psserver.plans.round import Key
-from psserver.state.strands import RoundSequence
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, Fenced
+from pswire.errors import ConfigError, Diverged
 from pswire.model.changes import Change, change_of
 from pswire.model.log import Generation, Member
 
@@ -88,40 +85,3 @@ def _diverged(*does: tuple[Task, str]) -> Diverged:
         f"the processes do not run the same program: {told}. Every process must call set_consistency at the same "
         "step with the same value"
     )
-
-
-def excluded(before: Generation | None, generation: Generation) -> set[int]:
-    """Returns the sessions that made rounds, and make none any more; none at a change, before which they are fenced."""
-    members = () if before is None or change_of(generation) is not None else before.everybody
-    return {member.session for member in members if not generation.takes_part(member.session)}
-
-
-def go_on(
-    strands: dict[Key, RoundSequence], before: Generation | None, generation: Generation, running: object
-) -> list[Effect]:
-    """Strands go on from the round of a change, which all members make next; returns the effects.
-
-    What is open is of members that are gone: those who are here have all their answers. None of it is applied any more,
-    but for the round that runs.
-
-    Args:
-        strands: all strands.
-        before: the generation before the change.
-        generation: the one that begins with it.
-        running: the key of the strand whose round runs, and its number; None for none.
-    """
-    change, effects = change_of(generation), list[Effect]()
-    if change is None:
-        return effects
-    for key, strand in strands.items():
-        for number in [number for number in strand.open if (key, number) != running]:
-            effects += strand.open.pop(number).fail(
-                Fenced("the job changed its consistency without this process; restart the process")
-            )
-    turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in generation.members)
-    for key in (None, *(member.task for member in generation.members)):
-        strand = strands.setdefault(key, RoundSequence())
-        strand.last = max(strand.last, change.round - 1)
-        if turned:
-            strand.settled = generation.start.positions if generation.start else ()
-    return effects

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
-from psserver.plans.round import ReadyRound
-from psserver.state.strands import Record
+from psserver.plans.round import ReadyRound, Record
 from pswire.cluster import Task
 from pswire.model.saved import Shard
 from pswire.telemetry.metrics import Histogram

@@ -12,6 +12,7 @@ from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.effects import NOWHERE, Peer, settle
 from psserver.plans.round import BRIEF_BYTES
+from psserver.rounds.steps import Running
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, nothing, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
@@ -171,9 +172,9 @@ class SimulatedServer:
 
     def run(self, piece: Callable[[], object], brief: bool) -> None:
         """Runs array work of the core, as its `ArrayQueue` does."""
-        execution, seconds = self.core.machine.runner._execution, self.costs.call
-        if execution is not None:
-            contributions = sum(part.within is None for part in execution.job.parts)
+        phase, seconds = self.core.machine.runner.phase, self.costs.call
+        if isinstance(phase, Running):
+            contributions = sum(part.within is None for part in phase.job.parts)
             brief = brief and contributions * self.share.pushed <= BRIEF_BYTES
             seconds = self._round_seconds(contributions)
             piece = partial(self._then_settle, piece)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 
 import numpy as np
@@ -199,12 +200,16 @@ def test_everyone_is_told_where_the_others_are(kind, servers, words):
     A script that catches it, and ends, ends its process: nobody waits for a job that cannot go on.
     """
 
+    alike = threading.Barrier(3)
+
     def diverge(strategy, worker):
         with strategy.scope():
             v, u = (ps.Variable(np.zeros(3), name=name) for name in ("first", "second"))
             extra = ps.Variable(np.zeros(2), name="extra") if kind == "variable" and not worker else u
         for _ in range(2):
             strategy.run(lambda: add(v, np.ones(3)))
+        assert v.numpy()[0] == 6
+        alike.wait()  # else a slow worker would hear of it where all still do the same
         sections = {
             "sections": lambda: strategy.run(lambda: add(u if worker == 1 else v, np.ones(3))),
             "variable": lambda: strategy.run(lambda: add(extra, np.ones(extra.shape))),

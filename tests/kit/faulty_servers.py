@@ -181,7 +181,7 @@ import time
 
 if "psserver" in sys.orig_argv:
     from psserver.checkpoints.handover import Handover
-    from psserver.plans import backlog
+    from psserver.rounds import backlog
 
     read = Handover._read
 

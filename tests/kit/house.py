@@ -40,21 +40,23 @@ psserver.programs           5  pswire wire.model psserver
 psserver.tiers              5  pswire wire.model
 psserver.tables             6  pswire wire.model psserver.programs psserver.tiers
 psserver.plans              6  pswire wire.model wire.servers wire.network psserver.programs wire.api
-psserver.state              7  pswire wire.servers wire.model wire.security wire.telemetry psserver wire.network
+psserver.state              7  pswire wire.model wire.security wire.telemetry psserver wire.network
                                 psserver.programs wire.api psserver.plans psserver.tables
 psserver.network            7  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
                                 wire.network wire.api wire.encoding
-psserver.checkpoints        8  pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint
-                                psserver.state
 psserver.execution          8  pswire wire.model psserver psserver.programs psserver.plans psserver.state
-psserver.core               9  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
+psserver.rounds             9  pswire wire.servers wire.model psserver wire.network psserver.programs wire.api
+                                psserver.plans psserver.state psserver.execution
+psserver.checkpoints       10  pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint
+                                psserver.state psserver.rounds
+psserver.core              11  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
                                 wire.network psserver.programs wire.api psserver.plans psserver.tables psserver.tiers
-                                wire.checkpoint psserver.state psserver.checkpoints psserver.execution
-psserver.telemetry         10  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
+                                wire.checkpoint psserver.state psserver.checkpoints psserver.execution psserver.rounds
+psserver.telemetry         12  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
                                 psserver.tables psserver.state psserver.core
-psserver.cli               11  pswire wire.model wire.security wire.telemetry psserver wire.checkpoint
+psserver.cli               13  pswire wire.model wire.security wire.telemetry psserver wire.checkpoint
                                 psserver.network psserver.core psserver.telemetry
-psserver.__main__          12  psserver.cli
+psserver.__main__          14  psserver.cli
 psclient.ops                2  wire.model
 src.arrays                  2  pswire wire.model
 src.interpreter             2
@@ -119,7 +121,7 @@ pstesting                  16  pswire wire.model wire.security psserver psserver
                                 src.processes src.network psserver.network psserver.core src.launch src.strategies
                                 psclient psserver.cli
 pstesting.simulation       16  pswire wire.servers wire.api wire.model wire.network wire.telemetry wire.security
-                                psserver psserver.programs psserver.plans psserver.core src.network src.rounds
+                                psserver psserver.programs psserver.plans psserver.rounds psserver.core src.network src.rounds
                                 src.processes src.processes.aggregation src.chief src.arrays
 pstesting.planner          17  pswire wire.model wire.network psclient psclient.psctl pstesting pstesting.simulation
 """

@@ -99,7 +99,7 @@ from pswire.security.names import certificate_name, METRICS, named, standby_name
 from psserver.cli import command as psserver_command, OUTLIVED
 from psserver.config import LEAST_IN_FLIGHT, server_config, ServerConfig
 from psserver.core.core import Core
-from psserver.core.digests import ROUNDS as DIGEST_ROUNDS
+from psserver.rounds.digests import ROUNDS as DIGEST_ROUNDS
 from psserver.core.waiting import HeldCall, MAX_CALLS, Read, Watch
 from psserver.effects import Others, Peer
 from psserver.registry import Registry

@@ -15,7 +15,7 @@ import pytest
 from psserver import registry
 from psserver.core import waiting
 from psserver.plans import memory
-from psserver.state import strands
+from psserver.rounds import sequences
 from pstesting.clock import Clock
 from tests.kit import internals as inside
 from tests.kit.contributions import part_of
@@ -210,7 +210,7 @@ def test_pushes_of_an_generation_to_come_are_bounded(two: Two) -> None:
     said = inside.Contribution(two.session, 99, 0, b"x" * 32, ())
     for server in two.cores:
         futures = [server.push(said, inside.Payload((), 1 << 20)) for _ in range(100)]
-        assert sum(not future.done() for future in futures) <= strands.RESENDS
+        assert sum(not future.done() for future in futures) <= sequences.RESENDS
         assert len(server.status().waiting) == 1
     two.round()
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from psserver.plans import backlog
+from psserver.rounds import backlog
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1
 from pswire.telemetry.views.job_view import view_of
 from pswire.telemetry.views.looked import Looked

@@ -1,6 +1,6 @@
 """Servers that have other values of the same variables: one of the two is given up, so that it gets the other's values.
 
-Servers find that out by themselves (`psserver.core.digests`). The chief goes on without one of them, as without one
+Servers find that out by themselves (`psserver.rounds.digests`). The chief goes on without one of them, as without one
 that is lost, and tells its process, which ends. Whatever runs the servers starts it again, and it is readmitted with
 the values of those that are there.
 """

@@ -1,6 +1,6 @@
 """How the rounds that this process makes are named: those of all members, a closure's, and its own beside those of all.
 
-A strand is a sequence of rounds, which its numbers name; see `psserver.state.strands`. Used by the thread that runs
+A strand is a sequence of rounds, which its numbers name; see `psserver.rounds.sequences`. Used by the thread that runs
 cross-replica code.
 """
 

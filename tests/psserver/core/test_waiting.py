@@ -13,7 +13,7 @@ import pytest
 from psserver.core.waiting import MAX_CALLS, Ahead, Asked, HeldCall, Owed, Read, Waiters, Watch
 from psserver.devices import ServerDevice
 from psserver.effects import Fail, Reply, Work, attempt, settle
-from psserver.state.clocks import Clocks
+from psserver.rounds.clocks import Clocks
 from pswire.api import UNTIL_ENDED, UNTIL_GONE
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, ServerLost

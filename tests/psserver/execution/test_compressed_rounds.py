@@ -10,7 +10,7 @@ import pytest
 
 from psclient._src.variables.encoding import encode
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.sums import shares_of, total_weights
+from psserver.rounds.sums import shares_of, total_weights
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.compression import PIECE, Codec

@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
-from psserver.execution.nonfinite import MAX_LINES, finite_flag
+from psserver.execution.nonfinite import finite_flag
 from psserver.plans.round import Commit
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
+from psserver.rounds.nonfinite import MAX_LINES
 from psserver.telemetry import ROWS, Seen
 from pswire.errors import ProgramError
 from pswire.model.finite import CHUNK, SMALL, is_finite, may_be_nonfinite
@@ -274,7 +275,7 @@ def job(tmp_path) -> Iterator[Job]:
 def metrics(job: Job) -> tuple[float, float]:
     """How many contributions were not finite, and how many variables are not."""
     registry = CollectorRegistry()
-    (core,) = job.servers.cores
+    core = job.servers.cores[0]
     registry.register(prometheus.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
     page = Page(generate_latest(registry).decode())
     return page("server_nonfinite_pushes_total"), page("server_nonfinite_variables")
@@ -333,8 +334,16 @@ def test_a_kernel_that_writes_in_place_tells_once(job):
     assert metrics(job) == (2, 1)
 
 
-def test_a_restored_variable_is_told_of_anew(job):
+@pytest.fixture(params=[1, 2], ids="{}-servers".format)
+def restored(request, tmp_path) -> Iterator[Job]:
+    """A job whose servers restore together."""
+    with serving("core", request.param, tmp_path) as servers:
+        yield Job(servers)
+
+
+def test_a_restored_variable_is_told_of_anew(restored):
     """It is finite, as the checkpoint is; and what the last job's variables were is forgotten in a new one."""
+    job = restored
     (one,) = job.join(A)
     v = job.variable(one, np.zeros(4))
     plan = job.approve(sum_into(v), one)

@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psserver.effects import Fail, Reply
 from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import ReturnedValues
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.sequences import RECORDS
 from psserver.state import closures as module
 from psserver.state.closures import Closures
-from psserver.state.rounds import Rounds
-from psserver.state.strands import RECORDS, ReturnedValues
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit, ProgramError, PushAgain

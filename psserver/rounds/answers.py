@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 
 from psserver.effects import Effect, Fail, Reply, Run, Work
 from psserver.execution.execution import Execution
+from psserver.plans.round import Record
+from psserver.rounds.pending_round import Waiter
 from psserver.state.key_tables import TableTensor
 from psserver.state.missed import Unsettled, whole
-from psserver.state.pending_round import Waiter
-from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import Fenced, PSError

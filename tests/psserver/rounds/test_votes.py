@@ -321,7 +321,7 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
     assert errors(half) == [Fenced]
     rest = Payload((), ONE.nbytes)
     again = [two.cores[0].push(replace(said, session=two.a.session), rest)]
-    assert two.cores[0].machine.runner._execution is None
+    assert two.cores[0].machine.runner.phase is None
     rest.add(0, memoryview(ONE.tobytes()))
     two.hear()
     assert errors(first[1]) == [PushAgain], "it had run with both"

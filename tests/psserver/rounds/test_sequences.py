@@ -10,11 +10,10 @@ import pytest
 
 from psserver.effects import Fail
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import SessionSequence
+from psserver.plans.round import ReturnedValues, SessionSequence
 from psserver.registry import Registry
-from psserver.state.rounds import Rounds
+from psserver.rounds.rounds import Rounds
 from psserver.state.sessions import Membership
-from psserver.state.strands import ReturnedValues
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest

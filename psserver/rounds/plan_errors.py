@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from psserver.state.pending_round import PendingRound
+from psserver.plans.round import Record
+from psserver.rounds.pending_round import PendingRound
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import Record
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Diverged, PSError

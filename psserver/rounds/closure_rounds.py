@@ -10,8 +10,8 @@ from collections.abc import Collection, MutableMapping
 
 from psserver.effects import Effect
 from psserver.plans.round import Key
-from psserver.state.pending_round import Push
-from psserver.state.strands import RoundSequence
+from psserver.rounds.pending_round import Push
+from psserver.rounds.sequences import RoundSequence
 from pswire.api import Contribution
 from pswire.errors import Fenced, InvalidRequest, ProgramError
 from pswire.limits import CLOSURE_ROUNDS

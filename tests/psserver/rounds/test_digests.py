@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.core import digests
-from psserver.core.digests import MAX_NAMES
 from psserver.effects import Work
-from psserver.plans import backlog
+from psserver.rounds import backlog, digests
+from psserver.rounds.digests import MAX_NAMES
 from pswire.errors import CheckpointError, PSError, ServerGone
 from pswire.model.log import GenerationClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
@@ -186,13 +185,13 @@ def test_a_variable_that_one_server_alone_tells_of_is_not_compared(copies):
     without = Digest(ROUNDS, (), ())
     for said, wanted in ((without, (1, 0)), (extra, (0, 1))):
         machine = copies.cores[0].machine
-        machine.runner.digests.clear()
+        machine.digests.clear()
         copies.cores[0].tally.digests.clear()
         before = copies.worker.round
         copies.rounds(before | (ROUNDS - 1))
         copies.rounds(copies.worker.round)
         said = replace(said, round=copies.worker.round - 1)
-        machine.runner.digests.hear(1, said)
+        machine.digests.hear(1, said)
         tally = copies.cores[0].tally.digests
         assert (tally["equal"], tally["different"]) == wanted
         copies.rounds(copies.worker.round + 2)
@@ -231,7 +230,7 @@ def test_no_round_begins_while_values_are_hashed(copies, tmp_path):
     pieces = []
     one = copies.cores[0]
     carried = one._arrays.run
-    hashes = one.machine.runner.digests._hash
+    hashes = one.machine.digests._hash
 
     def run(piece, brief):
         (effect,) = piece.args[0]

@@ -12,23 +12,18 @@ from dataclasses import replace
 from math import isfinite
 
 from psserver.effects import Effect, Fail, Run
-from psserver.plans.backlog import Backlog
 from psserver.plans.policy import Policy
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import Key, MemberShare, ReadyRound, SessionSequence
-from psserver.plans.sums import check_sum
-from psserver.state.changes import excluded, go_on
-from psserver.state.chunks import ChunkQueue
-from psserver.state.clocks import Clocks
-from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
-from psserver.state.pending_round import PendingRound, Push, Waiter
-from psserver.state.sections import PlanErrors, different_batches, joins, only_newcomers
-from psserver.state.sessions import diverged
-from psserver.state.strands import (
+from psserver.plans.round import Key, MemberShare, ReadyRound, Record, ReturnedValues, SessionSequence
+from psserver.rounds.backlog import Backlog
+from psserver.rounds.changes import excluded, go_on
+from psserver.rounds.clocks import Clocks
+from psserver.rounds.closure_rounds import ClosuresOver, same_closure, take_over
+from psserver.rounds.pending_round import PendingRound, Push, Waiter
+from psserver.rounds.plan_errors import PlanErrors, different_batches, joins, only_newcomers
+from psserver.rounds.sequences import (
     FairQueue,
     Parked,
-    Record,
-    ReturnedValues,
     RoundSequence,
     check_window,
     forget_own,
@@ -36,7 +31,10 @@ from psserver.state.strands import (
     places_of,
     shared_rounds,
 )
-from psserver.state.votes import Votes
+from psserver.rounds.sums import check_sum
+from psserver.rounds.votes import Votes
+from psserver.state.chunks import ChunkQueue
+from psserver.state.sessions import diverged
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError, PushAgain
@@ -308,7 +306,7 @@ class Rounds:
 
     def next_job(self) -> ReadyRound | None:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
-        return None if self._running else self._turns.first(self.strands, self._first)
+        return self.backlog.next(lambda: None if self._running else self._turns.first(self.strands, self._first))
 
     def _first(self, key: Key, strand: RoundSequence) -> ReadyRound | None:
         """Returns the first round of a strand, if it can run."""

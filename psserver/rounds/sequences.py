@@ -7,22 +7,21 @@ it is made once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from psserver.effects import Effect, Fail
-from psserver.plans.round import Key, ReadyRound, SessionSequence
-from psserver.state.pending_round import PendingRound, Push, Waiter
+from psserver.plans.round import Key, Record, SessionSequence
+from psserver.rounds.pending_round import PendingRound, Push, Waiter
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.limits import WINDOW
 from pswire.model.log import Generation, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
-from pswire.model.tensor import Array
 
 T = TypeVar("T")
 
@@ -39,72 +38,6 @@ BEHIND = 64
 def kept(generation: Generation | None) -> int:
     """Returns how many rounds of a strand have their answers kept."""
     return RECORDS + BEHIND if generation is not None and generation.backup_workers else RECORDS
-
-
-class ReturnedValues(NamedTuple):
-    """The values that a round gives back to every member.
-
-    Attributes:
-        arrays: the plan's returned values of this server, on the host; of rows, which come last, ids and rows.
-        rows: of each of these, how many rows there are.
-    """
-
-    arrays: Sequence[Array] = ()
-    rows: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Record:
-    """The answer to a round.
-
-    Attributes:
-        plan_id, generation, more, excluded, observers: as in `RoundReply`.
-        given: the plan's returned values of this server; of rows, which come last, ids and rows.
-        rows: of each of these, how many rows there are.
-        warnings: as in `RoundReply`.
-        sessions: sessions whose contributions are in it; no other gets the answer, but for those that were late.
-        late: sessions of members that were left out since they were late, and go on with this answer.
-        error: the error of a failed round; None otherwise.
-    """
-
-    plan_id: bytes
-    sessions: frozenset[int] = frozenset()
-    generation: Generation | None = None
-    more: bool = False
-    excluded: tuple[Task, ...] = ()
-    given: tuple[Array, ...] = ()
-    error: PSError | None = None
-    warnings: tuple[str, ...] = ()
-    observers: tuple[Task, ...] = ()
-    rows: tuple[int, ...] = ()
-    late: frozenset[int] = frozenset()
-
-    def is_for(self, session: int) -> bool:
-        """Returns whether a session gets this answer."""
-        return session in self.sessions or session in self.late
-
-    @classmethod
-    def of(
-        cls,
-        job: ReadyRound,
-        generation: Generation | None,
-        given: ReturnedValues,
-        dropped: Sequence[Task],
-        warnings: Sequence[str],
-    ) -> Record:
-        """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest generation."""
-        return cls(
-            job.plan.id,
-            frozenset(part.member.session for part in job.parts),
-            generation,
-            any(part.said.more for part in job.parts),
-            tuple(sorted((*job.excluded, *dropped))),
-            tuple(given.arrays),
-            warnings=tuple(warnings),
-            observers=tuple([part.member.task for part in job.parts if part.said.observes]),
-            rows=tuple(given.rows),
-            late=job.late,
-        )
 
 
 class Parked:

@@ -7,8 +7,14 @@ once it has read its variables it makes the rounds, in order. So the members nee
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 
-from psserver.plans.round import ReadyRound
+import numpy as np
+
+from psserver.execution.contributions import Contributions
+from psserver.plans.round import Commit, ReadyRound, ReturnedValues
+from pswire.network.payload import Payload
 
 BACKLOG_BYTES = 1 << 30
 """Most bytes of contributions that are kept for later; beyond them rounds wait until the variables are there."""
@@ -19,7 +25,6 @@ class Backlog:
 
     Attributes:
         awaits: the generation by which its variables were handed over, while it does not have them; 0: it has them.
-        waiting: the round that waits until all before it are made; None for none.
     """
 
     def __init__(self) -> None:
@@ -28,7 +33,7 @@ class Backlog:
     def clear(self) -> None:
         """Forgets everything, as at the start of a job."""
         self.awaits = self._read = 0
-        self.waiting: ReadyRound | None = None
+        self._waiting: ReadyRound | None = None  # until all before it are made
         self._rounds = deque[ReadyRound]()
         self._nbytes = 0
 
@@ -73,8 +78,16 @@ class Backlog:
         self._rounds.append(job)
         self._nbytes += _nbytes(job)
 
-    def next(self) -> ReadyRound | None:
-        """Returns the round to make now; None while the variables are not there, or if there is none."""
+    def next(self, ready: Callable[[], ReadyRound | None]) -> ReadyRound | None:
+        """Returns the round to begin now: one that can be put off, for which others wait; else one that was.
+
+        Args:
+            ready: returns the next round whose contributions are there.
+        """
+        job, self._waiting = self._waiting or ready(), None
+        if not self.behind or (job is not None and self.takes(job)):
+            return job
+        self._waiting = job
         return None if self.awaits or not self._rounds else self._rounds[0]
 
     def made(self) -> None:
@@ -84,3 +97,25 @@ class Backlog:
 
 def _nbytes(job: ReadyRound) -> int:
     return sum(part.payload.size for part in job.parts)
+
+
+def keep(job: ReadyRound) -> tuple[ReadyRound, ReturnedValues]:
+    """Copies a round's contributions, and reduces what it gives back. Array work, without the lock.
+
+    The members' memory is theirs again once they are answered.
+
+    Args:
+        job: the round, with whole contributions; see `Backlog.takes`.
+
+    Returns:
+        The round as it is made later, and the values that it gives back, on the host.
+    """
+    parts = tuple(replace(part, payload=_copied(part.payload)) for part in job.parts)
+    kept = replace(job, parts=parts, commit=Commit.ATOMIC, put_off=True)
+    contributions = Contributions(kept)
+    values = (contributions.value(ref.index) for ref, _ in job.prepared.given)
+    return kept, ReturnedValues([np.ascontiguousarray(value) for value in values])
+
+
+def _copied(payload: Payload) -> Payload:
+    return Payload([(offset, memoryview(bytes(data))) for offset, data in payload.chunks[:]], payload.size)

@@ -16,8 +16,9 @@ from functools import partial
 from psserver.effects import Effect, Work
 from psserver.execution.execution import Execution
 from psserver.execution.hashing import hash_rows, hash_wholes
-from psserver.execution.nonfinite import NonfiniteVariables
 from psserver.plans.prepared import PreparedPlan
+from psserver.rounds.nonfinite import NonfiniteVariables
+from psserver.rounds.participants import RoundParticipant
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
 from pswire.cluster import Task
@@ -72,7 +73,7 @@ class _Asked:
     rows: Mapping[int, Int64s]
 
 
-class Digests:
+class Digests(RoundParticipant):
     """The comparisons of this server with all others. Guarded by the core's lock.
 
     Both servers of a pair decide by the rounds that they have made together, and so hash the same.
@@ -81,9 +82,6 @@ class Digests:
         store: the variables.
         tally: counts comparisons.
         nonfinite: the variables with NaN, of which processors may make one in several ways.
-
-    Attributes:
-        hashes: True while values are hashed: no round may begin, since it would write into them.
     """
 
     def __init__(self, store: Store, tally: ServerCounters, nonfinite: NonfiniteVariables) -> None:
@@ -94,7 +92,6 @@ class Digests:
 
     def clear(self) -> None:
         """Forgets everything, as at the start of a job."""
-        self.hashes = False
         self._pairs: dict[int, _Pair] = {}
         self._inexact = set[int]()
 
@@ -106,11 +103,11 @@ class Digests:
 
     # ---- This server's ----
 
-    def over(self, execution: Execution, error: PSError | None) -> list[Effect]:
-        """A round is over, or has failed, that several servers may have made; hashes what is due."""
+    def closes(self, execution: Execution) -> Work | None:
+        """A round is over that several servers may have made; hashes what is due, before the next one writes it."""
         job, store = execution.job, self._store
-        if error is not None or not store.copied or len(job.voters) < 2:
-            return []
+        if not store.copied or len(job.voters) < 2:
+            return None
         self._inexact |= job.prepared.inexact
         touched, span = _owned(execution.touched), job.round // ROUNDS
         due: list[tuple[int, _Pair]] = []
@@ -124,11 +121,10 @@ class Digests:
                 pair.span = span
                 due.append((server, pair))
         if not due:
-            return []
+            return None
         asked = [(pair, self._asked(server, pair)) for server, pair in due]
-        self.hashes = True
-        then = partial(self._hashed, job.round, asked, self._pairs)
-        return [Work("arrays", self._hash, ([one for _, one in asked],), then=then)]
+        then = partial(self._hashed, job.round, asked)
+        return Work("arrays", self._hash, ([one for _, one in asked],), then=then)
 
     def _asked(self, server: int, pair: _Pair) -> _Asked:
         """Returns what is hashed for a server, and begins to gather what will be the next time."""
@@ -156,15 +152,11 @@ class Digests:
         self,
         round: int,
         asked: Sequence[tuple[_Pair, object]],
-        pairs: object,
         found: Sequence[dict[int, int]] | None,
         error: PSError | None,
         now: float,
     ) -> list[Effect]:
-        """Takes the hashes for some servers; the next round may begin."""
-        if pairs is not self._pairs:
-            return []  # the job was started anew
-        self.hashes = False
+        """Takes the hashes for some servers."""
         if found is None:
             log.warning(
                 "%s could not compute checksums of its variables after round %d: %s", self._store.task, round, error
@@ -176,7 +168,7 @@ class Digests:
             self._compare(server)
         return []
 
-    def say(self, servers: Iterable[int]) -> dict[int, Digest]:
+    def tells(self, servers: Iterable[int]) -> dict[int, Digest]:
         """Returns what some servers are to be told with a vote, once: votes are said until they are heard."""
         said: dict[int, Digest] = {}
         for server in servers:

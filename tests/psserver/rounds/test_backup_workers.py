@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.state.strands import BEHIND
+from psserver.rounds.sequences import BEHIND
 from pswire.api import Contribution
 from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder

@@ -1,7 +1,7 @@
 """What each event does to a round in each phase, on a server that decides alone or votes with another one.
 
-The table in `PHASES.txt` beside this file is written by `python -m tests.psserver.core.test_round_phases`; a change of
-it is a change of what members see, and is read line by line.
+The table in `PHASES.txt` beside this file is written by `python -m tests.psserver.rounds.test_round_phases`. A change
+of it is a change of what members see, and is read line by line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import pytest
 
 from psserver.core.core import Core
 from psserver.execution.array_queue import ArrayQueue
+from psserver.rounds.runner import Deciding, Deferring
+from psserver.rounds.steps import Running
 from pswire.errors import PSError
 from pswire.limits import PART_BYTES
 from pswire.model.log import Approved
@@ -104,12 +106,13 @@ class World(Voters):
             return "over" + behind + "".join(f", without {task}" for task in record.excluded)
         if 0 not in strand.open:
             return "unknown"
-        if runner._late.keeps is not None:
-            return "kept"
-        if runner._execution is not None:
-            return "tried" if runner._ballot is not None else "running"
-        if runner._ballot is not None:
-            return "deciding"
+        match runner.phase:
+            case Deferring():
+                return "kept"
+            case Running() as running:
+                return "tried" if running.on_trial else "running"
+            case Deciding():
+                return "deciding"
         return "failing" if strand.open[0].error is not None else "gathering"
 
     def answers(self) -> dict[str, str]:
@@ -206,9 +209,8 @@ def vote(*names: str) -> Callable[[World], None]:
 
 def break_work(world: World) -> None:
     """A bug in array work."""
-    runner = world.core.machine.runner
-    if (execution := runner._execution) is not None:
-        execution.step = _bug  # type: ignore[method-assign]
+    if isinstance(phase := world.core.machine.runner.phase, Running):
+        phase.execution.step = _bug  # type: ignore[method-assign]
     world.run()
 
 

@@ -11,7 +11,7 @@ from psserver.effects import Effect, Fail, Run
 from psserver.plans.policy import Policy
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
-from psserver.plans.sums import shares_of
+from psserver.rounds.sums import shares_of
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from psserver.effects import Fail
 from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
-from psserver.state.rounds import Rounds
-from psserver.state.strands import RECORDS, RESENDS, ReturnedValues
+from psserver.plans.round import ReturnedValues
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.sequences import RECORDS, RESENDS
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.limits import WINDOW

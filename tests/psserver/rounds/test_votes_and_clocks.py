@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.effects import Send
-from psserver.state.clocks import Clocks
-from psserver.state.votes import MAX_HEARD, Votes
+from psserver.rounds.clocks import Clocks
+from psserver.rounds.votes import MAX_HEARD, Votes
 from pswire.api import RESTS
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
