@@ -134,10 +134,10 @@ class ReadyRound:
         """True if it runs before its servers vote, since it may refuse a value, or runs as its contributions come."""
         return self.prepared.may_refuse or self.commit is Commit.PROGRESSIVE
 
-    @property
+    @cached_property
     def sessions(self) -> frozenset[int]:
         """Whose contributions it has."""
-        return frozenset(part.said.session for part in self.parts)
+        return frozenset([part.said.session for part in self.parts])
 
     def is_of(self, said: Contribution) -> bool:
         """Returns whether a contribution is one to this round; numbers alone are of one strand."""
@@ -189,17 +189,17 @@ class ReadyRound:
         most = BRIEF_INTERPRETED_BYTES if settled.interpreted else most
         return self.prepared.computed + sum([part.payload.size for part in self.parts]) <= most
 
-    @property
+    @cached_property
     def skipped(self) -> bool:
         """True if nothing of it is applied, though it is over as any other."""
         return self.plan.nonfinite == "skip" and bool(self.accused)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan, as the members know it."""
         return self.prepared.plan
 
-    @property
+    @cached_property
     def contributors(self) -> list[MemberShare]:
         """The contributions, without those of observers; of several that came as a sum the one that has it."""
         return [part for part in self.parts if not part.said.observes and part.within is None]
@@ -264,7 +264,7 @@ class Record:
         """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest generation."""
         return cls(
             job.plan.id,
-            frozenset(part.member.session for part in job.parts),
+            job.sessions,
             generation,
             any(part.said.more for part in job.parts),
             tuple(sorted((*job.excluded, *dropped))),

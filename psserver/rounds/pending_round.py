@@ -133,13 +133,13 @@ class PendingRound:
             last: the last round that is over.
             whole: True if so it is with everybody: the round does not wait for the rest.
         """
-        found = [part for member in self._counted if (part := self.parts.get(member.session)) is not None]
-        return [
-            part
-            for part in found
-            if (part.whole and (part.said.previous <= last or part.summed))
-            or not (whole or part.member.session in fenced)
-        ]
+        usable = list[MemberShare]()
+        for member in self._counted:
+            part, asks = self.parts.get(member.session), whole or member.session in fenced
+            if part is None or (asks and not (part.whole and (part.said.previous <= last or part.summed))):
+                continue
+            usable.append(part)
+        return usable
 
     def _has_changed(self, fenced: Set[int], last: int) -> bool:
         """Returns True if other contributions are whole, or other members fenced, than when this server last voted."""
@@ -192,24 +192,36 @@ class PendingRound:
         return False
 
     def ready(
-        self, number: int, plan: PreparedPlan, fenced: Set[int], describe: Callable[[bytes], str], key: Key, last: int
+        self,
+        number: int,
+        plan: PreparedPlan,
+        policy: Policy,
+        fenced: Set[int],
+        describe: Callable[[bytes], str],
+        key: Key,
+        last: int,
     ) -> ReadyRound | None:
-        """Returns this round ready to run, given its number, its plan, plans in words, its strand and its last round.
+        """Returns this round ready to run; None if there is nothing to run, nor for servers to agree on.
 
-        Returns None if there is nothing to run, nor for servers to agree on.
+        Args:
+            number: its number.
+            plan, policy: its plan, and the plan's policy for its members.
+            fenced: sessions that are left out.
+            describe: returns a plan in words.
+            key, last: the key of its sequence, and the last round of it that is over.
         """
-        policy = plan.policy(self.consistency)
         needs = policy.needs(len(self.members))
         parts = self.usable(fenced, last, whole=bool(needs))
         if not (parts or policy.voters):
             return None
-        there = {part.member.session for part in parts}
         streams = policy.streams and not self.whole and not all(part.said.observes for part in parts)
-        excluded = tuple([member.task for member in self.members if member.session not in there])
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
-        late = frozenset[int]()
-        if excluded and policy.backup:
-            late = frozenset({member.session for member in self.members} - there - fenced)
+        excluded, late = tuple[Task, ...](), frozenset[int]()
+        if len(parts) < len(self.members):
+            there = {part.member.session for part in parts}
+            out = [member for member in self.members if member.session not in there]
+            excluded = tuple([member.task for member in out])
+            late = frozenset({member.session for member in out} - fenced) if policy.backup else late
         return ReadyRound(
             number,
             plan,

@@ -273,7 +273,7 @@ class Rounds:
                 del pending.parts[session]
                 self._effects += pending.fail_session(session, error)
         else:
-            if prepared.policy(pending.consistency).streams and not pending.whole:
+            if prepared.streams and not pending.whole and prepared.policy(pending.consistency).streams:
                 part.payload.reader = prepared.layout(said).window
 
     def recorded(self, said: Contribution) -> Record | None:
@@ -325,7 +325,7 @@ class Rounds:
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan and (job := pending.ready(number, plan, self.fenced, self._describe, key, strand.last)):
+            elif plan and (job := pending.ready(number, plan, policy, self.fenced, self._describe, key, strand.last)):
                 self._running = key, number
                 return job
             else:
@@ -389,8 +389,10 @@ class Rounds:
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
-        sent, used = self.strands[job.strand].open[job.round].sent if job.late else [], job.sessions
-        return [Run(part.payload.discard) for part in sent if part.said.session not in used]
+        if not job.late:
+            return []
+        sent = self.strands[job.strand].open[job.round].sent
+        return [Run(part.payload.discard) for part in sent if part.said.session not in job.sessions]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None

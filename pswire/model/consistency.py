@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pswire.errors import InvalidRequest
@@ -25,7 +26,7 @@ class Consistency:
     backup_workers: int = 0
     staleness: int = 0
 
-    @property
+    @cached_property
     def own_rounds(self) -> bool:
         """True if each worker makes rounds of its own."""
         return self.mode != "sync"

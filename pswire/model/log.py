@@ -77,7 +77,7 @@ class Member:
     replicas: int
     consistency: Consistency = SYNC
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """True if it makes rounds of its own."""
         return self.consistency.own_rounds
