@@ -7,6 +7,7 @@ connection's thread and within the time for a request.
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import ssl
@@ -96,55 +97,38 @@ Answer = Callable[[Request], HttpReply]
 
 
 class Budget:
-    """The connections that are there. May be used from any thread.
+    """The connections that are open. May be used from any thread."""
 
-    Args:
-        silent: seconds in which a request has to be here.
-    """
-
-    def __init__(self, silent: float) -> None:
+    def __init__(self) -> None:
         self.streams = threading.BoundedSemaphore(MAX_STREAMS)
-        self._silent = silent
-        self._lock = threading.Lock()  # guards the two below
-        self._asking: dict[socket.socket, float] = {}  # since when, the oldest first
-        self._answered: set[socket.socket] = set()
+        self._lock = threading.Lock()  # guards the next
+        self._open: dict[socket.socket, float | None] = {}  # since when; None once the request is here; oldest first
 
     def admit(self, connection: socket.socket, now: float) -> bool:
         """Returns whether there is a place for one more; the oldest that has said nothing for a while makes room."""
         with self._lock:
-            if len(self._asking) + len(self._answered) >= MAX_CONNECTIONS:
-                oldest, since = next(iter(self._asking.items()), (None, now))
-                if oldest is None or now - since < min(HASTE_SECONDS, self._silent):
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest, since = next(((each, since) for each, since in self._open.items() if since), (None, now))
+                if oldest is None or now - since < min(HASTE_SECONDS, SILENT_SECONDS):
                     return False
-                self._drop(oldest)
-            self._asking[connection] = now
+                del self._open[oldest]
+                try:  # its thread sees that, and closes it; TLS would be ended in the middle of that thread's work
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+                except OSError:
+                    pass
+            self._open[connection] = now
             return True
 
     def asked(self, connection: socket.socket) -> None:
         """A request is here."""
         with self._lock:
-            if self._asking.pop(connection, None) is not None:
-                self._answered.add(connection)
+            if connection in self._open:
+                self._open[connection] = None
 
     def leave(self, connection: socket.socket) -> None:
         """A connection has ended."""
         with self._lock:
-            self._asking.pop(connection, None)
-            self._answered.discard(connection)
-
-    def drop_silent(self, now: float) -> None:
-        """Drops connections whose request is late, however slowly it comes."""
-        with self._lock:
-            for connection in [one for one, since in self._asking.items() if now - since > self._silent]:
-                self._drop(connection)
-
-    def _drop(self, connection: socket.socket) -> None:
-        """Ends a connection; its thread sees that, and closes it."""
-        del self._asking[connection]
-        try:
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS would be ended in the middle of another thread
-        except OSError:
-            pass
+            self._open.pop(connection, None)
 
 
 class WebServer(ThreadingHTTPServer):
@@ -170,8 +154,8 @@ class WebServer(ThreadingHTTPServer):
         self.address_family, address = found[0][0], found[0][4]
         self.answers = answers
         self._context = context
-        self.budget = Budget(SILENT_SECONDS)
-        super().__init__((str(address[0]), port), type("Handler", (_Handler,), {"timeout": SILENT_SECONDS}))
+        self.budget = Budget()
+        super().__init__((str(address[0]), port), _Handler)
         self._thread = threading.Thread(target=self.serve_forever, daemon=True, name="web server")
         self._thread.start()
 
@@ -202,10 +186,6 @@ class WebServer(ThreadingHTTPServer):
         self.budget.leave(request)
         super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        """Called a few times per second."""
-        self.budget.drop_silent(time.monotonic())
-
     def handle_error(self, request: object, client_address: object) -> None:
         """Notes quietly that a connection has broken."""
         log.debug("a connection for metrics or a status page failed", exc_info=True)
@@ -217,14 +197,19 @@ class WebServer(ThreadingHTTPServer):
         self.server_close()
 
 
+def _raw(status: HTTPStatus, text: str, header: str = "") -> bytes:
+    """Returns the bytes of a short answer to a connection that has no handler."""
+    head = f"HTTP/1.0 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\n{header}"
+    return f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode()
+
+
 def _turn_away(connection: socket.socket) -> None:
     """Says that there is no room, if that can be said at once."""
     if isinstance(connection, ssl.SSLSocket):
         return  # it would take a handshake to say so
     text = f"{MAX_CONNECTIONS} connections are open, which is the limit; try again\n"
-    head = f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: {len(text)}\r\n\r\n"
     try:
-        connection.send((head + text).encode(), socket.MSG_DONTWAIT)
+        connection.send(_raw(HTTPStatus.SERVICE_UNAVAILABLE, text, "Retry-After: 2\r\n"), socket.MSG_DONTWAIT)
     except OSError:
         pass
 
@@ -235,38 +220,29 @@ def _shake(connection: ssl.SSLSocket) -> None:
     Raises:
         OSError: there is none.
     """
-    connection.settimeout(SILENT_SECONDS)
     # Whatever is not the beginning of a handshake is taken for HTTP.
     if socket.socket.recv(connection, 1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
-        text = "this port uses TLS; open it with https\n"
-        head = f"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n\r\n"
-        socket.socket.sendall(connection, (head + text).encode())
+        socket.socket.sendall(connection, _raw(HTTPStatus.BAD_REQUEST, "this port uses TLS; open it with https\n"))
         socket.socket.shutdown(connection, socket.SHUT_WR)
         socket.socket.recv(connection, HEAD_BYTES)  # else the system would throw the answer away with what was sent
         raise ConnectionAbortedError("a request without TLS")
     connection.do_handshake()
 
 
-class _Head:
-    """The beginning of what a connection sends; what goes beyond `HEAD_BYTES` is its end."""
+def _head(connection: socket.socket, until: float) -> bytes:
+    """Receives a request, or more than `HEAD_BYTES` of one that is too long.
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._left = HEAD_BYTES
-
-    def readline(self, size: int) -> bytes:
-        line: bytes = self._file.readline(min(size, self._left))
-        self._left -= len(line)
-        if not self._left and not line.endswith(b"\n"):
-            raise _TooLong
-        return line
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _TooLong(Exception):
-    """A request is longer than `HEAD_BYTES`."""
+    Raises:
+        OSError: it is not here in time.
+    """
+    found = b""
+    while len(found) <= HEAD_BYTES and not (b"\n\r\n" in found or b"\n\n" in found):
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        more = connection.recv(HEAD_BYTES)
+        if not more:
+            break
+        found += more
+    return found
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -274,17 +250,20 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "paramserver", ""
 
     def setup(self) -> None:
+        until = time.monotonic() + SILENT_SECONDS
+        self.request.settimeout(SILENT_SECONDS)
         if isinstance(self.request, ssl.SSLSocket):
             _shake(self.request)
         super().setup()
-        self.rfile: Any = _Head(self.rfile)
+        head = _head(self.request, until)
+        self._is_too_long, self.rfile = len(head) > HEAD_BYTES, io.BytesIO(head)
+        self.request.settimeout(SILENT_SECONDS)
 
-    def handle_one_request(self) -> None:
-        try:
-            super().handle_one_request()
-        except _TooLong:
-            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-            self._send(HttpReply(b"the request is too long\n", status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+    def handle(self) -> None:
+        if self._is_too_long:
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        else:
+            super().handle()
 
     def do_GET(self) -> None:
         self.server.budget.asked(self.connection)
@@ -332,8 +311,8 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuses a request that is none; what came in it is not sent back."""
         self.command = getattr(self, "command", "") or ""
-        self.request_version = "HTTP/1.0"  # else who has said none would get no status
-        self._send(HttpReply(b"the request is refused\n", status=code))
+        self.requestline, self.request_version = "", "HTTP/1.0"  # else who has said none would get no status
+        self._send(HttpReply(f"the request is refused: {HTTPStatus(code).phrase}\n".encode(), status=code))
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug("web server: " + format, *map(_printable, args))

@@ -322,7 +322,7 @@ BRIEF: dict[str, str] = {
     "psserver.programs.kernels.launch.Crew._run": LOCAL,
     # ---- Of both ----
     "pswire.telemetry.web_server.WebServer.close": LOCAL,
-    "pswire.telemetry.web_server.Budget._drop": "ends a socket, and waits for nobody",
+    "pswire.telemetry.web_server.Budget.admit": "ends a socket, and waits for nobody",
     "pswire.telemetry.page.sampler.Sampler._run": IDLE,
     "pswire.telemetry.page.sampler.Sampler._look": "half a second, in a thread of the page's own",
     "pswire.telemetry.page.sampler.Sampler.after": "at most ANSWER_SECONDS, in the thread of a browser's connection",
