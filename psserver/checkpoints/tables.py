@@ -8,22 +8,20 @@ from functools import partial
 
 import numpy as np
 
+from psserver.state.key_tables import KeyedRows
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
-from pswire.checkpoint.reader import SavedCheckpoint
-from pswire.checkpoint.table_layers import TableLayer, layers_of
+from pswire.checkpoint.merged_tables import MergedTable
+from pswire.checkpoint.reader import PIECE_BYTES, SavedCheckpoint
 from pswire.checkpoint.table_tensors import tensors_of
 from pswire.checkpoint.writer import Column
 from pswire.errors import CheckpointError, VariableMismatch
 from pswire.model.hashing import buckets_of, hashes_of
 from pswire.model.saved import PartOf, SavedTable
-from pswire.model.table_state import offsets_of
-from pswire.model.tables import SlotTensor, TableSpec
+from pswire.model.table_state import TableState, offsets_of
+from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
-
-PIECE_BYTES = 8 << 20
-"""Bytes of an array that are read or made at a time."""
 
 
 class FrozenPart:
@@ -116,6 +114,57 @@ class Wanted:
         return [*rows, *((self.beside.get(slot.name), slot.row, slot.value) for slot in self.slots)]
 
 
+class _ArrayRows:
+    """An array of n rows in a checkpoint as a table: its keys are 0 to n - 1, as if the first round had made its rows.
+
+    Args:
+        saved: the checkpoint.
+        name: the array's name.
+        spec: the table.
+        buckets: the buckets that are wanted.
+
+    Attributes:
+        keys: the keys of these, in the order of their hashes.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, name: str, spec: TableSpec, buckets: range) -> None:
+        self._saved = saved
+        self._name = name
+        self._places = np.full(saved.manifest.tensors[name].spec.shape[0], -1, np.int64)  # of each row here
+        hashes = hashes_of(np.arange(self._places.size), spec.salt)
+        owners = buckets_of(hashes)
+        mine = np.flatnonzero((owners >= buckets.start) & (owners < buckets.stop))
+        mine = mine[np.argsort(hashes[mine])]
+        self._places[mine] = np.arange(mine.size)
+        self._offsets = offsets_of(np.bincount(owners[mine] - buckets.start, minlength=len(buckets)))
+        self.keys = mine.astype(spec.key_dtype)
+
+    def state(self, blank: TableState) -> TableState:
+        """See `MergedTable.state`."""
+        once = np.ones(self.keys.size, np.uint32)
+        rows = replace(blank, offsets=self._offsets, keys=self.keys, round=1)
+        return replace(rows, count=once.astype(np.float32), last=once, changed=once)
+
+    def fill(self, name: str, out: Array) -> None:
+        """See `MergedTable.fill`; raises `VariableMismatch` where a tensor has another number of rows."""
+        there, total = self._saved.manifest.tensors[name].spec, self._places.size
+        if there.shape[0] != total:
+            raise VariableMismatch(
+                f"the checkpoint {self._saved.full} holds {name!r} as {there}, and {self._name!r} with {total} rows"
+            )
+        at = 0
+        for rows in self._saved.stream(name, 0, total):
+            places = self._places[at : at + len(rows)]
+            out[places[places >= 0]] = rows[places >= 0]
+            at += len(rows)
+
+
+def _rows_of(saved: SavedCheckpoint, name: str, spec: TableSpec, buckets: range) -> MergedTable | _ArrayRows:
+    """Returns what a checkpoint has of a table, deltas included, or of an array, in some buckets."""
+    is_table = name in saved.manifest.tables
+    return MergedTable.of(saved, name, buckets) if is_table else _ArrayRows(saved, name, spec, buckets)
+
+
 def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Table:
     """Makes a part of a table again of what a checkpoint has of it, deltas included, or of an array.
 
@@ -134,40 +183,45 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Tab
     """
     _check(checkpoint, wanted)
     table = Table(wanted.spec, wanted.slots, wanted.buckets, native)
-    if wanted.saved not in checkpoint.manifest.tables:
-        _fill_from_array(checkpoint, wanted, table)
-    else:
-        _fill_from_layers(layers_of(checkpoint, wanted.saved, wanted.buckets), wanted, table)
+    rows = _rows_of(checkpoint, wanted.saved, wanted.spec, wanted.buckets)
+    for (name, _, value), array in zip(wanted.sources, table.place(rows.state(table.state())), strict=True):
+        if name is None:
+            array[...] = value
+        else:
+            rows.fill(name, array)
     if native.tier is not None:
         native.tier.settle()
     return table
 
 
-def _fill_from_layers(layers: Sequence[TableLayer], wanted: Wanted, table: Table) -> None:
-    """Makes the rows of a saved table: what a whole one has, then the changes of each delta."""
-    first, *others = layers
-    _read(first, wanted, table.place(first.state(wanted.buckets)))
-    for layer in others:
-        state = layer.state(wanted.buckets)
-        rows = [np.empty((state.keys.size, *row.shape), DTYPES[row.dtype]) for _, row, _ in wanted.sources]
-        _read(layer, wanted, rows)
-        table.apply([replace(state, tensors=tuple(rows))])
+def read_slot(saved: SavedCheckpoint, part: TablePart, slot: SlotTensor, name: str, cast: bool) -> KeyedRows:
+    """Reads a tensor beside the rows of a table by keys, also one of an array, whose keys are 0 to n - 1.
 
+    Args:
+        saved: the checkpoint.
+        part: the table, whose keys they are.
+        slot: the tensor that takes it.
+        name: name of the saved tensor.
+        cast: True if it may be of another dtype.
 
-def _read(layer: TableLayer, wanted: Wanted, arrays: Sequence[Array]) -> None:
-    """Reads all rows of a part into arrays, in the order of their keys; what a layer does not have is as at first."""
-    straight = dict[str, Array]()
-    for (name, _, value), array in zip(wanted.sources, arrays, strict=True):
-        there = layer.saved.manifest.tensors.get(name or "")
-        if name is None or there is None:
-            array[...] = value
-        elif there.spec.dtype == spec_of(array).dtype:
-            straight[name] = array
-        else:
-            other = np.empty(array.shape, DTYPES[there.spec.dtype])
-            layer.fill(wanted.buckets, {name: other})
-            array[...] = other
-    layer.fill(wanted.buckets, straight)
+    Raises:
+        DamagedCheckpoint, CheckpointError, VariableMismatch: as of `restored`.
+    """
+    if name not in saved.manifest.tensors:
+        raise CheckpointError(f"the checkpoint {saved.full} has no variable {name!r}")
+    there, row = saved.manifest.tensors[name].spec, slot.row
+    if not there.shape or there.shape[1:] != row.shape or (there.dtype != row.dtype and not cast):
+        raise VariableMismatch(
+            f"the checkpoint {saved.full} holds {name!r} with rows of {there}, but {slot.name!r} has rows of {row}; "
+            "create the table and its optimizer as they were saved"
+        )
+    owner = saved.manifest.owners.get(name)
+    if owner is not None:
+        check_keys(saved, owner, part.table, part.spec)
+    rows = _rows_of(saved, owner or name, part.spec, part.buckets)
+    found: Array = np.empty((rows.keys.size, *row.shape), DTYPES[row.dtype])
+    rows.fill(name, found)
+    return KeyedRows(rows.keys, found)
 
 
 def _check(checkpoint: SavedCheckpoint, wanted: Wanted) -> None:
@@ -211,41 +265,3 @@ def check_keys(checkpoint: SavedCheckpoint, saved: str, name: str, spec: TableSp
                 f"the checkpoint {checkpoint.full} holds table {saved!r} with {what} {theirs!r}, but table {name!r} "
                 f"has {ours!r}; create the table as it was saved"
             )
-
-
-def _fill_from_array(checkpoint: SavedCheckpoint, wanted: Wanted, table: Table) -> None:
-    """Makes rows of the keys 0 to n - 1, as if the first round had made them."""
-    total = checkpoint.manifest.tensors[wanted.saved].spec.shape[0]
-    numbers = np.arange(total)
-    hashes = hashes_of(numbers, wanted.spec.salt)
-    buckets = buckets_of(hashes)
-    mine = np.flatnonzero((buckets >= wanted.buckets.start) & (buckets < wanted.buckets.stop))
-    mine = mine[np.argsort(hashes[mine])]
-    once = np.ones(mine.size, np.uint32)
-    counts = np.bincount(buckets[mine] - wanted.buckets.start, minlength=len(wanted.buckets))
-    state = replace(
-        table.state(),
-        offsets=offsets_of(counts),
-        keys=numbers[mine].astype(wanted.spec.key_dtype),
-        count=once.astype(np.float32),
-        last=once,
-        changed=once,
-        round=1,
-    )
-    places = np.full(total, -1, np.int64)
-    places[mine] = np.arange(mine.size)
-    for (name, row, value), array in zip(wanted.sources, table.place(state), strict=True):
-        if name is None:
-            array[...] = value
-            continue
-        there = checkpoint.manifest.tensors[name].spec
-        if there.shape[0] != total:
-            raise VariableMismatch(
-                f"the checkpoint {checkpoint.full} holds {name!r} as {there}, and {wanted.saved!r} with {total} rows"
-            )
-        step = max(1, PIECE_BYTES // row.nbytes)
-        for first in range(0, total, step):
-            rows = np.empty((min(step, total - first), *row.shape), DTYPES[there.dtype])
-            checkpoint.fill([(name, first, rows)])
-            to = places[first : first + step]
-            array[to[to >= 0]] = rows[to >= 0]

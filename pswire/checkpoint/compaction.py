@@ -55,7 +55,7 @@ def _columns(table: MergedTable, buckets: range) -> Iterator[Column]:
     first, stop = int(ends[0]), int(ends[-1])
     for name, spec in table.rows.items():
         own = TensorSpec(spec.dtype, (stop - first, *spec.shape[1:]))
-        yield Column(name, own, partial(table.pieces, name, first, stop), part=PartOf(name, buckets.start))
+        yield Column(name, own, partial(table.pieces, name, buckets), part=PartOf(name, buckets.start))
     for kind in kinds_of(table.spec, is_delta=False):
         unit, name = BESIDE[kind].unit, beside(table.name, kind)
         if unit == "row" or (unit == "table" and buckets.start):

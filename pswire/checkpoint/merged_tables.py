@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.reader import PIECE_BYTES, SavedCheckpoint
 from pswire.checkpoint.table_layers import ALL, TableLayer, layers_of
-from pswire.checkpoint.table_tensors import BESIDE, beside
+from pswire.checkpoint.table_tensors import BESIDE, beside, kinds_of
 from pswire.model.hashing import Hashes, buckets_of, keys_of
 from pswire.model.rows import Int64s
-from pswire.model.table_state import offsets_of
+from pswire.model.table_state import TableState, offsets_of
 from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, Array, TensorSpec
-
-PIECE_BYTES = 8 << 20
-"""Bytes of rows that are read at a time."""
 
 
 class MergedTable:
     """The rows of some buckets of a table, in the order of their hashes, from several layers. Used by one thread.
 
-    It takes 18 bytes of memory for each row, and what deltas have of one tensor while that is read.
+    It takes 18 bytes of memory for each row. Each layer is read from front to back, and checked as it is read.
 
     Args:
         layers: as `layers_of` returns them.
@@ -104,62 +102,125 @@ class MergedTable:
                 found[beside(self.name, kind)] = TensorSpec(each.dtype or self.spec.key_dtype, each.item)
         return {name: TensorSpec(row.dtype, (len(self), *row.shape)) for name, row in found.items()}
 
-    def pieces(self, name: str, first: int = 0, stop: int | None = None) -> Iterator[Array]:
-        """Yields a tensor of `rows`, from one row to another, in pieces."""
-        stop = len(self) if stop is None else stop
+    def pieces(self, name: str, buckets: range | None = None, out: Array | None = None) -> Iterator[Array]:
+        """Yields a tensor of `rows`, in pieces; raises as the class.
+
+        Args:
+            name: the tensor's name.
+            buckets: some of the buckets; None for all.
+            out: takes all of its rows, of which the pieces are views then.
+        """
+        buckets = buckets or self.buckets
+        first, stop = int(self.offsets[buckets.start]), int(self.offsets[buckets.stop])
         spec = self.rows[name]
-        step = max(1, PIECE_BYTES // max(1, spec.nbytes // max(len(self), 1)))
         if name == beside(self.name, "keys"):
             yield self.keys[first:stop]
             return
-        deltas = {
-            number: self._read(name, number, first, stop) for number in range(1, len(self.layers)) if stop > first
-        }
+        step = max(1, PIECE_BYTES // max(1, spec.nbytes // max(len(self), 1)))
+        layers = [_LayerRows(each, name, buckets, self.slots, each is self.layers[0]) for each in self.layers]
         for at in range(first, max(stop, first + 1), step):
-            yield self._piece(name, at, min(at + step, stop), deltas)
+            end = min(at + step, stop)
+            owners, places = self.owners[at:end], self.places[at:end]
+            found: Array = np.empty((end - at, *spec.shape[1:]), DTYPES[spec.dtype]) if out is None else out[at:end]
+            for number, layer in enumerate(layers):
+                mine = np.flatnonzero(owners == number)
+                if mine.size:
+                    layer.copy(places, mine, found)
+            yield found
+        for layer in layers:
+            layer.end()
 
-    def _piece(self, name: str, first: int, stop: int, deltas: Mapping[int, _Window]) -> Array:
-        spec, owners, places = self.rows[name], self.owners[first:stop], self.places[first:stop]
-        found: Array = np.empty((stop - first, *spec.shape[1:]), DTYPES[spec.dtype])
-        for number in range(len(self.layers)):
-            mine = np.flatnonzero(owners == number)
-            if mine.size:
-                window = deltas[number] if number else self._read(name, number, first, stop)
-                found[mine] = window.take(places[mine])
+    def fill(self, name: str, out: Array) -> None:
+        """Reads a tensor of `rows` into memory that is there, perhaps of another dtype; raises as the class."""
+        layer, dtype, at = self.layers[0], DTYPES[self.rows[name].dtype], 0
+        if len(self.layers) == 1 and out.dtype == dtype:
+            layer.saved.fill([(name, int(layer.offsets("row")[self.buckets.start]), out)])
+            return
+        for piece in self.pieces(name, out=out if out.dtype == dtype else None):
+            if out.dtype != dtype:
+                out[at : at + len(piece)] = piece
+            at += len(piece)
+
+    def whole(self, name: str) -> Array:
+        """Returns a tensor of `rows`, as a new array; raises as the class."""
+        if name == beside(self.name, "keys"):
+            return self.keys
+        spec = self.rows[name]
+        found: Array = np.empty(spec.shape, DTYPES[spec.dtype])
+        self.fill(name, found)
         return found
 
-    def _read(self, name: str, number: int, first: int, stop: int) -> _Window:
-        """Reads what one layer has between two rows; what it has nothing of is as it is at first."""
-        saved, places = self.layers[number].saved, self.places[first:stop][self.owners[first:stop] == number]
-        if name not in saved.manifest.tensors:
-            return _Window(0, None, next(slot.value for slot in self.slots if slot.name == name))
-        low, high = (int(places[0]), int(places[-1]) + 1) if places.size else (0, 0)
-        spec = saved.manifest.tensors[name].spec
-        rows: Array = np.empty((high - low, *spec.shape[1:]), DTYPES[spec.dtype])
-        saved.fill([(name, low, rows)])
-        return _Window(low, rows)
+    def state(self, blank: TableState) -> TableState:
+        """Returns what is known of the table beside its `tensors`; raises as the class.
+
+        Args:
+            blank: the state of such a table without rows, of the same buckets.
+        """
+        newest, buckets = self.layers[-1], self.buckets
+        newest.hashes("counted", buckets)  # raises where they are not in order
+        found: dict[str, Any] = {}
+        for kind in kinds_of(self.spec, is_delta=False):
+            if BESIDE[kind].unit == "row":
+                found[kind] = self.whole(beside(self.name, kind))
+            elif hasattr(blank, kind):
+                found[kind] = newest.read(kind, buckets)
+        return replace(
+            blank,
+            offsets=self.offsets[buckets.start : buckets.stop + 1],
+            counted_offsets=newest.offsets("counted", buckets),
+            expired=int(newest.read("clock")[1]),
+            round=newest.table.round,
+            **found,
+        )
 
 
-@dataclass(frozen=True, eq=False)
-class _Window:
-    """Rows of a tensor that follow one another.
+class _LayerRows:
+    """What one layer has of a tensor in some buckets, read from front to back.
 
-    Attributes:
-        low: number of the first.
-        rows: the rows; None where there is no tensor.
-        value: the value of all elements there.
+    Args:
+        layer: the layer; rows of a tensor that it does not have are as they are at first.
+        name: the tensor's name.
+        buckets: the buckets.
+        slots: the tensors beside the rows.
+        is_first: True for the first of all layers.
     """
 
-    low: int
-    rows: Array | None
-    value: float = 0.0
+    def __init__(
+        self, layer: TableLayer, name: str, buckets: range, slots: Sequence[SlotTensor], is_first: bool
+    ) -> None:
+        first, stop = (int(layer.offsets("row")[at]) for at in (buckets.start, buckets.stop))
+        is_there = name in layer.saved.manifest.tensors
+        self._value = None if is_there else next(slot.value for slot in slots if slot.name == name)
+        self._pieces = layer.saved.stream(name, first, stop) if is_there else iter(())
+        self._is_first = is_first
+        self._low, self._rows = first, cast(Array, np.empty(0))  # what was read last
 
-    def take(self, places: Int64s) -> Array | float:
-        """Returns some rows."""
-        if self.rows is None:
-            return self.value
-        found: Array = self.rows[places - self.low]
-        return found
+    def copy(self, places: Int64s, mine: Int64s, out: Array) -> None:
+        """Copies rows, which come after all that were copied before.
+
+        Args:
+            places: the place of each row of a piece, in whichever layer it is.
+            mine: which of them are in this layer; at least one, in order.
+            out: takes these. Of the first layer the others are overwritten, as the next layers do anyway.
+        """
+        if self._value is not None:
+            out[mine] = self._value
+            return
+        low, stop = int(places[mine[0]]), int(places[mine[-1]]) + 1
+        while self._low + len(self._rows) < stop:
+            kept = self._rows[max(0, low - self._low) :]
+            self._low += len(self._rows) - len(kept)
+            more = next(self._pieces)
+            self._rows = np.concatenate([kept, more]) if len(kept) else more
+        if self._is_first:
+            np.take(self._rows, places - self._low, 0, out, "clip")  # twice as fast as by the places of its own
+        else:
+            out[mine] = self._rows.take(places[mine] - self._low, 0)
+
+    def end(self) -> None:
+        """Reads what is left, so that it is checked."""
+        for _ in self._pieces:
+            pass
 
 
 def _is_in(hashes: Hashes, some: Hashes) -> npt.NDArray[np.bool_]:

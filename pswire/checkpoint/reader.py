@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -26,7 +27,7 @@ from pswire.checkpoint.manifest import (
     number,
     rank,
 )
-from pswire.checkpoint.safetensors_stream import TensorEntry, read_saved, read_saved_rows, told, verify_saved
+from pswire.checkpoint.safetensors_stream import TensorEntry, TensorReader, entry_of, told
 from pswire.checkpoint.storage import Storage, below, parted, storage_at
 from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
@@ -34,6 +35,9 @@ from pswire.model.plan import ShardOf
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("pswire")
+
+PIECE_BYTES = 8 << 20
+"""Bytes of rows that are read at a time, where they are not read into memory that is there."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ class SavedCheckpoint:
             wanted: names of tensors, with the dtype and shape that each has to have.
             cast: True if a tensor may be of another dtype, and is cast.
             shards: for each the rows of the tensor that are wanted, of which its shape is; None, as by default, for
-                all of them. Of other rows nothing is read, but for the checksum: see `read_saved_rows`.
+                all of them. Of other rows nothing is read, but for the checksum: see `TensorReader`.
 
         Returns:
             The arrays, in the order of `wanted`; each has memory of its own.
@@ -203,7 +207,7 @@ class SavedCheckpoint:
 
         Args:
             wanted: names of tensors, each with the number of the first row that is wanted, and an array that takes it
-                and the next ones, contiguous, of the tensor's dtype. For checksums see `read_saved_rows`.
+                and the next ones, contiguous, of the tensor's dtype. For checksums see `TensorReader`.
 
         Raises:
             DamagedCheckpoint, CheckpointError: as `read`.
@@ -237,19 +241,30 @@ class SavedCheckpoint:
             raise CheckpointError(f"the checkpoint {self.full} has no {name!r}")
         saved, found = self.manifest.tensors[name], list[Array]()
         for one in saved.pieces(name):
-            path = str(PurePosixPath(self.path) / one.file)
-            with told(self.place.full(path), "mapped"):
-                self._check_size(one.file, path)
-                with self.place.open(path) as file:
-                    entry = safetensors_stream.entry_of(
-                        self._header(one.file, path, file), one.tensor, saved.piece(one)
-                    )
+            with self._opened(one.file, "mapped") as (_, entries):
+                entry = entry_of(entries, one.tensor, saved.piece(one))
                 dtype, shape = DTYPES[entry.spec.dtype], entry.spec.shape
-                if not entry.spec.nbytes:
-                    found.append(np.empty(shape, dtype))
-                    continue
-                found.append(np.memmap(self.place.full(path), dtype, "r", entry.offset, shape))
+                path = self.place.full(str(PurePosixPath(self.path) / one.file))
+                is_there = entry.spec.nbytes > 0
+                found.append(np.memmap(path, dtype, "r", entry.offset, shape) if is_there else np.empty(shape, dtype))
         return found
+
+    def stream(self, name: str, first: int, stop: int) -> Iterator[Array]:
+        """Yields rows of a tensor that is there, from one to another, some at a time; raises as `fill` on the way."""
+        saved = self.manifest.tensors[name]
+        row = TensorSpec(saved.spec.dtype, saved.spec.shape[1:])
+        step = max(1, PIECE_BYTES // max(1, row.nbytes))
+        for one in saved.pieces(name):
+            begin, end = max(first, one.first), min(stop, one.first + one.rows)
+            if begin >= end:
+                continue
+            with self._opened(one.file) as (file, entries):
+                tensor = TensorReader(file, entry_of(entries, one.tensor, saved.piece(one)), begin - one.first)
+                for at in range(begin, end, step):
+                    rows: Array = np.empty((min(step, end - at), *row.shape), DTYPES[row.dtype])
+                    tensor.read(rows)
+                    yield rows
+                tensor.end()
 
     def _check(self, name: str, spec: TensorSpec, cast: bool, shard: ShardOf | None) -> Saved:
         tensors = self.manifest.tensors
@@ -277,16 +292,24 @@ class SavedCheckpoint:
 
     def _read(self, name: str, pieces: Sequence[_Piece], found: dict[int, Array]) -> None:
         """Reads pieces of tensors of one file; adds those that are whole tensors to `found`."""
+        with self._opened(name) as (file, entries):
+            for piece in pieces:
+                tensor = TensorReader(file, entry_of(entries, piece.tensor, piece.saved), piece.first)
+                out = piece.out
+                if out is None:
+                    spec = piece.saved.spec
+                    out = found[piece.place] = np.empty(spec.shape, DTYPES[spec.dtype])
+                tensor.read(out)
+                tensor.end()
+
+    @contextmanager
+    def _opened(self, name: str, verb: str = "read") -> Iterator[tuple[IO[bytes], dict[str, TensorEntry]]]:
+        """Opens a file of the size that it had; gives it, and its header; errors are as of `told`."""
         path = str(PurePosixPath(self.path) / name)
-        with told(self.place.full(path)):
+        with told(self.place.full(path), verb):
             self._check_size(name, path)
             with self.place.open(path) as file:
-                entries = self._header(name, path, file)
-                for piece in pieces:
-                    if piece.out is None:
-                        found[piece.place] = read_saved(file, entries, piece.tensor, piece.saved)
-                    else:
-                        read_saved_rows(file, entries, piece.tensor, piece.saved, piece.first, piece.out)
+                yield file, self._header(name, path, file)
 
     def _check_size(self, name: str, path: str) -> None:
         if not self.place.exists(path):
@@ -364,7 +387,7 @@ class SavedCheckpoint:
                 for tensor, (whole, saved) in sorted(mine.items()):
                     try:
                         if whole not in but:
-                            verify_saved(file, entries, tensor, saved)
+                            TensorReader(file, entry_of(entries, tensor, saved)).end()
                     except Malformed as error:
                         yield str(error)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import numpy as np
@@ -57,12 +56,16 @@ class TensorEntry:
     """A tensor in a file.
 
     Attributes:
+        name: its name there.
         spec: its dtype and shape.
         offset: of its first byte in the file.
+        checksum: the checksum that it has to have; "" where none is known.
     """
 
+    name: str
     spec: TensorSpec
     offset: int
+    checksum: str = ""
 
 
 def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -138,64 +141,55 @@ def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> Tensor
     bounds = [strict_json.integer(one) for one in strict_json.items(strict_json.field(entry, "data_offsets"))]
     if len(bounds) != 2 or bounds[1] - bounds[0] != spec.nbytes:
         raise Malformed(f"{name!r} has bytes {bounds[:3]}, not the {spec.nbytes} bytes of {spec}")
-    return TensorEntry(spec, base + bounds[0])
+    return TensorEntry(name, spec, base + bounds[0])
 
 
-def read(file: IO[bytes], entry: TensorEntry) -> tuple[Array, str]:
-    """A tensor, in memory of its own, and the checksum of its bytes; `Malformed` where the file is cut short."""
-    array: Array = np.empty(entry.spec.shape, DTYPES[entry.spec.dtype])
-    digest, data = xxhash.xxh3_128(), as_bytes(array)
-    file.seek(entry.offset)
-    for start in range(0, len(data), PIECE):
-        piece = data[start : start + PIECE]
-        _fill(file, piece)
-        digest.update(piece)
-    return array, f"xxh3:{digest.hexdigest()}"
-
-
-def read_rows(file: IO[bytes], entry: TensorEntry, first: int, out: Array, sums: bool) -> str:
-    """Reads some rows of a tensor.
+class TensorReader:
+    """Reads a tensor of a file from front to back, and checks that its bytes are as they were saved.
 
     Args:
-        file: the open file.
-        entry: the tensor in it.
-        first: number of the first row.
-        out: takes the rows; contiguous, of the tensor's dtype.
-        sums: True to read the others, too, in little memory, for the checksum of all of them.
-
-    Returns:
-        The checksum of the tensor's bytes; "" unless `sums`.
-
-    Raises:
-        Malformed: the file is cut short.
+        file: the open file, which nobody else reads meanwhile.
+        entry: the tensor in it, with the checksum that it has to have.
+        first: number of the first row to read. From row 0 on all of the tensor is checked, and else nothing: so a
+            tensor of which all rows are read, by whomever, is checked once.
     """
-    data, digest = as_bytes(out), xxhash.xxh3_128()
-    start = first * (entry.spec.nbytes // entry.spec.shape[0])
-    rest = memoryview(bytearray(min(PIECE, entry.spec.nbytes) if sums else 0))
 
-    def spare(count: int) -> Iterator[memoryview]:
-        for at in range(0, count, PIECE):
-            yield rest[: count - at]
+    def __init__(self, file: IO[bytes], entry: TensorEntry, first: int = 0) -> None:
+        start = first * (entry.spec.nbytes // entry.spec.shape[0]) if first else 0
+        self._file = file
+        self._entry = entry
+        self._digest = None if first else xxhash.xxh3_128()
+        self._left = entry.spec.nbytes - start
+        file.seek(entry.offset + start)
 
-    own = (data[at : at + PIECE] for at in range(0, len(data), PIECE))
-    behind = entry.spec.nbytes - start - len(data)
-    file.seek(entry.offset + (0 if sums else start))
-    for piece in chain(spare(start), own, spare(behind)) if sums else own:
-        _fill(file, piece)
-        if sums:
-            digest.update(piece)
-    return f"xxh3:{digest.hexdigest()}" if sums else ""
+    def read(self, out: Array) -> None:
+        """Fills an array, contiguous and of the tensor's dtype, with what comes next.
 
+        Raises:
+            Malformed: the file is cut short.
+        """
+        data = as_bytes(out)
+        for at in range(0, len(data), PIECE):
+            piece = data[at : at + PIECE]
+            _fill(self._file, piece)
+            if self._digest is not None:
+                self._digest.update(piece)
+        self._left -= len(data)
 
-def _checksum(file: IO[bytes], entry: TensorEntry) -> str:
-    """The checksum of a tensor's bytes, which are not kept; `Malformed` where the file is cut short."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, entry.spec.nbytes)))
-    file.seek(entry.offset)
-    for start in range(0, entry.spec.nbytes, PIECE):
-        piece = buffer[: entry.spec.nbytes - start]
-        _fill(file, piece)
-        digest.update(piece)
-    return f"xxh3:{digest.hexdigest()}"
+    def end(self) -> None:
+        """Reads what is left of a tensor that is checked, in little memory.
+
+        Raises:
+            Malformed: the tensor has another checksum, or the file is cut short.
+        """
+        if self._digest is None:
+            return
+        rest: Array = np.empty(min(PIECE, self._left), np.uint8)
+        while self._left:
+            self.read(rest[: self._left])
+        name, checksum, expected = self._entry.name, f"xxh3:{self._digest.hexdigest()}", self._entry.checksum
+        if expected not in ("", checksum):
+            raise Malformed(f"{name!r} has another checksum than when it was saved: {checksum}, not {expected}")
 
 
 def _exactly(file: IO[bytes], size: int) -> bytearray:
@@ -212,60 +206,13 @@ def _fill(file: Any, data: memoryview) -> None:
         data = data[count:]
 
 
-def read_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> Array:
-    """Reads a tensor of a checkpoint into memory of its own.
-
-    Args:
-        file: the open file.
-        entries: the file's header.
-        name: name of the tensor.
-        saved: the manifest's row of it.
-
-    Raises:
-        Malformed: the file does not have the tensor, or not as it was saved.
-    """
-    array, checksum = read(file, entry_of(entries, name, saved))
-    _compare(name, saved, checksum)
-    return array
-
-
-def read_saved_rows(
-    file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved, first: int, out: Array
-) -> None:
-    """Reads some rows of a tensor of a checkpoint; whoever takes the first one checks all of it.
-
-    So each tensor of which all rows are read, by whomever, is checked once.
-
-    Args:
-        file, entries, name, saved: as `read_saved` takes them.
-        first: number of the first row.
-        out: takes the rows; contiguous, of the tensor's dtype.
-
-    Raises:
-        Malformed: as `read_saved`.
-    """
-    checksum = read_rows(file, entry_of(entries, name, saved), first, out, first == 0)
-    if checksum:
-        _compare(name, saved, checksum)
-
-
-def verify_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> None:
-    """As `read_saved`, in little memory: raises `Malformed` unless the tensor is as it was saved."""
-    _compare(name, saved, _checksum(file, entry_of(entries, name, saved)))
-
-
 def entry_of(entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> TensorEntry:
     """Returns where a tensor of a checkpoint is; raises `Malformed` where the file does not have it, or as another."""
     if name not in entries:
         raise Malformed(f"it does not contain {name!r}, which the manifest lists")
     if entries[name].spec != saved.spec:
         raise Malformed(f"it holds {name!r} as {entries[name].spec}, not {saved.spec}")
-    return entries[name]
-
-
-def _compare(name: str, saved: Saved, checksum: str) -> None:
-    if saved.checksum not in ("", checksum):
-        raise Malformed(f"{name!r} has another checksum than when it was saved: {checksum}, not {saved.checksum}")
+    return replace(entries[name], checksum=saved.checksum)
 
 
 @contextmanager

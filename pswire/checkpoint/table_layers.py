@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -15,9 +13,9 @@ from pswire.errors import DamagedCheckpoint
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of, hashes_of
 from pswire.model.rows import Int64s
 from pswire.model.saved import SavedTable
-from pswire.model.table_state import TableState, offsets_of
+from pswire.model.table_state import offsets_of
 from pswire.model.tables import TableSpec
-from pswire.model.tensor import DTYPES, Array, TensorSpec
+from pswire.model.tensor import DTYPES, Array
 
 ALL = range(BUCKETS)
 
@@ -51,17 +49,10 @@ class TableLayer:
         """The tensors of `BESIDE` that are there."""
         return kinds_of(self.table.spec, self.is_delta)
 
-    @cached_property
-    def rows(self) -> Mapping[str, TensorSpec]:
-        """Dtype and shape of the rows, by the table's name, and of the tensors beside them, by theirs."""
-        tensors = {self.table.name: self.table.spec.row} | {slot.name: slot.row for slot in self.table.slots}
-        count = self.saved.manifest.tensors[beside(self.table.name, "keys")].spec.shape[:1]
-        return {name: TensorSpec(row.dtype, (*count, *row.shape)) for name, row in tensors.items()}
-
-    def offsets(self, unit: Unit) -> Int64s:
-        """Returns where the items of each bucket begin, int64[BUCKETS + 1]; of keys that are not saved, of none."""
+    def offsets(self, unit: Unit, buckets: range = ALL) -> Int64s:
+        """Returns where the items of each of some buckets begin, and end; of keys that are not saved, of none."""
         kind = COUNTS[unit]
-        return offsets_of(self.read(kind) if kind in self.kinds else np.zeros(BUCKETS, np.int64))
+        return offsets_of(self.read(kind, buckets) if kind in self.kinds else np.zeros(len(buckets), np.int64))
 
     def read(self, kind: str, buckets: range = ALL) -> Array:
         """Returns a tensor of `BESIDE`, or what is of some buckets in it; what has an item for each bucket is kept."""
@@ -79,76 +70,32 @@ class TableLayer:
         self.saved.fill([(name, first, found)])
         return found
 
-    def state(self, buckets: range = ALL) -> TableState:
-        """Returns all that it has of some buckets but the rows themselves; its `tensors` are none.
+    def hashes(self, unit: Unit, buckets: range = ALL) -> Hashes:
+        """Returns the hashes of keys of some buckets, in order: of those with rows, counted or deleted.
 
         Raises:
             DamagedCheckpoint: a file is not as it was saved, or keys are not where they have to be.
             CheckpointError: a file cannot be read.
         """
-        found = {kind: self.read(kind, buckets) for kind in self.kinds}
-        no_keys, zeros = found["keys"][:0], np.zeros(len(buckets), np.int64)
-        salt, clock = self.table.spec.salt, found["clock"]
-        state = TableState(
-            salt=salt,
-            buckets=buckets,
-            offsets=offsets_of(found["rows"]),
-            keys=found["keys"],
-            tensors=(),
-            count=found["count"],
-            last=found["last"],
-            changed=found["changed"],
-            counted_offsets=offsets_of(found.get("counted_rows", zeros)),
-            counted_keys=found.get("counted_keys", no_keys),
-            counted=found.get("counted", zeros[:0]),
-            hands=found["hands"],
-            sketch=found.get("sketch", np.zeros((len(buckets), 0), np.uint8)),
-            halved=found.get("halved", zeros),
-            ticks=found.get("ticks", np.zeros((0, 2))),
-            expired=int(clock[1]),
-            round=self.table.round,
-            since=found.get("since", zeros - 1),
-            deleted_offsets=offsets_of(found.get("deleted_rows", zeros)),
-            deleted_keys=found.get("deleted_keys", no_keys),
-        )
-        for keys, offsets in (
-            (state.keys, state.offsets),
-            (state.counted_keys, state.counted_offsets),
-            (state.deleted_keys, state.deleted_offsets),
-        ):
-            self._hashes(keys, offsets, buckets)
-        return state
-
-    def hashes(self, unit: Unit, buckets: range = ALL) -> Hashes:
-        """Returns the hashes of keys of some buckets, in order: of those with rows, counted or deleted.
-
-        Raises:
-            DamagedCheckpoint, CheckpointError: as of `state`.
-        """
         kind = KEYS[unit]
         if kind not in self.kinds:
             return np.empty(0, np.uint64)
-        offsets = self.offsets(unit)[buckets.start : buckets.stop + 1]
-        return self._hashes(self.read(kind, buckets), offsets, buckets)
-
-    def fill(self, buckets: range, arrays: Mapping[str, Array]) -> None:
-        """Reads rows of some buckets into memory that is there; by the names of `rows`."""
-        first = int(self.offsets("row")[buckets.start])
-        self.saved.fill([(name, first, out) for name, out in arrays.items()])
+        hashes = hashes_of(self.read(kind, buckets), self.table.spec.salt)
+        owners = np.repeat(np.arange(buckets.start, buckets.stop), np.diff(self.offsets(unit, buckets)))
+        if (hashes[1:] <= hashes[:-1]).any() or (buckets_of(hashes) != owners).any():
+            self._fail("its keys are not in the order of their hashes")
+        return hashes
 
     # ---- Whether it can be ----
 
     def _check(self) -> None:
         """Raises `DamagedCheckpoint` unless each tensor is there, as long as the others say."""
-        tensors, spec = self.saved.manifest.tensors, self.table.spec
+        tensors, table, spec = self.saved.manifest.tensors, self.table, self.table.spec
         counts: dict[Unit, int] = {"bucket": BUCKETS}
-        rows = self._rows_if_there().items()
-        wanted: list[tuple[str, str, tuple[int, ...], Unit]] = [
-            (name, row.dtype, row.shape[1:], "row") for name, row in rows
-        ]
-        for kind in self.kinds:
-            each = BESIDE[kind]
-            wanted.append((beside(self.table.name, kind), each.dtype or spec.key_dtype, each.item, each.unit))
+        rows = [(table.name, spec.row), *((slot.name, slot.row) for slot in table.slots)]
+        wanted = [(name, row.dtype, row.shape, BESIDE["keys"].unit) for name, row in rows]
+        for kind, each in ((kind, BESIDE[kind]) for kind in self.kinds):
+            wanted.append((beside(table.name, kind), each.dtype or spec.key_dtype, each.item, each.unit))
         for name, dtype, item, unit in wanted:
             if name not in tensors:
                 self._fail(f"{name!r} is missing")
@@ -164,20 +111,6 @@ class TableLayer:
                 items = self.read(kind)
                 if items.min() < 0 or items.sum() != counts[unit]:
                     self._fail(f"{beside(self.table.name, kind)!r} do not match the {counts[unit]} of the table")
-
-    def _rows_if_there(self) -> Mapping[str, TensorSpec]:
-        name = beside(self.table.name, "keys")
-        if name not in self.saved.manifest.tensors or not self.saved.manifest.tensors[name].spec.shape:
-            self._fail(f"{name!r} is missing")
-        return self.rows
-
-    def _hashes(self, keys: Array, offsets: Int64s, buckets: range) -> Hashes:
-        """Returns hashes; raises `DamagedCheckpoint` unless keys are in their order, and each in its bucket."""
-        hashes = hashes_of(keys, self.table.spec.salt)
-        owners = np.repeat(np.arange(buckets.start, buckets.stop), np.diff(offsets))
-        if (hashes[1:] <= hashes[:-1]).any() or (buckets_of(hashes) != owners).any():
-            self._fail("its keys are not in the order of their hashes")
-        return hashes
 
     def _fail(self, why: str) -> NoReturn:
         raise DamagedCheckpoint(f"{self.saved.full} has a damaged table {self.table.name!r}: {why}")

@@ -54,7 +54,7 @@ def _server(point: str) -> None:
         case "after the manifest":
             directory.put = after  # type: ignore[method-assign]
         case "in a restore":
-            safetensors_stream.read = die  # type: ignore[assignment]
+            safetensors_stream.TensorReader.read = die  # type: ignore[method-assign, assignment]
         case _:
             raise ValueError(point)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from pswire.checkpoint import safetensors_stream
+from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError
 from pswire.model.tensor import DTYPES, TensorSpec, portable, spec_of
 
@@ -41,6 +43,14 @@ def written(path, values):
         }
 
 
+def read(file, entry):
+    """A tensor of a file, which has to have the checksum that the entry says."""
+    tensor, found = safetensors_stream.TensorReader(file, entry), np.empty(entry.spec.shape, DTYPES[entry.spec.dtype])
+    tensor.read(found)
+    tensor.end()
+    return found
+
+
 def test_the_library_reads_it(tmp_path):
     """`safetensors.numpy.load_file` gives every dtype and layout as it was, complex128 as its parts, as documented."""
     written(tmp_path / "x", ALL)
@@ -63,11 +73,11 @@ def test_it_reads_what_the_library_writes(tmp_path):
     with open(tmp_path / "x", "rb") as file:
         entries = safetensors_stream.read_header(file, (tmp_path / "x").stat().st_size)
         for name, value in values.items():
-            np.testing.assert_array_equal(safetensors_stream.read(file, entries[name])[0], value)
+            np.testing.assert_array_equal(read(file, entries[name]), value)
 
 
 def test_what_is_written_is_read_with_its_checksum(tmp_path):
-    """The checksum is XXH3 of the bytes in the file; what was read is an array of its own that may be written to.
+    """The checksum is XXH3 of the bytes in the file, and another one is refused.
 
     Each begins at a multiple of its item's size, so that a reader may use the file's memory as it is.
     """
@@ -76,12 +86,12 @@ def test_what_is_written_is_read_with_its_checksum(tmp_path):
     with open(tmp_path / "x", "rb", buffering=0) as file:
         entries = safetensors_stream.read_header(file, len(raw))
         for name, entry in entries.items():
-            array, checksum = safetensors_stream.read(file, entry)
+            array = read(file, replace(entry, checksum=sums[name]))
             data = raw[entry.offset : entry.offset + entry.spec.nbytes]
-            assert checksum == sums[name] == f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+            assert sums[name] == f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
             assert (array.dtype, array.tobytes()) == (portable(ALL[name]).dtype, portable(ALL[name]).tobytes())
-            assert array.flags.owndata
-            assert array.flags.writeable
+            with pytest.raises(Malformed, match="has another checksum"):
+                read(file, replace(entry, checksum="xxh3:0"))
             assert entry.offset % array.itemsize == 0
 
 
@@ -116,7 +126,7 @@ def test_any_array_comes_back(value):
     file.seek(0)
     entry = safetensors_stream.read_header(file, size)["x"]
     assert entry.spec == spec_of(value)
-    assert safetensors_stream.read(file, entry)[0].tobytes() == value.tobytes()
+    assert read(file, entry).tobytes() == value.tobytes()
 
 
 def test_the_name_of_the_metadata_is_no_variable():
