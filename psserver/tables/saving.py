@@ -16,7 +16,7 @@ from psserver.tables.reserved import PIECE_BYTES
 from psserver.tables.rows import CHANGED, COUNT, LAST
 from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest
-from pswire.model.hashing import Hashes, buckets_of, hashes_of
+from pswire.model.hashing import Hashes, hashes_of
 from pswire.model.rows import Int64s
 from pswire.model.table_state import TableState, offsets_of
 from pswire.model.tensor import Array
@@ -135,51 +135,6 @@ def restore_into(contents: Contents, state: TableState, native: Native) -> None:
     """
     _check_rows(contents, state.tensors)
     _write_rows(contents, place(contents, state, native), state.tensors)
-
-
-def apply_to(contents: Contents, state: TableState) -> None:
-    """Makes the changes of a state, to what is as of the round since which they are, or of a later one before its end.
-
-    Args:
-        contents: the table.
-        state: of the same buckets. A bucket of which all is there replaces what is.
-
-    Raises:
-        InvalidRequest: the state does not follow the table, is of another one, or its tensors do not fit. Nothing has
-            changed.
-        MemoryLimit: there is no memory. Only some of the changes are made then.
-    """
-    _check(contents, state)
-    _check_rows(contents, state.tensors)
-    since = int(state.since.max(initial=-1))
-    if not since <= contents.round <= state.round:
-        raise InvalidRequest(
-            f"a delta of rounds {since} to {state.round} does not follow a table of round {contents.round}"
-        )
-    contents.round = state.round
-    contents.drop(*_replaced(contents, state))
-    hashes = hashes_of(state.keys, state.salt)
-    entries = contents.index.entries(hashes)
-    is_new = entries == 0
-    entries[is_new] = contents.create(hashes[is_new], entries[is_new]) + 1
-    contents.rows.set_aside(entries - 1)
-    _write_books(contents, entries - 1, state)
-    _write_rows(contents, entries - 1, state.tensors)
-    _put_rest(contents, state)
-
-
-def _replaced(contents: Contents, state: TableState) -> tuple[Hashes, Int64s]:
-    """Returns hashes and entries of what goes before changes are made: all keys that are counted, and dropped rows."""
-    whole = state.since < 0
-    hashes = hashes_of(state.deleted_keys, state.salt)
-    entries = contents.index.entries(hashes)
-    gone = [(hashes[entries > 0], entries[entries > 0])]
-    if contents.has_counted or whole.any():
-        hashes, entries = contents.all()
-        going = (entries < 0) | whole[buckets_of(hashes) - contents.buckets.start]
-        gone.append((hashes[going], entries[going]))
-    hashes, at = np.unique(np.concatenate([each for each, _ in gone]), return_index=True)
-    return hashes, np.concatenate([each for _, each in gone])[at]
 
 
 def _check(contents: Contents, state: TableState) -> None:

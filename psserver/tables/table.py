@@ -21,7 +21,7 @@ from psserver.tables.located import LocatedKeys
 from psserver.tables.marks import mark
 from psserver.tables.native import Native
 from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
-from psserver.tables.saving import HeldState, apply_to, place, restore_into
+from psserver.tables.saving import HeldState, place, restore_into
 from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import RowInitializer
@@ -555,22 +555,6 @@ class Table:
         self._check_idle(self.round)
         place(self._contents, state, self._native)
         return self.arrays
-
-    def apply(self, deltas: Sequence[TableState]) -> None:
-        """Makes the changes of deltas, on the state since which they are, whatever buckets each of them has.
-
-        Args:
-            deltas: of one time, which hold all buckets of this part; they may hold more. Buckets of which all is there
-                are replaced.
-
-        Raises:
-            InvalidRequest: a bucket is missing, something is missing between the two, or the deltas are of different
-                times or of another table. Nothing has changed.
-            MemoryLimit: there is no memory. The table has to be restored then.
-        """
-        self._check_idle(self.round)
-        self._contents.use_compiled(self._native)
-        apply_to(self._contents, joined(deltas, self.buckets))
 
     def forget_deletions(self, round: int) -> None:
         """Forgets what was dropped up to a round: changes since an earlier one will not be asked for.

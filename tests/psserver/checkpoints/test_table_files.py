@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -14,18 +14,22 @@ from pswire.checkpoint import compaction
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.compaction import compact, whole_columns
 from pswire.checkpoint.reader import SavedCheckpoint, open_saved
+from pswire.checkpoint.safetensors_stream import read_header
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, VariableMismatch
 from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import ShardOf
 from pswire.model.tables import (
+    LFU,
     LRU,
     MIN_CAPACITY,
     CBFFilter,
     CounterFilter,
     GlobalStepEvict,
+    L2WeightEvict,
     Normal,
+    ProbabilityFilter,
     TableSpec,
     TimeToLive,
 )
@@ -40,6 +44,8 @@ SPECS = {
         (2,), "float64", "uint64", admission=CBFFilter(2, 50_000, 0.05, decay=13), eviction=TimeToLive(9.0)
     ),
     "lru": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LRU(), hash_seed=5),
+    "lfu": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LFU(0.95), admission=ProbabilityFilter(0.7)),
+    "norm": TableSpec((2,), capacity=MIN_CAPACITY, eviction=L2WeightEvict(6.0)),
 }
 
 
@@ -235,6 +241,20 @@ def test_a_damaged_base_damages_the_delta(tmp_path):
     job.save("b")
     with pytest.raises(DamagedCheckpoint, match="was saved later"):
         job.restored("c", 1)
+
+
+def test_what_is_left_of_a_base_is_checked(tmp_path):
+    """Also where its first row is replaced by a delta: whoever merges the two finds that another row is damaged."""
+    job = Servers.made(tmp_path, TableSpec((2,)))
+    job.step(np.arange(2000))
+    job.save("a")
+    job.step(job.state().keys[:1])
+    saved = job.save("b", "a")
+    (path,) = (tmp_path / "a").glob("shard*")
+    with open(path, "rb") as file:
+        flip(path, read_header(file, path.stat().st_size)["users"].offset + 8 * 1000)
+    with pytest.raises(DamagedCheckpoint, match="'users' has another checksum"):
+        [*chain.from_iterable(column.pieces() for column in whole_columns(saved))]
 
 
 def test_a_delta_has_a_base(tmp_path, rng):

@@ -153,33 +153,6 @@ def test_the_order_of_arrival_makes_no_difference_to_the_rest():
     assert one.state().equals(other.state())
 
 
-@pytest.mark.parametrize(
-    ("name", "cuts"), [*((name, CUTS) for name in SPECS), *((name, (range(BUCKETS),)) for name in ("lru", "norm"))]
-)
-def test_a_full_state_and_deltas_are_the_last_state(name, cuts):
-    """A restore of the base, and then of deltas in order, is the table as it is now, and goes on as it does; also where
-    base and deltas are of other parts."""
-    rng = np.random.default_rng(3)
-    table, follower = Parts(SPECS[name], compiled(), CUTS), Parts(SPECS[name], compiled(), cuts)
-    for round in range(1, 15):
-        table.step(round, keys_of(rng, 40_000, 2000))
-    for part in follower.parts:
-        part.restore([part.state() for part in table.parts])
-    for last in (20, 33, 45):
-        for round in range(table.state().round + 1, last):
-            table.step(round, keys_of(rng, 40_000, 2000))
-        deltas = [part.delta(follower.state().round) for part in table.parts]
-        for part in follower.parts:
-            part.apply(deltas[::-1])
-        assert follower.state().equals(table.state())
-        assert sum(delta.keys.size for delta in deltas) > 0 < sum(delta.deleted_keys.size for delta in deltas)
-    for round in range(45, 50):
-        keys = keys_of(rng, 40_000, 2000)
-        table.step(round, keys)
-        follower.step(round, keys)
-    assert follower.state().equals(table.state())
-
-
 SLOTS = (SlotTensor("momentum", "float64", (), 0.5), SlotTensor("sum", "float32", (2,)))
 HELD = {
     "plain": TableSpec((2,)),
