@@ -8,19 +8,16 @@ tells that all is saved; until then, and while it reads, the server puts rounds 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
-from psserver.checkpoints.later import DeferredRestore
-from psserver.checkpoints.restored_tables import RestoredTable, WantedTable
 from psserver.checkpoints.restores import Restores
-from psserver.effects import Effect, Fail, Reply, Work, naming
+from psserver.checkpoints.wanted import RestoredValues, WantedValues
+from psserver.effects import Effect, Work, naming
 from psserver.rounds.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import RestoreOrder
-from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.safetensors_stream import told
@@ -29,32 +26,14 @@ from pswire.errors import CheckpointError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.log import LogEntry, Snapshotted
 from pswire.model.plan import PlacedVariable, SnapshotOrder
-from pswire.model.saved import Shard
-from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
 
 LATER = "later.json"
 """The file that tells what a restored checkpoint has for later variables."""
 
-
-@dataclass(frozen=True)
-class _HandedOver:
-    """What was read.
-
-    Attributes:
-        values: arrays on the device, by the numbers of their variables.
-        tables: parts of dynamic tables.
-        later: what a restored checkpoint has for later variables.
-        checkpoint: that one; None for none.
-        shard: the answer to the chief.
-    """
-
-    values: dict[int, Array]
-    tables: list[RestoredTable]
-    later: DeferredRestore
-    checkpoint: SavedCheckpoint | None
-    shard: Shard
+_Read = tuple[RestoredValues, Callable[[], None]]
+"""The values, and what takes over what is for later variables."""
 
 
 def name_of(variable: PlacedVariable) -> str:
@@ -63,7 +42,7 @@ def name_of(variable: PlacedVariable) -> str:
 
 
 class Handover:
-    """Reads what is handed over to this server. Guarded by the core's lock.
+    """Reads what is handed over to this server: a restore whose round is over. Guarded by the core's lock.
 
     Args:
         store: gets the values.
@@ -94,68 +73,47 @@ class Handover:
         if generation in (0, self._begun):
             return []
         for entry in (each for each in reversed(entries) if isinstance(each, Snapshotted)):
-            order = self._ordered(entry.plan_id)
+            prepared = self._rounds.plans.get(entry.plan_id)
+            order = prepared.plan.snapshot if prepared else None
             if order is not None and order.returns == generation:
                 self._begun = generation
-                return self._lost(CheckpointError(entry.error), now) if entry.error else self._begin(order, Future())
+                return self._give_up(now, CheckpointError(entry.error)) if entry.error else self._begin(order)
         return []
 
-    def _ordered(self, plan_id: bytes) -> SnapshotOrder | None:
-        prepared = self._rounds.plans.get(plan_id)
-        return prepared.plan.snapshot if prepared else None
-
-    def _lost(self, error: PSError, now: float) -> list[Effect]:
-        """Ends this server if the job counts on it; else the chief is told, and goes on without."""
-        return self._give_up(now, error) if self._rounds.backlog.awaits else []
-
-    def _begin(self, order: SnapshotOrder, future: Future[Shard]) -> list[Effect]:
+    def _begin(self, order: SnapshotOrder) -> list[Effect]:
         mine = [v for v in self._store.variables.values() if self._store.server in v.servers]
-        arrays = {name_of(v): v for v in mine if v.spec.part is None}
-        names = {v.id: v.spec.saved_name for v in mine if v.spec.part is not None}
-        found = (WantedTable.of(stored, names, RestoreOrder()) for stored in self._store.tables())
-        work = order, arrays, [table for table in found if table is not None]
-        return [Work("files", self._read, work, then=partial(self._put, order, future))]
+        names = {v.id: name_of(v) if v.spec.part is None else v.spec.saved_name for v in mine}
+        wanted = WantedValues.of(self._store, names, RestoreOrder())
+        return [Work("files", self._read, (order.path, wanted), then=partial(self._put, order.returns))]
 
-    def _read(
-        self, order: SnapshotOrder, arrays: Mapping[str, PlacedVariable], tables: Sequence[WantedTable]
-    ) -> _HandedOver:
+    def _read(self, path: str, wanted: WantedValues) -> _Read:
         """Reads and removes it; in the thread for files."""
         with naming(self._store.task):
-            saved = SavedCheckpoint.open(self._place, order.path, PART_BYTES)
-            wanted = [(name, v) for name, v in arrays.items() if name in saved.manifest.variables]
-            read = read_arrays(saved, [(name, v.spec.tensor) for name, v in wanted])
-            parts = [table.restored(saved, self._store.native) for table in tables]
-            path = f"{order.path}/{LATER}"
-            with told(self._place.full(path)), self._place.open(path) as file:
-                later = DeferredRestore.of(file.read(PART_BYTES))
-            checkpoint = SavedCheckpoint.open(self._place, later.path, PART_BYTES) if later.path else None
-            put = self._store.device.put
-            values = {v.id: put(array) for (_, v), array in zip(wanted, read, strict=True)}
-            shard = Shard(saved.full, "", saved.manifest.round, saved.manifest.positions, ())
-            for file_name in (MANIFEST, LATER, *saved.manifest.shards):
+            saved = SavedCheckpoint.open(self._place, path, PART_BYTES)
+            known = saved.manifest.variables
+            wanted = replace(wanted, arrays={v: name for v, name in wanted.arrays.items() if name in known})
+            values = wanted.read(saved, self._store, sharded=False)
+            with told(self._place.full(f"{path}/{LATER}")), self._place.open(f"{path}/{LATER}") as file:
+                take = self._restores.adopt(file.read(PART_BYTES))
+            for name in (MANIFEST, LATER, *saved.manifest.shards):
                 try:
-                    self._place.remove(f"{order.path}/{file_name}")
+                    self._place.remove(f"{path}/{name}")
                 except Exception as error:  # object stores have errors of their own; all is read
-                    log.warning("cannot remove %s, which is no longer needed: %s", f"{saved.full}/{file_name}", error)
-        return _HandedOver(values, parts, later, checkpoint, shard)
+                    log.warning("cannot remove %s, which is no longer needed: %s", f"{saved.full}/{name}", error)
+        return values, take
 
-    def _put(
-        self,
-        order: SnapshotOrder,
-        future: Future[Shard],
-        found: _HandedOver | None,
-        error: PSError | None,
-        now: float,
-    ) -> list[Effect]:
-        if found is None:
-            error = error or PSError("the server's own copy of its variables could not be read")
-            return [Fail(future, error), *self._lost(error, now)]
-        self._store.commit(found.values)
-        for table in found.tables:
+    def _put(self, generation: int, found: _Read | None, error: PSError | None, now: float) -> list[Effect]:
+        backlog = self._rounds.backlog
+        if (
+            found is None
+        ):  # the end of this server, if the job counts on it; else the chief is told, and goes on without
+            why = error or PSError("the server's own copy of its variables could not be read")
+            return self._give_up(now, why) if backlog.awaits else []
+        values, take = found
+        self._store.commit(values.arrays)
+        for table in values.tables:
             table.put()
-        self._restores.adopt(found.checkpoint, found.later)
-        self._rounds.backlog.has_read(order.returns)
-        log.info(
-            "%s has read its variables; it still has to apply %d rounds", self._store.task, len(self._rounds.backlog)
-        )
-        return [Reply(future, found.shard)]
+        take()
+        backlog.has_read(generation)
+        log.info("%s has read its variables; it still has to apply %d rounds", self._store.task, len(backlog))
+        return []

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 from psserver.checkpoints.bases import Bases
-from psserver.checkpoints.later import DeferredRestore
-from psserver.checkpoints.restored_tables import RestoredTable, WantedTable, first_of_part
+from psserver.checkpoints.wanted import RestoredValues, WantedTable, WantedValues, first_of_part
 from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.plans.round import ReadyRound
 from psserver.rounds.participants import RoundParticipant
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import FirstValue, Store
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage
+from pswire.checkpoint import strict_json
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.storage import Storage
@@ -56,19 +57,17 @@ class _Prepared:
     Attributes:
         wish: the request.
         saved: the checkpoint they were read from.
-        values: arrays on the device, by the number of their variable; only for variables that live here.
-        tables: parts of dynamic tables.
+        values: the values.
     """
 
     wish: _Wish
     saved: SavedCheckpoint
-    values: dict[int, Array]
-    tables: list[RestoredTable]
+    values: RestoredValues
 
 
 @dataclass(frozen=True)
-class _Late:
-    """The tensors of a committed restore that are left for variables created later.
+class DeferredRestore:
+    """The tensors of a restored checkpoint that are left for variables created later.
 
     Attributes:
         saved: the restored checkpoint.
@@ -106,7 +105,7 @@ class Restores(RoundParticipant):
         self._preparing: _Wish | None = None
         self._prepared: _Prepared | None = None
         self._committed: Turn | None = None
-        self._late: _Late | None = None
+        self._late: DeferredRestore | None = None
         self.begun: set[int] = set()
 
     def clear(self) -> list[Future[RestoreReply]]:
@@ -145,26 +144,19 @@ class Restores(RoundParticipant):
         self._prepared, self._preparing = None, wish
         server = self._store.server
         variables = [v for v in self._store.variables.values() if server in v.servers]
-        wanted = _tensors(order, variables, self._store.variables)
-        named = {self._store.variables[id]: name for id, name in wanted.items()}
-        arrays = {variable: name for variable, name in named.items() if variable.spec.part is None}
-        tables = [WantedTable.of(stored, wanted, order) for stored in self._store.tables()]
-        work = wish, arrays, [table for table in tables if table is not None]
-        return future, [Work("files", self._prepare, work, then=partial(self._hold, wish))]
+        wanted = WantedValues.of(self._store, _tensors(order, variables, self._store.variables), order)
+        return future, [Work("files", self._prepare, (wish, wanted), then=partial(self._hold, wish))]
 
-    def _prepare(self, wish: _Wish, wanted: Mapping[PlacedVariable, str], tables: Sequence[WantedTable]) -> _Prepared:
+    def _prepare(self, wish: _Wish, wanted: WantedValues) -> _Prepared:
         """Reads and checks the values, and checks the tensors left for later variables; in the thread for files."""
         order = wish.order
         with naming(self._store.task):
             saved = SavedCheckpoint.open(self._place, wish.path, PART_BYTES)
             _ = saved.bases  # which are read now, and may be needed later
-            shards = [variable.spec.shard for variable in wanted]
-            arrays = read_arrays(saved, [(name, v.spec.tensor) for v, name in wanted.items()], order.cast, shards)
-            parts = [table.restored(saved, self._store.native) for table in tables]
+            values = wanted.read(saved, self._store, order.cast)
             if order.checkers:
-                saved.check_rest(_taken(order, tables), self._store.server, order.checkers)
-        put = self._store.device.put
-        return _Prepared(wish, saved, {v.id: put(array) for v, array in zip(wanted, arrays, strict=True)}, parts)
+                saved.check_rest(_taken(order, wanted.tables), self._store.server, order.checkers)
+        return _Prepared(wish, saved, values)
 
     def _hold(self, wish: _Wish, prepared: _Prepared | None, error: PSError | None, now: float) -> list[Effect]:
         """Keeps the values for the round that commits them, and answers."""
@@ -195,7 +187,7 @@ class Restores(RoundParticipant):
             return {}
         prepared = self._prepared
         if prepared is not None and prepared.wish.turn == commit.turn:
-            return prepared.values
+            return prepared.values.arrays
         # Every asynchronous process runs this round, and only the first restores: later ones must not undo pushes.
         if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
             return {}
@@ -231,7 +223,7 @@ class Restores(RoundParticipant):
 
     def _replace(self, prepared: _Prepared) -> None:
         rounds = dict[str, int]()
-        for each in prepared.tables:
+        for each in prepared.values.tables:
             each.put()
             self._bases.restart(each.key)
             if each.is_base:
@@ -240,11 +232,11 @@ class Restores(RoundParticipant):
 
     # ---- Variables that are created later ----
 
-    def _left(self, prepared: _Prepared) -> _Late:
+    def _left(self, prepared: _Prepared) -> DeferredRestore:
         order = prepared.wish.order
         given = _tensors(order, list(self._store.variables.values()), self._store.variables)
         names = frozenset(prepared.saved.manifest.variables) - set(given.values())
-        return _Late(prepared.saved, names, order.cast)
+        return DeferredRestore(prepared.saved, names, order.cast)
 
     @property
     def needed(self) -> frozenset[str]:
@@ -256,17 +248,33 @@ class Restores(RoundParticipant):
         return frozenset(saved.full for saved in (late.saved, *late.saved.bases))
 
     @property
-    def later(self) -> DeferredRestore:
-        """What `adopt` takes, on a server that has the same variables."""
-        begun = tuple(sorted(self.begun))
-        if (late := self._late) is None:
-            return DeferredRestore(begun=begun)
-        return DeferredRestore(late.saved.path, tuple(sorted(late.names)), late.cast, begun)
+    def later(self) -> bytes:
+        """What this server has of a restored checkpoint beside its variables, as JSON."""
+        late = self._late
+        said = None if late is None else [late.saved.path, sorted(late.names), late.cast]
+        return json.dumps([said, sorted(self.begun)]).encode()
 
-    def adopt(self, saved: SavedCheckpoint | None, later: DeferredRestore) -> None:
-        """Takes over what the others have of a restored checkpoint for later variables; `saved` is that one, if any."""
-        self._late = None if saved is None else _Late(saved, frozenset(later.names), later.cast)
-        self.begun.update(later.begun)
+    def adopt(self, text: bytes) -> Callable[[], None]:
+        """Reads what another server, with the same variables, gave as `later`; in the thread for files.
+
+        Returns:
+            What takes it over, under the lock.
+
+        Raises:
+            DamagedCheckpoint, CheckpointError: the checkpoint cannot be opened.
+        """
+        said, begun = strict_json.items(strict_json.parse(text))
+        late = None
+        if said is not None:
+            path, names, cast = strict_json.items(said)
+            saved = SavedCheckpoint.open(self._place, strict_json.text(path), PART_BYTES)
+            late = DeferredRestore(saved, frozenset(map(strict_json.text, strict_json.items(names))), cast is True)
+
+        def take() -> None:
+            self._late = late
+            self.begun.update(map(strict_json.integer, begun))
+
+        return take
 
     def awaits(self, variable: PlacedVariable) -> bool:
         """Returns True if a part of a dynamic table, which needs no first value, has to get what a checkpoint has."""

@@ -11,7 +11,6 @@ from pathlib import PurePosixPath
 
 from psserver.checkpoints.bases import Bases
 from psserver.checkpoints.handover import LATER, name_of
-from psserver.checkpoints.later import DeferredRestore
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.tables import FrozenPart
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
@@ -388,12 +387,12 @@ class Snapshots(RoundParticipant):
 
     # ---- In the thread for files ----
 
-    def _write_shard(self, frozen: Frozen, later: DeferredRestore | None, let_go: Callable[[str], None]) -> Shard:
+    def _write_shard(self, frozen: Frozen, later: bytes | None, let_go: Callable[[str], None]) -> Shard:
         with naming(self._store.task):
             if later is not None:
                 path = str(frozen.directory / LATER)
                 with told(self._place.full(path), "written"):
-                    self._place.put(path, later.text())  # the same from each server
+                    self._place.put(path, later)  # the same from each server
             return write_shard(self._place, frozen, self._get, let_go)
 
     def _get(self, value: Array | HeldTable | Unsettled) -> Iterator[Array]:

@@ -1,17 +1,21 @@
-"""Dynamic tables in a restore: what is wanted of each, and what was read for it."""
+"""What is wanted of a checkpoint for the variables of a server, and what was read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from psserver.checkpoints.tables import Wanted, read_slot, restored
 from psserver.state.key_tables import KeyedRows, StoredTable
+from psserver.state.variables import Store
 from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pswire.api import RestoreOrder
+from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.model.plan import PlacedVariable
 from pswire.model.tables import SlotTensor, TablePart
+from pswire.model.tensor import Array
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,57 @@ class RestoredTable:
         for tensor in self.stored.tensors.values():
             if tensor.slot is not None and tensor.slot.name in self.rows:
                 tensor.begins = self.rows[tensor.slot.name]  # which it takes when it is used
+
+
+@dataclass(frozen=True)
+class RestoredValues:
+    """What was read for the variables of one server.
+
+    Attributes:
+        arrays: arrays on the device, by the numbers of their variables.
+        tables: parts of dynamic tables.
+    """
+
+    arrays: dict[int, Array]
+    tables: list[RestoredTable]
+
+
+@dataclass(frozen=True)
+class WantedValues:
+    """What is to be read for the variables of one server.
+
+    Attributes:
+        arrays: by variable the name of the tensor that it takes.
+        tables: the dynamic tables.
+    """
+
+    arrays: Mapping[PlacedVariable, str]
+    tables: Sequence[WantedTable]
+
+    @classmethod
+    def of(cls, store: Store, names: Mapping[int, str], order: RestoreOrder) -> WantedValues:
+        """Makes one of the names that variables of this server take, by their numbers."""
+        arrays = {store.variables[id]: name for id, name in names.items() if store.variables[id].spec.part is None}
+        tables = (WantedTable.of(stored, names, order) for stored in store.tables())
+        return cls(arrays, [table for table in tables if table is not None])
+
+    def read(self, saved: SavedCheckpoint, store: Store, cast: bool = False, sharded: bool = True) -> RestoredValues:
+        """Reads them; in the thread for files.
+
+        Args:
+            saved: the checkpoint.
+            store: the variables.
+            cast: True if tensors may be of another dtype.
+            sharded: True if the tensor of a partitioned variable has the rows of all its shards.
+
+        Raises:
+            DamagedCheckpoint, CheckpointError, VariableMismatch, MemoryLimit: as of `read_arrays`, and `restored`.
+        """
+        shards = [variable.spec.shard if sharded else None for variable in self.arrays]
+        arrays = read_arrays(saved, [(name, v.spec.tensor) for v, name in self.arrays.items()], cast, shards)
+        tables = [table.restored(saved, store.native) for table in self.tables]
+        put = store.device.put
+        return RestoredValues({v.id: put(array) for v, array in zip(self.arrays, arrays, strict=True)}, tables)
 
 
 def first_of_part(saved: SavedCheckpoint, part: TablePart, cast: bool, native: Native) -> Table | KeyedRows:
