@@ -107,58 +107,43 @@ def tensors_in(shards: Sequence[Shard]) -> dict[str, Saved]:
         CheckpointError: rows are missing, or a name is there twice.
     """
     found: dict[str, Saved] = {}
-    parts: dict[tuple[str, int, TensorSpec], list[Slice]] = {}
+    parts: dict[str, list[tuple[int, str, SavedTensor]]] = {}
+    of_tables = set[str]()
     for file in shards:
         for each in file.tensors:
-            if each.part is not None:
-                continue
-            if each.shard is None:
+            place = each.part or each.shard
+            if place is None:
                 found[each.name] = Saved(file.file, each.spec, each.checksum)
                 continue
-            whole = TensorSpec(each.spec.dtype, (each.shard.rows, *each.spec.shape[1:]))
-            one = Slice(file.file, each.name, each.shard.first, each.spec.shape[0], each.checksum)
-            parts.setdefault((each.shard.whole, each.shard.rows, whole), []).append(one)
-    of_tables = _tensors_of_tables(shards)
-    taken = next((name for name in of_tables if name in found or name in {whole for whole, _, _ in parts}), None)
-    if taken is not None:
-        raise CheckpointError(f"variable {taken!r} has the same name as a tensor of a dynamic table; rename it")
-    found |= of_tables
-    for (name, rows, spec), slices in parts.items():
-        slices.sort(key=lambda one: one.first)
-        if sum(one.rows for one in slices) != rows:
-            raise CheckpointError(
-                f"partitioned variable {name!r} has no value yet in some of its {rows} rows, because the process "
-                "that created it was lost; save again"
-            )
-        found[name] = Saved("", spec, "", tuple(slices))
-    return found
-
-
-def _tensors_of_tables(shards: Sequence[Shard]) -> dict[str, Saved]:
-    """Returns the tensors of dynamic tables: their parts are in the order of the buckets, and empty ones left out."""
-    parts: dict[str, list[tuple[int, str, SavedTensor]]] = {}
-    for file in shards:
-        for each in file.tensors:
-            if each.part is not None:
-                parts.setdefault(each.part.whole, []).append((each.part.first, file.file, each))
-    found: dict[str, Saved] = {}
+            of_tables |= {each.part.whole} if each.part else set()
+            parts.setdefault(place.whole, []).append((place.first, file.file, each))
     for name, pieces in parts.items():
-        pieces.sort(key=itemgetter(0))
-        _, first, one = pieces[0]
-        slices, rows = list[Slice](), 0
-        for _, own, each in pieces:
-            if (each.spec.dtype, each.spec.shape[1:]) != (one.spec.dtype, one.spec.shape[1:]):
-                raise CheckpointError(f"the parts of {name!r} are {one.spec} and {each.spec}")
-            if each.spec.shape[0]:
-                slices.append(Slice(own, each.name, rows, each.spec.shape[0], each.checksum))
-                rows += each.spec.shape[0]
-        spec = TensorSpec(one.spec.dtype, (rows, *one.spec.shape[1:]))
-        if len(slices) > 1 or any(each.tensor != name for each in slices):
-            found[name] = Saved("", spec, "", tuple(slices))
-        else:
-            whole = slices[0] if slices else Slice(first, name, 0, 0, one.checksum)
-            found[name] = Saved(whole.file, spec, whole.checksum)
+        if name in of_tables and (name in found or any(each.part is None for _, _, each in pieces)):
+            raise CheckpointError(f"variable {name!r} has the same name as a tensor of a dynamic table; rename it")
+        found[name] = _joined(name, sorted(pieces, key=itemgetter(0)))
     return found
+
+
+def _joined(name: str, pieces: Sequence[tuple[int, str, SavedTensor]]) -> Saved:
+    """Returns the tensor that pieces make, which are in order; those of tables may be empty, and are left out then."""
+    _, first, one = pieces[0]
+    slices, rows = list[Slice](), 0
+    for _, file, each in pieces:
+        if (each.spec.dtype, each.spec.shape[1:]) != (one.spec.dtype, one.spec.shape[1:]):
+            raise CheckpointError(f"the parts of {name!r} are {one.spec} and {each.spec}")
+        if each.spec.shape[0]:
+            slices.append(Slice(file, each.name, rows, each.spec.shape[0], each.checksum))
+            rows += each.spec.shape[0]
+    if one.shard is not None and rows != one.shard.rows:
+        raise CheckpointError(
+            f"partitioned variable {name!r} has no value yet in some of its {one.shard.rows} rows, because the process "
+            "that created it was lost; save again"
+        )
+    spec = TensorSpec(one.spec.dtype, (rows, *one.spec.shape[1:]))
+    if len(slices) > 1 or any(each.tensor != name for each in slices):
+        return Saved("", spec, "", tuple(slices))
+    whole = slices[0] if slices else Slice(first, name, 0, 0, one.checksum)
+    return Saved(whole.file, spec, whole.checksum)
 
 
 def tables_in(shards: Sequence[Shard]) -> dict[str, SavedTable]:

@@ -22,6 +22,7 @@ from pswire.checkpoint.manifest import (
     Base,
     Manifest,
     Saved,
+    Slice,
     is_aside,
     latest_in,
     number,
@@ -186,21 +187,13 @@ class SavedCheckpoint:
             CheckpointError: the checkpoint does not have one of them, or its bytes are not as they were saved.
             VariableMismatch: a tensor has another shape or dtype.
         """
-        of = list(shards) or [None] * len(wanted)
-        saved = [self._check(name, spec, cast, shard) for (name, spec), shard in zip(wanted, of, strict=True)]
-        found: dict[int, Array] = {}
-        by_file: dict[str, list[_Piece]] = {}
-        for place, ((name, spec), shard, one) in enumerate(zip(wanted, of, saved, strict=True)):
-            if shard is None and not one.slices:
-                by_file.setdefault(one.file, []).append(_Piece(place, name, one))
-                continue
-            self._check_room(name, one)
-            found[place] = np.empty(spec.shape, DTYPES[one.spec.dtype])
-            for piece in _pieces(place, name, one, 0 if shard is None else shard.first, found[place]):
-                by_file.setdefault(piece.saved.file, []).append(piece)
-        for file, pieces in sorted(by_file.items()):
-            self._read(file, pieces, found)
-        return [found[place].astype(DTYPES[spec.dtype], copy=False) for place, (_, spec) in enumerate(wanted)]
+        arrays, rows = list[Array](), list[tuple[str, int, Array]]()
+        for (name, spec), shard in zip(wanted, list(shards) or [None] * len(wanted), strict=True):
+            saved = self._check(name, spec, cast, shard)
+            arrays.append(np.empty(spec.shape, DTYPES[saved.spec.dtype]))
+            rows.append((name, shard.first if shard else 0, np.atleast_1d(arrays[-1])))
+        self._fill(rows)
+        return [array.astype(DTYPES[spec.dtype], copy=False) for array, (_, spec) in zip(arrays, wanted, strict=True)]
 
     def fill(self, wanted: Sequence[tuple[str, int, Array]]) -> None:
         """Reads rows of tensors into memory that is there, each file in one go.
@@ -213,17 +206,29 @@ class SavedCheckpoint:
             DamagedCheckpoint, CheckpointError: as `read`.
             VariableMismatch: rows of a tensor are of another shape or dtype, or there are not so many.
         """
-        by_file: dict[str, list[_Piece]] = {}
-        for place, (name, first, out) in enumerate(wanted):
+        for name, first, out in wanted:
             shard = ShardOf(name, first, self.manifest.tensors[name].spec.shape[0] if name in self else 0)
-            saved = self._check(name, spec_of(out), False, shard)
+            self._check(name, spec_of(out), False, shard)
             if first + len(out) > shard.rows:
-                raise VariableMismatch(f"the checkpoint {self.full} holds only {name!r} rows of {self.full}")
-            self._check_room(name, saved)
-            for piece in _pieces(place, name, saved, first, out):
-                by_file.setdefault(piece.saved.file, []).append(piece)
-        for file, pieces in sorted(by_file.items()):
-            self._read(file, pieces, {})
+                raise VariableMismatch(f"the checkpoint {self.full} holds only {shard.rows} rows of {name!r}")
+        self._fill(wanted)
+
+    def _fill(self, wanted: Sequence[tuple[str, int, Array]]) -> None:
+        """As `fill`, of tensors that `_check` has seen."""
+        by_file: dict[str, list[tuple[TensorEntry, int, Array]]] = {}
+        for name, first, out in wanted:
+            saved = self.manifest.tensors[name]
+            for one in saved.pieces(name):
+                begin, end = max(first, one.first), min(first + len(out), one.first + one.rows)
+                if begin < end:
+                    rows = self._entry(saved, one), begin - one.first, out[begin - first : end - first]
+                    by_file.setdefault(one.file, []).append(rows)
+        for name, pieces in sorted(by_file.items()):
+            with self._opened(name) as file:
+                for entry, first, out in pieces:
+                    tensor = TensorReader(file, entry, first)
+                    tensor.read(out)
+                    tensor.end()
 
     def tensor(self, name: str) -> Array:
         """One tensor, as it was saved; raises as `read`, and `KeyError` where the checkpoint has none of this name."""
@@ -241,8 +246,8 @@ class SavedCheckpoint:
             raise CheckpointError(f"the checkpoint {self.full} has no {name!r}")
         saved, found = self.manifest.tensors[name], list[Array]()
         for one in saved.pieces(name):
-            with self._opened(one.file, "mapped") as (_, entries):
-                entry = entry_of(entries, one.tensor, saved.piece(one))
+            with self._opened(one.file, "mapped"):
+                entry = self._entry(saved, one)
                 dtype, shape = DTYPES[entry.spec.dtype], entry.spec.shape
                 path = self.place.full(str(PurePosixPath(self.path) / one.file))
                 is_there = entry.spec.nbytes > 0
@@ -258,8 +263,8 @@ class SavedCheckpoint:
             begin, end = max(first, one.first), min(stop, one.first + one.rows)
             if begin >= end:
                 continue
-            with self._opened(one.file) as (file, entries):
-                tensor = TensorReader(file, entry_of(entries, one.tensor, saved.piece(one)), begin - one.first)
+            with self._opened(one.file) as file:
+                tensor = TensorReader(file, self._entry(saved, one), begin - one.first)
                 for at in range(begin, end, step):
                     rows: Array = np.empty((min(step, end - at), *row.shape), DTYPES[row.dtype])
                     tensor.read(rows)
@@ -267,6 +272,7 @@ class SavedCheckpoint:
                 tensor.end()
 
     def _check(self, name: str, spec: TensorSpec, cast: bool, shard: ShardOf | None) -> Saved:
+        """Returns a tensor that is as it is wanted, and that its files have: a manifest alone must not take memory."""
         tensors = self.manifest.tensors
         if name not in tensors:
             raise CheckpointError(
@@ -279,37 +285,30 @@ class SavedCheckpoint:
             fits = found.shape == spec.shape
             wish = "restore it with CheckpointOptions(cast=True)" if fits else "create the variable as it was saved"
             raise VariableMismatch(f"the checkpoint {self.full} holds {name!r} as {found}, not {spec}; {wish}")
+        for one in tensors[name].pieces(name):
+            self._entry(tensors[name], one)
         return tensors[name]
 
-    def _check_room(self, name: str, saved: Saved) -> None:
-        """Raises `DamagedCheckpoint` where the files are too short: a manifest alone must not take memory."""
-        for one in saved.pieces(name):
-            path = str(PurePosixPath(self.path) / one.file)
-            with told(self.place.full(path)):
-                self._check_size(one.file, path)
-                if saved.piece(one).spec.nbytes > self.place.size(path):
-                    raise Malformed(f"it is too short to contain {one.tensor!r}, which the manifest lists")
-
-    def _read(self, name: str, pieces: Sequence[_Piece], found: dict[int, Array]) -> None:
-        """Reads pieces of tensors of one file; adds those that are whole tensors to `found`."""
-        with self._opened(name) as (file, entries):
-            for piece in pieces:
-                tensor = TensorReader(file, entry_of(entries, piece.tensor, piece.saved), piece.first)
-                out = piece.out
-                if out is None:
-                    spec = piece.saved.spec
-                    out = found[piece.place] = np.empty(spec.shape, DTYPES[spec.dtype])
-                tensor.read(out)
-                tensor.end()
+    def _entry(self, saved: Saved, one: Slice) -> TensorEntry:
+        """Returns where a piece of a tensor is in its file; raises as `read`."""
+        if one.file not in self._headers:
+            with self._opened(one.file):
+                pass
+        try:
+            return entry_of(self._headers[one.file], one.tensor, saved.piece(one))
+        except Malformed:
+            with told(self.place.full(str(PurePosixPath(self.path) / one.file))):
+                raise
 
     @contextmanager
-    def _opened(self, name: str, verb: str = "read") -> Iterator[tuple[IO[bytes], dict[str, TensorEntry]]]:
-        """Opens a file of the size that it had; gives it, and its header; errors are as of `told`."""
+    def _opened(self, name: str, verb: str = "read") -> Iterator[IO[bytes]]:
+        """Opens a file of the size that it had, whose header is known then; errors are as of `told`."""
         path = str(PurePosixPath(self.path) / name)
         with told(self.place.full(path), verb):
             self._check_size(name, path)
             with self.place.open(path) as file:
-                yield file, self._header(name, path, file)
+                self._header(name, path, file)
+                yield file
 
     def _check_size(self, name: str, path: str) -> None:
         if not self.place.exists(path):
@@ -390,33 +389,6 @@ class SavedCheckpoint:
                             TensorReader(file, entry_of(entries, tensor, saved)).end()
                     except Malformed as error:
                         yield str(error)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What is wanted of one tensor of a file.
-
-    Attributes:
-        place: number of what is wanted, of which this is a piece.
-        tensor: the tensor's name in the file.
-        saved: the tensor, as the manifest has it.
-        first: number of the first row that is wanted.
-        out: takes the rows; None where all of the tensor is wanted, and is all that is wanted.
-    """
-
-    place: int
-    tensor: str
-    saved: Saved
-    first: int = 0
-    out: Array | None = None
-
-
-def _pieces(place: int, name: str, saved: Saved, first: int, out: Array) -> Iterator[_Piece]:
-    """Returns the pieces of a tensor that have its rows from `first` on, as many as `out` takes."""
-    for one in saved.pieces(name):
-        begin, end = max(first, one.first), min(first + len(out), one.first + one.rows)
-        if begin < end:
-            yield _Piece(place, one.tensor, saved.piece(one), begin - one.first, out[begin - first : end - first])
 
 
 def _is_one(place: Storage, path: str) -> bool:
