@@ -55,7 +55,7 @@ FORBIDDEN = {
     "pstesting": set(),
 }
 HAVE_LOCKS = modules("pswire.network", "payload shared_memory tls_socket sockets traffic") | {
-    *("pswire.telemetry.web_server", "pswire.telemetry.page.sampler", "pswire.security.rotation")
+    *("pswire.telemetry.web_server", "pswire.telemetry.page.sampler", "pswire.security.identity")
 }
 """What is filled by one thread and read by another needs one; of the contract only the port of metrics starts some."""
 

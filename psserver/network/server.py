@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import socket
 import threading
@@ -21,7 +20,7 @@ from psserver.network.health import Health
 from psserver.network.peers import Peers
 from psserver.network.served import Served
 from psserver.network.transport_server import TransportServer
-from pswire.cluster import join_address
+from pswire.cluster import is_loopback, join_address
 from pswire.errors import ConfigError
 from pswire.model.status import Happened, ProcessStatus
 from pswire.network.traffic import Traffic, TransportName
@@ -230,7 +229,6 @@ def _options() -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # of a ping for another reason, beside which there is none
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.max_pings_without_data", 0),  # no limit
         # Clients may ping as often as they like: else they would be refused with too_many_pings.
         ("grpc.http2.max_ping_strikes", 0),
@@ -271,12 +269,8 @@ def check_listening(config: ServerConfig) -> None:
     except OSError as error:
         raise ConfigError(_cannot(host, port, error.strerror or str(error))) from None
     _probe(host, port, addresses)
-    if not all(_is_loopback(address) for *_, address in addresses):
+    if not all(is_loopback(str(address[0]).partition("%")[0]) for *_, address in addresses):
         _check_exposed(config)
-
-
-def _is_loopback(address: Any) -> bool:
-    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
 
 
 def _check_exposed(config: ServerConfig) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import resource
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
+from psserver.config import ServerConfig
 from psserver.network.access import Access, Names
 from psserver.network.client_memory import ClientMemory, take_segment
 from psserver.network.served import Served
@@ -19,13 +22,14 @@ from psserver.registry import Registered
 from pswire.api import PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
-from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
+from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, MemoryLimit, PSError
+from pswire.limits import BUFFER_BYTES
 from pswire.network.parts import Assembly
 from pswire.network.payload import Payload
-from pswire.network.shared_memory import SharedArena
+from pswire.network.shared_memory import Segment, SharedArena
 from pswire.network.sockets import Message, MessageKind, MessageSocket, PayloadSender
 from pswire.network.tls_socket import Stream
-from pswire.network.traffic import Traffic, TransportName
+from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
 
 log = logging.getLogger("psserver.transports")
@@ -47,6 +51,9 @@ TURN = 32
 BACKLOG = 1024
 """Buffers that a client has not taken, beyond which nothing more is read from it."""
 
+MAX_CONNECTIONS = 8
+"""Most connections of one session, which uses one, and for a moment a second; beyond it the oldest is closed."""
+
 MAX_CALLS = 256
 """Most calls of one client that wait for their answers at the same time."""
 
@@ -55,36 +62,6 @@ WORDS = 4
 
 LEAST_WORD_SECONDS = 0.05
 """Least seconds between two signs of life, whatever lease a client names."""
-
-
-class Hub(Protocol):
-    """The acceptor of connections, and the state they share. All of it belongs to the event loop."""
-
-    core: Served
-    access: Access
-    task: str
-    in_flight: int
-    buffer_bytes: int
-    traffic: Mapping[TransportName, Traffic]
-    ended: PSError | None
-    encoder: messages.RoundEncoder
-    connections: list[Connection]
-    leaving: set[Connection]
-
-    def let_in(self, connection: Connection, hello: pb.TransportHello) -> Registered:
-        """Admits a client, or refuses one whose hello does not show its session, which is returned."""
-
-    def refuse(self, connection: Connection, error: PSError) -> None:
-        """Closes a connection, since what has come on it is refused."""
-
-    def replace(self, connection: Connection) -> None:
-        """Closes all other connections of its session."""
-
-    def outbox(self) -> tuple[SharedArena, int]:
-        """Returns the memory for answers to clients that share memory, and its file."""
-
-    def assembly(self, size: int, transport: TransportName) -> Assembly:
-        """Returns the assembly for a new message's payload."""
 
 
 class Heartbeat:
@@ -129,7 +106,7 @@ class Connection:
     """One client's transport. Belongs to the event loop, but for the methods that answer.
 
     Args:
-        transports: the acceptor.
+        transports: all transports of the server.
         sock: the connection.
         shared: True if data are in memory that the client will hand over.
         peer: where the client is, for messages.
@@ -137,7 +114,9 @@ class Connection:
             memory shows only its token, which came over a channel that has asked.
     """
 
-    def __init__(self, transports: Hub, sock: Stream, shared: bool, peer: str = "", names: Names = None) -> None:
+    def __init__(
+        self, transports: Connections, sock: Stream, shared: bool, peer: str = "", names: Names = None
+    ) -> None:
         self.session: int | None = None
         """The client's session; None before its hello."""
         self._registered: Registered | None = None
@@ -488,3 +467,92 @@ class TransportAnswer:
             self._channel.end(MessageKind.ANSWER, self.call, header)
         else:
             self._channel.send(MessageKind.ANSWER, self.call, header, payload)
+
+
+class Connections:
+    """The transports of all clients of a server, and what they share. Belongs to the event loop.
+
+    Args:
+        core: the server proper.
+        config: the limits. Only as much of the memory for answers is taken as was once in use at a time; twice the
+            largest model whose values are used in place is best.
+        access: checks clients and their calls.
+    """
+
+    def __init__(self, core: Served, config: ServerConfig, access: Access) -> None:
+        self.core = core
+        self.access = access
+        self.task = str(config.task)
+        self.in_flight = config.in_flight
+        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        self.buffer_bytes = 0 if limited else BUFFER_BYTES
+        self.max_payload_bytes = config.max_payload_bytes
+        self.traffic = traffic()
+        """Payload bytes of each transport, gRPC included."""
+        self.encoder = messages.RoundEncoder()
+        """Of the answers on all transports."""
+        self.connections: list[Connection] = []
+        self.leaving: set[Connection] = set()
+        """Closed connections whose clients may still read this server's memory."""
+        self.ended: PSError | None = None
+        """The error that refuses every call once the server is shutting down; None until then."""
+        self._shared_memory = config.shared_memory
+        self._outbox: tuple[SharedArena, int] | None = None
+
+    def let_in(self, connection: Connection, hello: pb.TransportHello) -> Registered:
+        """Admits a client after its hello; raises `InvalidRequest` or `Forbidden` if that is not valid."""
+        found = self.access.admit_transport(hello, connection.names)
+        others = [other for other in self.connections if other.session == hello.session]
+        if len(others) >= MAX_CONNECTIONS:
+            others[0].close("its client has opened too many connections")
+        return found
+
+    def refuse(self, connection: Connection, error: PSError) -> None:
+        """Closes a connection, since what has come on it is refused; strangers are counted, and seldom told of."""
+        if connection.session is None:
+            self.access.refused.note("connect", connection.peer, "transport", error.message)
+        else:
+            said = "a connection of session %d is closed, because it sent an invalid message: %s"
+            log.warning(said, connection.session, error.message)
+        connection.close(error.message)
+
+    def replace(self, connection: Connection) -> None:
+        """Closes all other connections of a session: its client has given them up, and perhaps could not say so."""
+        for other in [other for other in self.connections if other.session == connection.session]:
+            if other is not connection:
+                other.close("its client has opened a new connection")
+
+    def outbox(self) -> tuple[SharedArena, int]:
+        """Returns the memory for answers to clients that share memory, and its file; raises `OSError` on failure."""
+        if self._outbox is None:
+            segment, file = Segment.make(self._shared_memory)
+            self._outbox = SharedArena(segment.memory), file
+        return self._outbox
+
+    def assembly(self, size: int, transport: TransportName) -> Assembly:
+        """Returns the assembly for a message's payload; raises `MemoryLimit` for one that announces too much."""
+        if size > self.max_payload_bytes:
+            raise MemoryLimit(
+                f"a message of {size} bytes exceeds this server's limit of {self.max_payload_bytes}; give the server "
+                "more memory, or add servers",
+                self.task,
+            )
+        return Assembly(size, self.traffic[transport])
+
+    def end(self, error: PSError) -> None:
+        """Fails all calls that wait, and all that come, with an error."""
+        self.ended = error
+        for connection in list(self.connections):
+            connection.end(error)
+
+    def close(self) -> None:
+        """Closes all connections, and releases the memory for answers."""
+        for connection in list(self.connections):
+            connection.close("the server is shutting down", gone=True)
+        for connection in self.leaving:
+            asyncio.get_running_loop().remove_reader(connection.sock)
+            connection.drop()
+        self.leaving.clear()
+        if self._outbox is not None:
+            os.close(self._outbox[1])
+            self._outbox = None

@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
-import resource
 import socket
 from functools import partial
 from pathlib import Path
@@ -21,28 +19,17 @@ from psserver.network import unix_socket
 from psserver.network.access import Access
 from psserver.network.served import Served
 from psserver.network.tls_handshake import Handshake
-from psserver.network.transport_connection import Connection
-from psserver.registry import Registered
+from psserver.network.transport_connection import Connection, Connections
 from pswire.cluster import join_address
-from pswire.encoding.messages import RoundEncoder
-from pswire.errors import MemoryLimit, PSError
-from pswire.limits import BUFFER_BYTES
-from pswire.network.parts import Assembly
-from pswire.network.shared_memory import Segment, SharedArena
 from pswire.network.sockets import tune
 from pswire.network.tls_socket import Sealed
-from pswire.network.traffic import TransportName, traffic
-from pswire.pb import parameter_server_pb2 as pb
+from pswire.security.identity import ServerContexts
 from pswire.security.names import named
-from pswire.security.rotation import ServerContexts
 
 log = logging.getLogger("psserver.transports")
 
 MAX_STRANGERS = 256
 """Most connections without a hello; beyond it the oldest is closed."""
-
-MAX_CONNECTIONS = 8
-"""Most connections of one session, which uses one, and for a moment a second; beyond it the oldest is closed."""
 
 REST_SECONDS = 1.0
 """Seconds without an accept once the system has no room for a connection."""
@@ -57,27 +44,17 @@ SILENCE_SECONDS = 30.0
 """Seconds after which a client's host that acknowledges nothing is given up."""
 
 
-class TransportServer:
+class TransportServer(Connections):
     """The listener for the transports of all sessions. All methods belong to the event loop.
 
     Args:
         core: the server proper.
-        config: address, certificate and limits. Only as much of the memory for answers is taken as was once in use at a
-            time; twice the largest model whose values are used in place is best.
+        config: address, certificate and limits.
         access: checks clients and their calls.
     """
 
     def __init__(self, core: Served, config: ServerConfig, access: Access) -> None:
-        self.in_flight = config.in_flight
-        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        self.buffer_bytes = 0 if limited else BUFFER_BYTES
-        self._shared_memory = config.shared_memory
-        self.core = core
-        self.access = access
-        self.task = str(config.task)
-        self.traffic = traffic()
-        """Payload bytes of each transport, gRPC included."""
-        self.max_payload_bytes = config.max_payload_bytes
+        super().__init__(core, config, access)
         self._tls = ServerContexts(config.security) if config.security.tls else None
         self.port = 0
         """Port of the tcp transport, once it listens."""
@@ -86,56 +63,8 @@ class TransportServer:
         self._host = config.host
         self._wanted = config.data_port
         self._listeners: list[socket.socket] = []
-        self._outbox: tuple[SharedArena, int] | None = None
-        self.connections: list[Connection] = []
         self._handshakes: list[Handshake] = []
-        self.leaving: set[Connection] = set()
-        """Closed connections whose clients may still read this server's memory."""
-        self.ended: PSError | None = None
-        """The error that refuses every call once the server is shutting down; None until then."""
-        self.encoder = RoundEncoder()
-        """Of the answers on all transports."""
         self._resting = False
-
-    def let_in(self, connection: Connection, hello: pb.TransportHello) -> Registered:
-        """Admits a client after its hello; raises `InvalidRequest` or `Forbidden` if that is not valid."""
-        found = self.access.admit_transport(hello, connection.names)
-        others = [other for other in self.connections if other.session == hello.session]
-        if len(others) >= MAX_CONNECTIONS:
-            others[0].close("its client has opened too many connections")
-        return found
-
-    def refuse(self, connection: Connection, error: PSError) -> None:
-        """Closes a connection, since what has come on it is refused; strangers are counted, and seldom told of."""
-        if connection.session is None:
-            self.access.refused.note("connect", connection.peer, "transport", error.message)
-        else:
-            said = "a connection of session %d is closed, because it sent an invalid message: %s"
-            log.warning(said, connection.session, error.message)
-        connection.close(error.message)
-
-    def replace(self, connection: Connection) -> None:
-        """Closes all other connections of a session: its client has given them up, and perhaps could not say so."""
-        for other in [other for other in self.connections if other.session == connection.session]:
-            if other is not connection:
-                other.close("its client has opened a new connection")
-
-    def outbox(self) -> tuple[SharedArena, int]:
-        """Returns the memory for answers to clients that share memory, and its file; raises `OSError` on failure."""
-        if self._outbox is None:
-            segment, file = Segment.make(self._shared_memory)
-            self._outbox = SharedArena(segment.memory), file
-        return self._outbox
-
-    def assembly(self, size: int, transport: TransportName) -> Assembly:
-        """Returns the assembly for a message's payload; raises `MemoryLimit` for one that announces too much."""
-        if size > self.max_payload_bytes:
-            raise MemoryLimit(
-                f"a message of {size} bytes exceeds this server's limit of {self.max_payload_bytes}; give the server "
-                "more memory, or add servers",
-                self.task,
-            )
-        return Assembly(size, self.traffic[transport])
 
     def start(self) -> None:
         """Starts listening; raises `OSError` if the port cannot be had."""
@@ -196,12 +125,6 @@ class TransportServer:
         loop.remove_reader(listener)
         loop.call_later(REST_SECONDS, self._heed, listener, shared)
 
-    def end(self, error: PSError) -> None:
-        """Fails all calls that wait, and all that come, with an error."""
-        self.ended = error
-        for connection in list(self.connections):
-            connection.end(error)
-
     def stop(self) -> None:
         """Closes all listeners and connections."""
         loop = asyncio.get_running_loop()
@@ -213,12 +136,4 @@ class TransportServer:
             Path(self.path).unlink(missing_ok=True)
         for handshake in list(self._handshakes):
             handshake.close("the server is shutting down")
-        for connection in list(self.connections):
-            connection.close("the server is shutting down", gone=True)
-        for connection in self.leaving:
-            loop.remove_reader(connection.sock)
-            connection.drop()
-        self.leaving.clear()
-        if self._outbox is not None:
-            os.close(self._outbox[1])
-            self._outbox = None
+        self.close()

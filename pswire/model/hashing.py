@@ -98,11 +98,6 @@ def buckets_of(hashes: Hashes) -> npt.NDArray[np.int64]:
     return (hashes >> np.uint64(LOW_BITS)).view(np.int64)
 
 
-def first_of(bucket: int) -> int:
-    """Returns the least hash of a bucket."""
-    return bucket << LOW_BITS
-
-
 def mixing(tools: Any) -> Any:
     """Returns `mixed` of one number, for functions for Numba."""
     u64, (one, other) = np.uint64, map(np.uint64, MULTIPLIERS)

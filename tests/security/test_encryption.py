@@ -24,8 +24,8 @@ from pstesting.clock import Clock
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say  # in the program below, which is a source
-from pswire.security import rotation
-from pswire.security.rotation import CertificateFiles
+from pswire.security import identity
+from pswire.security.identity import CertificateFiles
 from tests.kit.cases import search
 from tests.kit.certificates import Certificates, guarded, options
 from tests.kit.internals import (
@@ -181,7 +181,7 @@ class Watched:
         paths = [str(files.path / file) for file in FILES]
         self._files = CertificateFiles(paths, lambda: files.options.read("ps-0"), lambda: self._clock.now)
 
-    def later(self, seconds: float = rotation.LOOK_SECONDS) -> bytes:
+    def later(self, seconds: float = identity.LOOK_SECONDS) -> bytes:
         """Looks after a while; returns the certificate that is in use."""
         self._clock.now += seconds
         return (self._files.newest() or self.first).certificate
@@ -217,7 +217,7 @@ def test_a_broken_pair_is_not_taken(files: Files, certificates: Certificates, ca
             assert not caplog.records, "it may be between two writes"
             for _ in range(5):
                 assert watched.later() == watched.first.certificate
-                assert watched.later(rotation.AGAIN_SECONDS) == watched.first.certificate
+                assert watched.later(identity.AGAIN_SECONDS) == watched.first.certificate
         (line,) = [record.getMessage() for record in caplog.records]
         assert why in line
         assert "previous ones stay in use" in line
@@ -232,7 +232,7 @@ def test_a_server_shows_new_certificates_on_every_port(
 
     A client whose connection breaks connects again with what its own files have then.
     """
-    monkeypatch.setattr(rotation, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(identity, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(transport, "LOOK_SECONDS", 0.05)
     own = Files(files.path.parent / "worker-0", certificates.out / "worker-0")
     with ExitStack() as stack:

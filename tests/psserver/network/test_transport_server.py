@@ -181,8 +181,8 @@ def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: st
     request.session = last.session
     guest.say(MessageKind.PULL, 3, request.SerializeToString())
     assert guest.hear().kind is MessageKind.ANSWER
-    guests = [member(stack, site, name) for _ in range(server_transports.MAX_CONNECTIONS + 2)]
-    assert len(site.open([last.session])) <= server_transports.MAX_CONNECTIONS
+    guests = [member(stack, site, name) for _ in range(connection_of.MAX_CONNECTIONS + 2)]
+    assert len(site.open([last.session])) <= connection_of.MAX_CONNECTIONS
     assert guest.is_closed()
     assert guests[0].is_closed()
     site.round()
@@ -691,7 +691,7 @@ def test_names_of_dead_servers_are_removed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_many_clients_cost_no_threads(stack: ExitStack, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of them on one server, each with its round: as many threads serve them as serve two."""
-    monkeypatch.setattr(server_transports, "MAX_CONNECTIONS", 64)  # two sessions stand for all
+    monkeypatch.setattr(connection_of, "MAX_CONNECTIONS", 64)  # two sessions stand for all
     site = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
     site.round()
     process = psutil.Process()
