@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from psserver.devices import ServerDevice
 from psserver.programs.kernels.codegen import Form, Parameter, SumTerm, looked_at, parameters
@@ -21,6 +21,9 @@ from pswire.model.program import Program
 
 MAX_KNOWN = 10_000
 """Most programs, forms of steps and stages that are kept; beyond it all are forgotten."""
+
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -80,40 +83,20 @@ class Stage:
         return frozenset(target for target, _ in self.step.program.assigns)
 
 
+@dataclass(frozen=True)
+class RowKernel(Kernel):
+    """A compiled kernel of a step on rows of tables."""
+
+    form: RowForm
+
+
 @dataclass
 class _Known:
     """A step with its kernel. Holds the step, so that its `id` is not reused."""
 
     step: Step
-    form: Form
-    kernel: Kernel | None = None
-
-
-@dataclass(frozen=True)
-class RowKernel:
-    """A compiled kernel of a step on rows of tables.
-
-    Attributes:
-        form: the computation.
-        function: the compiled function.
-    """
-
-    form: RowForm
-    function: Any
-
-    @cached_property
-    def parameters(self) -> list[Parameter]:
-        """Its parameters for inputs, in order."""
-        return parameters(self.form)
-
-
-@dataclass
-class _KnownRows:
-    """A step on rows with its kernel, as `_Known`."""
-
-    step: Step
-    form: RowForm
-    kernel: RowKernel | None = None
+    form: Any
+    kernel: Any = None
 
 
 SMALLEST = 1 << 14
@@ -164,10 +147,10 @@ class Kernels:
         self._lock = threading.Lock()
         # By identity: a plan's programs are the same objects in each round, and comparing them takes longer than
         # all else here. What is remembered holds them, so that no number is used twice.
-        self._steps: dict[int, tuple[Program, tuple[Step, ...], Step]] = {}
+        self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
+        self._wholes: dict[int, tuple[Program, Step]] = {}
         self._row_steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self._known: dict[object, _Known] = {}
-        self._known_rows: dict[object, _KnownRows] = {}
         self._stages: dict[object, tuple[Program, tuple[Stage, ...]]] = {}
         self._asked: dict[int, tuple[Program, int]] = {}
 
@@ -227,44 +210,30 @@ class Kernels:
 
     def steps(self, program: Program) -> tuple[Step, ...]:
         """Returns the steps of a program."""
-        return self._of(program)[1]
+        return self._made(self._steps, program, split)
 
     def whole(self, program: Program) -> Step:
         """Returns a program as one step, which is interpreted."""
-        return self._of(program)[2]
+        return self._made(self._wholes, program, whole)
 
     def row_steps(self, program: Program) -> tuple[Step, ...]:
         """Returns the steps of a program that updates rows of tables: see `split_rows`."""
-        found = self._row_steps.get(id(program))
-        if found is None:
-            found = program, split_rows(program)
-            with self._lock:
-                self._make_room()
-                self._row_steps[id(program)] = found
-        return found[1]
+        return self._made(self._row_steps, program, split_rows)
 
-    def _of(self, program: Program) -> tuple[Program, tuple[Step, ...], Step]:
-        found = self._steps.get(id(program))
+    def _made(self, kept: dict[int, tuple[Program, K]], program: Program, make: Callable[[Program], K]) -> K:
+        found = kept.get(id(program))
         if found is None:
-            found = program, split(program), whole(program)
+            found = program, make(program)
             with self._lock:
                 self._make_room()
-                self._steps[id(program)] = found
-        return found
+                kept[id(program)] = found
+        return found[1]
 
     def kernel(self, step: Step, sums: Mapping[int, SumTerm]) -> Kernel | None:
         """Returns the kernel of an elementwise step that sums these inputs itself; None while it is not compiled."""
+        make = partial(self.compiler.elementwise, now=prod(step.shape or ()) >= LARGE)
         key = id(step), tuple(sums.items())
-        found = self._known.get(key)
-        if found is None:
-            with self._lock:
-                self._make_room()
-                found = self._known.setdefault(key, _Known(step, Form(step.program, dict(sums))))
-        if found.kernel is None:
-            now = prod(step.shape or ()) >= LARGE
-            function = self.compiler.elementwise(found.form, now=now)
-            found.kernel = None if function is None else Kernel(found.form, function)
-        return found.kernel
+        return self._compiled_once(key, step, lambda: Form(step.program, dict(sums)), make, Kernel)
 
     def rows(self, step: Step) -> RowKernel | None:
         """Returns the kernel of a step of `row_steps`; None while it is not compiled.
@@ -282,19 +251,24 @@ class Kernels:
         return self._row_kernel(step, self.compiler.once)
 
     def _row_kernel(self, step: Step, make: Callable[[RowForm], Any]) -> RowKernel | None:
-        key = id(step), make
-        found = self._known_rows.get(key)
-        if found is None:
+        return self._compiled_once((id(step), make), step, lambda: row_form(step), make, RowKernel)
+
+    def _compiled_once(
+        self, key: object, step: Step, form: Callable[[], Any], make: Callable[[Any], Any], kind: Callable[..., K]
+    ) -> K | None:
+        known = self._known.get(key)
+        if known is None:
             with self._lock:
                 self._make_room()
-                found = self._known_rows.setdefault(key, _KnownRows(step, row_form(step)))
-        if found.kernel is None:
-            function = make(found.form)
-            found.kernel = None if function is None else RowKernel(found.form, function)
-        return found.kernel
+                known = self._known.setdefault(key, _Known(step, form()))
+        if known.kernel is None:
+            function = make(known.form)
+            known.kernel = None if function is None else kind(known.form, function)
+        found: K | None = known.kernel
+        return found
 
     def _make_room(self) -> None:
-        kept: Any = self._steps, self._row_steps, self._known, self._known_rows, self._stages
+        kept: Any = self._steps, self._wholes, self._row_steps, self._known, self._stages
         if sum(map(len, kept)) >= MAX_KNOWN:
             for each in (*kept, self._asked):
                 each.clear()
