@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -32,7 +31,6 @@ from psserver.core.core import Core
 from psserver.network.joining import StandingOffer, await_place
 from psserver.network.server import Server, check_listening, leave_nothing
 from psserver.telemetry import MetricsPort, Rim
-from pswire.checkpoint.manifest import MANIFEST
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
 from pswire.flags import ABOUT, Command, Flag, explained, flag, flags, version
@@ -41,7 +39,7 @@ from pswire.model.status import ServerStatus
 from pswire.options import LOGGING, SERVER
 from pswire.process import INTERRUPTED, ends_with, take_interrupts
 from pswire.security.identity import SecurityOptions
-from pswire.server_options import DEFAULT_ROOT, ServerOptions
+from pswire.server_options import ServerOptions
 from pswire.sizes import human
 from pswire.telemetry import logging_setup
 
@@ -62,9 +60,6 @@ OUTLIVED = 76
 
 GRACE = 1.0
 """Seconds that answers under way get when the server ends."""
-
-OLD_ROOT = "checkpoints"
-"""The default root of checkpoints in older versions."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
@@ -212,7 +207,6 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
                 page = MetricsPort(core, server.traffic, config, config.metrics_port, rim)
                 server.serve_page(page.page_url)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
-            _mention_old_root(config)
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
             if config.join:
@@ -316,24 +310,6 @@ class ServerDeparture:
                 core.task,
                 error,
             )
-
-
-def _mention_old_root(config: ServerConfig) -> None:
-    """Warns of checkpoints in the old default root: a script that resumes would begin anew without a reason shown."""
-    by_default = config.checkpoint_root == os.path.abspath(DEFAULT_ROOT)
-    if config.task.index == 0 and by_default and _has_checkpoints(OLD_ROOT) and not _has_checkpoints(DEFAULT_ROOT):
-        log.warning(
-            "the checkpoints in %s are not used, because the default root is now %s; move them there, or start with "
-            "--checkpoint-root %s",
-            os.path.abspath(OLD_ROOT),
-            config.checkpoint_root,
-            OLD_ROOT,
-        )
-
-
-def _has_checkpoints(root: str) -> bool:
-    """Returns True if there are checkpoints in the root, or in its directories."""
-    return any(any(Path(root).glob(f"{above}/{MANIFEST}")) for above in ("*", "*/*"))
 
 
 def summary(status: ServerStatus) -> str:

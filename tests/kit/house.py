@@ -54,8 +54,8 @@ psserver.core              11  pswire wire.servers wire.model wire.security wire
                                 wire.checkpoint psserver.state psserver.checkpoints psserver.execution psserver.rounds
 psserver.telemetry         12  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
                                 psserver.tables psserver.state psserver.core
-psserver.cli               13  pswire wire.model wire.security wire.telemetry psserver wire.checkpoint
-                                psserver.network psserver.core psserver.telemetry
+psserver.cli               13  pswire wire.model wire.security wire.telemetry psserver psserver.network psserver.core
+                                psserver.telemetry
 psserver.__main__          14  psserver.cli
 psclient.ops                2  wire.model
 src.arrays                  2  pswire wire.model
