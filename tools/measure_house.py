@@ -2,6 +2,8 @@
 
 - code lines of each package: no docstrings, comments, blank lines and imports; all lines; lines of tests
 - a push that completes a round, in the server's core: Python calls, functions, files, and changes of file between calls
+- a step of four variables with Adam, in the worker, from the user's line until its push is sent: the same numbers; with
+  `psclient.optimizers`, and with `psclient.torch` where torch is installed
 - files of server and wire that mention a mode in an identifier or a text, outside of the mode's own package
 - fields of the classes that stand for a round
 - names that several classes have (--names lists them)
@@ -18,16 +20,21 @@ import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PACKAGES = ("psclient", "psserver", "pswire")
+OURS = tuple(f"{ROOT / each}/" for each in PACKAGES)
+STEPS = 8
+"""So many steps come before the one that is measured."""
+
+T = TypeVar("T")
 
 MODES = {
     "asynchronous": r"(^|_)async(_|$|hronous)|^Async|(^|_)alone(_|$)|[Ss]trand|(^|_)own_round",
@@ -124,17 +131,30 @@ def fields(node: ast.ClassDef) -> int:
     return len(declared)
 
 
+def calls(work: Callable[[], T]) -> tuple[T, dict[str, int]]:
+    """Returns what a function returns, and what it calls of ours in this thread."""
+    codes: list[CodeType] = []
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            codes.append(frame.f_code)
+
+    sys.setprofile(watch)
+    try:
+        result = work()
+    finally:
+        sys.setprofile(None)
+    paths = [code.co_filename for code in codes]
+    changes = sum(a != b for a, b in pairwise(paths))
+    found = {"calls": len(codes), "functions": len({*codes}), "files": len({*paths}), "changes of file": changes}
+    return result, found
+
+
 def push() -> dict[str, int]:
     """What the core calls for the second of two pushes, which completes a round that adds to a variable."""
     import numpy as np
 
     from tests.kit import rig
-
-    codes: list[CodeType] = []
-
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and str(ROOT) in frame.f_code.co_filename and "/tests/" not in frame.f_code.co_filename:
-            codes.append(frame.f_code)
 
     with rig.serving("core", 1, "/nowhere") as servers:
         job = rig.Job(servers)
@@ -147,13 +167,51 @@ def push() -> dict[str, int]:
             rig.together(*(worker.push(plan, [np.ones(256, "float32")]) for worker in (one, two)))
             one.round, two.round = one.round + 1, two.round + 1
         first = one.push(plan, [np.ones(256, "float32")])
-        sys.setprofile(watch)
-        last = two.push(plan, [np.ones(256, "float32")])
-        sys.setprofile(None)
+        last, found = calls(lambda: two.push(plan, [np.ones(256, "float32")]))
         rig.together(first, last)
-    paths = [code.co_filename for code in codes]
-    changes = sum(a != b for a, b in pairwise(paths))
-    return {"calls": len(codes), "functions": len({*codes}), "files": len({*paths}), "changes of file": changes}
+    return found
+
+
+def step() -> dict[str, int]:
+    """What a worker calls for a step of four variables with Adam, which computes nothing."""
+    import numpy as np
+
+    import psclient as ps
+
+    gradient = np.ones(256, "float32")
+    with ps.ParameterServerStrategy(["cpu:0"]) as strategy:
+        with strategy.scope():
+            variables = [ps.Variable(np.zeros(256, "float32")) for _ in range(4)]
+            optimizer = ps.optimizers.Adam(0.01)
+        pairs = [(gradient, v) for v in variables]
+
+        def run() -> None:
+            strategy.run(lambda: optimizer.apply_gradients(pairs))
+
+        for _ in range(STEPS):
+            run()
+            variables[0].numpy()
+        return calls(run)[1]
+
+
+def torch_step() -> dict[str, int]:
+    """What `psclient.torch.Optimizer.step` calls for such a step; nothing without torch."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    import psclient as ps
+    import psclient.torch as pst
+
+    with ps.ParameterServerStrategy(["cpu:0"]) as strategy:
+        module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(256)) for _ in range(4)])
+        optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy)
+        for number in range(STEPS + 1):
+            for each in module:
+                each.grad = torch.ones(256)
+            if number < STEPS:
+                optimizer.step()
+        return calls(optimizer.step)[1]
 
 
 def measure() -> dict[str, Any]:
@@ -168,6 +226,8 @@ def measure() -> dict[str, Any]:
         ),
         "lines of tests": sum(p.read_text(encoding="utf-8").count("\n") for p in files("tests")),
         "a push that completes a round": push(),
+        "a step": step(),
+        "a step with torch": torch_step(),
         "files that mention": mentions(),
         "fields": {name: max(fields(n) for _, n in known[name]) for name in ROUND_CLASSES if name in known},
         "class names twice": len(twice),
