@@ -11,8 +11,8 @@ Each thread has its own stack of contexts; the innermost counts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -483,6 +483,23 @@ def within(strategy: StrategyFace) -> AbstractContextManager[object]:
     if has_strategy() and _current().strategy is strategy:
         return _INSIDE
     return strategy.scope()
+
+
+@contextmanager
+def across_replicas(strategy: StrategyFace, what: str) -> Iterator[None]:
+    """A context manager: the thread is in the scope of an open strategy, and in its cross-replica context.
+
+    Args:
+        strategy: the strategy whose method was called.
+        what: the method, for messages.
+
+    Raises:
+        RuntimeError: on entering, the thread is in another context, or the strategy is closed.
+    """
+    with within(strategy):
+        require_cross_replica(strategy, what)
+        strategy.backend.check_open()
+        yield
 
 
 def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:

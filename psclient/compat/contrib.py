@@ -21,6 +21,7 @@ from psclient._src.context import ReplicaContext
 from psclient._src.data.distributed import DistributedDatasetFromFunction
 from psclient._src.data.iterators import DistributedIterator
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.strategies.extended_v1 import StrategyExtended
 from psclient._src.variables.variable import Variable, VariableAggregation, on_read_scope
 
 _CPU = "/device:CPU:0"
@@ -230,7 +231,7 @@ class DistributionStrategy:
     def broadcast(self, tensor: Value, destinations: object = None) -> Value:
         """Mirrors a value to a variable's locality, or to devices; by default the towers'. In cross-tower context."""
         to = self.worker_devices if destinations is None else destinations
-        return self._placed(self.strategy.extended.broadcast_to(tensor, to), to)
+        return self._placed(cast(StrategyExtended, self.strategy.extended).broadcast_to(tensor, to), to)
 
     def _placed(self, value: Value, destinations: object) -> Value:
         named = isinstance(destinations, list | tuple) and all(isinstance(name, str) for name in destinations)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from psclient._src import context, values
 from psclient._src.arrays.nest import Nest
-from psclient._src.distribute.tables import TableExtended
 from psclient._src.options import Consistency
 from psclient._src.variables.consistency import check_consistency
 from psclient._src.variables.table_views import KEY_BITS, MAX_VIEWS, TableGroup
@@ -213,7 +212,7 @@ def _get(request: _Request) -> TableVariable:
     if context.in_update():
         raise RuntimeError("an update function cannot create tables; create them before, in strategy.scope()")
     strategy = context.get_strategy()
-    if not isinstance(strategy.extended, TableExtended):
+    if not strategy.backend.between_graph:
         raise RuntimeError(
             f"table {request.name!r} needs parameter servers, but the current strategy is a "
             f"{type(strategy).__name__}; create it in the scope of a ps.ParameterServerStrategy"
@@ -230,5 +229,6 @@ def _create_together(strategy: Any, requests: Nest) -> TableVariable:
 
 def _create(strategy: Any, request: _Request) -> TableVariable:
     asked = request.name, request.table, request.trainable, request.shards, request.consistency
-    made: TableVariable = strategy.extended.table(*asked)
+    with context.across_replicas(strategy, "get_variable"):
+        made: TableVariable = strategy.backend.variables.table(strategy, *asked)
     return made

@@ -14,7 +14,7 @@ import numpy as np
 from psclient._src import context
 from psclient._src.arrays.devices import Value
 from psclient._src.arrays.nest import Nest
-from psclient._src.distribute.backend import Uncompressed
+from psclient._src.distribute.destinations import Uncompressed
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache

@@ -86,12 +86,13 @@ src.rounds                  6  pswire wire.model wire.telemetry wire.network psc
 psclient.optimizers         6  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
 psclient.compat.v1.train    7  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
                                 psclient.optimizers
-psclient.compat.v1          8  src.variables src.distribute psclient.compat.v1.train
+psclient.compat.v1          9  src.variables src.strategies psclient.compat.v1.train
 psclient.experimental      14  src.variables
 psclient.compression       14  src.variables
-psclient.dynamic_embedding  7  pswire wire.model psclient._src src.arrays src.variables wire.checkpoint src.distribute
+psclient.dynamic_embedding  7  pswire wire.model psclient._src src.arrays src.variables wire.checkpoint
                                 psclient.initializers
-psclient.compat             9  psclient._src src.arrays src.data src.variables src.distribute psclient.compat.v1
+psclient.compat            10  psclient._src src.arrays src.data src.variables src.distribute src.strategies
+                                psclient.compat.v1
 src.telemetry               7  pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src
                                 src.telemetry.traces src.network src.chief src.rounds
 psclient.psctl              8  pswire wire.model wire.security wire.network wire.views psclient._src src.arrays
@@ -101,8 +102,8 @@ psclient.train              7  pswire wire.model wire.telemetry psclient._src wi
 src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src
                                 src.interpreter src.processes src.network src.chief src.telemetry src.processes
 src.strategies              8  pswire wire.model wire.security wire.network psclient._src src.arrays
-                                src.interpreter src.cluster_resolver src.processes src.variables src.distribute
-                                src.network src.chief src.rounds src.telemetry
+                                src.interpreter src.cluster_resolver src.data src.processes src.variables
+                                src.distribute src.network src.chief src.rounds src.telemetry
 psclient.coordinator       11  pswire wire.model wire.network psclient._src src.arrays src.interpreter
                                 src.data src.cluster_resolver src.processes src.variables src.network src.strategies
 psclient                   15  pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary

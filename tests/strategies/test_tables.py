@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.rounds import table_reads
+from psclient._src.rounds import reader
 from psclient._src.variables.table_views import KEY_BITS, TableView
 from psclient._src.variables.tables import TableVariable
 from psclient.train.object_graph import explore
@@ -232,7 +232,7 @@ def test_much_is_exported_in_pages(strategy, monkeypatch, calls_of):
     """Of some buckets each, so that no answer is large; it is all there, once."""
     table = made(strategy, dim=16)
     table.scatter_add(ps.IndexedSlices(np.arange(8000 * 16, dtype="float32").reshape(8000, 16), np.arange(8000)))
-    monkeypatch.setattr(table_reads, "PAGE_BYTES", 64 << 10)
+    monkeypatch.setattr(reader, "PAGE_BYTES", 64 << 10)
     pulls = calls_of("pull", *servers_of(strategy))
     keys, rows = table.export()
     order = np.argsort(keys)

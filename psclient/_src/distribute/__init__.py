@@ -1,7 +1,8 @@
 """The programming model of `tf.distribute`, without knowledge of servers.
 
 strategy     `Strategy`, the base class
-extended     `StrategyExtended`; extended_v1 adds the methods of `tf.compat.v1`, sharded and tables what is cut
+extended     `StrategyExtended`
+destinations where reduced values are: on devices, beside a variable, beside the shards of one
 replicas     runs a function once per local replica, and joins replicas in merge calls
 reduction    the sums and means of per-replica values
 compressed   contributions, compressed as they are sent; residuals, what that leaves over, and checkpoints keep

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.arrays.devices import Device, Value
@@ -12,10 +11,12 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data import dynamic
 from psclient._src.data.progress import SharedBatch
+from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.options import Consistency
 from psclient._src.variables.compression import Compressed
-from psclient._src.variables.feedback import Feedback
+from psclient._src.variables.partitioners import Cut
+from psclient._src.variables.sharded import Sharding
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
@@ -25,51 +26,27 @@ if TYPE_CHECKING:
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
-P = TypeVar("P")
 
-ServerIds = tuple[int, ...]
-"""Parameter devices, by number."""
+Colocation = ServerIds | Sharding
+"""Where `colocate_vars_with` places variables: on servers, or beside the shards of a partitioned variable."""
+
+
+class Names(dict[str, int]):
+    """How many variables were created by each name."""
+
+    def unique(self, name: str) -> str:
+        """Returns a name that no variable has: this one, or with a number behind it."""
+        count = self.get(name, 0)
+        return self.unique(f"{name}_{count}") if count else name
+
+    def take(self, *names: str) -> None:
+        """Counts a variable with the name that was asked for, and the one that it got."""
+        for name in {*names}:
+            self[name] = self.get(name, 0) + 1
 
 
 LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | HostValue]"]
 """Gives what this process contributes to each of some reductions."""
-
-
-@dataclass(frozen=True)
-class ValueHome:
-    """The servers that keep a reduced value.
-
-    Attributes:
-        place: the parameter devices.
-        label: name of the variable that it is beside, for messages, or "".
-        feedback: what compression leaves over of contributions to that variable; None where they travel as they are.
-        alone: True if that variable is updated by each worker alone: the value is then of this one's contributions.
-    """
-
-    place: ServerIds
-    label: str = ""
-    feedback: Feedback | None = None
-    alone: bool = False
-
-    def plain(self) -> ValueHome:
-        """Returns the same, to which contributions travel as they are."""
-        return replace(self, feedback=None)
-
-
-@dataclass(frozen=True)
-class Uncompressed:
-    """A destination like a variable, to which contributions travel as they are.
-
-    Attributes:
-        variable: the variable.
-    """
-
-    variable: Variable
-
-
-def uncompressed(place: P) -> P:
-    """Returns a destination to which contributions travel as they are."""
-    return place.plain() if isinstance(place, ValueHome) else place  # type: ignore[return-value]
 
 
 class ReplicaGroup(dynamic.ChunkGroup, Protocol):
@@ -150,19 +127,23 @@ class Backend(Protocol):
         strategy: StrategyFace,
         spec: VariableSpec,
         value: Array,
-        place: ServerIds,
+        place: Colocation,
         on_read: bool,
         how: VariableAggregation,
+        compression: Compressed = None,
+        cut: Cut = None,
     ) -> Variable:
         """Gets or creates a variable.
 
         Args:
             strategy: the strategy that owns it.
-            spec: name, dtype, shape.
+            spec: name, dtype, shape. It gets a number behind its name if there is one of this name.
             value: this process's initial value; the first process's wins.
-            place: the servers that hold it; empty lets the backend choose.
+            place: the servers that hold it, or the shards beside which it is; empty lets the backend choose.
             on_read: True if each replica has a copy of its own.
             how: the variable's aggregation.
+            compression: how contributions to it travel; None for what the strategy says.
+            cut: its own partitioner, False for none; None for that of the strategy.
         """
         ...
 
@@ -175,16 +156,6 @@ class Backend(Protocol):
 
         Raises:
             ConfigError: a variable of this job cannot have it.
-        """
-        ...
-
-    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
-        """Compresses the contributions to a new variable, if they travel.
-
-        Args:
-            variable: the variable.
-            given: how; None for what the strategy says.
-            names: how many variables were created by each name; one for what is kept is added.
         """
         ...
 
@@ -236,6 +207,10 @@ class Backend(Protocol):
 
     def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings reduced values here, in one round; that ends what the calling thread has begun."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Returns a context in which updates are of one round, as in a merge call; all of them are made, or none."""
         ...
 
     def section(self, call: Callable[[], T]) -> T:

@@ -9,15 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from psclient._src import context
-from psclient._src.arraylike import HostArray, LazyArray, LazyCopy, Mirrored, Readable, read, reduced_array
+from psclient._src.arraylike import HostArray, LazyArray, Mirrored, Readable, read
 from psclient._src.arrays import nest
 from psclient._src.arrays.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Backend, ServerIds, Uncompressed, ValueHome, uncompressed
+from psclient._src.distribute.backend import Backend, Colocation
+from psclient._src.distribute.destinations import (
+    Destination,
+    OnWorkers,
+    ServerIds,
+    Uncompressed,
+    ValueHome,
+    home_of,
+    to_devices,
+)
 from psclient._src.distribute.gathering import ReplicaPosition, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
-from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_arrays, combine
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.distribute.template import HostValue, as_it_travels
@@ -28,15 +37,10 @@ from psclient._src.variables.consistency import created_beside
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
 from psclient._src.variables.partitioners import Cut
-from psclient._src.variables.sharded import Sharding
+from psclient._src.variables.sharded import CutVariable, ShardedValue, VariableOfShards, whole_of
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
-from pswire.model.tensor import Array
-
-Destination = ValueHome | tuple[Device, ...]
-
-Colocation = ServerIds | Sharding
-"""Where `colocate_vars_with` places variables: on servers, or beside the shards of a partitioned variable."""
+from pswire.model.tensor import Array, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,12 @@ class _Shared:
         container: the strategy.
         backend: what does what they say.
         runner: runs the local replicas.
-        names: how many variables were created by each name.
         colocated: where the calling thread's `colocate_vars_with` places variables.
     """
 
     container: StrategyFace
     backend: Backend
     runner: ReplicaRunner
-    names: dict[str, int]
     colocated: ContextVar[Colocation]
 
     @classmethod
@@ -62,7 +64,7 @@ class _Shared:
         """The state of a strategy that is being made."""
         backend = LocalBackend(local_devices(None)) if backend is None else backend
         runner = ReplicaRunner(strategy, backend.group.devices, backend.group.slice, backend.section)
-        return cls(strategy, backend, runner, {}, ContextVar("colocated", default=()))
+        return cls(strategy, backend, runner, ContextVar("colocated", default=()))
 
 
 class StrategyExtended:
@@ -90,7 +92,7 @@ class StrategyExtended:
         others = vars(container_strategy).get("extended")
         shared = _Shared.of(container_strategy, backend) if others is None else others.shared
         self.shared = shared
-        self._backend, self._names, self._colocated = shared.backend, shared.names, shared.colocated
+        self._backend, self._colocated = shared.backend, shared.colocated
 
     # ---- What it is ----
 
@@ -138,7 +140,7 @@ class StrategyExtended:
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs a function on each local replica, as `strategy.run`, which calls this. In cross-replica context."""
-        with self._cross_replica("run"):
+        with context.across_replicas(self._strategy, "run"):
             if not context.in_merge_call():
                 self._strategy._begin_step()
             return self._backend.run(lambda: self.shared.runner.run(fn, args, kwargs))
@@ -149,7 +151,7 @@ class StrategyExtended:
         self,
         spec: VariableSpec,
         value: Array,
-        place: ServerIds,
+        place: Colocation,
         on_read: bool,
         aggregation: VariableAggregation,
         compression: Compressed = None,
@@ -157,21 +159,11 @@ class StrategyExtended:
     ) -> Variable:
         """Gets or creates a variable. `Variable` calls it, and a restore for checkpoints with another variable name.
 
-        `Variable` gives a `compression` and a `partitioner` only if its caller has given one. Without servers variables
-        are not cut into shards.
+        `Variable` gives a `compression` and a `partitioner` only if its caller has given one. Its own partitioner wins
+        over the strategy's. Without servers variables are not cut into shards.
         """
-        if context.is_default(self._strategy):
-            return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
-        unique = replace(spec, name=self._unique(spec.name))
-        made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
-        for taken in {spec.name, unique.name}:
-            self._names[taken] = self._names.get(taken, 0) + 1
-        self._backend.compress(made, compression, self._names)
-        return made
-
-    def _unique(self, name: str) -> str:
-        count = self._names.get(name, 0)
-        return self._unique(f"{name}_{count}") if count else name
+        how = on_read, aggregation, compression, partitioner
+        return self._backend.create(self._strategy, spec, value, place, *how)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Returns whether a variable was created while this strategy's scope was active. In any context."""
@@ -187,7 +179,9 @@ class StrategyExtended:
     def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
         """Places variables created within on the same devices. In replica and cross-replica context of the scope.
 
-        Variables beside a variable also have its consistency, unless they set another one.
+        Variables beside a variable also have its consistency, unless they set another one. Beside a partitioned
+        variable those with as many rows are cut as it is, shard beside shard. Others have a copy beside each shard:
+        what an update assigns to them has to be the same for all shards.
 
         Args:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
@@ -201,7 +195,8 @@ class StrategyExtended:
             raise RuntimeError(
                 "colocate_vars_with was called outside of the strategy's scope; enter strategy.scope() first"
             )
-        token, whole = self._colocated.set(place), container(colocate_with_variable)
+        whole = container(colocate_with_variable)
+        token = self._colocated.set(whole.sharding if isinstance(whole, VariableOfShards) else place)
         try:
             with created_beside(whole) if isinstance(whole, Variable) else contextlib.nullcontext():
                 yield
@@ -301,7 +296,7 @@ class StrategyExtended:
             value: a per-replica value, or a value that is the same in all replicas.
             destination: the variable beside which the result stays; None for a host array in this process.
         """
-        with self._cross_replica("aggregate"):
+        with context.across_replicas(self._strategy, "aggregate"):
             first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
             local = self._first(value) if first else self._local(ReduceOp.parse(aggregation.name), value, None)
             if destination is None:
@@ -311,7 +306,7 @@ class StrategyExtended:
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value and returns it to every process; see `Strategy.reduce`."""
-        with self._cross_replica("reduce"):
+        with context.across_replicas(self._strategy, "reduce"):
             local = nest.map_leaves(lambda leaf: self._local(op, leaf, axis), value)
             if axis is None:
                 self._place().check_one_shape(local, self._backend.group)
@@ -319,7 +314,7 @@ class StrategyExtended:
 
     def gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """Concatenates a value's arrays over all replicas of all workers; see `Strategy.gather`."""
-        with self._cross_replica("gather"):
+        with context.across_replicas(self._strategy, "gather"):
             number = check_axis(axis)
             local = len(self.worker_devices)
             arrays = nest.map_leaves(lambda leaf: [*map(host_array, of_each(leaf, local, own_value))], value)
@@ -337,7 +332,7 @@ class StrategyExtended:
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """As `gather`, but returns to each local replica the result on its device."""
         found = self.gather(value, axis)
-        return nest.map_structure(lambda array: bring(array, self._backend.group.devices), found)
+        return nest.map_structure(lambda array: to_devices(array, self._backend.group.devices), found)
 
     def contributions(
         self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
@@ -353,18 +348,25 @@ class StrategyExtended:
         """
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
-        for value, variable, reduction in zip(values, variables, reductions, strict=True):
-            if whole and (sent := as_it_travels(value, reduction)) is not None:
-                found.append(sent)
-                continue
-            local = self._local(ReduceOp.SUM, value, None, _fit_of(variable))
-            if (local.spec, local.form) == (reduction.tensor, reduction.form):
-                found.append(local)
-        return found
+        at = 0
+        for value, v in zip(values, variables, strict=True):
+            cut = v.sharding if isinstance(v, CutVariable) else None
+            first, at = at, at + (1 if cut is None else len(cut.places))
+            if at > len(reductions):
+                return []
+            asked = reductions[first]
+            if cut is not None:
+                asked = replace(asked, tensor=TensorSpec(asked.tensor.dtype, v.shape))
+            sent: LocalValue | HostValue | None = as_it_travels(value, asked) if whole else None
+            if sent is None:
+                sent = self._local(ReduceOp.SUM, value, None, v._fit_slices)
+                if (sent.spec, sent.form) != (asked.tensor, asked.form):
+                    continue
+            found += [sent] if cut is None else sent.cut(cut)
+        return found if at == len(reductions) else []
 
     def _here(self, local: Sequence[LocalValue]) -> list[Value]:
-        check_arrays(local)
-        return self._backend.reduce([(each, None) for each in local]) if local else []
+        return self._backend.reduce([(each.unkeyed(), None) for each in local]) if local else []
 
     def _brought(self, local: LocalValue) -> Array:
         return to_numpy(read(self._here([local])[0]))
@@ -372,7 +374,7 @@ class StrategyExtended:
     def _reduce_to(
         self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Iterable[tuple[Value, object]]
     ) -> list[Value]:
-        with self._cross_replica(what):
+        with context.across_replicas(self._strategy, what):
             op, pairs = ReduceOp.parse(reduce_op), list(pairs)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
             places = [self._destination(place, value) for value, place in pairs]
@@ -380,11 +382,12 @@ class StrategyExtended:
             return self._reduced(list(zip(local, places, strict=True)))
 
     def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
-        beside = [place if isinstance(place, ValueHome) else None for _, place in pairs]
-        reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
+        cut = [place.cut(local) for local, place in pairs]
+        found = iter(self._backend.reduce([part for each in cut for part in each]))
+        bring = self._backend.bring
         return [
-            value if isinstance(place, ValueHome) else bring(value, place)
-            for value, (_, place) in zip(reduced, pairs, strict=True)
+            place.joined([next(found) for _ in each], local, bring)
+            for each, (local, place) in zip(cut, pairs, strict=True)
         ]
 
     def _local(
@@ -408,19 +411,19 @@ class StrategyExtended:
         """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
         devices = self._backend.group.devices
         if isinstance(destinations, Uncompressed):
-            return uncompressed(self._destination(destinations.variable, value))
+            return self._destination(destinations.variable, value).plain()
         if isinstance(destinations, Variable):
             destinations._check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
-                return devices
-            return ValueHome(destinations.place, repr(destinations.name), destinations.feedback, destinations._alone)
+                return OnWorkers(devices)
+            return home_of(destinations)
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
-            return devices
+            return OnWorkers(devices)
         names = [destinations] if isinstance(destinations, str) else destinations
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             if set(names) <= set(self.parameter_devices) - set(self.worker_devices):
                 return ValueHome(self._placed(names))
-            return tuple(self._worker_device(name) for name in names)
+            return OnWorkers([self._worker_device(name) for name in names])
         raise TypeError(
             f"{destinations!r} is not a destination; pass a variable, a worker device such as "
             f"{self.worker_devices[0]!r}, or the value itself"
@@ -448,6 +451,11 @@ class StrategyExtended:
         `docs/architecture.md`. For a variable with copies in this process the function is called once for each copy, on
         its device. It may assign `var` and the other variables among its arguments.
 
+        For a partitioned variable `fn` runs once beside each shard, with the shard in its place. Of the arguments, what
+        is cut alike gives its shard, and `IndexedSlices` and arrays with as many rows and dimensions give their rows;
+        all else is as it is. So `fn` has to compute each row by itself. The results are joined: shards are the variable
+        that they are of; of another value there is a list with that of each shard.
+
         Args:
             var: the variable to update.
             fn: called with the variable, or in a trace with a stand-in for it, and the arguments.
@@ -467,17 +475,31 @@ class StrategyExtended:
             LocalityError: an argument is on another server.
             RuntimeError: called in replica or update context.
         """
-        with self._cross_replica("update"):
+        with context.across_replicas(self._strategy, "update"):
             var = container(var)
             if not isinstance(var, Variable):
                 raise TypeError(f"update takes a variable, not a {type(var).__name__}; use update_non_slot for devices")
-            place = self._placed(var)
-            own, named = context.arguments("update", args, kwargs)
-            self._check_variables(own, named, isinstance(var, SyncOnReadVariable))
-            if isinstance(var, CopiedVariable):
-                copies = list(enumerate(self._backend.group.devices))
-                return _merged(apply_to_copies(self._strategy, copies, fn, (var, *own), named), group)
-            return _merged(self._backend.apply(self._strategy, place, fn, (var, *own), named), group, len(place))
+            var._check_strategy(self._strategy)
+            own, named = _arguments("update", self._strategy, var, args, kwargs)
+            if not isinstance(var, VariableOfShards):
+                return self._update(var, fn, own, named, group)
+            cut: list[Any] = var.sharding.split_all((own, named), var)
+            with self._backend.together():
+                found = [self._update(v, fn, *each) for v, each in zip(var.variables, cut, strict=True)]
+            return nest.map_structure(lambda *leaves: _joined(leaves) if group else list(leaves), *found)
+
+    def _update(
+        self,
+        var: Variable,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        group: bool = True,
+    ) -> Nest:
+        if isinstance(var, CopiedVariable):
+            copies = list(enumerate(self._backend.group.devices))
+            return _merged(apply_to_copies(self._strategy, copies, fn, (var, *args), kwargs), group)
+        return _merged(self._backend.apply(self._strategy, var.place, fn, (var, *args), kwargs), group, len(var.place))
 
     def update_non_slot(
         self,
@@ -499,44 +521,10 @@ class StrategyExtended:
         Returns:
             What `fn` returns, merged over the devices; with servers a lazy value.
         """
-        with self._cross_replica("update_non_slot"):
+        with context.across_replicas(self._strategy, "update_non_slot"):
             place = self._placed(colocate_with)
-            own, named = context.arguments("update_non_slot", args, kwargs)
-            self._check_variables(own, named, False)
+            own, named = _arguments("update_non_slot", self._strategy, None, args, kwargs)
             return _merged(self._backend.apply(self._strategy, place, fn, own, named), group, len(place))
-
-    def _check_variables(self, args: Sequence[object], kwargs: Mapping[str, object], by_replica: bool) -> None:
-        """Checks variables among an update's arguments; `by_replica` is True if the result may differ by replica."""
-        for leaf in nest.flatten((args, kwargs)):
-            if isinstance(leaf, Variable):
-                leaf._check_strategy(self._strategy)
-            if isinstance(leaf, SyncOnReadVariable) and not by_replica:
-                leaf._refuse_update()
-
-    @contextlib.contextmanager
-    def _cross_replica(self, what: str) -> Iterator[None]:
-        with context.within(self._strategy):
-            context.require_cross_replica(self._strategy, what)
-            self._backend.check_open()
-            yield
-
-
-def bring(value: object, devices: Sequence[Device]) -> Value:
-    """Copies a value to worker devices: returns an array for one device, else a mirrored value.
-
-    One that comes to CPUs is there when it is looked at.
-    """
-    if isinstance(value, IndexedSlices):
-        if len(devices) == 1:
-            return value
-        # On CPUs all may share it: nobody can change it.
-        on_host = all(device.kind == "cpu" for device in devices)
-        return Mirrored([value if on_host else value._on(device) for device in devices])
-    if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
-        return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
-    array = read(value)
-    copies = [reduced_array(array, device) for device in devices]
-    return copies[0] if len(copies) == 1 else Mirrored(copies)
 
 
 def _fit_of(destination: object) -> Fit | None:
@@ -560,3 +548,31 @@ def _merged(results: Sequence[Nest], group: bool, copies: int = 1) -> Nest:
         return merge_copies(results, Mirrored)
     each = results if len(results) > 1 else [*results] * copies
     return nest.map_structure(lambda *leaves: list(leaves), *each)
+
+
+def _arguments(
+    what: str,
+    strategy: StrategyFace,
+    var: Variable | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
+) -> Nest:
+    """Returns the checked arguments of an update; a value in shards comes by way of this process to a whole one."""
+    given: Nest = context.arguments(what, args, kwargs)
+    leaves = nest.flatten(given)
+    for leaf in leaves:
+        if isinstance(leaf, Variable):
+            leaf._check_strategy(strategy)
+        if isinstance(leaf, SyncOnReadVariable) and not isinstance(var, SyncOnReadVariable):
+            leaf._refuse_update()
+    if isinstance(var, VariableOfShards) or not any(isinstance(leaf, ShardedValue) for leaf in leaves):
+        return given
+    return nest.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, ShardedValue) else leaf, given)
+
+
+def _joined(results: Sequence[Any]) -> Any:
+    """Returns the results of an update for all shards as one."""
+    wholes = [whole_of(result) for result in results]
+    if wholes[0] is not results[0] and all(whole is wholes[0] for whole in wholes):
+        return wholes[0]
+    return None if all(result is None for result in results) else list(results)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,7 +14,8 @@ from psclient._src.arrays.devices import Device, Value, as_array, device_scope, 
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
-from psclient._src.distribute.backend import LocalContributions, ServerIds, ValueHome
+from psclient._src.distribute.backend import Colocation, LocalContributions, Names
+from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.row_updates import update_rows
@@ -21,6 +24,7 @@ from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.compression import Compressed
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient._src.variables.partitioners import Cut
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
@@ -104,6 +108,7 @@ class LocalBackend:
         self.group = LocalGroup(devices)
         self._reduced = False
         self._closed = False
+        self._names = Names()
         self.first_value: Callable[[VariableSpec], Array | None] = lambda spec: None
         self._restored = list[Variable]()
         self._buffers = HostBuffers()
@@ -112,9 +117,6 @@ class LocalBackend:
     def is_apart(self, consistency: Consistency, name: str) -> bool:
         """Returns False: there is nobody whom an update could wait for."""
         return False
-
-    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
-        """Does nothing: nothing travels."""
 
     def buffer(self, variable: Variable, replica: int) -> Array:
         """Returns an array of memory of its own."""
@@ -138,13 +140,22 @@ class LocalBackend:
         strategy: StrategyFace,
         spec: VariableSpec,
         value: Array,
-        place: ServerIds,
+        place: Colocation,
         on_read: bool,
         how: VariableAggregation,
+        compression: Compressed = None,
+        cut: Cut = None,
     ) -> Variable:
-        """Creates a variable with a copy on each device; one of the default strategy has a single value."""
+        """Creates a variable with a copy on each device; one of the default strategy has a single value, and its name.
+
+        It is neither cut, as there is one place, nor is anything compressed, as nothing travels.
+        """
+        given, unique = spec.name, not context.is_default(strategy)
+        spec = replace(spec, name=self._names.unique(given)) if unique else spec
         saved = self.first_value(spec)
         made = self._make(strategy, spec, value if saved is None else saved, on_read, how)
+        if unique:
+            self._names.take(given, spec.name)
         if saved is not None:
             self._restored.append(made)
             if isinstance(made, SyncOnReadVariable):
@@ -199,6 +210,10 @@ class LocalBackend:
     def bring(self, values: Sequence[object]) -> list[Array]:
         """Returns host arrays of the values, which are all in this process."""
         return [to_numpy(as_array(value)) for value in values]
+
+    def together(self) -> AbstractContextManager[None]:
+        """Does nothing: updates are made at once."""
+        return nullcontext()
 
     def section(self, call: Callable[[], T]) -> T:
         """Runs it; what it reduced was its round."""

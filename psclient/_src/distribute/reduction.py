@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from psclient._src.arrays.devices import (
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
 from psclient._src.variables.keys import KeySpace
+from psclient._src.variables.sharded import Sharding
 from pswire.model.plan import Form, ReduceOp
 from pswire.model.rows import Int64s, Rows, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, Array, TensorSpec, can_travel
@@ -95,6 +96,15 @@ class LocalValue:
         with device_scope(device_of(self.total)):
             return replace(self, total=self.total.copy())
 
+    def cut(self, sharding: Sharding) -> Sequence[LocalValue]:
+        """Returns the contribution to each shard, of one to a partitioned variable or a table."""
+        parts = zip(sharding.tensors(self.spec), sharding.bounds, strict=True)
+        return [replace(self, spec=spec, total=self.total[rows]) for spec, rows in parts]
+
+    def unkeyed(self) -> Self:
+        """Returns itself; raises `TypeError` for rows by keys, which are reduced to their table alone."""
+        return self
+
     def alone(self) -> Any:
         """Returns the reduced value if no other process contributes, on the device of the sum; NaN for an empty mean.
 
@@ -142,14 +152,12 @@ class LocalRows(LocalValue):
         """Returns the reduced value if no other process contributes."""
         return IndexedSlices._of_rows(Rows(self.ids, super().alone()), self.spec.shape)
 
-    def part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalRows:
-        """Returns the contribution to a shard's part of the reduction.
+    def cut(self, sharding: Sharding) -> Sequence[LocalRows]:
+        """Returns the rows of each shard."""
+        parts = zip(sharding.tensors(self.spec), sharding.split_ids(self.ids), strict=True)
+        return [self._part(at, ids, spec) for spec, (at, ids) in parts]
 
-        Args:
-            at: which of the rows.
-            ids: their places in the shard.
-            spec: dtype and shape of the shard's value.
-        """
+    def _part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalRows:
         return replace(self, spec=spec, ids=ids, total=self.total[at])
 
 
@@ -178,20 +186,12 @@ class LocalKeys(LocalRows):
         """Returns a copy with memory of its own."""
         return replace(cast(LocalKeys, super().kept()), counts=self.counts.copy())
 
-    def alone(self) -> IndexedSlices:
-        """Raises `TypeError`: the value is for the table alone."""
+    def unkeyed(self) -> NoReturn:
+        """Raises `TypeError`."""
         refuse_keys(self.space.table)
 
-    def part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalKeys:
-        """Returns the contribution to a part of the table."""
-        return replace(cast(LocalKeys, super().part(at, ids, spec)), counts=self.counts[at])
-
-
-def check_arrays(local: Sequence[LocalValue]) -> None:
-    """Raises `TypeError` if a value that is to come to this process is of rows by keys."""
-    for each in local:
-        if isinstance(each, LocalKeys):
-            refuse_keys(each.space.table)
+    def _part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalKeys:
+        return replace(cast(LocalKeys, super()._part(at, ids, spec)), counts=self.counts[at])
 
 
 def refuse_keys(table: str) -> NoReturn:

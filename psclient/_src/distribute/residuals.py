@@ -7,13 +7,14 @@ from typing import Protocol
 
 import numpy as np
 
-from psclient._src.distribute.backend import ReplicaGroup, ValueHome
+from psclient._src.context import StrategyFace
+from psclient._src.distribute.backend import Names, ReplicaGroup
+from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.reduction import LocalValue
-from psclient._src.distribute.sharded import ShardingBackend
 from psclient._src.variables.compression import Compressed, Compression, is_compressible
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.kinds import ServerVariable
-from psclient._src.variables.sharded import ShardedVariable, shards_of
+from psclient._src.variables.sharded import ShardedVariable, ShardReader, shards_of
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.compression import Codec
 from pswire.model.plan import VariableSpec
@@ -37,7 +38,9 @@ class Residuals:
 
     Args:
         group: the processes that train together.
-        servers: creates and reads variables.
+        reader: reads variables.
+        create: creates a variable on servers that are known.
+        names: of the strategy's variables.
         was_restored: tells of a variable, by its number, whether its first value was a restored checkpoint's.
 
     Attributes:
@@ -49,25 +52,23 @@ class Residuals:
     def __init__(
         self,
         group: Members,
-        servers: ShardingBackend,
+        reader: ShardReader,
+        create: Callable[[StrategyFace, VariableSpec, Array, ServerIds], ServerVariable],
+        names: Names,
         was_restored: Callable[[int], bool],
     ) -> None:
         self._group = group
         self._was_restored = was_restored
-        self._servers = servers
+        self._reader, self._create, self._names = reader, create, names
         self._all: list[Feedback] = []
 
-    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
-        """Compresses the contributions to a new variable; see `Backend.compress`."""
-        codec = self._codec_for(variable, given)
-        if codec is None:
-            return
-        first = name = f"{variable.name}/residual"
-        while name in names:
-            name = f"{first}_{names[first]}"
-            names[first] += 1
-        names[name] = 1
-        self._add(variable, codec, name)
+    def compress(self, variable: Variable, given: Compressed) -> None:
+        """Compresses the contributions to a new variable, if they travel; see `Backend.create`."""
+        codec, first = self._codec_for(variable, given), f"{variable.name}/residual"
+        if codec is not None:
+            name = self._names.unique(first)
+            self._names.take(first, name)
+            self._add(variable, codec, name)
 
     def _codec_for(self, variable: Variable, given: Compressed) -> Codec | None:
         """Returns how contributions to a new variable are compressed; None for not at all."""
@@ -86,14 +87,12 @@ class Residuals:
         made = []
         for part, own in zip(shards_of(variable), specs, strict=True):
             zeros = np.zeros(own.tensor.shape, DTYPES[own.tensor.dtype])
-            made.append(self._servers.create_shard(strategy, own, zeros, part.place, False))
+            made.append(self._create(strategy, own, zeros, part.place))
             part.feedback = Feedback(codec, made[-1], self._first)
             self._all.append(part.feedback)
         none = VariableAggregation.NONE
         variable._residual = (
-            made[0]
-            if cut is None
-            else ShardedVariable._stored(strategy, spec, none, cut.sharding, made, self._servers.reader)
+            made[0] if cut is None else ShardedVariable._stored(strategy, spec, none, cut.sharding, made, self._reader)
         )
 
     def restored(self, chosen: Collection[Variable]) -> None:
@@ -125,7 +124,7 @@ class Residuals:
         group = self._group
         if group.alone and not group.leads:
             return None
-        whole = np.array(self._servers.reader.read_all([feedback.saved.handle])[0])
+        whole = np.array(self._reader.read_all([feedback.saved.handle])[0])
         if not group.alone:
             whole /= whole.dtype.type(group.replicas)
             whole *= whole.dtype.type(len(group.devices))

@@ -22,8 +22,8 @@ from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction
 from psclient._src.data.dynamic import DynamicDataset
 from psclient._src.data.group import Passes
-from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
+from psclient._src.distribute.extended import StrategyExtended
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.interpreter.tracebacks import fold
@@ -58,7 +58,7 @@ class Strategy(Unpicklable):
         backend: stores the variables and carries reductions.
     """
 
-    def __init__(self, extended: extended_v1.StrategyExtended) -> None:
+    def __init__(self, extended: StrategyExtended) -> None:
         self.extended = extended
         self.backend: Backend = extended.shared.backend
         self._datasets = 0

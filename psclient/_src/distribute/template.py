@@ -15,6 +15,7 @@ from psclient._src.distribute.strands import Marks
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
 from psclient._src.variables.feedback import Feedback
+from psclient._src.variables.sharded import Sharding
 from pswire.model.plan import Nonfinite, Plan, Reduction
 from pswire.model.tensor import DTYPES, Array
 
@@ -89,6 +90,11 @@ class HostValue(NamedTuple):
 
     weight: float
     array: Array | Pending | None
+
+    def cut(self, sharding: Sharding) -> list[HostValue]:
+        """Returns the contribution to each shard of a partitioned variable."""
+        array = cast(Array | None, self.array)
+        return [HostValue(self.weight, None if array is None else array[rows]) for rows in sharding.bounds]
 
 
 def as_it_travels(value: Any, reduction: Reduction) -> HostValue | None:

@@ -7,10 +7,10 @@ rounds       sends one round: a push to each server
 numbering    names the rounds that this process makes: with all, of a closure, alone
 window       takes the answers of the rounds that are under way, in order; under_way is one of them
 buffers      arrays that are sent from where they are, and arrays into which rounds write values
+variables    creates variables: whole, in shards, with a copy beside each shard, by keys
 creation     records the variables that the script creates, and sends them in batches
 reader       sends what a read has to wait for, then reads
 read_cache   reads variables between the rounds, and keeps what was read
-table_reads  reads whole dynamic tables, in pages
 awaited      names those whom a round waits for
 first_values waits where another process gives a variable its first value
 membership   the generations of the job as this process sees them

@@ -12,31 +12,31 @@ from typing import TypeVar
 import numpy as np
 
 from psclient._src import context
-from psclient._src.arrays.devices import AnyArray, Device, Value
+from psclient._src.arrays.devices import Device, Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import LocalContributions, ServerIds, ValueHome
+from psclient._src.distribute.backend import LocalContributions
+from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.on_read import Copies
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
-from psclient._src.distribute.residuals import Residuals
 from psclient._src.distribute.strands import Marks
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.options import Consistency
 from psclient._src.rounds.checkpoints import ServerCheckpoints
-from psclient._src.rounds.creation import NO_VALUE
-from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.reader import VariableReader
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.section import Section, ServerValue
+from psclient._src.rounds.variables import ServerVariables
 from psclient._src.tracing.symbolic_numbers import Number
-from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
+from psclient._src.variables.kinds import ServerVariable
+from psclient._src.variables.partitioners import PartitionFn
 from psclient._src.variables.tables import PartOfTable, TableVariable, refuse_whole
-from psclient._src.variables.variable import Variable, VariableAggregation
+from psclient._src.variables.variable import Variable
 from pswire.cluster import Task
-from pswire.model.plan import Nonfinite, Plan, Ref, VariableSpec
+from pswire.model.plan import Nonfinite, Plan, Ref
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.rows import Rows
 from pswire.model.tensor import Array
@@ -49,44 +49,59 @@ LOOK_SECONDS = 0.1
 T = TypeVar("T")
 
 
-class _RemoteVariables:
-    """The variables of a strategy on parameter servers. Used by the thread that creates them.
+class RemoteBackend:
+    """Variables on parameter servers.
+
+    One section is open at a time, and one thread records it. All threads may read variables.
 
     Args:
         exchange: the rounds of this process.
         placement: chooses the servers of new variables.
+        nonfinite: what becomes of updates if a contribution has NaN or infinity.
+        partitioner: says into how many shards a variable is cut; None for one.
 
     Attributes:
+        between_graph: True: every worker runs the script.
         exchange: the rounds of this process.
+        group: the processes that train together.
         reader: reads variables.
-        consistencies: says of a consistency that was given for a variable, and the variable's name, whether each
-            worker updates that alone; raises `ConfigError` for one that it cannot have.
+        variables: creates variables.
+        create: see `Backend.create`.
+        parts: the ON_READ variables of asynchronous workers.
+        checkpoints: those that this process saves and restores.
     """
 
-    reader: VariableReader
+    between_graph = True
 
-    def __init__(self, exchange: Exchange, placement: Placement) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        placement: Placement,
+        nonfinite: Nonfinite = "apply",
+        partitioner: PartitionFn | None = None,
+    ) -> None:
         self.exchange = self._exchange = exchange
-        self.consistencies: Callable[[Consistency, str], bool] = lambda consistency, name: False
-        self._creation, self._placement = exchange.creation, placement
-        self._copies: list[SyncOnReadVariable] = []
-        self.parts: Copies
-        self._before: list[tuple[Cell, AnyArray]] | None = None
-        """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
+        self.group, self._creation, self._with_copies = exchange.group, exchange.creation, placement.with_copies
         self._closed = False
-
-    @property
-    def group(self) -> Group:
-        """The processes that train together."""
-        return self._exchange.group
+        self._task = exchange.session.task
+        self.parameter_devices = exchange.session.devices
+        self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
+        self._reads = exchange.reads
+        self.reader = VariableReader(exchange, self)
+        self.parts = Copies(self.group, self)
+        self.variables = ServerVariables(exchange, placement, self.reader, self.parts, self.check_open, partitioner)
+        self.create = self.variables.create
+        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.variables.residuals)
+        self.group.departure.hand_over = self._order_snapshot
+        exchange.session.nonfinite = nonfinite
+        self._host_buffers = HostBuffers()
+        self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
+        self._section: Section | None = None
+        self._together = False  # while updates are recorded that are of one round; of the thread that records
 
     def check_process(self) -> None:
         """Raises `PSError` in a fork of the process that opened the strategy."""
         self._exchange.session.owner.check()
-
-    def close(self) -> None:
-        """Closes the backend: nothing can be read, created or recorded any more."""
-        self._closed = True
 
     def check_open(self) -> None:
         """Raises `RuntimeError` once the strategy is closed, and `PSError` in a fork of the process."""
@@ -96,106 +111,7 @@ class _RemoteVariables:
 
     def is_apart(self, consistency: Consistency, name: str) -> bool:
         """Returns whether a variable with a consistency is updated by each worker alone; see `Backend.is_apart`."""
-        return self.consistencies(consistency, name)
-
-    def create(
-        self,
-        strategy: StrategyFace,
-        spec: VariableSpec,
-        value: Array,
-        place: ServerIds,
-        on_read: bool,
-        how: VariableAggregation,
-    ) -> Variable:
-        """Gets or creates it on the servers once somebody needs it; an ON_READ variable has there what was saved of it.
-
-        What needs its value now, or has no room there, is sent at once.
-        """
-        self.check_open()
-        servers = self._placement.with_copies(place) or self._placement.choose(spec)
-        now = on_read or not self._placement.has_room(servers, spec)
-        handle = self._creation.create(spec, servers, value, now, chosen=not place)
-        self._placement.created(handle, chosen=not place)
-        if not on_read:
-            return ServerVariable._stored(strategy, spec, how, handle, self.reader)
-        restored = self._creation.was_restored(handle.id)
-        # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
-        # aggregation nothing was saved but another job's beginning. Of asynchronous workers each adds to a sum, and
-        # goes on from a mean.
-        anew = self.group.late or (restored and how is VariableAggregation.NONE)
-        if self.group.alone and how is not VariableAggregation.NONE:
-            anew = how is VariableAggregation.SUM and not restored
-        first = value if anew else self.reader.read(handle)
-        variable = SyncOnReadVariable._stored(strategy, spec, how, handle.servers, self.group.devices, first)
-        variable.saved = ServerVariable._stored(strategy, spec, how, handle, self.reader)
-        if restored:
-            variable.share_out(first)
-        self.parts.add(variable)
-        self._copies.append(variable)
-        if self._before is not None:
-            self._before += variable.contents()
-        return variable
-
-    def places_for(self, specs: Sequence[VariableSpec]) -> list[ServerIds]:
-        """Returns the servers for the shards of one variable: in turn, from the one that a variable would get."""
-        return self._placement.in_turn(specs)
-
-    def create_shard(
-        self, strategy: StrategyFace, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool
-    ) -> ServerVariable:
-        """Creates a variable on servers that are known, as `create`; `chosen` if `places_for` has found them."""
-        handle = self._create(spec, value, place, chosen)
-        return ServerVariable._stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
-
-    def create_part(self, strategy: StrategyFace, spec: VariableSpec, place: ServerIds, chosen: bool) -> PartOfTable:
-        """Creates a part of a dynamic table, or of what lies beside one, as `create_shard`; it needs no value."""
-        handle = self._create(spec, NO_VALUE, place, chosen)
-        return PartOfTable._stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
-
-    def _create(self, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool) -> Handle:
-        self.check_open()
-        place = self._placement.with_copies(place)
-        handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec), chosen)
-        self._placement.created(handle, chosen)
-        return handle
-
-
-class RemoteBackend(_RemoteVariables):
-    """Variables on parameter servers.
-
-    One section is open at a time, and one thread records it. All threads may read variables.
-
-    Args:
-        exchange: the rounds of this process.
-        placement: chooses the servers of new variables.
-        nonfinite: what becomes of updates if a contribution has NaN or infinity.
-
-    Attributes:
-        between_graph: True: every worker runs the script.
-        checkpoints: those that this process saves and restores.
-        residuals: what compression leaves over of this process's contributions.
-        compress: see `Backend.compress`.
-    """
-
-    between_graph = True
-
-    def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
-        super().__init__(exchange, placement)
-        self._task = exchange.session.task
-        self.parameter_devices = exchange.session.devices
-        self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
-        self._reads = exchange.reads
-        self.reader = VariableReader(exchange, self)
-        self.parts = Copies(self.group, self)
-        self.residuals = Residuals(self.group, self, self._creation.was_restored)
-        self.compress = self.residuals.compress
-        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
-        self.group.departure.hand_over = self._order_snapshot
-        exchange.session.nonfinite = nonfinite
-        self._host_buffers = HostBuffers()
-        self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
-        self._section: Section | None = None
-        self._together = False  # while updates are recorded that are of one round; of the thread that records
+        return self.variables.consistencies(consistency, name)
 
     def full_name(self, device: Device) -> str:
         """Returns the device's name, `/job:worker/task:1/device:GPU:0`."""
@@ -237,7 +153,7 @@ class RemoteBackend(_RemoteVariables):
             # The section stays open after this call, and what is reduced may be the caller's buffer.
             hand_in = self._exchange.buffers.hand_in
             contributions = [(local if hand_in(local.total) else local.kept(), to) for local, to in contributions]
-        reduced = [_reduced(section, local, to, self._placement.with_copies) for local, to in contributions]
+        reduced = [_reduced(section, local, to, self._with_copies) for local, to in contributions]
         if comes_here:
             section.give_back(reduced)
             if not context.in_merge_call():
@@ -257,7 +173,7 @@ class RemoteBackend(_RemoteVariables):
         Outside of a merge call it is sent at once, unless reductions are there that later updates may take.
         """
         section = self.section_here
-        result = section.apply(self._placement.with_copies(place), fn, args, kwargs)
+        result = section.apply(self._with_copies(place), fn, args, kwargs)
         self._send_alone(section)
         return [result]
 
@@ -336,7 +252,7 @@ class RemoteBackend(_RemoteVariables):
         with self._opening:
             while self._section is None or not self._section.mine:
                 if self._section is None:
-                    said, with_copies = self.exchange.session.nonfinite, self._placement.with_copies
+                    said, with_copies = self.exchange.session.nonfinite, self._with_copies
                     marks = Marks() if self._creation.any_alone and not self.group.alone else None
                     servers, batch = len(self.parameter_devices), self.group.batch
                     self._section = Section(servers, self._send, said, with_copies, marks, batch)
@@ -399,16 +315,16 @@ class RemoteBackend(_RemoteVariables):
         if not context.in_merge_call():
             self._exchange.begin_run()
         self.flush()
-        if self.group.generation is not None or self._before is not None:
+        if self.group.generation is not None or self.variables.before is not None:
             return replicas()
-        self._before = [content for variable in self._copies for content in variable.contents()]
+        self.variables.before = [content for variable in self.variables.copied for content in variable.contents()]
         try:
             return replicas()
         except RunAgain:
-            for cell, array in self._before:
+            for cell, array in self.variables.before:
                 cell.array = array
         finally:
-            self._before = None
+            self.variables.before = None
         log.info("%s was added to the job in its first step, which runs again with the current values", self._task)
         return replicas()
 
@@ -419,7 +335,7 @@ class RemoteBackend(_RemoteVariables):
         """
         if not returns:
             self._save_copies()
-            self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
+            self.variables.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
         if self.section_here.marks:
             self.flush()  # what this worker makes alone is no part of it, and comes before
         self._exchange.settle()  # It is of the values that all rounds before it have left.
@@ -467,7 +383,7 @@ class RemoteBackend(_RemoteVariables):
 
     def close(self) -> None:
         """Closes the backend: nothing can be read, created or recorded any more."""
-        super().close()
+        self._closed = True
         self._end_section()
 
     def _send(self, section: Section) -> Plan:
@@ -495,7 +411,7 @@ class RemoteBackend(_RemoteVariables):
         if section.own:
             self._exchange.send(outgoing, alone=True)
             return dict
-        if outdated and self._before is not None:
+        if outdated and self.variables.before is not None:
             raise RunAgain
         if outdated and outgoing.plan.reductions:
             _warn_of_loss(self._task, outgoing.plan, self.group.round)

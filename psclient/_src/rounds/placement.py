@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from psclient._src.distribute.backend import ServerIds
+from psclient._src.distribute.destinations import ServerIds
 from pswire.limits import refuse_unknown
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable, VariableSpec

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import numpy as np
 
 from psclient._src import context
 from psclient._src.rounds.buffers import Memory
+from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.rounds import Exchange
-from psclient._src.rounds.table_reads import contents
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.sharded import ShardedVariable, TableContent, TableQuestion
 from psclient._src.variables.variable import Variable
+from pswire.api import TableRead
+from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable as Handle
-from pswire.model.rows import Int64s
-from pswire.model.tensor import Array
+from pswire.model.rows import ID_BYTES, Int64s, row_bytes, row_specs
+from pswire.model.tables import TablePart
+from pswire.model.tensor import DTYPES, Array
+
+PAGE_BYTES = PART_BYTES
+"""Size of an answer, about: how many keys a bucket has is known on average."""
 
 
 class RecordedSections(Protocol):
@@ -81,9 +89,9 @@ class VariableReader:
         return self._reads.read_rows_of_all(wanted, waits=in_replica or self._exchange.mine)
 
     def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
-        """Returns what parts of dynamic tables have; see `contents`."""
+        """Returns what parts of dynamic tables have."""
         in_replica = self._begin(handles)
-        return contents(self._reads, handles, what, in_replica or self._exchange.mine)
+        return _contents(self._reads, handles, what, in_replica or self._exchange.mine)
 
     def prefetch(self, handle: Handle, *ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it: see `ReadCache.prefetch`."""
@@ -149,3 +157,35 @@ def _parts(variable: Variable) -> list[tuple[ServerVariable, Any]]:
     if not isinstance(variable, ShardedVariable):
         raise TypeError(f"variable {variable.name!r} has no single value on the servers that could be read as an array")
     return [*zip(variable.variables, variable.sharding.bounds, strict=True)]
+
+
+def _contents(reads: ReadCache, parts: Sequence[Handle], what: TableQuestion, waits: bool) -> list[TableContent]:
+    """Returns what parts of dynamic tables have: in pages of some buckets each, of all servers at once."""
+    sizes = [size for size, _ in reads.ask_tables([(part, TableRead(part.id, "size")) for part in parts], waits)]
+    found: list[list[list[Array]]] = [[_empty(part)] for part in parts]
+    ahead = [[] if what == "size" else _pages(*each, what) for each in zip(parts, sizes, strict=True)]
+    for nth in range(max(map(len, ahead))):
+        asked = [(number, pages[nth]) for number, pages in enumerate(ahead) if nth < len(pages)]
+        answers = reads.ask_tables([(parts[number], page) for number, page in asked], waits)
+        for (number, _), (_, arrays) in zip(asked, answers, strict=True):
+            found[number].append(arrays)
+    return [_joined(each, size) for each, size in zip(found, sizes, strict=True)]
+
+
+def _pages(part: Handle, size: int, what: TableQuestion) -> list[TableRead]:
+    buckets = cast(TablePart, part.spec.part).buckets
+    nbytes = size * (ID_BYTES + (row_bytes(part.spec.tensor) if what == "rows" else 0))
+    step = max(1, PAGE_BYTES * len(buckets) // max(nbytes, 1))
+    pages = [buckets[first : first + step] for first in range(0, len(buckets), step)] if size else []
+    return [TableRead(part.id, what, page.start, len(page)) for page in pages]
+
+
+def _empty(part: Handle) -> list[Array]:
+    return [np.empty(spec.shape, DTYPES[spec.dtype]) for spec in row_specs(part.spec.tensor, 0)]
+
+
+def _joined(pages: Sequence[Sequence[Array]], size: int) -> TableContent:
+    (keys, rows), *more = pages
+    keys = np.concatenate([keys, *(page[0] for page in more)])
+    rows = np.concatenate([rows, *(page[1] for page in more if len(page) > 1)])
+    return TableContent(size, keys, rows)

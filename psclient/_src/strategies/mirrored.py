@@ -7,9 +7,9 @@ from typing import Any
 
 from psclient._src import context
 from psclient._src.arrays.devices import CPU, local_devices
-from psclient._src.distribute.extended_v1 import StrategyExtended
 from psclient._src.distribute.local import LocalBackend
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.strategies.extended_v1 import StrategyExtended
 
 
 class MirroredStrategy(Strategy):
@@ -25,6 +25,8 @@ class MirroredStrategy(Strategy):
         ConfigError: a device does not exist.
     """
 
+    extended: StrategyExtended
+
     def __init__(self, devices: Sequence[str] | None = None) -> None:
         super().__init__(StrategyExtended(self, LocalBackend(local_devices(devices))))
 
@@ -36,7 +38,7 @@ class DefaultExtended(StrategyExtended):
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls the function, in replica context; in any thread at any time."""
-        with self._cross_replica("run"):
+        with context.across_replicas(self._strategy, "run"):
             if not context.in_merge_call():
                 self._strategy._begin_step()
             args, keys = context.arguments("run", args, kwargs)

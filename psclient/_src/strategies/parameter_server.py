@@ -38,7 +38,6 @@ from psclient._src.config import (
     transport_from,
 )
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.distribute.tables import TableExtended
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.network.remote_server import RemoteServer, connect
@@ -63,6 +62,7 @@ from psclient._src.strategies.consistency import (
     meet,
     value_of,
 )
+from psclient._src.strategies.extended_v1 import StrategyExtended
 from psclient._src.telemetry.exporter import Exporter
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
@@ -161,6 +161,8 @@ class ParameterServerStrategy(Strategy):
         >>> strategy.close()
     """
 
+    extended: StrategyExtended
+
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -253,13 +255,11 @@ class ParameterServerStrategy(Strategy):
         self._exchange.group.departure.save = weakly(self._save_to_leave)
         if task.job == "worker":
             NOTICE.take_part(self._told, self._timeouts.termination_grace, saves_on_sigterm())
-        limits = [_memory_limit(server) for server in self._servers]
-        placement = Placement(self._ps_strategy, limits, self._session.begun.copies)
-        nonfinite = self.consistency.nonfinite
-        self._remote = RemoteBackend(self._exchange, placement, nonfinite)
-        self._remote.residuals.default = self._compression
-        self._remote.consistencies = weakly(self._is_apart)
-        super().__init__(TableExtended(self, self._remote, self._partitioner))
+        placement = Placement(self._ps_strategy, [*map(_memory_limit, self._servers)], self._session.begun.copies)
+        self._remote = RemoteBackend(self._exchange, placement, self.consistency.nonfinite, self._partitioner)
+        self._remote.variables.residuals.default = self._compression
+        self._remote.variables.consistencies = weakly(self._is_apart)
+        super().__init__(StrategyExtended(self, self._remote))
 
     def _is_apart(self, consistency: Consistency, name: str) -> bool:
         """Returns whether each worker updates a variable alone: see `consistency.is_apart`."""

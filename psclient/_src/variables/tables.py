@@ -24,7 +24,7 @@ from psclient._src.variables.scatter import SCATTERS, combine_rows
 from psclient._src.variables.sharded import CutVariable, Sharding
 from pswire.model.plan import VariableSpec
 from pswire.model.rows import Int64s
-from pswire.model.tables import SlotTensor, TablePart, TableSpec
+from pswire.model.tables import MAX_COUNT, MIN_CAPACITY, SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import Array, TensorSpec
 
 
@@ -223,7 +223,16 @@ class TableVariable(CutVariable):
             ValueError: `rows` is another number; or this is a variable beside a table.
             RuntimeError: called in replica or update context.
         """
-        self.strategy.extended.restrict(self, operator.index(rows))
+        number, whole = operator.index(rows), self.sharding.space.table
+        with context.across_replicas(self.strategy, "restrict"):
+            if self.name != whole:
+                raise ValueError(f"{self.name!r} is a slot of table {whole!r}; restrict that table instead")
+            if number and not MIN_CAPACITY <= number <= MAX_COUNT:
+                raise ValueError(
+                    f"table {whole!r} cannot be restricted to {number} rows, which are spread over its "
+                    f"buckets; use 0, or {MIN_CAPACITY} to {MAX_COUNT}"
+                )
+            self.strategy.backend.trim(self.parts, number)
 
     def _content(self, what: Any) -> Any:
         if context.update_lift() is not None:

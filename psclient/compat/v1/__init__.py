@@ -1,6 +1,6 @@
 """`tf.compat.v1`: partitioners, what `StrategyExtended` of r2.2 and r2.3 had besides, and `train`, the optimizers."""
 
-from psclient._src.distribute.extended_v1 import MultiStepContext, StrategyExtended
+from psclient._src.strategies.extended_v1 import MultiStepContext, StrategyExtended
 from psclient._src.variables.partitioners import (
     fixed_size_partitioner,
     min_max_variable_partitioner,

@@ -12,8 +12,7 @@ from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute import extended
-from psclient._src.distribute.backend import ValueHome
-from psclient._src.distribute.extended import bring
+from psclient._src.distribute.destinations import OnWorkers, to_devices
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.variables.variable import Variable
 
@@ -41,11 +40,13 @@ class StrategyExtended(extended.StrategyExtended):
         Raises:
             ValueError: `tensor` is a per-replica value.
         """
-        with self._cross_replica("broadcast_to"):
+        with context.across_replicas(self._strategy, "broadcast_to"):
             if isinstance(tensor, values.DistributedValues) and not isinstance(tensor, Mirrored | Variable):
                 raise ValueError("broadcast_to takes one value, not a per-replica value; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
-            return bring(tensor, self._backend.group.devices[:1] if isinstance(place, ValueHome) else place)
+            return to_devices(
+                tensor, place.devices if isinstance(place, OnWorkers) else self._backend.group.devices[:1]
+            )
 
     def read_var(self, v: Variable) -> Any:
         """Returns a variable's value; for an ON_READ variable in cross-replica context the aggregate. In any context.
@@ -96,7 +97,7 @@ class StrategyExtended(extended.StrategyExtended):
         Raises:
             StopIteration: the iterator ended before `iterations` batches.
         """
-        with self._cross_replica("experimental_run_steps_on_iterator"):
+        with context.across_replicas(self._strategy, "experimental_run_steps_on_iterator"):
             steps = MultiStepContext(initial_loop_values)
             for _ in range(iterations):
                 fn(steps, next(iterator))
