@@ -226,7 +226,7 @@ def lines_of(node: ast.ClassDef) -> int:
 ALIKE = {
     *("Adagrad", "Adam", "RMSprop", "SGD", "Optimizer", "Rule"),  # of each front end
     *("Constant", "TruncatedNormal", "Zeros"),  # of variables, and of rows of tables
-    *("Loader", "Members", "Mirrored", "StrategyExtended", "TableView"),  # a protocol or another front end has its own
+    *("Loader", "Mirrored", "StrategyExtended", "TableView"),  # a protocol or another front end has its own
 }
 """Classes that several modules have, and that mean the same there."""
 

@@ -96,7 +96,7 @@ class ServerBackend:
         self.sync()
         if self._remote.group.late:
             # The others have waited for what they saved before this process came.
-            self._remote.group.settle_saves()
+            self._remote.group.news.settle_saves()
         return _opened(self._checkpoints.restore(path, lambda reply: _with_residuals(reply, choose), cast))
 
     def was_restored(self, variable: Variable) -> bool:

@@ -177,19 +177,19 @@ def learn_late(size):
     import os
     import signal
 
-    from psclient._src.rounds.membership import Follower
+    from psclient._src.network.job_news import JobNews
 
-    follow = Follower._follow
+    follow = JobNews.follow
 
     def stop(self, deadline, late, word):
         if "which is being readmitted" in word():
-            Follower._follow = follow
+            JobNews.follow = follow
             say("waits", True)
             os.kill(os.getpid(), signal.SIGSTOP)
         return follow(self, deadline, late, word)
 
     if ME == 0:
-        Follower._follow = stop
+        JobNews.follow = stop
     learn(None, [], size)
 
 

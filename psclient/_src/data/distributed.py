@@ -23,7 +23,7 @@ from psclient._src.arrays.conversions import is_text
 from psclient._src.arrays.devices import CPU, AnyArray, Device, to_device
 from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, BatchSource, GlobalBatch, source_of
-from psclient._src.data.group import DatasetGroup, Passes
+from psclient._src.data.group import Passes, ReplicaGroup
 from psclient._src.data.iterators import DistributedIterator
 from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
@@ -45,7 +45,7 @@ class _Distributed(Unpicklable):
     _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
-        self, source: BatchSource, group: DatasetGroup, number: int, passes: Passes | None, options: InputOptions | None
+        self, source: BatchSource, group: ReplicaGroup, number: int, passes: Passes | None, options: InputOptions | None
     ) -> None:
         self._source = source
         self._group = group
@@ -333,7 +333,7 @@ class DistributedDataset(_Distributed):
     def __init__(
         self,
         dataset: object,
-        group: DatasetGroup,
+        group: ReplicaGroup,
         number: int,
         passes: Passes | None = None,
         options: InputOptions | None = None,
@@ -479,7 +479,7 @@ class DistributedDatasetFromFunction(_Distributed):
         self,
         dataset_fn: Callable[[InputContext], object],
         input_context: InputContext,
-        group: DatasetGroup,
+        group: ReplicaGroup,
         number: int,
         passes: Passes | None = None,
         options: InputOptions | None = None,

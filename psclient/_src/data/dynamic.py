@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
 
 from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, Indexable, indexable
 from psclient._src.data.distributed import DistributedDataset, cut
-from psclient._src.data.group import DatasetGroup, Passes
-from psclient._src.data.progress import AssignedBatches
+from psclient._src.data.group import ChunkCalls, Passes, ReplicaGroup
 from psclient._src.options import InputOptions
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import Chunk, ChunkAsk, Chunks
@@ -28,48 +26,6 @@ accumulate their gradients. More are no accumulation, but an evaluation."""
 APART = 0.02
 """Seconds between two questions that a worker asks ahead, where its steps are shorter: a question costs as much as a
 small round."""
-
-
-class ChunkCalls(Protocol):
-    """Server 0, as a process asks it for batches."""
-
-    restores: Callable[[], int]
-    """Returns what `ChunkAsk.restores` is to be."""
-
-    def ask(self, ask: ChunkAsk) -> Future[Chunks]:
-        """Asks, and waits for nothing."""
-        ...
-
-    def wait(self, future: Future[Chunks]) -> Chunks:
-        """Waits for an answer; raises what ends the session meanwhile."""
-        ...
-
-
-class ChunkGroup(DatasetGroup, Protocol):
-    """A group whose workers may have batches handed out to them."""
-
-    @property
-    def chunk_calls(self) -> ChunkCalls | None:
-        """Asks for them; None where all make rounds together, and each has a part of every batch."""
-        ...
-
-    @property
-    def handed(self) -> dict[int, AssignedBatches]:
-        """Of each dataset whose batches are handed out, which this process has."""
-        ...
-
-    @property
-    def restores(self) -> int:
-        """Checkpoints whose positions were restored."""
-        ...
-
-    def begins(self, dataset: int) -> tuple[Position, ...]:
-        """Returns where a dataset stood when this process joined, or was restored, pass by pass."""
-        ...
-
-    def trains(self, dataset: int) -> bool:
-        """Returns whether rounds of updates were made in passes over a dataset."""
-        ...
 
 
 class HandedOut:
@@ -85,7 +41,7 @@ class HandedOut:
         least: batches that it has ahead at least, beside the one in use.
     """
 
-    def __init__(self, group: ChunkGroup, calls: ChunkCalls, dataset: int, source: Indexable, least: int) -> None:
+    def __init__(self, group: ReplicaGroup, calls: ChunkCalls, dataset: int, source: Indexable, least: int) -> None:
         self._group = group
         self._calls = calls
         self._dataset = dataset
@@ -271,7 +227,7 @@ class DynamicDataset(DistributedDataset):
     def __init__(
         self,
         dataset: object,
-        group: ChunkGroup,
+        group: ReplicaGroup,
         number: int,
         passes: Passes | None = None,
         options: InputOptions | None = None,

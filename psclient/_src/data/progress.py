@@ -7,24 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from psclient._src.data.adapters import GlobalBatch
 from pswire.cluster import Task
 from pswire.model.log import Examples, Position
 
 NOBODY: frozenset[int] = frozenset()
-
-
-class SharedBatch(Protocol):
-    """A global batch that all workers read, and of which each computes its share."""
-
-    @property
-    def words(self) -> str:
-        """Which batch it is: the same words on every worker that reads the same one."""
-        ...
-
-    @property
-    def examples(self) -> int:
-        """How many examples it has, for all workers together."""
-        ...
 
 
 @dataclass(eq=False)
@@ -55,7 +42,7 @@ class Pass:
     given: bool = False
     dealt: Mapping[Task, tuple[Examples, ...]] = field(default_factory=dict)
     out: frozenset[Task] = frozenset()
-    batch: SharedBatch | None = None
+    batch: GlobalBatch | None = None
 
 
 class AssignedBatches(Protocol):
@@ -148,7 +135,11 @@ class Progress:
         self._restored[key] = (*self._restored.get(key, ()), position)
 
     def restored(self, dataset: int, source: int) -> Position | None:
-        """Returns where a dataset stood in the checkpoint that was restored; see `DatasetGroup.restored`."""
+        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew.
+
+        It is looked for under its number, then by its digest, since a script may make another dataset before it; what
+        is found last is of another dataset that had its number.
+        """
         own = [key for key in self._restored if key[0] == dataset]
         same = [key for key in own if key[1] in (0, source)] or [key for key in self._restored if key[1] == source]
         found = min(same or own, default=None)
@@ -182,10 +173,15 @@ class Progress:
         empty: frozenset[int],
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
-        batch: SharedBatch | None = None,
+        batch: GlobalBatch | None = None,
         source: int = 0,
     ) -> None:
-        """Notes what an iterator took: see `DatasetGroup.advance`."""
+        """Notes what an iterator took: which batch is next, whether this worker has it, whose batch is empty.
+
+        Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
+        which examples of earlier batches are to be handed out later; the global batch, where all workers read it; and
+        the digest of the dataset.
+        """
         for known in (0, source):  # what waits of another one, which had this number, does so on
             self._restored.pop((dataset, known), None)
         self._positions[dataset] = (Position(dataset, epoch, index, returned, source),)
@@ -271,7 +267,7 @@ class Progress:
         return bool(self._passes) and self._passes[-1].more
 
     @property
-    def batch(self) -> SharedBatch | None:
+    def batch(self) -> GlobalBatch | None:
         """The global batch in use; None where the others do not read the same one, or none is."""
         return self._passes[-1].batch if self._passes else None
 

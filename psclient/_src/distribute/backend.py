@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from psclient._src.arrays.devices import Device, Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.data import dynamic
-from psclient._src.data.progress import SharedBatch
+from psclient._src.data.group import ReplicaGroup
 from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.options import Consistency
@@ -47,44 +46,6 @@ class Names(dict[str, int]):
 
 LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | HostValue]"]
 """Gives what this process contributes to each of some reductions."""
-
-
-class ReplicaGroup(dynamic.ChunkGroup, Protocol):
-    """The processes that train together, as one of them sees it."""
-
-    @property
-    def replicas(self) -> int:
-        """R: the replicas of all processes that are in sync."""
-        ...
-
-    @property
-    def alone(self) -> bool:
-        """True if each process makes rounds of its own: its workers are asynchronous."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """True if this process writes checkpoints and summaries for all."""
-        ...
-
-    @property
-    def empty(self) -> frozenset[int]:
-        """Local replicas that contribute nothing: they had no examples since the last round."""
-        ...
-
-    @property
-    def fraction(self) -> float | None:
-        """Of the examples of the batch in use those that this process has; None where it is not known, or none is."""
-        ...
-
-    @property
-    def batch(self) -> SharedBatch | None:
-        """The global batch in use; None where the others do not read the same one, or none is."""
-        ...
-
-    def holding_back(self) -> AbstractContextManager[None]:
-        """Returns a context in which rounds carry none of the values that replicas hold back."""
-        ...
 
 
 class Backend(Protocol):

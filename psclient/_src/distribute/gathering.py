@@ -18,7 +18,7 @@ import numpy as np
 
 from psclient._src.arraylike import Readable
 from psclient._src.arrays.devices import Value, to_numpy
-from psclient._src.distribute.backend import ReplicaGroup
+from psclient._src.data.group import ReplicaGroup
 from psclient._src.distribute.reduction import LocalRows, LocalValue, check_value
 from psclient._src.values import DistributedValues, unwrap
 from pswire.limits import MAX_NDIM

@@ -13,7 +13,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.devices import Device, Value, as_array, device_scope, to_device, to_numpy
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
-from psclient._src.data.progress import Progress
+from psclient._src.data.group import ReplicaGroup
 from psclient._src.distribute.backend import Colocation, LocalContributions, Names
 from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
@@ -28,7 +28,6 @@ from psclient._src.variables.partitioners import Cut
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
-from pswire.model.log import Examples
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array
 
@@ -40,55 +39,6 @@ T = TypeVar("T")
 
 LOCALHOST = Task("localhost", 0)
 """The task of a process that is in no cluster."""
-
-
-class LocalGroup(Progress):
-    """A group of this process alone: see `ReplicaGroup`.
-
-    Args:
-        devices: the local replicas'.
-    """
-
-    alone = False
-    backup_workers = 0
-    leads = True
-    pipeline = (0, 1)
-    coordinated = False
-    chunk_calls = None
-
-    def __init__(self, devices: tuple[Device, ...]) -> None:
-        super().__init__(len(devices))
-        self.devices = devices
-
-    @property
-    def replicas(self) -> int:
-        """The number of local replicas, which are all."""
-        return len(self.devices)
-
-    def slice(self) -> tuple[int, int]:
-        """Returns 0, and the number of replicas."""
-        return 0, len(self.devices)
-
-    def share(self) -> tuple[int, int]:
-        """Returns 0, and the number of replicas."""
-        return self.slice()
-
-    def join(self, dataset: int) -> None:
-        """Does nothing: there are no other processes."""
-
-    def boundary(self, dataset: int) -> None:
-        """Does nothing: members never change."""
-
-    def excluded(self, dataset: int) -> bool:
-        """Returns False: there is nobody who could make a round before."""
-        return False
-
-    def is_behind(self, dataset: int) -> bool:
-        """Returns False, as `excluded` does."""
-        return False
-
-    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
-        """Does nothing: what was dealt counts."""
 
 
 class LocalBackend:
@@ -105,7 +55,7 @@ class LocalBackend:
     between_graph = False
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
-        self.group = LocalGroup(devices)
+        self.group = ReplicaGroup(devices)
         self._reduced = False
         self._closed = False
         self._names = Names()

@@ -15,7 +15,7 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.context import StrategyFace
-from psclient._src.data.group import DatasetGroup
+from psclient._src.data.group import ReplicaGroup
 from psclient._src.variables.kinds import SyncOnReadVariable
 from psclient._src.variables.variable import VariableAggregation
 from pswire.model.plan import PlacedVariable
@@ -39,15 +39,6 @@ class UpdateSender(Protocol):
         ...
 
 
-class Members(DatasetGroup, Protocol):
-    """The processes that train together, as this one sees them."""
-
-    @property
-    def alone(self) -> bool:
-        """True if each process makes rounds of its own."""
-        ...
-
-
 class Copies:
     """The ON_READ variables of this process that have an aggregation. Used by the thread that records.
 
@@ -56,7 +47,7 @@ class Copies:
         sender: the backend of these variables.
     """
 
-    def __init__(self, group: Members, sender: UpdateSender) -> None:
+    def __init__(self, group: ReplicaGroup, sender: UpdateSender) -> None:
         self._group = group
         self._sender = sender
         self._all: list[SyncOnReadVariable] = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 import numpy as np
 
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Names, ReplicaGroup
+from psclient._src.data.group import ReplicaGroup
+from psclient._src.distribute.backend import Names
 from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.variables.compression import Compressed, Compression, is_compressible
@@ -19,15 +19,6 @@ from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.compression import Codec
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import DTYPES, Array
-
-
-class Members(ReplicaGroup, Protocol):
-    """The processes that train together, as this one sees them."""
-
-    @property
-    def late(self) -> bool:
-        """True if this process came to a running job."""
-        ...
 
 
 class Residuals:
@@ -51,7 +42,7 @@ class Residuals:
 
     def __init__(
         self,
-        group: Members,
+        group: ReplicaGroup,
         reader: ShardReader,
         create: Callable[[StrategyFace, VariableSpec, Array, ServerIds], ServerVariable],
         names: Names,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,22 +14,16 @@ from psclient._src.network.patience import Deadline
 from psclient._src.network.worker_clock import WorkerClock
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ChiefLost, ConfigError, Fenced, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import ChiefLost, ConfigError, Fenced, PSError, ServerGone, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.changes import Change, change_of
 from pswire.model.consistency import Consistency
 from pswire.model.log import (
-    Approved,
-    Generation,
     GenerationClosed,
-    Gone,
     JobStarted,
     LogEntry,
     Member,
-    Return,
-    Snapshotted,
     Start,
-    Started,
     holds_job,
 )
 from pswire.model.plan import Nonfinite, Plan
@@ -87,79 +80,6 @@ def changes_of(entries: Sequence[LogEntry]) -> list[Change]:
     """Returns the changes of consistency among the entries of a log, in order."""
     found = (change_of(entry.generation) for entry in entries if isinstance(entry, GenerationClosed))
     return [change for change in found if change is not None]
-
-
-class JobNews:
-    """What this process has read in server 0's log. Used by the thread that runs cross-replica code.
-
-    Attributes:
-        followed: the number of entries that it has read.
-        generations: all generations, by number.
-        starts: places at which new members of a generation begin, as an older one has said it, by the generation's
-            number.
-        snapshots: checkpoints that are complete, or failed, and were not asked for yet, by their plan.
-        saves: plans that ordered a checkpoint which is neither complete nor failed.
-        changed: the generations that began with a change of consistency, in order.
-        returned: servers that came back, and were not readmitted yet: by which generation, how, and after how many
-            losses.
-    """
-
-    def __init__(self) -> None:
-        self.followed = 0
-        self.generations: dict[int, Generation] = {}
-        self.starts: dict[int, Start] = {}
-        self.snapshots: dict[bytes, Snapshotted] = {}
-        self.saves: set[bytes] = set()
-        self.changed: list[Generation] = []
-        self.returned: list[tuple[Generation, Return, int]] = []
-        self._losses = Counter[int]()  # how often each server was lost
-
-    def take(self, watched: Watched) -> None:
-        """Takes in the next entries; raises `ServerLost` where the log is another one than before."""
-        if watched.start < self.followed:
-            raise ServerLost("the servers hold a new job; restart this process")
-        self.followed = watched.start + len(watched.entries)
-        for entry in watched.entries:
-            match entry:
-                case GenerationClosed():
-                    self.generations[entry.generation.number] = entry.generation
-                    self.changed += [entry.generation] if change_of(entry.generation) else []
-                    if (back := entry.generation.returns) is not None and back.ready:
-                        self.returned.append((entry.generation, back, self._losses[back.server]))
-                case Gone():
-                    self._losses[entry.server] += 1
-                case Started():
-                    self.starts[entry.start.generation] = entry.start
-                case Approved() if entry.plan.snapshot is not None:
-                    self.saves.add(entry.plan.id)
-                case Snapshotted():
-                    self.snapshots[entry.plan_id] = entry
-                    self.saves.discard(entry.plan_id)
-
-    @property
-    def newest(self) -> Generation:
-        """The newest generation that it has read of."""
-        return self.generations[max(self.generations)]
-
-    def after(self, generation: Generation) -> Generation:
-        """Returns the generation that members go on with who wait, since one tells of a server that comes back.
-
-        It is the first that ends their wait, and not one after it, by which they would wait for the next server; as
-        long as there is none the newest.
-        """
-        newer = (self.generations[number] for number in sorted(self.generations) if number > generation.number)
-        return next((each for each in newer if each.awaited is None), self.newest)
-
-    @property
-    def sharers(self) -> list[Member]:
-        """The members that share the data where each makes rounds of its own, in task order.
-
-        Those that began the job, and those that were there when it was changed.
-        """
-        found = {member.task: member for member in self.generations[min(self.generations)].members}
-        for generation in self.changed[-1:]:
-            found |= {member.task: member for member in generation.members}
-        return [found[task] for task in sorted(found)]
 
 
 class LogCalls:
@@ -247,7 +167,7 @@ class LogCalls:
         deadline, entries = self.deadline(self.timeouts.start_timeout), list[LogEntry]()
         while True:
             watched = self.ask_keeper(
-                partial(self._follow, len(entries)),
+                partial(self.follow, len(entries)),
                 deadline,
                 lambda: ChiefLost(
                     f"no chief started the job within {self.timeouts.start_timeout:g} s; start the chief "
@@ -264,7 +184,8 @@ class LogCalls:
                     self.move(change)
                 return
 
-    def _follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:
+    def follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:
+        """Asks for the entries of the log from a number on, once there are any."""
         return keeper.watch(self.number, after, -1)
 
     def _take_copies(self, entries: Sequence[LogEntry]) -> None:

@@ -55,7 +55,7 @@ class ServerCheckpoints:
 
     def is_saving(self) -> bool:
         """Returns whether a checkpoint is still being written."""
-        return self._saving is not None and not self._group.is_snapshotted(self._saving[0])
+        return self._saving is not None and not self._group.news.is_snapshotted(self._saving[0])
 
     def saved(self) -> None:
         """Waits until the last checkpoint is complete.
@@ -68,7 +68,7 @@ class ServerCheckpoints:
             return
         order, path = self._saving
         session = self._exchange.session
-        done = self._group.snapshotted(order, session.deadline(session.timeouts.round_timeout))
+        done = self._group.news.snapshotted(order, session.deadline(session.timeouts.round_timeout))
         self._saving = None
         if done.error:
             self._failed.add(path)

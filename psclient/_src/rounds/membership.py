@@ -10,116 +10,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from psclient._src.arrays.devices import Device
-from psclient._src.data.progress import Pass, Progress
+from psclient._src.data.group import ReplicaGroup
+from psclient._src.data.progress import Pass
 from psclient._src.network.chunk_calls import BatchCalls
-from psclient._src.network.log_calls import JobNews
+from psclient._src.network.job_news import JobNews
 from psclient._src.network.pacing import goes_on
-from psclient._src.network.patience import Deadline
 from psclient._src.network.session import Session
 from psclient._src.processes.departure import Departure
 from psclient._src.processes.sigterm import NOTICE, Notice
-from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout, ServerLost
+from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout
 from pswire.model.changes import Change, change_of
-from pswire.model.log import STEP, Examples, Generation, Member, Snapshotted, Start
+from pswire.model.log import STEP, Examples, Generation, Member, Start
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
 
 
-class Follower(Progress):
-    """The part of a `Group` that follows server 0's log. Used by the thread that runs cross-replica code.
-
-    Args:
-        session: this process's session, open.
-        replicas: number of local replicas.
-        notice: whether this process was told to end.
-    """
-
-    def __init__(self, session: Session, replicas: int, notice: Notice) -> None:
-        super().__init__(replicas)
-        self.session = session
-        self.departure = Departure(session, notice)
-        self._news = JobNews()
-
-    def _told(self) -> None:
-        """News have come."""
-        raise NotImplementedError
-
-    def _take_in(self, generation: Generation) -> None:
-        """Goes on by a newer generation."""
-        raise NotImplementedError
-
-    def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
-        """Waits until the checkpoint that a plan ordered is complete, or failed."""
-        while plan_id not in self._news.snapshots:
-            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
-        return self._news.snapshots.pop(plan_id)
-
-    def is_snapshotted(self, plan_id: bytes) -> bool:
-        """Returns whether the checkpoint that a plan ordered is complete, or failed, as of now."""
-        self._take(self.session.look(self._news.followed))
-        return plan_id in self._news.snapshots
-
-    def settle_saves(self) -> None:
-        """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
-        deadline = self.session.deadline(self.session.timeouts.round_timeout)
-        known = self.session.log_status().log
-        while self._news.followed < known or self._news.saves:
-            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
-
-    def _follow(self, deadline: Deadline, late: Callable[[], PSError], word: Callable[[], str]) -> None:
-        """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
-        session = self.session
-        ask = partial(_watch, session.number, self._news.followed)
-        self._take(session.ask_keeper(ask, deadline, late, word))
-
-    def _await_return(self, generation: Generation) -> None:
-        """Where a generation tells of a server that comes back: hands over what it held, as all members do, and waits.
-
-        The next round is made with it, or, if it could not be readmitted, without.
-        """
-        back, session = generation.awaited, self.session
-        if back is None:
-            return
-        session.hosting.moves = {**session.hosting.moves, back.server: back.address}
-        self.departure.hand_over(back.path, "", back.generation)
-        task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round_timeout)
-        late = RoundTimeout(
-            f"{session.task} waited too long for {task} to be readmitted; check that the chief is running"
-        )
-        word = f"waits for {task}, which is being readmitted, to read its variables"
-        while generation.awaited is not None:
-            self._follow(deadline, lambda: late, lambda: word)
-            generation = self._news.after(generation)
-            self._take_in(generation)
-
-    def _take_back(self, generation: Generation) -> None:
-        """Goes on with the servers that are back by a generation that was taken in, or an earlier one."""
-        returned, self._news.returned = self._news.returned, []
-        for by, back, times in returned:
-            if by.number <= generation.number:
-                self.session.take_back(back, times)
-            else:
-                self._news.returned.append((by, back, times))
-
-    def _take(self, watched: Watched) -> None:
-        try:
-            self._news.take(watched)
-        except ServerLost as error:
-            self.session.end(error)
-            raise
-        self._told()
-
-
-class Group(Follower):
+class Group(ReplicaGroup):
     """The members of rounds, and this process's place among them. Used by the thread that runs cross-replica code.
 
     Args:
@@ -132,8 +45,10 @@ class Group(Follower):
     def __init__(
         self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = (), notice: Notice = NOTICE
     ) -> None:
-        super().__init__(session, len(devices), notice)
-        self.devices = devices
+        super().__init__(devices)
+        self.session = session
+        self.departure = Departure(session, notice)
+        self.news = JobNews(session, self._told)
         self._be_as_all()
         self.round = 0
         """The next round of this process."""
@@ -204,8 +119,8 @@ class Group(Follower):
         """
         if not self.alone or self.coordinated:
             return self.slice()
-        self._settle()
-        sharers = self._news.sharers
+        self.settle_in()
+        sharers = self.news.sharers
         replicas = sum(member.replicas for member in sharers)
         place = next((member for member in sharers if member.task == self.session.task), None)
         if place is None:
@@ -296,7 +211,7 @@ class Group(Follower):
         """True if this process is the first of the group, in task order; of asynchronous workers always the same."""
         if self.alone:
             return self._first_generation.members[0].task == self.session.task
-        self._settle()
+        self.settle_in()
         return self.generation is not None and self.generation.members[0].session == self.session.number
 
     def ahead(self) -> Sequence[Member]:
@@ -330,12 +245,12 @@ class Group(Follower):
 
     @property
     def _first_generation(self) -> Generation:
-        self._settle()
-        return self._news.generations[min(self._news.generations)]
+        self.settle_in()
+        return self.news.generations[min(self.news.generations)]
 
     @property
     def _newest(self) -> Generation:
-        self._settle()
+        self.settle_in()
         return self.generation or self._first_generation
 
     # ---- For rounds ----
@@ -412,22 +327,24 @@ class Group(Follower):
             self._take_in(generation)
         self._entered = True
 
-    def _others(self) -> str:
-        members = self._news.newest.members
-        return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
-
     def _take_in(self, generation: Generation) -> None:
         if self.generation is None or generation.number <= self.generation.number:
             return
         self.generation = generation
-        self._take_back(generation)
+        self.news.readmit(generation)
         if generation.join_point and generation.join_point != STEP:  # where some leave nobody is new
             start = Start(generation.number, self.round, self.positions)
             self.session.propose(start=start)
 
-    def settle_in(self) -> None:
-        """Waits until this process knows how the job makes its rounds; it takes part if it began with all others."""
-        self._settle()
+    def _await_return(self, generation: Generation) -> None:
+        """Where a generation tells of a server that comes back: hands over what it held, as all members do, and waits.
+
+        The next round is made with it, or, if it could not be readmitted, without.
+        """
+        if (back := generation.awaited) is not None:
+            self.session.hosting.moves = {**self.session.hosting.moves, back.server: back.address}
+            self.departure.hand_over(back.path, "", back.generation)
+            self.news.await_return(generation, back, self._take_in)
 
     def change(self, change: Change) -> bool:
         """Makes rounds in another way from now on, with all members, which come to this place as well.
@@ -449,18 +366,18 @@ class Group(Follower):
             if self.alone:
                 self._join("")
             return False
-        made, round = len(self._news.changed), self.round
+        made, round = len(self.news.changed), self.round
         change = replace(change, number=made, round=round)
         if session.clock is not None:
             session.clock.rest()
             for index in session.hosting.live:
                 session.heartbeat_now(index)
         session.propose(join_point=str(change))
-        waits = partial(_never_came, session, self._news, change), partial(_word_of_change, session, self._news, change)
+        waits = partial(_never_came, session, self.news, change), partial(_word_of_change, session, self.news, change)
         deadline = session.deadline(session.timeouts.round_timeout)
-        while len(self._news.changed) == made:
-            self._follow(deadline, *waits)
-        self.generation = self._news.changed[made]
+        while len(self.news.changed) == made:
+            self.news.follow(deadline, *waits)
+        self.generation = self.news.changed[made]
         self.round = self.generation.start.round if self.generation.start else round
         self._announced, self._entered, self.saved = None, True, 0
         self._adopt()
@@ -472,14 +389,14 @@ class Group(Follower):
             self._adopt()
 
     def _adopt(self) -> None:
-        for generation in self._news.changed:
+        for generation in self.news.changed:
             change = change_of(generation)
             if change is not None and self.session.move(change):
                 self._be_as_all()
 
     def _join(self, join_point: str) -> None:
         asked = False
-        self._settle()
+        self.settle_in()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round_timeout)
         while self.generation is None and not self._begin():
@@ -487,26 +404,26 @@ class Group(Follower):
                 self.session.propose(join_point=join_point)
                 asked = True
                 continue
-            late, word = self._awaits if self.alone else _behind(join_point, self.session.task, self._others)
+            late, word = self._awaits if self.alone else _behind(join_point, self.session.task, self.news.others)
             with self.departure.notice.anywhere():
-                self._follow(deadline, late, word)
+                self.news.follow(deadline, late, word)
 
-    def _settle(self) -> None:
+    def settle_in(self) -> None:
         """Waits until the job has closed a generation; takes part at once if this process is in the first."""
         deadline = self.session.deadline(self.session.timeouts.start_timeout)
-        while not self._news.generations:
-            self._follow(deadline, *self._awaits)
+        while not self.news.generations:
+            self.news.follow(deadline, *self._awaits)
         if self.generation is None:
             self._begin()
 
     def _begin(self) -> bool:
-        for number in sorted(self._news.generations):
-            generation = self._news.generations[number]
-            start = generation.start or self._news.starts.get(number)
+        for number in sorted(self.news.generations):
+            generation = self.news.generations[number]
+            start = generation.start or self.news.starts.get(number)
             if start is not None and generation.session(self.session.number):
                 self.generation, self.round = generation, start.round
                 self.start = start.round
-                self._take_back(generation)
+                self.news.readmit(generation)
                 self._taken_in = generation.join_point
                 if start.positions:
                     self.begin_at(start.positions)
@@ -555,21 +472,6 @@ def _never_came(session: Session, news: JobNews, change: Change) -> PSError:
     )
     session.end(error)
     return error
-
-
-def _word_of_saves(session: Session) -> str:
-    """Servers write their parts, then the chief has the manifest written."""
-    servers = zip(session.hosting.live, session.live, strict=True)
-    writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
-    return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
-
-
-def _watch(session: int, after: int, keeper: ParameterServer) -> Future[Watched]:
-    return keeper.watch(session, after, -1)
-
-
-def _incomplete() -> RoundTimeout:
-    return RoundTimeout("the checkpoint was not completed in time; check that the chief is running")
 
 
 def _behind(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from psclient._src.data.progress import Pass, SharedBatch
+from psclient._src.data.adapters import GlobalBatch
+from psclient._src.data.progress import Pass
 from psclient._src.rounds.membership import Group
 from pswire.model.closures import ClosureName
 
@@ -41,7 +42,7 @@ class SharedRounds:
         """The next round."""
         return self.group.round
 
-    def said(self, observes: bool, batch: SharedBatch | None) -> dict[str, Any]:
+    def said(self, observes: bool, batch: GlobalBatch | None) -> dict[str, Any]:
         """Returns what a contribution says of where this process stands: fields of `Contribution`.
 
         Args:
@@ -81,7 +82,7 @@ class ClosureRounds:
     pushed: list[int]
     round: int = 0
 
-    def said(self, observes: bool, batch: SharedBatch | None) -> dict[str, Any]:
+    def said(self, observes: bool, batch: GlobalBatch | None) -> dict[str, Any]:
         """Returns what a contribution says of where this process stands: which closure makes it."""
         return {"closure": self.name}
 
@@ -103,7 +104,7 @@ class OwnRounds:
     pushed: list[int]
     round: int = field(default=0)
 
-    def said(self, observes: bool, batch: SharedBatch | None) -> dict[str, Any]:
+    def said(self, observes: bool, batch: GlobalBatch | None) -> dict[str, Any]:
         """Returns what a contribution says of where this process stands: that it is alone."""
         return {"alone": True}
 

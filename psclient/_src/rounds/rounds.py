@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from psclient._src.arrays.devices import Coming
-from psclient._src.data.progress import SharedBatch
+from psclient._src.data.adapters import GlobalBatch
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
@@ -82,7 +82,7 @@ class Outgoing:
     feedback: tuple[Feedback | None, ...] = ()
     flawed: frozenset[int] = frozenset()
     own: frozenset[int] = frozenset()
-    batch: SharedBatch | None = None
+    batch: GlobalBatch | None = None
 
     def compressed(self) -> Outgoing:
         """Returns what is sent of it, which is compressed here, once; see `compress`."""

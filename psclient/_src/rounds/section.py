@@ -20,7 +20,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.devices import is_array, to_numpy
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
-from psclient._src.data.progress import SharedBatch
+from psclient._src.data.adapters import GlobalBatch
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
 from psclient._src.distribute.strands import Marks
@@ -140,7 +140,7 @@ class Section:
         nonfinite: Nonfinite = "apply",
         with_copies: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda servers: servers,
         marks: Marks | None = None,
-        batch: SharedBatch | None = None,
+        batch: GlobalBatch | None = None,
     ) -> None:
         self._nonfinite, self._with_copies, self.marks, self._batch = nonfinite, with_copies, marks, batch
         self.own = False

@@ -13,7 +13,7 @@ import psclient as ps
 from psclient._src.network import plain_calls, remote_server
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.hosting import Hosting
-from psclient._src.network.log_calls import JobNews
+from psclient._src.network.job_news import JobNews
 from psclient._src.telemetry.observer import Servers
 from psserver.config import ServerConfig
 from psserver.core.core import Core
@@ -256,7 +256,7 @@ def test_who_begins_anew_knows_nothing(keeper):
 
 def read(*generations: Generation) -> JobNews:
     """Returns what is known once two servers were lost, and these generations closed."""
-    news = JobNews()
+    news = JobNews(None, lambda: None)
     entries = (Gone(1, "was lost"), Gone(2, "was lost"), *map(GenerationClosed, generations))
     news.take(Watched(0, 0, entries, (), ()))
     return news

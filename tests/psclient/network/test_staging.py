@@ -24,7 +24,7 @@ import psclient as ps
 from psclient._src.arrays import devices
 from psclient._src.arrays import devices as client_arrays
 from psclient._src.arrays.devices import Device, Download
-from psclient._src.distribute.extended import bring
+from psclient._src.distribute.destinations import to_devices
 from psclient._src.distribute.reduction import combine
 from psclient._src.network import staging
 from psclient._src.network.staging import StagedParts
@@ -387,8 +387,8 @@ def test_arrays_of_several_devices_are_summed_on_the_first(gpu):
 def test_rows_are_brought_to_each_device(gpu):
     """Of the host all have the same."""
     rows = ps.IndexedSlices(np.ones((2, 3)), [0, 4], (5, 3))
-    assert [devices.device_of(each.values) for each in bring(rows, (GPU, OTHER)).values] == [GPU, OTHER]
-    assert all(each is rows for each in bring(rows, (Device("cpu", 0), Device("cpu", 1))).values)
+    assert [devices.device_of(each.values) for each in to_devices(rows, (GPU, OTHER)).values] == [GPU, OTHER]
+    assert all(each is rows for each in to_devices(rows, (Device("cpu", 0), Device("cpu", 1))).values)
 
 
 def test_a_server_brings_arrays_there_and_back(gpu):
