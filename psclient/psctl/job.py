@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import click
 
-from psclient._src.chief.discard import discard
+from psclient._src.chief.standby import discard
 from psclient._src.network.remote_server import connect
 from psclient._src.telemetry.observer import Servers
 from psclient.psctl.settings import CHANGE, CommandSettings, connected, options, settings

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from psclient._src.arrays.devices import Device
-from psclient._src.chief import checkpoints, differences, driver, farewells, hung_members, returns, standby
+from psclient._src.chief import checkpoints, driver, hung_members, losses, returns, standby
 from psclient._src.chief.driver import Chief
 from psclient._src.network import hosting, patience, session
 from psclient._src.network.patience import Deadline, Patience, until_free
@@ -40,7 +40,7 @@ from pswire.telemetry import reminder
 T = TypeVar("T")
 
 TIMED = (
-    *(counters, checkpoints, creation, differences, driver, first_values, hosting, hung_members, patience, read_cache),
+    *(counters, checkpoints, creation, driver, first_values, hosting, hung_members, losses, patience, read_cache),
     *(reminder, returns, session, sigterm, standby),
 )
 """Modules that look at the clock."""
@@ -51,7 +51,7 @@ WAITING = (checkpoints, driver, hosting, returns, rounds, session)
 CONNECTED = {
     hosting: ("RemoteServer", "elsewhere", "expect", "look_again", "follow_moves"),
     returns: ("elsewhere", "expect"),
-    farewells: ("elsewhere",),
+    losses: ("elsewhere",),
     driver: ("expect",),
     standby: ("expect", "look_again", "follow_moves"),
 }

@@ -10,21 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from psclient._src.chief.abandonment import AbandonmentTimer, is_here
 from psclient._src.chief.checkpoints import CheckpointCommitter
-from psclient._src.chief.counters import Driven
-from psclient._src.chief.decisions import Decision, decide, undone
-from psclient._src.chief.differences import Differences
-from psclient._src.chief.generations import Beginning, came, told_of
+from psclient._src.chief.decisions import Beginning, Decision, came, decide, told_of, undone
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
-from psclient._src.chief.leaving import LeaveSaves, StepDown
-from psclient._src.chief.losses import Losses
+from psclient._src.chief.losses import Differences, Losses
 from psclient._src.chief.returns import Returns
+from psclient._src.chief.timers import AbandonmentTimer, LeaveSaves, StepDown, is_here
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.remote_server import RemoteServer, expect
 from psclient._src.network.session import Session
@@ -42,6 +40,28 @@ if TYPE_CHECKING:
     from psclient._src.telemetry.traces.chief import ChiefTraces
 
 log = logging.getLogger("psclient.chief")
+
+
+@dataclass(frozen=True)
+class Driven:
+    """A chief's view of its job, from the log: that of earlier chiefs is included.
+
+    Attributes:
+        generations: number of closed generations.
+        members: number of members of the newest generation.
+        plans: number of approved plans.
+        missing: tasks of the cluster without a session, in order.
+        checkpoints: number of checkpoints by outcome: "saved" or "failed".
+        saving: seconds from a checkpoint's order until it was complete, or had failed; this chief's alone.
+    """
+
+    generations: int
+    members: int
+    plans: int
+    missing: tuple[Task, ...]
+    checkpoints: Counter[str]
+    saving: Histogram
+
 
 PAUSE = 1.0
 """Seconds after which the chief looks again even if nothing was announced."""

@@ -7,8 +7,8 @@ import time
 from concurrent.futures import Future
 
 from psclient._src.chief.decisions import cut_off
-from psclient._src.chief.differences import Differences
-from psclient._src.chief.stalls import Stall, Stalls
+from psclient._src.chief.losses import Differences
+from psclient._src.chief.timers import Stall, Stalls
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.session import Session
 from pswire.limits import Timeouts

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from psclient._src.chief.farewells import farewell
 from psclient._src.chief.job_log import JobLog
+from psclient._src.chief.losses import farewell
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.remote_server import RemoteServer, elsewhere, expect
 from psclient._src.network.session import Session

@@ -1,18 +1,24 @@
-"""A chief that stands by: it waits until nobody drives the job any more, and then takes it over."""
+"""Who takes the place of a chief that is gone: a chief on standby, a worker, and `psctl job delete` to end the job."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+from psclient._src.chief.driver import Chief
+from psclient._src.chief.job_log import JobLog
+from psclient._src.chief.timers import is_here
 from psclient._src.network.remote_server import RemoteServer, expect, follow_moves, look_again
+from psclient._src.network.session import Session
 from pswire.api import ParameterServer
 from pswire.cluster import Task
-from pswire.errors import ServerLost
+from pswire.errors import ConfigError, Forbidden, PSError, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.status import ServerStatus
+from pswire.model.log import Done
+from pswire.model.status import ServerStatus, newest_of
 from pswire.telemetry.reminder import Reminder
 
 log = logging.getLogger("psclient.chief")
@@ -120,3 +126,119 @@ def _ask(servers: Sequence[RemoteServer]) -> ServerStatus:
             return status
         found.append(status)
     return found[0]
+
+
+class Deputy:
+    """Drives the job beside a worker's script, once nobody else does.
+
+    Args:
+        task: the worker.
+        make: makes a chief, with connections of its own.
+        drives: given the chief that drives from now on; returns False if this process has no part in the job any more.
+    """
+
+    def __init__(self, task: Task, make: Callable[[], Chief], drives: Callable[[Chief], bool]) -> None:
+        self._task = task
+        self._make = make
+        self._drives = drives
+        self._busy = threading.Lock()
+        self._refused = False
+
+    def told(self) -> None:
+        """Server 0 says that this worker is to drive the job; it says so again until somebody does. Does not wait."""
+        if not self._refused and self._busy.acquire(blocking=False):
+            threading.Thread(target=self._become_chief, daemon=True, name="deputy").start()
+
+    def _become_chief(self) -> None:
+        try:
+            chief = self.take_over()
+            if chief is not None and not self._drives(chief):
+                chief.stop(abandon=True)
+        finally:
+            self._busy.release()
+
+    def take_over(self) -> Chief | None:
+        """Takes the chief's place; returns the chief that drives in a thread from now on, None if it may not."""
+        chief = None
+        try:
+            chief = self._make()
+            chief.start(takes_over=True, waits=False)
+        except TaskTaken:
+            log.info("%s does not take over as chief: another process did", self._task)
+        except Forbidden as error:
+            self._refused = True
+            log.warning("the job has no chief, and %s is not allowed to take over: %s", self._task, error)
+        except PSError as error:
+            log.warning("the job has no chief, and %s could not take over: %s", self._task, error)
+        else:
+            log.warning("the chief is down: %s takes over as chief", self._task)
+            return chief
+        if chief is not None:
+            chief.close()
+        return None
+
+    def look(self, server: ParameterServer, timeouts: Timeouts) -> Chief | None:
+        """Takes the chief's place at the end of a script, if it is gone: else nobody might say that the job is over."""
+        try:
+            if outlook(server.status(), timeouts) == "gone":
+                return self.take_over()
+        except PSError as error:
+            log.debug("%s cannot find out whether the job has a chief: %s", self._task, error)
+        return None
+
+
+def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) -> str:
+    """Ends the job that the servers hold, in the place of a chief that is gone.
+
+    Args:
+        task: the chief task.
+        servers: connections to all servers, by number.
+        timeouts: time limits of the calls.
+
+    Returns:
+        The job's identity.
+
+    Raises:
+        ConfigError: they hold none, or processes of it are there.
+        PSError: a server does not answer.
+    """
+    status = _keeper(servers)
+    here = sorted({str(s.member.task) for s in status.sessions if is_here(s, timeouts.session_timeout)})
+    if here:
+        raise ConfigError(f"still connected: {', '.join(here)}; end these processes before discarding the job")
+    session = Session(task, servers, 0, True, timeouts, job=status.job, copied=bool(status.losses))
+    session.open(waits=False)
+    error = "the job could not be discarded"
+    try:
+        log = JobLog(servers, session, takes_over=True)
+        log.attach()
+        log.insist(Done(), timeouts.call_timeout)
+        log.copy()
+        error = ""
+    finally:
+        session.leave(error)
+    return status.job
+
+
+def _keeper(servers: Sequence[ParameterServer]) -> ServerStatus:
+    """Returns the status of the server that keeps the log and the sessions, wherever it is.
+
+    Raises:
+        ConfigError: the servers hold no job that is not over.
+        PSError: none of them answers.
+    """
+    statuses, errors = list[ServerStatus](), list[PSError]()
+    for server in servers:
+        try:
+            statuses.append(server.status())
+        except PSError as error:
+            errors.append(error)
+    if errors and not statuses:
+        raise errors[0]
+    newest = newest_of(statuses)
+    if newest is None or newest.over:
+        raise ConfigError("these servers do not hold a job, so there is nothing to discard")
+    if errors and not newest.gone and not newest.moved:
+        raise errors[0]
+    follow_moves(servers, newest.moved)
+    return servers[newest.keeper].status()

@@ -20,9 +20,8 @@ import numpy as np
 
 from psclient._src import context, values
 from psclient._src.arrays.devices import local_devices
-from psclient._src.chief.deputy import Deputy
 from psclient._src.chief.driver import Chief
-from psclient._src.chief.standby import taken_over_by
+from psclient._src.chief.standby import Deputy, taken_over_by
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import (

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psclient._src.chief.decisions import decide, undone
-from psclient._src.chief.generations import Beginning, told_of
-from psclient._src.chief.job_state import JobState
-from psclient._src.chief.leaving import LeaveSaves, StepDown
+from psclient._src.chief.decisions import Beginning, decide, told_of, undone
+from psclient._src.chief.job_log import JobState
+from psclient._src.chief.timers import LeaveSaves, StepDown
 from pswire.api import Watched
 from pswire.limits import Timeouts
 from pswire.model.changes import Change

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.chief.abandonment import STEP, AbandonmentTimer
 from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.decisions import is_done as decide_end
-from psclient._src.chief.job_state import JobState
-from psclient._src.chief.stalls import Stall, Stalls
+from psclient._src.chief.job_log import JobState
 from psclient._src.chief.standby import outlook
+from psclient._src.chief.timers import STEP, AbandonmentTimer, Stall, Stalls
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.session import Session
 from psserver.config import ServerConfig

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from psclient._src.chief.differences import LEASES, Differences
-from psclient._src.chief.job_log import JobLog, JobOver
-from psclient._src.chief.job_state import JobState
-from psclient._src.chief.losses import Losses
+from psclient._src.chief.job_log import JobLog, JobOver, JobState
+from psclient._src.chief.losses import LEASES, Differences, Losses
 from psclient._src.network.hosting import Hosting
 from pstesting.clock import Clock
 from pswire.cluster import ClusterSpec, Task

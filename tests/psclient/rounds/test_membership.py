@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.chief.decisions import decide
-from psclient._src.chief.generations import Beginning
-from psclient._src.chief.job_state import JobState
+from psclient._src.chief.decisions import Beginning, decide
+from psclient._src.chief.job_log import JobState
 from psclient._src.distribute.strands import Marks, PlanCutter
 from psclient._src.processes.sigterm import Leaving, Notice
 from psclient._src.rounds.awaited import Awaited
