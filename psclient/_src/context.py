@@ -163,7 +163,7 @@ class ReplicaContext:
         return values.select(result, self.local_replica_id)
 
     def __enter__(self) -> Self:
-        _check_same(self.strategy, _current())
+        _check_same(self.strategy, _stack.entries[-1].context)
         entry = enter_replica(self)
         entry.__enter__()
         self._entered.append(entry)
@@ -253,7 +253,7 @@ class ReplicaContext:
         return value if is_default(self.strategy) else nest.pack_sequence_as(value, joined)
 
     def _check_current(self, what: str) -> None:
-        if get_replica_context() is not self:
+        if _stack.entries[-1].context.replica is not self:
             raise RuntimeError(
                 f"{what} was called on a replica context that is not current; call get_replica_context() in "
                 "the function passed to strategy.run"
@@ -312,8 +312,10 @@ def _gather_boxes(strategy: StrategyFace, axes: Nest, boxes: Nest) -> Nest:
     return strategy.extended.all_gather(unbox(boxes), named[0])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Context:
+    """Where a thread is. Never changed."""
+
     kind: Kind
     strategy: StrategyFace
     replica: ReplicaContext | None = None
@@ -321,50 +323,6 @@ class _Context:
     copy: int | None = None
     device: Device | None = None
     merging: bool = False
-
-
-class _Stack(threading.local):
-    # The context of threads that are in no scope; its strategy's own module puts it here when one asks for it first.
-    default = _Context("default", cast(StrategyFace, None))
-
-    def __init__(self) -> None:
-        self.entries: list[_ContextEntry] = []
-
-
-_stack = _Stack()
-_INSIDE = nullcontext()
-
-
-def install_default(strategy: StrategyFace) -> None:
-    """Makes a strategy the one of threads that are in no scope."""
-
-    def merge_alone(merge_fn: Callable[..., Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]) -> Nest:
-        with enter_cross_replica(strategy):
-            return merge_fn(strategy, *args, **kwargs)
-
-    replica = ReplicaContext(strategy, 0, CPU, merge_alone, lambda: (0, 1))
-    _Stack.default = _Context("default", strategy, replica)
-
-
-def is_default(strategy: StrategyFace) -> bool:
-    """Returns whether it is the default strategy."""
-    return strategy is _Stack.default.strategy
-
-
-def enter_default_replica() -> AbstractContextManager[None]:
-    """Returns a context in which the calling thread runs the function of the default strategy's one replica."""
-    return _ContextEntry(replace(_Stack.default, kind="replica"))
-
-
-def _current() -> _Context:
-    entries = _stack.entries
-    return entries[-1].context if entries else _default()
-
-
-def _default() -> _Context:
-    if not _Stack.default.strategy:
-        import_module("psclient._src.strategies.mirrored")  # makes it, and calls `install_default`
-    return _Stack.default
 
 
 class _ContextEntry:
@@ -389,6 +347,53 @@ class _ContextEntry:
             )
 
 
+class _DefaultEntry(_ContextEntry):
+    """The context of threads that are in no scope, which the default strategy's own module puts here."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        # The slot is empty until somebody asks for it first.
+        import_module("psclient._src.strategies.mirrored")  # makes it, and calls `install_default`
+        return object.__getattribute__(self, name)
+
+
+_DEFAULT = _DefaultEntry()
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[_ContextEntry] = [_DEFAULT]  # the innermost last
+
+
+_stack = _Stack()
+_INSIDE = nullcontext()
+
+
+def install_default(strategy: StrategyFace) -> None:
+    """Makes a strategy the one of threads that are in no scope."""
+
+    def merge_alone(merge_fn: Callable[..., Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]) -> Nest:
+        with enter_cross_replica(strategy):
+            return merge_fn(strategy, *args, **kwargs)
+
+    replica = ReplicaContext(strategy, 0, CPU, merge_alone, lambda: (0, 1))
+    _DEFAULT.context = _Context("default", strategy, replica)
+
+
+def is_default(strategy: StrategyFace) -> bool:
+    """Returns whether it is the default strategy."""
+    return strategy is _DEFAULT.context.strategy
+
+
+def enter_default_replica() -> AbstractContextManager[None]:
+    """Returns a context in which the calling thread runs the function of the default strategy's one replica."""
+    return _ContextEntry(replace(_DEFAULT.context, kind="replica"))
+
+
 class _ScopeEntry(_ContextEntry):
     """As `_ContextEntry`, of a strategy's scope: which context that is shows when it is entered."""
 
@@ -398,10 +403,12 @@ class _ScopeEntry(_ContextEntry):
         self._strategy = strategy
 
     def __enter__(self) -> None:
-        current = _current()
-        _check_same(self._strategy, current)
-        again = current.strategy is self._strategy
-        self.context = current if again else _Context("cross-replica", self._strategy)
+        current = _stack.entries[-1].context
+        if current.strategy is self._strategy:
+            self.context = current
+        else:
+            _check_same(self._strategy, current)
+            self.context = _Context("cross-replica", self._strategy)
         super().__enter__()
 
 
@@ -410,12 +417,12 @@ def leave_to(depth: int) -> None:
 
     An interrupt may come between a context and the block that leaves it.
     """
-    del _stack.entries[depth:]
+    del _stack.entries[depth + 1 :]
 
 
 def leave_scope(depth: int) -> None:
     """As `leave_to`, for a scope, within which nothing is left entered; raises `RuntimeError` if something was."""
-    inner, _stack.entries[depth:] = _stack.entries[depth + 1 :], []  # one line, for an interrupt to come before
+    inner, _stack.entries[depth + 1 :] = _stack.entries[depth + 2 :], []  # one line, for an interrupt to come before
     if inner:
         raise RuntimeError(
             f"a scope was left before a {inner[-1].context.kind} context that was entered in it; leave them in "
@@ -428,17 +435,17 @@ def get_strategy() -> Any:
 
     Source: `tf.distribute.get_strategy`.
     """
-    return _current().strategy
+    return _stack.entries[-1].context.strategy
 
 
 def has_strategy() -> bool:
     """Returns whether the calling thread is in the scope of a strategy other than the default one. In any context."""
-    return not is_default(_current().strategy)
+    return _stack.entries[-1].context.strategy is not _DEFAULT.context.strategy
 
 
 def depth() -> int:
     """Returns how many contexts the calling thread has entered, and not left."""
-    return len(_stack.entries)
+    return len(_stack.entries) - 1
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -448,7 +455,7 @@ def get_replica_context() -> ReplicaContext | None:
         The context; None in cross-replica and update context. Outside of every scope a default context with one
         replica, whose `merge_call` runs the function at once, with the default strategy.
     """
-    return _current().replica
+    return _stack.entries[-1].context.replica
 
 
 def in_cross_replica_context() -> bool:
@@ -456,17 +463,17 @@ def in_cross_replica_context() -> bool:
 
     Source: `tf.distribute.in_cross_replica_context`.
     """
-    return _current().kind in ("cross-replica", "update")
+    return _stack.entries[-1].context.kind in ("cross-replica", "update")
 
 
 def crosses_replicas() -> bool:
     """Returns whether the calling thread is in cross-replica context, and in no update function."""
-    return _current().kind == "cross-replica"
+    return _stack.entries[-1].context.kind == "cross-replica"
 
 
 def in_merge_call() -> bool:
     """Returns whether the calling thread runs what `merge_call` was given."""
-    return _current().merging
+    return _stack.entries[-1].context.merging
 
 
 def enter_strategy_scope(strategy: StrategyFace) -> AbstractContextManager[None]:
@@ -480,9 +487,8 @@ def enter_strategy_scope(strategy: StrategyFace) -> AbstractContextManager[None]
 
 def within(strategy: StrategyFace) -> AbstractContextManager[object]:
     """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
-    if has_strategy() and _current().strategy is strategy:
-        return _INSIDE
-    return strategy.scope()
+    inside = strategy is _stack.entries[-1].context.strategy and strategy is not _DEFAULT.context.strategy
+    return _INSIDE if inside else strategy.scope()
 
 
 @contextmanager
@@ -524,13 +530,12 @@ def enter_update_copy(strategy: StrategyFace, copy: int, device: Device) -> Abst
 
 def in_update() -> bool:
     """Returns whether the calling thread is in update context."""
-    return _current().kind == "update"
+    return _stack.entries[-1].context.kind == "update"
 
 
 def update_lift() -> Lift | None:
     """Returns what makes tracers in the calling thread's update context; None in all other contexts."""
-    entries = _stack.entries  # The default context has none, and each read of a variable asks.
-    return entries[-1].context.lift if entries else None
+    return _stack.entries[-1].context.lift
 
 
 def local_replica(strategy: StrategyFace) -> int | None:
@@ -539,7 +544,7 @@ def local_replica(strategy: StrategyFace) -> int | None:
     Returns:
         A local replica's number; None in cross-replica context and in those of other strategies.
     """
-    current = _current()
+    current = _stack.entries[-1].context
     if current.strategy is not strategy:
         return None
     return current.replica.local_replica_id if current.replica else current.copy
@@ -547,7 +552,7 @@ def local_replica(strategy: StrategyFace) -> int | None:
 
 def replica_device() -> Device | None:
     """Returns where the calling thread computes, in a replica's function or an update function; None elsewhere."""
-    current = _current()
+    current = _stack.entries[-1].context
     return current.replica.device if current.replica else current.device
 
 
@@ -558,12 +563,12 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
         strategy: the strategy whose method was called.
         what: the method, for the message.
     """
-    current = _current()
+    current = _stack.entries[-1].context
+    if current.strategy is strategy and current.kind in ("cross-replica", "default"):  # the default's own alone
+        return
     _check_same(strategy, current)
-    here: tuple[Kind, ...] = ("cross-replica", "default") if is_default(strategy) else ("cross-replica",)
-    if current.kind not in here or current.strategy is not strategy:
-        kind = current.kind
-        raise RuntimeError(f"{what} needs cross-replica context but was called in {kind} context; {_REMEDY[kind]}")
+    kind = current.kind
+    raise RuntimeError(f"{what} needs cross-replica context but was called in {kind} context; {_REMEDY[kind]}")
 
 
 def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaContext:
@@ -573,7 +578,7 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
         what: the function that was called, for the message.
         strategy: the strategy whose replica is required; None accepts any.
     """
-    current = _current()
+    current = _stack.entries[-1].context
     if strategy is not None:
         _check_same(strategy, current)
     if current.replica is None or strategy not in (None, current.strategy):
@@ -583,7 +588,7 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
 
 
 def _check_same(strategy: StrategyFace, current: _Context) -> None:
-    if not is_default(current.strategy) and current.strategy is not strategy:
+    if current.strategy is not strategy and not is_default(current.strategy):
         raise RuntimeError(
             f"a {type(strategy).__name__} was used in the scope of another strategy, a "
             f"{type(current.strategy).__name__}; leave that scope first"

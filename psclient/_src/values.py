@@ -128,7 +128,7 @@ def merge_copies(results: Sequence[Nest], kind: type[DistributedValues]) -> Nest
 
 
 def _merged(merge: Callable[..., object], given: Sequence[Nest]) -> Nest:
-    alone = len(given) == 1 and not any(isinstance(leaf, Component) for leaf in nest.flatten(given[0]))
+    alone = len(given) == 1 and not [leaf for leaf in nest.flatten(given[0]) if isinstance(leaf, Component)]
     return given[0] if alone else nest.map_structure(merge, *given)
 
 

@@ -38,7 +38,8 @@ class ReplicaGroup(Progress):
 
     Attributes:
         alone: True if each process makes rounds of its own: its workers are asynchronous.
-        coordinated: True once a coordinator schedules what this process runs: each has all batches of a dataset.
+        coordinated: True once this process schedules closures, or runs what is scheduled: each process has all batches
+            of a dataset.
         backup_workers: the workers that a round of updates does not wait for. Without any nobody is late.
         chunk_calls: asks for batches that are handed out; None where all make rounds together, and each has a part of
             every batch.

@@ -100,8 +100,9 @@ class ReplicaRunner:
                 )
             self._running = before + 1
             self._slice()  # It may have to wait for other processes: better here than in each replica.
-            given = values.unwrap(context.arguments("run", args, kwargs), len(self.devices))
-            alone = len(self.devices) == 1
+            count, own = len(self.devices), context.arguments("run", args, kwargs)
+            given = values.unwrap(own, count) if args or kwargs else [own] * count
+            alone = count == 1
             results = [self._run_here(fn, *given[0])] if alone else self._run_threads(fn, given)
         finally:
             if mine:

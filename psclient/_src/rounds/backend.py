@@ -67,6 +67,7 @@ class RemoteBackend:
         reader: reads variables.
         variables: creates variables.
         create: see `Backend.create`.
+        check_process: raises `PSError` in a fork of the process that opened the strategy.
         parts: the ON_READ variables of asynchronous workers.
         checkpoints: those that this process saves and restores.
     """
@@ -82,6 +83,7 @@ class RemoteBackend:
     ) -> None:
         self.exchange = self._exchange = exchange
         self.group, self._creation, self._with_copies = exchange.group, exchange.creation, placement.with_copies
+        self.check_process = exchange.session.owner.check
         self._closed = False
         self._task = exchange.session.task
         self.parameter_devices = exchange.session.devices
@@ -98,10 +100,6 @@ class RemoteBackend:
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._together = False  # while updates are recorded that are of one round; of the thread that records
-
-    def check_process(self) -> None:
-        """Raises `PSError` in a fork of the process that opened the strategy."""
-        self._exchange.session.owner.check()
 
     def check_open(self) -> None:
         """Raises `RuntimeError` once the strategy is closed, and `PSError` in a fork of the process."""

@@ -58,8 +58,6 @@ class Group(ReplicaGroup):
         """The newest generation that this process has taken in; None before it takes part."""
         self.apart = False
         """True while this process runs a closure, which no other does: nobody else creates the same variables."""
-        self.coordinated = False
-        """True once it schedules closures, or runs what is scheduled: it shares its data with no other process."""
         self.saved = 0
         """Rounds of this process that only saved, which are no ticks of its clock."""
         self.given: tuple[int, int] | None = None
@@ -105,7 +103,8 @@ class Group(ReplicaGroup):
         """
         if self.alone:
             return 0, len(self.devices)
-        self.given = self._place_in(self._newest.members), self._newest.replicas
+        newest = self._newest
+        self.given = self._place_in(newest.members), newest.replicas
         return self.given
 
     def share(self) -> tuple[int, int]:
@@ -410,11 +409,12 @@ class Group(ReplicaGroup):
 
     def settle_in(self) -> None:
         """Waits until the job has closed a generation; takes part at once if this process is in the first."""
+        if self.generation is not None:
+            return
         deadline = self.session.deadline(self.session.timeouts.start_timeout)
         while not self.news.generations:
             self.news.follow(deadline, *self._awaits)
-        if self.generation is None:
-            self._begin()
+        self._begin()
 
     def _begin(self) -> bool:
         for number in sorted(self.news.generations):
