@@ -163,7 +163,7 @@ WALL_CLOCK_IN = {
     "psclient.psctl.dashboard",  # how long a link is good, by the clock of the server that checks it
     "pswire.telemetry.page.status_page",  # the same
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
-    "psclient._src.network.session",  # which heartbeats come together
+    "psclient._src.network.lease",  # which heartbeats come together
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard
     "pswire.traces.tracer",  # when spans began

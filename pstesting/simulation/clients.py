@@ -16,7 +16,7 @@ import numpy as np
 from psclient._src.arrays.devices import Device
 from psclient._src.chief import checkpoints, driver, hung_members, losses, returns, standby
 from psclient._src.chief.driver import Chief
-from psclient._src.network import hosting, patience, session
+from psclient._src.network import hosting, lease, patience
 from psclient._src.network.patience import Deadline, Patience, until_free
 from psclient._src.network.session import Session
 from psclient._src.processes import sigterm
@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 TIMED = (
     *(counters, checkpoints, creation, driver, first_values, hosting, hung_members, losses, patience, read_cache),
-    *(reminder, returns, session, sigterm, standby),
+    *(lease, reminder, returns, sigterm, standby),
 )
 """Modules that look at the clock."""
 
-WAITING = (checkpoints, driver, hosting, returns, rounds, session)
+WAITING = (checkpoints, driver, hosting, lease, returns, rounds)
 """Modules that wait for futures."""
 
 CONNECTED = {
@@ -57,7 +57,7 @@ CONNECTED = {
 }
 """Modules that handle connections, and what they do with them."""
 
-THREADED = (driver, session)
+THREADED = (driver, lease)
 """Modules that make calls in threads."""
 
 

@@ -148,7 +148,7 @@ RESERVED = {"psclient._src.rows": 7, "psserver.replication": 11}
 TRIED: dict[str, tuple[str, ...]] = {
     # A worker, and the chief beside its script. All waits of a session come to `Session.wait`.
     "psclient._src.network.session.Session.wait": ("for_a_worker_in_a_round",),
-    "psclient._src.network.log_calls.LogCalls.ask_keeper": (
+    "psclient._src.network.session.Session.ask_keeper": (
         "for_a_chief",
         "for_a_worker_that_starts",
         "for_the_others_in_a_change",
@@ -217,17 +217,17 @@ BRIEF: dict[str, str] = {
     "psclient._src.processes.aggregation.leader.Leader._run": "for news, in a thread of its own",
     "psclient._src.processes.aggregation.leader.Leader._answered": OVER,
     "psclient._src.network.staging.host": "for the end of a copy from this process's GPU",
-    "psclient._src.network.session.Session._hold": OVER,
+    "psclient._src.network.lease.Lease._hold": OVER,
     "pswire.network.futures.follow": OVER,
     "psclient._src.network.hosting.Hosting.look_around": "for calls that say themselves which server does not answer",
     "psclient._src.network.pacing._await_generation": "for the chief's next call, at most Timeouts.call_timeout; it says so in Session.wait",
-    "psclient._src.network.session.Session.pause": "between two questions; who asks again and again speaks itself",
-    "psclient._src.network.session.Session._heartbeat": "the pause between two heartbeats",
+    "psclient._src.network.lease.Lease.pause": "between two questions; who asks again and again speaks itself",
+    "psclient._src.network.lease.Lease._heartbeat": "the pause between two heartbeats",
     "psclient._src.network.patience.until_free": "at most a lease and two heartbeats; it says at once for whom (test_verdicts)",
-    "psclient._src.network.session.Session._unless_broken": "for a call that speaks itself, in until_answered",
-    "psclient._src.network.session.Session.check": OVER,
+    "psclient._src.network.lease.Lease._unless_broken": "for a call that speaks itself, in until_answered",
+    "psclient._src.network.lease.Lease.check": OVER,
     "psclient._src.network.session.Session._take": OVER,
-    "psclient._src.network.session.Session.close": "for a heartbeat under way, at most Timeouts.call_timeout; it speaks itself",
+    "psclient._src.network.lease.Lease.close": "for a heartbeat under way, at most Timeouts.call_timeout; it speaks itself",
     "psclient._src.chief.checkpoints.CheckpointCommitter.ended": OVER,
     "psserver.network.server._look": "the pause between two looks at files",
     "pswire.telemetry.web_server._shake": "in the connection's thread, at most SILENT_SECONDS",

@@ -1,8 +1,8 @@
 """Connections to the servers: sessions, calls, transports.
 
-session         opens, heartbeats, waits and leaves; patience says which time counts against deadlines
+lease           opens sessions, heartbeats, waits and leaves; patience says which time counts against deadlines
+session         how a process waits, and what it asks the server that keeps the log; job_news is what it reads there
 hosting         which servers are gone, which keeps the log, which is asked for a variable
-log_calls       what the session asks the server that keeps the log, and the next one where that is lost
 worker_clock    what a worker with bounded staleness says of its rounds in its heartbeats; pacing has it said
 remote_server   the verbs of `ParameterServer` over gRPC and transports; retries repeats an unanswered call
 plain_calls     the verbs of one request and one reply; chunk_calls asks one of them for the batches of this process

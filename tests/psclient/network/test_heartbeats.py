@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from psclient._src.network.lease import HEARTBEATS, until_heartbeat
 from psclient._src.network.patience import Patience
-from psclient._src.network.session import HEARTBEATS, until_heartbeat
 from psclient._src.network.transport import Silence
 from psclient._src.network.worker_clock import WorkerClock
 from psserver.network.transport_connection import BACKLOG
