@@ -118,13 +118,13 @@ def test_who_came_late_restores_what_the_others_saved(monkeypatch):
     with opened("servers-1x1") as strategy:
         v, checkpoint = counted(strategy)
         backend = strategy.backend
-        follow = backend.group._follow
+        news, follow = backend.group.news, backend.group.news.follow
         with held_up(strategy) as go, monkeypatch.context() as patch:
             path = checkpoint.save("run/ckpt")
             v.assign(2.0)
             patch.setattr(backend.checkpoints, "_saving", None)
             patch.setattr(type(backend.group), "late", True)
-            patch.setattr(backend.group, "_follow", lambda *args: (go.set(), follow(*args))[1])
+            patch.setattr(news, "follow", lambda *args: (go.set(), follow(*args))[1])
             assert checkpoint.restore("run").path == path
         assert float(v) == 0.0
 

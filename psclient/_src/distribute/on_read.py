@@ -9,7 +9,6 @@ variable. See decision 61.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -22,34 +21,25 @@ from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import Array
 
 
-class UpdateSender(Protocol):
-    """Records updates, and reads variables: a `RemoteBackend`."""
-
-    def record_own(self, strategy: StrategyFace, record: Callable[[], object]) -> None:
-        """Sends the updates that a function records: a round of this process alone, which counts as no step."""
-        ...
-
-    @property
-    def makes_rounds(self) -> bool:
-        """True in the thread that makes the rounds of this process, or where none was made."""
-        ...
-
-    def read_now(self, handles: Sequence[PlacedVariable]) -> list[Array]:
-        """Returns the values that servers have now."""
-        ...
-
-
 class Copies:
     """The ON_READ variables of this process that have an aggregation. Used by the thread that records.
 
     Args:
         group: the processes that train together.
-        sender: the backend of these variables.
+        record_own: sends the updates that a function records: a round of this process alone, which counts as no step.
+        makes_rounds: returns True in the thread that makes the rounds of this process, or where none was made.
+        read_now: returns the values that servers have now.
     """
 
-    def __init__(self, group: ReplicaGroup, sender: UpdateSender) -> None:
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        record_own: Callable[[StrategyFace, Callable[[], object]], None],
+        makes_rounds: Callable[[], bool],
+        read_now: Callable[[Sequence[PlacedVariable]], list[Array]],
+    ) -> None:
         self._group = group
-        self._sender = sender
+        self._record_own, self._makes_rounds, self._read_now = record_own, makes_rounds, read_now
         self._all: list[SyncOnReadVariable] = []
 
     @property
@@ -73,7 +63,7 @@ class Copies:
             ends: True to look also at copies that others write without a word, such as a module's buffers.
         """
         if self.active and (ahead := [variable for variable in self._all if variable.is_ahead(ends)]):
-            self._sender.record_own(ahead[0].strategy, lambda: self._record(ahead))
+            self._record_own(ahead[0].strategy, lambda: self._record(ahead))
             for variable in ahead:
                 variable.handed_in()
 
@@ -114,16 +104,16 @@ class Copies:
         A thread that makes no rounds gets what is on servers: replicas may be at work meanwhile.
         """
         with variables[0].strategy.scope():  # which another strategy's refuses
-            if self._sender.makes_rounds:
+            if self._makes_rounds():
                 self.hand_in()
             return self._read(variables)
 
     def _read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:
-        return self._sender.read_now([variable.saved.handle for variable in variables])
+        return self._read_now([variable.saved.handle for variable in variables])
 
     def assign(self, variable: SyncOnReadVariable, how: str, value: object) -> None:
         """Changes what all have made of a variable, by "assign", "assign_add" or "assign_sub"."""
-        self._sender.record_own(variable.strategy, lambda: getattr(variable.saved, how)(value))
+        self._record_own(variable.strategy, lambda: getattr(variable.saved, how)(value))
 
     # ---- In rounds of all ----
 

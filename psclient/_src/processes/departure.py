@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from psclient._src.processes.sigterm import Notice
 from pswire.cluster import Task
@@ -13,18 +12,12 @@ from pswire.model.log import Generation
 log = logging.getLogger("psclient")
 
 
-class OwnSession(Protocol):
-    """What is known here of a session: this process's task, and the session's number."""
-
-    task: Task
-    number: int
-
-
 class Departure:
     """How this process lets others leave, and leaves itself. Used by the thread that runs cross-replica code.
 
     Args:
-        session: this process's session.
+        task: the task that this process is.
+        is_in: returns whether it takes part in a generation.
         notice: whether this process was told to end.
 
     Attributes:
@@ -34,11 +27,11 @@ class Departure:
             it.
     """
 
-    def __init__(self, session: OwnSession, notice: Notice) -> None:
+    def __init__(self, task: Task, is_in: Callable[[Generation], bool], notice: Notice) -> None:
         self.notice = notice
         self.save: Callable[[], object] = lambda: None
         self.hand_over: Callable[[str, str, int], object] = lambda path, state, generation: None
-        self._session = session
+        self._task, self._is_in = task, is_in
         self._saved_for = 0  # the generation that has ordered the last of these
 
     def save_for(self, generation: Generation) -> None:
@@ -58,8 +51,8 @@ class Departure:
             Leaving: it leaves.
         """
         notice = self.notice
-        if generation is not None and not alone and generation.session(self._session.number) is None:
-            log.info("%s leaves the job after SIGTERM", self._session.task)
+        if generation is not None and not alone and not self._is_in(generation):
+            log.info("%s leaves the job after SIGTERM", self._task)
             notice.leave()
         if not notice.leaving:
             return
@@ -70,6 +63,6 @@ class Departure:
         if notice.late:
             log.warning(
                 "%s leaves the job before the chief confirmed it; batches assigned to it meanwhile are not processed",
-                self._session.task,
+                self._task,
             )
             notice.leave()

@@ -89,8 +89,8 @@ class RemoteBackend:
         self.parameter_devices = exchange.session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._reads = exchange.reads
-        self.reader = VariableReader(exchange, self)
-        self.parts = Copies(self.group, self)
+        self.reader = VariableReader(exchange, self._is_idle, self._end_written)
+        self.parts = Copies(self.group, self._record_own, lambda: exchange.mine, self._read_now)
         self.variables = ServerVariables(exchange, placement, self.reader, self.parts, self.check_open, partitioner)
         self.create = self.variables.create
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.variables.residuals)
@@ -115,12 +115,10 @@ class RemoteBackend:
         """Returns the device's name, `/job:worker/task:1/device:GPU:0`."""
         return device.full_name(self._task)
 
-    @property
-    def idle(self) -> bool:
-        """True if no section is open, and the strategy is not closed."""
+    def _is_idle(self) -> bool:
         return self._section is None and not self._closed
 
-    def end_written(self, handles: Sequence[Handle]) -> None:
+    def _end_written(self, handles: Sequence[Handle]) -> None:
         """Sends what was created, and the calling thread's open section if that assigns one of some variables."""
         self.check_open()
         self._creation.send()
@@ -348,8 +346,8 @@ class RemoteBackend:
         else:
             self.parts.leave_in_round()
 
-    def record_own(self, strategy: StrategyFace, record: Callable[[], object]) -> None:
-        """Implements `distribute.on_read.Sender`: outside of a closure the round is one beside those of all."""
+    def _record_own(self, strategy: StrategyFace, record: Callable[[], object]) -> None:
+        """Sends updates in a round of this process alone: outside of a closure one beside those of all."""
         self.flush()
         with strategy.scope(), context.enter_cross_replica(strategy):
             section = self.section_here
@@ -361,13 +359,7 @@ class RemoteBackend:
                 self.drop()
                 raise
 
-    @property
-    def makes_rounds(self) -> bool:
-        """Implements `distribute.on_read.Sender`."""
-        return self._exchange.mine
-
-    def read_now(self, handles: Sequence[Handle]) -> list[Array]:
-        """Implements `distribute.on_read.Sender`."""
+    def _read_now(self, handles: Sequence[Handle]) -> list[Array]:
         self._creation.send()
         return self._reads.read_all(handles, now=True, waits=self._exchange.mine)
 

@@ -47,7 +47,7 @@ class Group(ReplicaGroup):
     ) -> None:
         super().__init__(devices)
         self.session = session
-        self.departure = Departure(session, notice)
+        self.departure = Departure(session.task, lambda each: session.number in each.by_session, notice)
         self.news = JobNews(session, self._told)
         self._be_as_all()
         self.round = 0

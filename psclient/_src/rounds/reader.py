@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,43 +26,30 @@ PAGE_BYTES = PART_BYTES
 """Size of an answer, about: how many keys a bucket has is known on average."""
 
 
-class RecordedSections(Protocol):
-    """What is recorded, as a read sees it."""
-
-    @property
-    def idle(self) -> bool:
-        """True if no section is open, and the strategy is not closed."""
-        ...
-
-    def end_written(self, handles: Sequence[Handle]) -> None:
-        """Ends the calling thread's open section if it assigns one of some variables.
-
-        Raises:
-            RuntimeError: the strategy is closed.
-        """
-        ...
-
-
 class VariableReader:
     """Reads variables, and rows of them, on the host, as of the last round of this process. For any thread.
 
     Args:
         exchange: the rounds of this process.
-        sections: what is recorded, and not sent.
+        idle: returns True if no section is open, and the strategy is not closed.
+        end_written: ends the calling thread's open section if it assigns one of some variables; raises `RuntimeError`
+            if the strategy is closed.
     """
 
-    def __init__(self, exchange: Exchange, sections: RecordedSections) -> None:
+    def __init__(
+        self, exchange: Exchange, idle: Callable[[], bool], end_written: Callable[[Sequence[Handle]], None]
+    ) -> None:
         self._exchange = exchange
         self._reads = exchange.reads
         self._creation = exchange.creation
-        self._sections = sections
+        self._idle, self._end_written = idle, end_written
 
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value.
 
         Flushes this thread's open section first if that assigns the variable.
         """
-        if self._sections.idle and not handle.spec.alone:
+        if self._idle() and not handle.spec.alone:
             value = self._reads.kept(handle.id)
             if value is not None:
                 return value
@@ -72,7 +59,7 @@ class VariableReader:
 
     def read_all(self, handles: Sequence[Handle]) -> list[Array]:
         """Returns the values of variables, as `read`; their servers are asked together."""
-        if self._sections.idle and not any(handle.spec.alone for handle in handles):
+        if self._idle() and not any(handle.spec.alone for handle in handles):
             found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
             if len(found) == len(handles):
                 return found
@@ -141,7 +128,7 @@ class VariableReader:
 
     def _begin(self, handles: Sequence[Handle]) -> bool:
         """Sends what a read has to wait for; returns whether a replica reads."""
-        self._sections.end_written(handles)
+        self._end_written(handles)
         return context.has_strategy() and not context.crosses_replicas()
 
 
