@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +76,10 @@ class Invocation:
         log_level, log_format: of this package's log.
         debug: True to show tracebacks of this package.
         module: the module that a worker imports in place of the script; "" for none.
-        standby: True for a chief that waits until nobody drives the job any more.
+        options: where and how it runs, as the command line says it.
         join: addresses of servers whose job is to be joined; none for a task of TF_CONFIG.
         restarts: with `join` the failures after which the script is started again.
         named: True if lines of the log say the task though there is a parent, which does not relay them.
-        hosts: the file of the hosts on which `launch` runs; None for this machine.
-        remote: with `hosts` the command of ssh and the Python there; "" for the usual ones.
-        ray: the Ray cluster on which `launch` runs; None for this machine.
         early: True if the launcher says on stdin what `TF_CONFIG` is, once servers listen.
     """
 
@@ -94,30 +91,11 @@ class Invocation:
     log_format: str
     debug: bool
     module: str = ""
-    standby: bool = False
+    options: StartOptions = field(default_factory=StartOptions)
     join: tuple[str, ...] = ()
     restarts: int = 0
     named: bool = False
-    hosts: Path | None = None
-    remote: tuple[str, str] = ("", "")
-    ray: OnRay | None = None
     early: bool = False
-
-
-@dataclass(frozen=True)
-class OnRay:
-    """A cluster of Ray to run on, as flags say it.
-
-    Attributes:
-        address: of its head, or "auto".
-        ps, worker: what a server and a worker take, such as "CPU=4,GPU=1"; None for the usual.
-        placement: how tasks lie on nodes; None for the usual.
-    """
-
-    address: str
-    ps: str | None
-    worker: str | None
-    placement: str | None
 
 
 EXAMPLES = (
@@ -176,12 +154,13 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         cluster["chief"] = "driver" if given["has_chief"] else "none"
     launch = None
     _check_hosts(given, cluster)
-    if given["standalone"] or given["config"] or given["hosts"] or given["ray"]:
+    options = StartOptions(**said(StartOptions, given))
+    if options.standalone or options.config or options.hosts or options.ray:
         if script:
             cluster |= {"script": script, "args": args}
         if given["module"]:
             cluster.setdefault("chief", "script")  # nobody else would run it
-        launch = _launch_config(Path(given["config"]) if given["config"] else None, cluster, server, given)
+        launch = _launch_config(Path(options.config) if options.config else None, cluster, server, given)
     else:
         set_security(security_options().under(given))
         set_metrics(given["metrics_host"], given["metrics_port"])
@@ -193,24 +172,15 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         for name in (name for name in cluster | server if name not in of_a_task):
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
-    module = given["module"] or ""
-    if given["standby"] and (launch or script):
+    if options.standby and (launch or script):
         raise ConfigError("--standby starts a second chief, which does not run a script; leave the script out")
-    invocation = Invocation(
-        script, args, launch, given["parent"], level, kind, bool(given["debug"]), module, given["standby"]
-    )
-    if given["join"] is not None:
-        invocation = dataclasses.replace(
-            invocation, join=check_addresses(given["join"], "--join"), restarts=given["restarts"] or 0
-        )
+    how = level, kind, bool(given["debug"]), given["module"] or "", options
+    join = () if options.join is None else check_addresses(options.join, "--join")
+    more = join, given["restarts"] or 0, given["named"], given["early"]
+    invocation = Invocation(script, args, launch, given["parent"], *how, *more)
+    if join:
         _check_join(invocation)
-    remote = given["ssh"] or "", given["remote_python"] or ""
-    hosts = None if given["hosts"] is None else Path(given["hosts"])
-    on_ray = None
-    if given["ray"]:
-        on_ray = OnRay(given["ray"], given["ps_resources"], given["worker_resources"], given["placement"])
-    hidden = {"named": given["named"], "early": given["early"]}
-    return dataclasses.replace(invocation, **hidden, hosts=hosts, remote=remote, ray=on_ray)
+    return invocation
 
 
 def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> None:
@@ -233,7 +203,7 @@ def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> Non
 
 def _check_join(invocation: Invocation) -> None:
     """Raises `ConfigError` if a process with these arguments cannot join a job, whatever the servers say."""
-    if invocation.launch or invocation.standby:
+    if invocation.launch or invocation.options.standby:
         raise ConfigError("--join adds a worker to a running job; leave out --standalone, --config, --standby")
     if tf_config_text().strip():
         raise ConfigError(
@@ -292,7 +262,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         raise ConfigError(f"{invocation.module} is for workers of a cluster; set TF_CONFIG, or add --standalone")
     if invocation.module and task and task.job == "worker":
         return run_module(invocation.module, invocation.script, invocation.args, task, invocation.debug)
-    if invocation.standby and (task is None or task.job != "chief"):
+    if invocation.options.standby and (task is None or task.job != "chief"):
         raise ConfigError("--standby is for the chief task; set TF_CONFIG to the cluster's, with that task")
     if invocation.script:
         return run_script(invocation.script, invocation.args, task, invocation.debug)
@@ -306,7 +276,8 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     from psclient._src.launch.chief import drive
 
     security = security_from(task_name(config.task))
-    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby, replication_factor_from() > 1)
+    standby, copied = invocation.options.standby, replication_factor_from() > 1
+    drive(config, timeouts, security, job_from(), refused_from(), standby, copied)
     return 0
 
 
@@ -381,10 +352,10 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     end_on_sigterm()
     printer = Printer(colour=wants_colour())
     started = False
-    if invocation.hosts:
-        cluster: Cluster = _on_hosts(invocation.hosts, invocation.remote, config, printer)
-    elif invocation.ray:
-        cluster = _on_ray(invocation.ray, config, printer)
+    if invocation.options.hosts:
+        cluster: Cluster = _on_hosts(invocation.options, config, printer)
+    elif invocation.options.ray:
+        cluster = _on_ray(invocation.options, config, printer)
     else:
         cluster = Cluster(config, printer, printer.terminal())
 
@@ -405,28 +376,27 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     return outcome.code
 
 
-def _on_hosts(hosts: Path, remote: tuple[str, str], config: LaunchConfig, printer: Printer) -> Cluster:
+def _on_hosts(options: StartOptions, config: LaunchConfig, printer: Printer) -> Cluster:
     from psclient._src.launch.hosts_file import load_hosts
     from psclient._src.launch.ssh_cluster import RemoteShell, SshCluster
 
-    ssh, python = remote
     try:
-        command = tuple(shlex.split(ssh)) or RemoteShell.ssh
+        command = tuple(shlex.split(options.ssh or "")) or RemoteShell.ssh
     except ValueError as error:
-        raise ConfigError(f"--ssh {ssh!r} is not a command: {error}") from None
-    how = RemoteShell(command, python or RemoteShell.python)
-    return SshCluster(load_hosts(hosts), how, config, printer, printer.terminal())
+        raise ConfigError(f"--ssh {options.ssh!r} is not a command: {error}") from None
+    how = RemoteShell(command, options.remote_python or RemoteShell.python)
+    return SshCluster(load_hosts(Path(options.hosts or "")), how, config, printer, printer.terminal())
 
 
-def _on_ray(said: OnRay, config: LaunchConfig, printer: Printer) -> Cluster:
+def _on_ray(options: StartOptions, config: LaunchConfig, printer: Printer) -> Cluster:
     from psclient._src.launch.ray_cluster import RayCluster, Resources, connect, parse_resources
 
-    given: dict[str, Any] = {"placement": said.placement} if said.placement else {}
-    for name, text in (("ps", said.ps), ("worker", said.worker)):
+    given: dict[str, Any] = {"placement": options.placement} if options.placement else {}
+    for name, text in (("ps", options.ps_resources), ("worker", options.worker_resources)):
         if text is not None:
             given[name] = parse_resources(text, f"--{name}-resources")
     resources = Resources(**given)
-    connect(said.address)
+    connect(options.ray or "")
     return RayCluster(resources, config, printer, printer.terminal())
 
 
