@@ -48,7 +48,7 @@ class SectionTemplate:
             if arrays is None:
                 return None
             found[one] = arrays
-        return tuple(cast(Array, found[one][place]) for one, place in self.sources)
+        return cast(tuple[Array, ...], tuple([found[one][place] for one, place in self.sources]))
 
 
 class TemplateCache:

@@ -84,8 +84,10 @@ class Configured:
         """As `settings`, with other values of some attributes."""
         kind: Any = type(self)
         names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
-        taken = {name: _taken(value) for name, value in (vars(self) | replaced).items()}
-        known = {name: _taken(getattr(kind, name)) for name in _readable(kind, names) if name not in taken}
+        given = (vars(self) | replaced).items()
+        taken = {name: value if type(value) in _PLAIN else _taken(value) for name, value in given}
+        rest = [(name, getattr(kind, name)) for name in _readable(kind, names) if name not in taken]
+        known = {name: value if type(value) in _PLAIN else _taken(value) for name, value in rest}
         attributes = {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT}
         last: Settings | None = vars(self).get(_LAST)
         if last is not None and last.same(kind, names, attributes):
