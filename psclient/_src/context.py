@@ -25,7 +25,6 @@ from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 
 if TYPE_CHECKING:
-    from pswire.model.plan import VariableSpec
     from pswire.model.tensor import Array
 
 Kind = Literal["default", "cross-replica", "replica", "update"]
@@ -44,50 +43,11 @@ MergeCall = Callable[[Callable[..., Nest], tuple[Nest, ...], dict[str, Nest]], N
 """Runs `merge_fn(strategy, *args, **kwargs)` once for all local replicas."""
 
 
-class Extended(Protocol):
-    """The methods of `StrategyExtended` that variables and contexts call."""
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The local replicas' devices, by name."""
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """All devices that hold variables, by name."""
-
-    @property
-    def colocation(self) -> Any:
-        """The place of the innermost `colocate_vars_with`: servers by number, or shards; empty outside of each."""
-
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Places variables."""
-
-    def create_variable(self, spec: VariableSpec, value: Array, place: tuple[int, ...], on_read: bool, how: Any) -> Any:
-        """Creates a variable."""
-
-    def batch_reduce_to(
-        self, reduce_op: ReduceOp | ReduceOpName, value_destination_pairs: Sequence[tuple[Value, object]]
-    ) -> list[Value]:
-        """Reduces several values to their destinations."""
-
-    def aggregate(self, aggregation: Any, value: Value, destination: Any) -> Value:
-        """Reduces a value by a variable's aggregation."""
-
-    def gather(self, value: Nest, axis: SupportsIndex) -> Nest:
-        """Concatenates values over all replicas."""
-
-    def all_gather(self, value: Nest, axis: SupportsIndex) -> Nest:
-        """Concatenates values over all replicas, for each of them."""
-
-    def update(self, var: Any, fn: Callable[..., Nest], args: Sequence[Nest] = ()) -> Nest:
-        """Runs an update function beside a variable."""
-
-
 class StrategyFace(Protocol):
     """A strategy, as far as variables and contexts know it; `psclient._src.distribute` has the class."""
 
     @property
-    def extended(self) -> Extended:
+    def extended(self) -> Any:
         """Methods for algorithms that need to be distribution-aware."""
 
     @property
