@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.arrays.devices import Device, Value
@@ -48,6 +49,31 @@ LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | Host
 """Gives what this process contributes to each of some reductions."""
 
 
+@dataclass(frozen=True)
+class NewVariable:
+    """A variable to be created.
+
+    Attributes:
+        strategy: the strategy that owns it.
+        spec: name, dtype, shape.
+        value: this process's initial value; the first process's wins.
+        place: the servers that hold it, or the shards beside which it is; empty lets the backend choose.
+        on_read: True if each replica has a copy of its own.
+        how: its aggregation.
+        compression: how contributions to it travel; None for what the strategy says.
+        cut: its own partitioner, False for none; None for that of the strategy.
+    """
+
+    strategy: StrategyFace
+    spec: VariableSpec
+    value: Array
+    place: Colocation
+    on_read: bool
+    how: VariableAggregation
+    compression: Compressed = None
+    cut: Cut = None
+
+
 class Backend(Protocol):
     """One strategy's state, and what moves it. `StrategyFace` and `StrategyExtended` are its faces."""
 
@@ -83,29 +109,8 @@ class Backend(Protocol):
         """Raises `RuntimeError` once the strategy is closed, and `PSError` in a process that it is of no use in."""
         ...
 
-    def create(
-        self,
-        strategy: StrategyFace,
-        spec: VariableSpec,
-        value: Array,
-        place: Colocation,
-        on_read: bool,
-        how: VariableAggregation,
-        compression: Compressed = None,
-        cut: Cut = None,
-    ) -> Variable:
-        """Gets or creates a variable.
-
-        Args:
-            strategy: the strategy that owns it.
-            spec: name, dtype, shape. It gets a number behind its name if there is one of this name.
-            value: this process's initial value; the first process's wins.
-            place: the servers that hold it, or the shards beside which it is; empty lets the backend choose.
-            on_read: True if each replica has a copy of its own.
-            how: the variable's aggregation.
-            compression: how contributions to it travel; None for what the strategy says.
-            cut: its own partitioner, False for none; None for that of the strategy.
-        """
+    def create(self, new: NewVariable) -> Variable:
+        """Gets or creates a variable. It gets a number behind its name if there is one of this name."""
         ...
 
     def is_apart(self, consistency: Consistency, name: str) -> bool:

@@ -14,7 +14,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Backend, Colocation
+from psclient._src.distribute.backend import Backend, Colocation, NewVariable
 from psclient._src.distribute.destinations import (
     Destination,
     OnWorkers,
@@ -163,7 +163,7 @@ class StrategyExtended:
         over the strategy's. Without servers variables are not cut into shards.
         """
         how = on_read, aggregation, compression, partitioner
-        return self._backend.create(self._strategy, spec, value, place, *how)
+        return self._backend.create(NewVariable(self._strategy, spec, value, place, *how))
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Returns whether a variable was created while this strategy's scope was active. In any context."""

@@ -14,19 +14,17 @@ from psclient._src.arrays.devices import Device, Value, as_array, device_scope, 
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.group import ReplicaGroup
-from psclient._src.distribute.backend import Colocation, LocalContributions, Names
+from psclient._src.distribute.backend import LocalContributions, Names, NewVariable
 from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.row_updates import update_rows
 from psclient._src.options import Consistency
 from psclient._src.tracing.diagnostics import refuse_result
-from psclient._src.variables.compression import Compressed
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
-from psclient._src.variables.partitioners import Cut
 from psclient._src.variables.sparse_updates import SparseUpdate
-from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from psclient._src.variables.variable import Variable, VariableSynchronization
 from pswire.cluster import Task
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array
@@ -85,25 +83,15 @@ class LocalBackend:
         if self._closed:
             raise RuntimeError("this strategy is closed; create a new one")
 
-    def create(
-        self,
-        strategy: StrategyFace,
-        spec: VariableSpec,
-        value: Array,
-        place: Colocation,
-        on_read: bool,
-        how: VariableAggregation,
-        compression: Compressed = None,
-        cut: Cut = None,
-    ) -> Variable:
+    def create(self, new: NewVariable) -> Variable:
         """Creates a variable with a copy on each device; one of the default strategy has a single value, and its name.
 
         It is neither cut, as there is one place, nor is anything compressed, as nothing travels.
         """
-        given, unique = spec.name, not context.is_default(strategy)
+        given, spec, unique = new.spec.name, new.spec, not context.is_default(new.strategy)
         spec = replace(spec, name=self._names.unique(given)) if unique else spec
         saved = self.first_value(spec)
-        made = self._make(strategy, spec, value if saved is None else saved, on_read, how)
+        made = self._make(new, spec, new.value if saved is None else saved)
         if unique:
             self._names.take(given, spec.name)
         if saved is not None:
@@ -112,15 +100,13 @@ class LocalBackend:
                 made.share_out(saved)
         return made
 
-    def _make(
-        self, strategy: StrategyFace, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
-    ) -> Variable:
-        devices = self.group.devices
-        if context.is_default(strategy):
-            synchronization = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
-            return LocalVariable._stored(strategy, spec, how, synchronization, devices[0], value)
-        kind: type[CopiedVariable] = SyncOnReadVariable if on_read else MirroredVariable
-        return kind._stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
+    def _make(self, new: NewVariable, spec: VariableSpec, value: Array) -> Variable:
+        devices, owner = self.group.devices, (new.strategy, spec, new.how)
+        if context.is_default(new.strategy):
+            synchronization = VariableSynchronization.ON_READ if new.on_read else VariableSynchronization.ON_WRITE
+            return LocalVariable._stored(*owner, synchronization, devices[0], value)
+        kind: type[CopiedVariable] = SyncOnReadVariable if new.on_read else MirroredVariable
+        return kind._stored(*owner, tuple(range(len(devices))), devices, value)
 
     def was_restored(self, variable: Variable) -> bool:
         """Returns whether a variable's first value was a restored checkpoint's."""

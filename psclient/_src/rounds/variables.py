@@ -8,7 +8,7 @@ from typing import Any
 
 from psclient._src.arrays.devices import AnyArray
 from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Colocation, Names
+from psclient._src.distribute.backend import Names, NewVariable
 from psclient._src.distribute.destinations import ServerIds
 from psclient._src.distribute.on_read import Copies
 from psclient._src.distribute.residuals import Residuals
@@ -17,10 +17,9 @@ from psclient._src.rounds.creation import NO_VALUE
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.reader import VariableReader
 from psclient._src.rounds.rounds import Exchange
-from psclient._src.variables.compression import Compressed
 from psclient._src.variables.keys import KeySpace, starts_of
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
-from psclient._src.variables.partitioners import Cut, PartitionFn, shards_for
+from psclient._src.variables.partitioners import PartitionFn, shards_for
 from psclient._src.variables.sharded import ShardCopies, ShardedVariable, Sharding, VariableOfShards
 from psclient._src.variables.tables import KeySharding, PartOfTable, TableVariable, is_slot, slot_of
 from psclient._src.variables.variable import Variable, VariableAggregation
@@ -68,57 +67,41 @@ class ServerVariables:
         self._tables: dict[str, TableVariable] = {}
         self.residuals = Residuals(self._group, reader, self._create_on, self._names, self._creation.was_restored)
 
-    def create(
-        self,
-        strategy: StrategyFace,
-        spec: VariableSpec,
-        value: Array,
-        place: Colocation,
-        on_read: bool,
-        how: VariableAggregation,
-        compression: Compressed = None,
-        cut: Cut = None,
-    ) -> Variable:
+    def create(self, new: NewVariable) -> Variable:
         """Gets or creates a variable: see `Backend.create`. One in shards is cut as that beside which it is created."""
         self._check_open()
-        unique = replace(spec, name=self._names.unique(spec.name))
-        if isinstance(place, Sharding) and not on_read:
-            made: Variable = self._create_beside(strategy, unique, value, place, how)
+        given, place = new.spec, new.place
+        new = replace(new, spec=replace(given, name=self._names.unique(given.name)))
+        if isinstance(place, Sharding) and not new.on_read:
+            made: Variable = self._create_beside(new, place)
         else:
-            servers = place.place if isinstance(place, Sharding) else place
-            cut = self._partitioner if cut is None else cut
-            count = 1
-            if cut and not (on_read or servers):
-                count = shards_for(cut, unique.name, spec.tensor, DTYPES[spec.tensor.dtype])
+            servers, count = place.place if isinstance(place, Sharding) else place, 1
+            cut = self._partitioner if new.cut is None else new.cut
+            if cut and not (new.on_read or servers):
+                count = shards_for(cut, new.spec.name, given.tensor, DTYPES[given.tensor.dtype])
             if count == 1:
-                made = self._create_whole(strategy, unique, value, servers, on_read, how)
+                made = self._create_whole(new, servers)
             else:
-                starts = Sharding.starts_of(value.shape[0], count)
-                places = self._placement.in_turn(Sharding(starts, ((),) * count).specs(unique))
-                made = self._create_cut(strategy, unique, value, Sharding(starts, tuple(places)), how, chosen=True)
-        self._names.take(spec.name, unique.name)
-        self.residuals.compress(made, compression)
+                starts = Sharding.starts_of(new.value.shape[0], count)
+                places = self._placement.in_turn(Sharding(starts, ((),) * count).specs(new.spec))
+                made = self._create_cut(new, Sharding(starts, tuple(places)), chosen=True)
+        self._names.take(given.name, new.spec.name)
+        self.residuals.compress(made, new.compression)
         return made
 
-    def _create_whole(
-        self,
-        strategy: StrategyFace,
-        spec: VariableSpec,
-        value: Array,
-        place: ServerIds,
-        on_read: bool,
-        how: VariableAggregation,
-    ) -> Variable:
+    def _create_whole(self, new: NewVariable, place: ServerIds) -> Variable:
         """Gets or creates it on the servers once somebody needs it; an ON_READ variable has there what was saved of it.
 
         What needs its value now, or has no room there, is sent at once.
         """
+        spec, how = new.spec, new.how
+        owner = new.strategy, spec, how
         servers = self._placement.with_copies(place) or self._placement.choose(spec)
-        now = on_read or not self._placement.has_room(servers, spec)
-        handle = self._creation.create(spec, servers, value, now, chosen=not place)
+        now = new.on_read or not self._placement.has_room(servers, spec)
+        handle = self._creation.create(spec, servers, new.value, now, chosen=not place)
         self._placement.created(handle, chosen=not place)
-        if not on_read:
-            return ServerVariable._stored(strategy, spec, how, handle, self._reader)
+        if not new.on_read:
+            return ServerVariable._stored(*owner, handle, self._reader)
         restored = self._creation.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
         # aggregation nothing was saved but another job's beginning. Of asynchronous workers each adds to a sum, and
@@ -126,9 +109,9 @@ class ServerVariables:
         anew = self._group.late or (restored and how is VariableAggregation.NONE)
         if self._group.alone and how is not VariableAggregation.NONE:
             anew = how is VariableAggregation.SUM and not restored
-        first = value if anew else self._reader.read(handle)
-        variable = SyncOnReadVariable._stored(strategy, spec, how, handle.servers, self._group.devices, first)
-        variable.saved = ServerVariable._stored(strategy, spec, how, handle, self._reader)
+        first = new.value if anew else self._reader.read(handle)
+        variable = SyncOnReadVariable._stored(*owner, handle.servers, self._group.devices, first)
+        variable.saved = ServerVariable._stored(*owner, handle, self._reader)
         if restored:
             variable.share_out(first)
         self._parts.add(variable)
@@ -139,32 +122,23 @@ class ServerVariables:
 
     # ---- In shards ----
 
-    def _create_beside(
-        self, strategy: StrategyFace, spec: VariableSpec, value: Array, sharding: Sharding, how: VariableAggregation
-    ) -> VariableOfShards:
+    def _create_beside(self, new: NewVariable, sharding: Sharding) -> VariableOfShards:
+        spec, value = new.spec, new.value
         if isinstance(sharding, KeySharding) and is_slot(value, sharding.space.spec):
             slot = slot_of(sharding.space.table, spec.name, value)
             whole = replace(spec, tensor=TensorSpec(slot.dtype, (ROWS, *slot.shape)))
-            return self._create_parts(strategy, whole, sharding, sharding.parts(whole, slot), chosen=False)
+            return self._create_parts(new.strategy, whole, sharding, sharding.parts(whole, slot), chosen=False)
         if not isinstance(sharding, KeySharding) and value.shape[:1] == (sharding.rows,):
-            return self._create_cut(strategy, spec, value, sharding, how, chosen=False)
+            return self._create_cut(new, sharding, chosen=False)
         saved_as, count = spec.name if spec.saved_as is None else spec.saved_as, len(sharding.places)
         others = [replace(spec, name=f"{spec.name}/copy_{n}", saved_as=saved_as) for n in range(1, count)]
-        made = self._create_each(strategy, [spec, *others], [value] * count, sharding, chosen=False)
-        return ShardCopies._stored(strategy, spec, how, sharding, made, self._reader)
+        made = self._create_each(new.strategy, [spec, *others], [value] * count, sharding, chosen=False)
+        return ShardCopies._stored(new.strategy, spec, new.how, sharding, made, self._reader)
 
-    def _create_cut(
-        self,
-        strategy: StrategyFace,
-        spec: VariableSpec,
-        value: Array,
-        sharding: Sharding,
-        how: VariableAggregation,
-        chosen: bool,
-    ) -> ShardedVariable:
-        values = [value[rows] for rows in sharding.bounds]
-        made = self._create_each(strategy, sharding.specs(spec), values, sharding, chosen)
-        return ShardedVariable._stored(strategy, spec, how, sharding, made, self._reader)
+    def _create_cut(self, new: NewVariable, sharding: Sharding, chosen: bool) -> ShardedVariable:
+        values = [new.value[rows] for rows in sharding.bounds]
+        made = self._create_each(new.strategy, sharding.specs(new.spec), values, sharding, chosen)
+        return ShardedVariable._stored(new.strategy, new.spec, new.how, sharding, made, self._reader)
 
     def _create_parts(
         self,
