@@ -269,7 +269,7 @@ def _gather_boxes(strategy: StrategyFace, axes: Nest, boxes: Nest) -> Nest:
     named = [box.leaves[0] for box in values.local_results(axes)]
     if any(axis != named[0] for axis in named):
         raise ValueError(f"the replicas gather along different axes: {named}; use the same axis in all replicas")
-    return strategy.extended.all_gather(unbox(boxes), named[0])
+    return strategy.extended._all_gather(unbox(boxes), named[0])
 
 
 @dataclass(eq=False, slots=True)

@@ -248,7 +248,7 @@ class State:
         """
         spec = VariableSpec(name, spec_of(value), False, saved_as, alone=alone)
         extended = self.strategy.extended
-        made: Variable = extended.create_variable(spec, value, extended.colocation, False, VariableAggregation.NONE)
+        made: Variable = extended.create_variable(spec, value, extended._colocation, False, VariableAggregation.NONE)
         return made
 
     def _beside(self, v: Variable, name: str, value: Array) -> Variable:

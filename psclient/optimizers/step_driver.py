@@ -174,7 +174,7 @@ class StepDriver:
             self.record(strategy, settings, grads, variables)
             return
         record = partial(self.record, strategy, settings, grads, variables)
-        local = partial(strategy.extended.contributions, grads, variables)
+        local = partial(strategy.extended._contributions, grads, variables)
         strategy.backend.replay(self._cache, self.key(settings, variables), settings.numbers, local, record)
 
     def key(self, settings: Settings, variables: Sequence[Variable]) -> StepKey:

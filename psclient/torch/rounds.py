@@ -100,7 +100,7 @@ class StepRounds:
         def local(reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
             mine = [HostValue(1.0, extra.array) for extra in out.extras]
             rest = reductions[len(mine) :]
-            return [*mine, *self._strategy.extended.contributions(out.gradients, out.variables, rest)]
+            return [*mine, *self._strategy.extended._contributions(out.gradients, out.variables, rest)]
 
         def record() -> None:
             for op, array in out.extras:

@@ -462,7 +462,7 @@ def test_a_strategy_s_extended_is_made_of_it(strategy):
     v, last = variable(strategy), again.parameter_devices[-1]
     with strategy.scope(), again.colocate_vars_with((last,)):
         made = [ps.Variable(0.0, name=v.name) for _ in range(2)]
-        assert again.colocation == strategy.extended.colocation
+        assert again._colocation == strategy.extended._colocation
     if kind_of(strategy) == "embedded":
         assert [w.devices for w in made] == [(last,)] * 2
     if kind_of(strategy) != "default":

@@ -65,7 +65,7 @@ def test_an_author_writes_a_subclass_of_extended(strategy):
     assert mine.extended.asked == asked
     with mine.scope():
         assert ps.get_strategy() is mine is variables[0].strategy
-    mine.extended.shared.runner.close()
+    mine.extended._shared.runner.close()
 
 
 def test_without_a_backend_an_author_s_variables_live_here():

@@ -324,14 +324,14 @@ def test_colocation_holds_in_replica_functions(strategy):
 
     def fail():
         with strategy.scope(), extended.colocate_vars_with(first):
-            seen.append(extended.colocation)
-            thread = threading.Thread(target=lambda: seen.append(extended.colocation))
+            seen.append(extended._colocation)
+            thread = threading.Thread(target=lambda: seen.append(extended._colocation))
             thread.start()
             thread.join()
             raise ZeroDivisionError
 
     refused(ZeroDivisionError, "", fail)
-    assert [*seen, extended.colocation] == [first.place, (), ()]
+    assert [*seen, extended._colocation] == [first.place, (), ()]
 
 
 def test_only_variables_and_parameter_devices_are_places(strategy):

@@ -1,8 +1,8 @@
 """Servers without which the job goes on, where copies of all that lay there are.
 
 The chief tells the others of a server that is lost. Of two that have other values of the same variables, which servers
-find out by themselves (`psserver.rounds.digests`), it gives one up, and tells its process, which ends. Whatever runs the
-servers starts it again, and it is readmitted with the values of those that are there.
+find out by themselves (`psserver.rounds.digests`), it gives one up, and tells its process, which ends. Whatever runs
+the servers starts it again, and it is readmitted with the values of those that are there.
 """
 
 from __future__ import annotations

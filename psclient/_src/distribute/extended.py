@@ -90,8 +90,8 @@ class StrategyExtended:
     def __init__(self, container_strategy: StrategyFace, backend: Backend | None = None) -> None:
         self._strategy = container_strategy
         others = vars(container_strategy).get("extended")
-        shared = _Shared.of(container_strategy, backend) if others is None else others.shared
-        self.shared = shared
+        shared = _Shared.of(container_strategy, backend) if others is None else others._shared
+        self._shared = shared
         self._backend, self._colocated = shared.backend, shared.colocated
 
     # ---- What it is ----
@@ -143,7 +143,7 @@ class StrategyExtended:
         with context.across_replicas(self._strategy, "run"):
             if not context.in_merge_call():
                 self._strategy._begin_step()
-            return self._backend.run(lambda: self.shared.runner.run(fn, args, kwargs))
+            return self._backend.run(lambda: self._shared.runner.run(fn, args, kwargs))
 
     # ---- Variables ----
 
@@ -171,7 +171,7 @@ class StrategyExtended:
         return isinstance(whole, Variable) and whole.strategy is self._strategy
 
     @property
-    def colocation(self) -> Colocation:
+    def _colocation(self) -> Colocation:
         """The place of variables that the thread creates in `colocate_vars_with`; empty outside of it."""
         return self._colocated.get()
 
@@ -288,7 +288,7 @@ class StrategyExtended:
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
-    def aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
+    def _aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
         """Reduces like `reduce_to`, by a variable's aggregation, ONLY_FIRST_REPLICA included.
 
         Args:
@@ -329,12 +329,12 @@ class StrategyExtended:
         with self._backend.group.holding_back():
             return self._brought(combine("sum", [array], EVERYONE, None))
 
-    def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
+    def _all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """As `gather`, but returns to each local replica the result on its device."""
         found = self.gather(value, axis)
         return nest.map_structure(lambda array: to_devices(array, self._backend.group.devices), found)
 
-    def contributions(
+    def _contributions(
         self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
     ) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.

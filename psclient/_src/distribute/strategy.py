@@ -60,7 +60,7 @@ class Strategy(Unpicklable):
 
     def __init__(self, extended: StrategyExtended) -> None:
         self.extended = extended
-        self.backend: Backend = extended.shared.backend
+        self.backend: Backend = extended._shared.backend
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
         self._step_ends: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
@@ -69,7 +69,7 @@ class Strategy(Unpicklable):
     @property
     def _container(self) -> Strategy:
         """The strategy that `extended` was made with: usually this one."""
-        return cast(Strategy, self.extended.shared.container)
+        return cast(Strategy, self.extended._shared.container)
 
     # ---- What it is ----
 
@@ -506,7 +506,7 @@ class Strategy(Unpicklable):
         """Ends the strategy: later calls that need its replicas or servers raise an error. In any context."""
         self._container._end_step()
         self.backend.close()
-        self.extended.shared.runner.close()
+        self.extended._shared.runner.close()
 
     _pickle_remedy = (
         "use only arrays in that process, or create a strategy in it; do not send functions or datasets "

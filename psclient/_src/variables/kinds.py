@@ -454,7 +454,7 @@ class SyncOnReadVariable(CopiedVariable):
         if self.is_shared:
             (whole,) = self.parts.read([self])
             return whole  # type: ignore[no-any-return]
-        value: Array = self.strategy.extended.aggregate(self.aggregation, self, None)
+        value: Array = self.strategy.extended._aggregate(self.aggregation, self, None)
         return value.astype(DTYPES[self.spec.dtype], copy=False)  # A mean of half precision comes in single.
 
     def _copy_on(self, device: Device) -> AnyArray:

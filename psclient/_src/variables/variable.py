@@ -143,11 +143,11 @@ class _VariableType(type):
             )
         strategy = context.get_strategy()
         if partitioner is not False and check_partitioner(partitioner, "partitioner"):
-            _check_cut(on_read, bool(strategy.extended.colocation))
+            _check_cut(on_read, bool(strategy.extended._colocation))
         trained = not on_read if trainable is None else bool(trainable)
         if consistency is None and not on_read:
             consistency = consistency_here(strategy)
-        how = on_read, aggregation, strategy.extended.colocation, compression, consistency, partitioner
+        how = on_read, aggregation, strategy.extended._colocation, compression, consistency, partitioner
         request = _Request(initial_value, dtype, name or "Variable", trained, *how)
         replica = context.get_replica_context()
         if replica is None or not context.has_strategy():
@@ -449,7 +449,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         """
         none = self.aggregation is VariableAggregation.NONE  # then there is one replica, which is the first
         combining = VariableAggregation.ONLY_FIRST_REPLICA if none else self.aggregation
-        reduced = strategy.extended.aggregate(combining, value, self)
+        reduced = strategy.extended._aggregate(combining, value, self)
         truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
         if not truth:
             self._taken(how, reduced)
