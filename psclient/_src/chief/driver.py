@@ -20,7 +20,7 @@ from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.decisions import Beginning, Decision, came, decide, told_of, undone
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
-from psclient._src.chief.losses import Differences, Losses
+from psclient._src.chief.losses import Differences, announce, go_on_without
 from psclient._src.chief.returns import Returns
 from psclient._src.chief.timers import AbandonmentTimer, LeaveSaves, StepDown, is_here
 from psclient._src.network.daemon_threads import Threads
@@ -128,7 +128,6 @@ class Chief:
         self._session = self._new_session()
         self._log = JobLog(self._servers, self._session, self._takes_over, self._cluster)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
-        self._losses = Losses(self._servers, self._session, self._log)
         self._returns = Returns(self._servers, self._session, self._log, self._threads)
         self._differences = Differences(self._servers, self._session, self._log, self._threads)
         self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads, self._differences)
@@ -260,7 +259,7 @@ class Chief:
         try:
             self._session.open(waits)
         except ServerLost as lost:
-            self._losses.announce(lost)  # by the token that server 0 has just given
+            announce(self._session, self._log, lost)  # by the token that server 0 has just given
             raise
 
     def _drive(self) -> None:
@@ -302,7 +301,7 @@ class Chief:
                         error = ""
                         break
                 except (ServerGone, ServerLost) as lost:
-                    self._losses.go_on_without(lost)
+                    go_on_without(self._session, self._log, lost)
                     self._differences.tell(lost)
                     self._watching, self._version = None, 0
                     continue
@@ -310,7 +309,7 @@ class Chief:
                     log.warning("the chief in %s leaves; another process takes over as chief", self.task)
                     break
         except ServerLost as lost:
-            self._losses.announce(lost)  # first: who sees that its session has ended may take its place
+            announce(self._session, self._log, lost)  # first: who sees that its session has ended may take its place
             raise
         finally:
             self._session.leave(error)
@@ -333,7 +332,7 @@ class Chief:
             why = error.message.partition(";")[0]  # not its advice to restart: the other process has to end first
             raise Fenced(f"{why}; {taken.message}", error.task) from None
         except ServerLost as lost:
-            self._losses.announce(lost)  # by the token that server 0 has just given
+            announce(self._session, self._log, lost)  # by the token that server 0 has just given
             raise
         if self._session.incarnations != before and not self._copied:
             self._session.leave("a server was replaced")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from psclient._src.chief.job_log import JobLog, JobOver, JobState
-from psclient._src.chief.losses import LEASES, Differences, Losses
+from psclient._src.chief.losses import LEASES, Differences, go_on_without
 from psclient._src.network.hosting import Hosting
 from pstesting.clock import Clock
 from pswire.cluster import ClusterSpec, Task
@@ -42,6 +42,10 @@ class DyingLog:
         self.hosting.lose([entry for entry in self.state.log if isinstance(entry, Gone)])
 
 
+def session_of(hosting, copied=True):
+    return SimpleNamespace(servers=SERVERS, hosting=hosting, copied=copied, timeouts=Timeouts())
+
+
 @pytest.fixture
 def hosting():
     return Hosting(Task("chief", 0), SERVERS)
@@ -50,9 +54,8 @@ def hosting():
 def told(hosting, *errors, dying=()):
     """What the log tells of in the end."""
     log = DyingLog(hosting, dying)
-    session = SimpleNamespace(hosting=hosting, copied=True, timeouts=Timeouts())
     for error in errors:
-        Losses(SERVERS, session, log).go_on_without(error)
+        go_on_without(session_of(hosting), log, error)
     return [entry.server for entry in log.state.log if isinstance(entry, Gone)]
 
 
@@ -87,17 +90,16 @@ def test_what_the_chief_before_has_told_comes_first(hosting):
 def test_the_last_one_cannot_be_lost(hosting):
     """Nor one without copies: its error stands."""
     refused(ServerLost, "restart from", lambda: told(hosting, *map(lost, range(4))))
-    bare = Losses(SERVERS, SimpleNamespace(hosting=hosting, copied=False, timeouts=Timeouts()), DyingLog(hosting, ()))
-    refused(ServerLost, "restart from", lambda: bare.go_on_without(lost(1)))
+    bare = session_of(hosting, copied=False), DyingLog(hosting, ())
+    refused(ServerLost, "restart from", lambda: go_on_without(*bare, lost(1)))
 
 
 def test_what_has_no_copy_ends_the_job(hosting):
     """The log tells of that as well."""
     log = DyingLog(hosting, ())
     log.state.variables.append(SimpleNamespace(servers=(1, 2)))
-    session = SimpleNamespace(hosting=hosting, copied=True, timeouts=Timeouts())
-    Losses(SERVERS, session, log).go_on_without(lost(1))
-    refused(ServerLost, "", lambda: Losses(SERVERS, session, log).go_on_without(lost(2)))
+    go_on_without(session_of(hosting), log, lost(1))
+    refused(ServerLost, "", lambda: go_on_without(session_of(hosting), log, lost(2)))
     assert log.state.log == [
         Gone(1, "was lost"),
         Gone(2, "was lost"),
