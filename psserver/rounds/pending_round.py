@@ -149,8 +149,8 @@ class PendingRound:
     def awaits(self, policy: Policy, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool) -> bool:
         """Returns True if it waits for a contribution to be whole, or, if it streams, to begin.
 
-        Also for a member's round before it, which has not arrived. With backup workers it does not wait for the last
-        of its members once enough of the others contribute examples.
+        Also for a member's round before it, which has not arrived. Where its policy needs some members only, it does
+        not wait for the others once enough contribute examples.
 
         Args:
             policy: of its plan, for its members.
@@ -163,9 +163,8 @@ class PendingRound:
             return not (called or self._has_changed(fenced, last))
         if not self._lacks(policy.streams and not self.whole, fenced, last):
             return False
-        if not policy.backup:
-            return True
-        if self.agreed is None and len(self.parts) + policy.backup < len(self.members) - len(fenced):
+        needs = policy.needs(len(self.members) - len(fenced))
+        if not needs or (self.agreed is None and len(self.parts) < needs):
             return True  # whoever of its members is fenced: they are not counted for each push
         living = [member.session for member in self._counted if member.session not in fenced]
         needs = policy.needs(len(living))
@@ -221,7 +220,7 @@ class PendingRound:
             there = {part.member.session for part in parts}
             out = [member for member in self.members if member.session not in there]
             excluded = tuple([member.task for member in out])
-            late = frozenset({member.session for member in out} - fenced) if policy.backup else late
+            late = frozenset({member.session for member in out} - fenced) if needs else late
         return ReadyRound(
             number,
             plan,
