@@ -37,7 +37,7 @@ BEHIND = 64
 
 def kept(generation: Generation | None) -> int:
     """Returns how many rounds of a strand have their answers kept."""
-    return RECORDS + BEHIND if generation is not None and generation.backup_workers else RECORDS
+    return RECORDS + BEHIND if generation is not None and generation.leaves_out else RECORDS
 
 
 class Parked:

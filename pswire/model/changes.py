@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
-from pswire.model.consistency import Consistency, Mode
+from pswire.model.consistency import FORM, Consistency
 from pswire.model.log import Generation, Member
 from pswire.model.plan import Nonfinite
 
-_MODES, _NONFINITE = ("|".join(get_args(words)) for words in (Mode, Nonfinite))
-_FORM = re.compile(rf"change:(\d{{1,10}}):(\d{{1,18}}):({_MODES}):(\d{{1,10}}):(\d{{1,10}}):({_NONFINITE})", re.ASCII)
+_FORM = re.compile(rf"change:(\d{{1,10}}):(\d{{1,18}}):({FORM}):({'|'.join(get_args(Nonfinite))})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class Change:
     nonfinite: Nonfinite = "apply"
 
     def __str__(self) -> str:
-        how = self.consistency
-        numbers = f"{how.backup_workers}:{how.staleness}"
-        return f"change:{self.number}:{self.round}:{how.mode}:{numbers}:{self.nonfinite}"
+        return f"change:{self.number}:{self.round}:{self.consistency.packed()}:{self.nonfinite}"
 
     @classmethod
     def parse(cls, join_point: str) -> Change | None:
@@ -41,9 +38,8 @@ class Change:
         found = _FORM.fullmatch(join_point)
         if found is None:
             return None
-        number, round, mode, backup_workers, staleness, nonfinite = found.groups()
-        consistency = Consistency(cast(Mode, mode), int(backup_workers), int(staleness))
-        return cls(int(number), int(round), consistency, cast(Nonfinite, nonfinite))
+        number, round, consistency, nonfinite = found.groups()
+        return cls(int(number), int(round), Consistency.unpacked(consistency), cast(Nonfinite, nonfinite))
 
     def same(self, other: Change) -> bool:
         """Returns whether another process asks for the same, wherever it is."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from pswire.errors import InvalidRequest
 
@@ -31,6 +31,21 @@ class Consistency:
         """True if each worker makes rounds of its own."""
         return self.mode != "sync"
 
+    @cached_property
+    def leaves_out(self) -> bool:
+        """True if a round may be made without members that live."""
+        return bool(self.backup_workers)
+
+    def packed(self) -> str:
+        """Returns its fields as text of the form `FORM`."""
+        return ":".join(map(str, astuple(self)))
+
+    @classmethod
+    def unpacked(cls, text: str) -> Consistency:
+        """Returns what `packed` has made into a text."""
+        mode, *numbers = text.split(":")
+        return cls(cast(Mode, mode), *map(int, numbers))
+
     def check(self) -> Consistency:
         """Returns it; raises `InvalidRequest` for a number that its mode does not have."""
         if (self.backup_workers and self.mode != "sync") or (self.staleness and self.mode != "bounded"):
@@ -52,5 +67,8 @@ class Consistency:
         given += [f"backup_workers={self.backup_workers}"] if self.backup_workers else []
         return f"ps.{name}({', '.join(given)})"
 
+
+FORM = rf"(?:{'|'.join(get_args(Mode))})(?::\d{{1,10}}){{{len(fields(Consistency)) - 1}}}"
+"""A regular expression of a mode and the numbers, in the order of the fields."""
 
 SYNC, ASYNC = Consistency(), Consistency("async")

@@ -165,9 +165,9 @@ class Generation:
         return any(member.alone for member in self.members)
 
     @cached_property
-    def backup_workers(self) -> int:
-        """The members without whose contributions its rounds may be made."""
-        return max((member.consistency.backup_workers for member in self.members), default=0)
+    def leaves_out(self) -> bool:
+        """True if its rounds may be made without members that live."""
+        return any(member.consistency.leaves_out for member in self.members)
 
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""
