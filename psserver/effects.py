@@ -136,6 +136,10 @@ Effect = Reply | Fail | Run | Await | Work | Know | Send
 """One action to carry out without the lock."""
 
 
+Outcome = tuple[T, list[Effect]]
+"""A stimulus's answer to its caller, and its effects."""
+
+
 def settle(future: Future[Any], value: object, error: BaseException | None = None) -> None:
     """Answers a future with an error if there is one, else with a value; skips an answered or cancelled future."""
     try:

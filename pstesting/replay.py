@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from psserver.core.core import Core
-from psserver.core.machine import Machine, Outcome
+from psserver.core.machine import Machine
 from psserver.core.stimuli import Stimulus
 from psserver.devices import ServerDevice
-from psserver.effects import Effect, Fail, Queue, Reply, Run, Work, attempt, settle
+from psserver.effects import Effect, Fail, Outcome, Queue, Reply, Run, Work, attempt, settle
 from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import PSError
 from pswire.network.payload import Payload

@@ -1,16 +1,18 @@
-"""The verbs between clients and servers.
+"""The verbs between clients and servers: the request of each, and its answer.
 
 `ParameterServer` stands at both ends: `Core` of `psserver.core` is one, `RemoteServer` of `psclient._src.network`
 speaks it over gRPC. A verb that may wait returns a future; all others answer at once. Every verb raises `PSError` only,
-and may be sent again: its idempotency key is named at the verb, and a resend gets the recorded answer.
+and may be sent again: its idempotency key is named at the request, and a resend gets the recorded answer.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -19,14 +21,16 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
 from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Generation, LogEntry, Position, Start
-from pswire.model.plan import PlacedVariable, Plan, Turn
+from pswire.model.plan import PlacedVariable, Plan
 from pswire.model.rows import Int64s
-from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
 from pswire.network.payload import Payload
-from pswire.servers.chunks import ChunkServer
-from pswire.servers.closures import ClosureServer
-from pswire.servers.places import PlaceServer
+from pswire.servers.checkpoints import RestoreRequest, SnapshotRequest
+from pswire.servers.chunks import AssignBatchesRequest
+from pswire.servers.closures import FetchRequest, ScheduleRequest, TakeRequest
+from pswire.servers.places import MoveRequest, OfferRequest
+from pswire.servers.requests import R, ServerRequest, verb
+from pswire.sizes import counted
 
 
 @dataclass(frozen=True)
@@ -243,54 +247,6 @@ class PullReply:
 
 
 @dataclass(frozen=True)
-class RestoreReply:
-    """The answer to `restore`: a checkpoint was read.
-
-    Attributes:
-        path: the checkpoint's path, below the checkpoint root: where a directory was asked for, of its newest one.
-        positions: the datasets' positions in it.
-        manifest: the text of its manifest.
-        damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
-    """
-
-    path: str
-    positions: tuple[Position, ...]
-    manifest: str = ""
-    damaged: Mapping[str, str] = field(default_factory=dict)
-
-
-RestoreStage = Literal["look", "open", "prepare"]
-
-
-@dataclass(frozen=True)
-class RestoreOrder:
-    """The extent of a restore: the variables that it changes, and the way.
-
-    Attributes:
-        stage: how far it goes: "look" tells what there is, without a turn; "open" tells what there was when the first
-            process asked in this turn; "prepare" reads the values, and holds them for the round that commits them.
-        names: for each tensor of the checkpoint the number of the variable that gets it; None: each variable gets the
-            one with its own saved name, and misses none.
-        late: True if variables that are created later get theirs, by their saved names.
-        cast: True to cast values to the variable's dtype; else another dtype is refused.
-        damaged: names of checkpoints, in the directory that was asked for, which are known to be damaged, with what is
-            wrong: they are passed over, and set aside once another one is restored.
-        checkers: number of servers that each check a share of what no variable takes; 0: only what is read is checked.
-    """
-
-    stage: RestoreStage = "prepare"
-    names: Mapping[str, int] | None = None
-    late: bool = True
-    cast: bool = False
-    damaged: Mapping[str, str] = field(default_factory=dict)
-    checkers: int = 0
-
-
-ALL = RestoreOrder()
-"""Every variable gets what is saved under its own name."""
-
-
-@dataclass(frozen=True)
 class Watched:
     """The answer to `watch`.
 
@@ -319,6 +275,9 @@ UNTIL_GONE = -3
 """The version of a `watch` that waits for the loss of a server: `after` counts the losses that are known, and the
 answer has all of them, and nothing else of the log."""
 
+WATCHED = {UNTIL_ENDED: "its end", UNTIL_GONE: "the loss of a server"}
+"""What a watch waits for that has no version of the log, in words."""
+
 RESTS = -1
 """What a worker with bounded staleness says in place of its clock while it has no data: nobody waits for it."""
 
@@ -326,8 +285,247 @@ Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
 
-class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
+@dataclass(frozen=True)
+class OpenRequest(ServerRequest[Opened]):
+    """Begins a session. Key: at server 0 the number drawn by lot, `session`.
+
+    Attributes:
+        task: the task that opens it; a session that the task had before ends, if its process is gone.
+        replicas: local replicas, 0 for a process that runs no script.
+        session: at server 0, which gives the number, what this process has drawn by lot for its resends
+            to be known by, or 0; at the others the number.
+        drives: True for a chief's session, which gets a new fencing token.
+        consistency: how its rounds are made; of no meaning where it drives.
+        job: the identity of its job.
+        term: the greatest term of a chief that it has heard of, where it drives.
+
+    Raises:
+        TaskTaken: another process is this task, and is alive.
+        ConfigError: the servers hold another job; another process of this one makes its rounds otherwise.
+    """
+
+    task: Task
+    replicas: int
+    session: int
+    drives: bool
+    consistency: Consistency = SYNC
+    job: str = ""
+    term: int = 0
+
+    @property
+    def sender(self) -> str:
+        return str(self.task)
+
+    def words(self) -> tuple[None, str]:
+        how = f"{counted(self.replicas, 'replica')}, {self.consistency.mode}"
+        return None, f"{self.task}: {'drives' if self.drives else how}"
+
+
+@dataclass(frozen=True)
+class EnlistRequest(ServerRequest[Enlisted]):
+    """Gives a worker a place in the running job. Key: `key`, drawn by lot; a repeat keeps the place for a lease.
+
+    Attributes:
+        task: the worker that it wants to be; None for the first index above the cluster's own that is free.
+        key: names the process.
+
+    Raises:
+        TaskTaken: another process is that worker.
+        ConfigError: it is one of the cluster's own.
+        InvalidRequest: there is no job here, or it is over; another server keeps the sessions.
+    """
+
+    task: Task | None
+    key: int
+
+    @property
+    def sender(self) -> str:
+        return str(self.task or "a worker that joins")
+
+    def words(self) -> tuple[None, str]:
+        return None, "asks for an index" if self.task is None else str(self.task)
+
+
+@dataclass(frozen=True)
+class HeartbeatRequest(ServerRequest[bool]):
+    """Renews a lease. Key: the session.
+
+    It is answered with True if nobody drives the job any more, and this process is to: it is the lowest worker that
+    lives.
+
+    Attributes:
+        session: number of the session.
+        round: the oldest round of the process that is not answered, -1 for none.
+        plan_id: that round's plan; tells the servers of two processes that wait for each other.
+        pace: what the process has done; None if the heartbeat says nothing but that the process lives.
+        clock: with bounded staleness the next round of which something may come to this server, rounds that only
+            save not counted; `RESTS` while the process has no data, so that nobody waits for it.
+
+    Raises:
+        Fenced: the session was ended.
+        Diverged: the processes of this job do different things.
+        InvalidRequest: it has no pace, and this server has heard no other heartbeat since it keeps the sessions.
+    """
+
+    session: int
+    round: int
+    plan_id: bytes
+    pace: Pace | None = STILL
+    clock: int = 0
+
+    def words(self) -> tuple[int, str]:
+        return self.session, f"waits in round {self.round}" if self.round >= 0 else ""
+
+
+@dataclass(frozen=True)
+class LeaveRequest(ServerRequest[None]):
+    """Ends a session. Key: the session.
+
+    Attributes:
+        session: number of the session.
+        error: "" at a clean end, else the reason; a divergence is told to everyone.
+
+    Raises:
+        PSError: the reason why a session cannot end cleanly: it has failed, which its process may not know yet.
+    """
+
+    session: int
+    error: str
+
+    def words(self) -> tuple[int, str]:
+        return self.session, self.error or "cleanly"
+
+
+@dataclass(frozen=True)
+class CreateBatchRequest(ServerRequest[CreateBatchReply]):
+    """Gets or creates several variables, in the order of their numbers. Key: the names; the first value wins.
+
+    Server 0 names all of them and keeps their places; each server that holds some declares those. A `push` with
+    `first_values` brings their first values. The first variable that is refused ends the batch: its error is in the
+    answer.
+
+    Attributes:
+        session: number of the session that creates.
+        variables: of server 0 all, of another server those that it holds; each with the number and the servers
+            that every process finds by itself.
+    """
+
+    session: int
+    variables: Sequence[PlacedVariable]
+
+    def words(self) -> tuple[int, str]:
+        return self.session, counted(len(self.variables), "variable")
+
+
+@dataclass(frozen=True)
+class ProposeRequest(ServerRequest[None]):
+    """Tells server 0 what the chief or a new member needs to know. Key: the content.
+
+    Attributes:
+        session: number of the session that proposes.
+        plan: a plan that needs approval.
+        join_point: place at which this new member wants to be taken in.
+        start: place at which the new members of a generation begin.
+        trace: the span in which the plan is proposed, as W3C's traceparent, for the chief; "" for none.
+    """
+
+    session: int
+    plan: Plan | None
+    join_point: str
+    start: Start | None
+    trace: str = ""
+
+    def words(self) -> tuple[int, str]:
+        said = [f"plan {self.plan.id[:4].hex()}"] if self.plan else []
+        said += [f"waits at {self.join_point[:13]}"] if self.join_point else []  # of a plan as many digits as above
+        begin = self.start
+        said += [f"new members of generation {begin.generation} begin with round {begin.round}"] if begin else []
+        return self.session, ", ".join(said)
+
+
+@dataclass(frozen=True)
+class WatchRequest(ServerRequest[Future[Watched]]):
+    """Waits until server 0's log is longer than `after` or its version is not `version`.
+
+    With version -1 it is told of the log alone. With version `UNTIL_ENDED` it is answered by nothing but the error
+    that ends the session. A caller that goes away cancels the future: its process may be gone. Who only looks says
+    0 for the session, and is answered at once.
+    """
+
+    session: int
+    after: int
+    version: int
+
+    def words(self) -> tuple[int, str]:
+        return self.session, WATCHED.get(self.version, f"the log from {self.after} on")
+
+
+@dataclass(frozen=True)
+class ApproveRequest(ServerRequest[int]):
+    """Appends to the log; the holder of the newest token alone may. Key: the index.
+
+    It is answered with up to where the log and the chief's agree: the end of `entries` if all were taken, `index` if
+    others stand in their place, less if entries before `index` are missing.
+
+    Attributes:
+        token: a chief's fencing token.
+        index: place of the first entry; entries that are there already must be equal.
+        entries: the entries to append.
+
+    Raises:
+        Fenced: there is a newer chief.
+    """
+
+    token: int
+    index: int
+    entries: Sequence[LogEntry]
+
+    def words(self) -> tuple[None, str]:
+        kinds = Counter(re.sub(r"\B(?=[A-Z])", " ", type(entry).__name__).lower() for entry in self.entries)
+        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return None, f"the log from {self.index} on: {told or 'nothing'}"
+
+
+@dataclass(frozen=True)
+class PullRequest(ServerRequest[Future[PullReply]]):
+    """Reads variables, rows of variables, and dynamic tables, once this server has completed round `after`.
+
+    -1 reads them as they are. Who only looks says 0 for the session, and reads them as they are.
+
+    Raises:
+        InvalidRequest: a variable has no value here, or is a dynamic table, which has no whole; an id is none of
+            its rows, or a key is of a bucket that is not here.
+    """
+
+    session: int
+    variables: Sequence[int]
+    after: int
+    rows: Sequence[RowRead] = ()
+    tables: Sequence[TableRead] = ()
+
+    def words(self) -> tuple[int, str]:
+        said = counted(len(self.variables) + len(self.rows) + len(self.tables), "variable")
+        return self.session, said + (f" after round {self.after}" if self.after >= 0 else "")
+
+
+@dataclass(frozen=True)
+class StatusRequest(ServerRequest[ServerStatus]):
+    """What a server holds and whom it waits for. The answer's `process` is None where there is no network between."""
+
+
+@dataclass(frozen=True)
+class EventsRequest(ServerRequest[tuple[Happened, ...]]):
+    """What a server was told last, in words, the oldest first.
+
+    Heartbeats, watches and ticks of the clock are left out, unless they were refused.
+    """
+
+
+class ParameterServer:
     """One server, as its clients see it. All methods may be called from any thread.
+
+    Each verb but `push` has a request, which says what it does: `server.leave(7, "")` is
+    `server.call(LeaveRequest(7, ""))`.
 
     Attributes:
         address: the address at which this process reaches it, `host:port`; "" if it is in this process.
@@ -335,131 +533,9 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
 
     address: str
 
-    def open(
-        self,
-        task: Task,
-        replicas: int,
-        session: int,
-        drives: bool,
-        consistency: Consistency = SYNC,
-        job: str = "",
-        term: int = 0,
-    ) -> Opened:
-        """Begins a session. Key: at server 0 the number drawn by lot, `session`.
-
-        Args:
-            task: the task that opens it; a session that the task had before ends, if its process is gone.
-            replicas: local replicas, 0 for a process that runs no script.
-            session: at server 0, which gives the number, what this process has drawn by lot for its resends
-                to be known by, or 0; at the others the number.
-            drives: True for a chief's session, which gets a new fencing token.
-            consistency: how its rounds are made; of no meaning where it drives.
-            job: the identity of its job.
-            term: the greatest term of a chief that it has heard of, where it drives.
-
-        Raises:
-            TaskTaken: another process is this task, and is alive.
-            ConfigError: the servers hold another job; another process of this one makes its rounds otherwise.
-        """
-        ...
-
-    def enlist(self, task: Task | None, key: int) -> Enlisted:
-        """Gives a worker a place in the running job. Key: `key`, drawn by lot; a repeat keeps the place for a lease.
-
-        Args:
-            task: the worker that it wants to be; None for the first index above the cluster's own that is free.
-            key: names the process.
-
-        Raises:
-            TaskTaken: another process is that worker.
-            ConfigError: it is one of the cluster's own.
-            InvalidRequest: there is no job here, or it is over; another server keeps the sessions.
-        """
-        ...
-
-    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
-        """Renews a lease. Key: the session.
-
-        Args:
-            session: number of the session.
-            round: the oldest round of the process that is not answered, -1 for none.
-            plan_id: that round's plan; tells the servers of two processes that wait for each other.
-            pace: what the process has done.
-            clock: with bounded staleness the next round of which something may come to this server, rounds that only
-                save not counted; `RESTS` while the process has no data, so that nobody waits for it.
-
-        Returns:
-            True if nobody drives the job any more, and this process is to: it is the lowest worker that lives.
-
-        Raises:
-            Fenced: the session was ended.
-            Diverged: the processes of this job do different things.
-        """
-        ...
-
-    def leave(self, session: int, error: str) -> None:
-        """Ends a session. Key: the session.
-
-        Args:
-            session: number of the session.
-            error: "" at a clean end, else the reason; a divergence is told to everyone.
-
-        Raises:
-            PSError: the reason why a session cannot end cleanly: it has failed, which its process may not know yet.
-        """
-        ...
-
-    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
-        """Gets or creates several variables, in the order of their numbers. Key: the names; the first value wins.
-
-        Server 0 names all of them and keeps their places; each server that holds some declares those. A `push` with
-        `first_values` brings their first values. The first variable that is refused ends the batch: its error is in the
-        answer.
-
-        Args:
-            session: number of the session that creates.
-            variables: of server 0 all, of another server those that it holds; each with the number and the servers
-                that every process finds by itself.
-        """
-        ...
-
-    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None, trace: str = "") -> None:
-        """Tells server 0 what the chief or a new member needs to know. Key: the content.
-
-        Args:
-            session: number of the session that proposes.
-            plan: a plan that needs approval.
-            join_point: place at which this new member wants to be taken in.
-            start: place at which the new members of a generation begin.
-            trace: the span in which the plan is proposed, as W3C's traceparent, for the chief; "" for none.
-        """
-        ...
-
-    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
-        """Waits until server 0's log is longer than `after` or its version is not `version`.
-
-        With version -1 it is told of the log alone. With version `UNTIL_ENDED` it is answered by nothing but the error
-        that ends the session. A caller that goes away cancels the future: its process may be gone. Who only looks says
-        0 for the session, and is answered at once.
-        """
-        ...
-
-    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
-        """Appends to the log; the holder of the newest token alone may. Key: the index.
-
-        Args:
-            token: a chief's fencing token.
-            index: place of the first entry; entries that are there already must be equal.
-            entries: the entries to append.
-
-        Returns:
-            Up to where the log and the chief's agree: the end of `entries` if all were taken, `index` if
-            others stand in their place, less if entries before `index` are missing.
-
-        Raises:
-            Fenced: there is a newer chief.
-        """
-        ...
+    def call(self, request: ServerRequest[R]) -> R:
+        """Does what a request asks for; returns its answer, or raises a `PSError`."""
+        raise NotImplementedError
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Contributes to a round, and waits for its completion. Key: (task, session, round).
@@ -473,68 +549,24 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
             begun: called for a large round with the answer's payload, before the answer is there: it grows as variables
                 are updated. Where the round fails, or where it is small, never called.
         """
-        ...
+        raise NotImplementedError
 
-    def pull(
-        self,
-        session: int,
-        variables: Sequence[int],
-        after: int,
-        rows: Sequence[RowRead] = (),
-        tables: Sequence[TableRead] = (),
-    ) -> Future[PullReply]:
-        """Reads variables, rows of variables, and dynamic tables, once this server has completed round `after`.
-
-        -1 reads them as they are. Who only looks says 0 for the session, and reads them as they are.
-
-        Raises:
-            InvalidRequest: a variable has no value here, or is a dynamic table, which has no whole; an id is none of
-                its rows, or a key is of a bucket that is not here.
-        """
-        ...
-
-    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        """Waits for a checkpoint's shard, or writes its manifest. Key: the plan, and the step: shard or manifest.
-
-        A server begins to write its shard by itself, when the round that ordered it has run.
-
-        Args:
-            token: the chief's fencing token.
-            plan_id: the plan that ordered it.
-            manifest: the JSON text of the manifest, which comes after all shards, or "" for the shard.
-
-        Raises:
-            CheckpointError: the file cannot be written; its round failed, or will not come; it is over.
-        """
-        ...
-
-    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
-        """Makes a checkpoint ready to be restored; variables change in the round that commits it. Key: (turn, stage).
-
-        Args:
-            session: number of the session that asks; every process does. The first request is done, and its outcome, an
-                error too, is told to the others.
-            path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
-            turn: the restore's place among those of the job.
-            order: the stage, the variables that it changes, and the way.
-
-        Raises:
-            NoCheckpoint: there is no checkpoint.
-            DamagedCheckpoint: its files are not as they were saved; of a directory, those of all that may be meant.
-            CheckpointError: the checkpoint cannot be read.
-            VariableMismatch: the checkpoint has a variable with another shape or dtype.
-            Diverged, InvalidRequest: another process has gone on to a later restore; the latter where workers are
-                asynchronous.
-        """
-        ...
-
-    def status(self) -> ServerStatus:
-        """Returns what this server holds and whom it waits for."""
-        ...
-
-    def events(self) -> tuple[Happened, ...]:
-        """Returns what this server was told last, in words, the oldest first.
-
-        Heartbeats, watches and ticks of the clock are left out, unless they were refused.
-        """
-        ...
+    open = verb(OpenRequest)
+    enlist = verb(EnlistRequest)
+    heartbeat = verb(HeartbeatRequest)
+    leave = verb(LeaveRequest)
+    create_batch = verb(CreateBatchRequest)
+    propose = verb(ProposeRequest)
+    watch = verb(WatchRequest)
+    approve = verb(ApproveRequest)
+    pull = verb(PullRequest)
+    snapshot = verb(SnapshotRequest)
+    restore = verb(RestoreRequest)
+    schedule = verb(ScheduleRequest)
+    take = verb(TakeRequest)
+    fetch = verb(FetchRequest)
+    assign_batches = verb(AssignBatchesRequest)
+    offer = verb(OfferRequest)
+    move = verb(MoveRequest)
+    status = verb(StatusRequest)
+    events = verb(EventsRequest)

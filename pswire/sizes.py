@@ -50,3 +50,8 @@ def human(nbytes: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def counted(count: int, what: str) -> str:
+    """Formats how many there are of something: `1 variable`, `2 variables`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

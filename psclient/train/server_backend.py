@@ -14,11 +14,11 @@ from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
 from psclient.train.backend import Choose, Content, OpenedCheckpoint
 from psclient.train.options import CheckpointOptions
-from pswire.api import RestoreReply
 from pswire.checkpoint.manifest import Manifest
 from pswire.checkpoint.writer import saved_path
 from pswire.errors import CheckpointError
 from pswire.limits import PART_BYTES
+from pswire.model.saved import RestoreReply
 
 log = logging.getLogger("psclient")
 

@@ -17,7 +17,6 @@ from psserver.checkpoints.wanted import RestoredValues, WantedValues
 from psserver.effects import Effect, Work, naming
 from psserver.rounds.rounds import Rounds
 from psserver.state.variables import Store
-from pswire.api import RestoreOrder
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.safetensors_stream import told
@@ -26,6 +25,7 @@ from pswire.errors import CheckpointError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.log import LogEntry, Snapshotted
 from pswire.model.plan import PlacedVariable, SnapshotOrder
+from pswire.model.saved import RestoreOrder
 
 log = logging.getLogger("psserver")
 

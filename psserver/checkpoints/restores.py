@@ -16,7 +16,6 @@ from psserver.plans.round import ReadyRound
 from psserver.rounds.participants import RoundParticipant
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import FirstValue, Store
-from pswire.api import RestoreOrder, RestoreReply, RestoreStage
 from pswire.checkpoint import strict_json
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
@@ -26,6 +25,7 @@ from pswire.checkpoint.writer import set_aside
 from pswire.errors import Diverged, InvalidRequest, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, Turn
+from pswire.model.saved import RestoreOrder, RestoreReply, RestoreStage
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")

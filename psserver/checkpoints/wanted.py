@@ -10,10 +10,10 @@ from psserver.state.key_tables import KeyedRows, StoredTable
 from psserver.state.variables import Store
 from psserver.tables.native import Native
 from psserver.tables.table import Table
-from pswire.api import RestoreOrder
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.model.plan import PlacedVariable
+from pswire.model.saved import RestoreOrder
 from pswire.model.tables import SlotTensor, TablePart
 from pswire.model.tensor import Array
 

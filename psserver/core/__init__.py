@@ -1,6 +1,6 @@
 """The server as a state machine, and the one lock around it.
 
-core       `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
+core       `Core`: a `ParameterServer`; holds the lock, and carries out effects
 machine    `Machine`: all state; each stimulus returns effects
 admission  who may do something here
 creation   names and declares variables

@@ -5,16 +5,14 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from psserver.core.admission import Admission
-from psserver.effects import Effect
+from psserver.effects import Effect, Outcome
 from psserver.registry import Registry
 from psserver.rounds.rounds import Rounds
 from psserver.state.closures import Closures
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
-from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-
-Outcome = tuple[None, list[Effect]]
-"""The outcome of a stimulus that answers by its future."""
+from pswire.model.closures import ClosureQueue, Fetched, Taken
+from pswire.servers.closures import FetchRequest, ScheduleRequest, TakeRequest
 
 
 class ClosureStimuli:
@@ -27,28 +25,22 @@ class ClosureStimuli:
     registry: Registry
     _admission: Admission
 
-    def schedule(self, now: float, session: int, order: ClosureOrder, future: Future[ClosureQueue]) -> Outcome:
+    def schedule(self, now: float, asked: ScheduleRequest, future: Future[ClosureQueue]) -> Outcome[None]:
         """Takes what a coordinator schedules."""
-        return None, self.closures.schedule(session, self._who(session, now), order, future)
+        session = asked.session
+        return None, self.closures.schedule(session, self._who(session, now), asked.order, future)
 
-    def take(
-        self,
-        now: float,
-        session: int,
-        functions: tuple[str, ...],
-        result: ClosureResult | None,
-        offset: int,
-        future: Future[Taken],
-    ) -> Outcome:
+    def take(self, now: float, asked: TakeRequest, future: Future[Taken]) -> Outcome[None]:
         """Takes what came of a worker's closure, and has it wait for the next."""
-        effects = self.closures.take(session, self._who(session, now), functions, result, offset, future)
+        task = self._who(asked.session, now)
+        effects = self.closures.take(asked.session, task, asked.functions, asked.result, asked.offset, future)
         self.rounds.learn(*self.closures.view)
         return None, effects
 
-    def fetch(self, now: float, session: int, number: int, offset: int, future: Future[Fetched]) -> Outcome:
+    def fetch(self, now: float, asked: FetchRequest, future: Future[Fetched]) -> Outcome[None]:
         """Adds a call that waits for what came of a closure."""
-        self._who(session, now)
-        return None, self.closures.fetch(session, number, offset, future)
+        self._who(asked.session, now)
+        return None, self.closures.fetch(asked.session, asked.number, asked.offset, future)
 
     def _left(self, session: int, error: str) -> list[Effect]:
         """A process has left, cleanly where there is no error: after a chief there will be no closures any more."""

@@ -9,54 +9,51 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from psserver.config import ServerConfig
-from psserver.core.machine import UNCHANGED, Machine, Outcome
+from psserver.core.machine import UNCHANGED, Machine
 from psserver.core.stimuli import Stimuli, told
-from psserver.core.waiting import Asked
 from psserver.devices import ServerDevice
-from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send, Submit, Work, attempt, settle
+from psserver.effects import Await, Effect, Fail, Know, Others, Outcome, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.execution.array_queue import ArrayQueue
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import DRAWN
 from psserver.state.variables import FirstValue
 from pswire.api import (
-    ALL,
+    ApproveRequest,
     Begun,
     Contribution,
     CreateBatchReply,
-    Enlisted,
+    CreateBatchRequest,
+    EventsRequest,
     Opened,
-    PullReply,
-    RestoreOrder,
-    RestoreReply,
+    OpenRequest,
+    ParameterServer,
+    ProposeRequest,
     RoundReply,
-    RowRead,
-    TableRead,
+    StatusRequest,
     Watched,
+    WatchRequest,
 )
-from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone
-from pswire.model.chunks import ChunkAsk, Chunks
-from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-from pswire.model.consistency import SYNC, Consistency
-from pswire.model.log import Approved, LogEntry, Member, Start
-from pswire.model.places import Offered, Standby
-from pswire.model.plan import PlacedVariable, Plan, Turn
-from pswire.model.saved import Shard
-from pswire.model.status import STILL, Happened, Pace, ServerStatus
+from pswire.model.log import Approved
+from pswire.model.plan import Plan
+from pswire.model.status import Happened, ServerStatus
 from pswire.network.payload import Payload
+from pswire.servers.requests import ServerRequest
 from pswire.servers.votes import Testimony, Vote
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Core:
+class Core(ParameterServer):
     """The verbs of a server. May be called from any thread.
 
     Args:
@@ -94,12 +91,22 @@ class Core:
         self._arrays = ArrayQueue(arrays)
         self._files = files or (lambda piece: self._arrays.run(piece, False))
         self._lock = threading.Lock()
+        self._own: Mapping[type[ServerRequest[Any]], Callable[[Any], Any]] = {
+            OpenRequest: self._open,
+            CreateBatchRequest: self._create_batch,
+            ProposeRequest: self._propose,
+            WatchRequest: self._watch,
+            ApproveRequest: self._approve,
+            StatusRequest: self._status,
+            EventsRequest: self._events,
+        }
+        """What is done for a request beside letting the machine take it."""
         self.others: Others | None = None
         """The other servers of the job; None for a server that reaches none."""
 
     # ---- Stimuli and effects ----
 
-    def _enter(self, stimulus: Callable[..., Outcome[T]], *args: Any) -> T:
+    def _enter(self, stimulus: Callable[..., Outcome[T | PSError]], *args: Any) -> T:
         """Passes one stimulus to the machine, and carries out the effects.
 
         Args:
@@ -110,10 +117,13 @@ class Core:
             The stimulus's answer.
 
         Raises:
-            PSError: why the stimulus was refused; then it has no effects.
+            PSError: why the stimulus was refused. One that the machine raises has no effects; one that it answers with
+                has had some.
         """
         answer, effects = self._let_in(stimulus, *args)
         self._carry_out(effects)
+        if isinstance(answer, PSError):
+            raise answer
         return answer
 
     def _let_in(self, stimulus: Callable[..., Outcome[T]], *args: Any) -> Outcome[T]:
@@ -194,50 +204,27 @@ class Core:
         self._carry_out(effects)
         return answer
 
-    # ---- Sessions ----
+    # ---- Requests ----
 
-    def open(
-        self,
-        task: Task,
-        replicas: int,
-        session: int,
-        drives: bool,
-        consistency: Consistency = SYNC,
-        job: str = "",
-        term: int = 0,
-    ) -> Opened:
-        drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, consistency)
-        return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
+    def call(self, request: ServerRequest[R]) -> R:
+        """Lets the machine take a request by its method of the verb's name; see `ParameterServer`."""
+        own: Any = self._own.get(type(request))
+        if own is None:
+            own = partial(self._await if request.waits else self._enter, getattr(self.machine, request.method))
+        answer: R = own(request)
+        return answer
 
-    def enlist(self, task: Task | None, key: int) -> Enlisted:
-        return self._enter(self.machine.enlist, task, key)
+    def _await(self, take: Callable[..., Outcome[Any]], request: ServerRequest[Any]) -> Future[Any]:
+        """Passes on a request whose answer may come late; returns a new future, or the one that the machine names."""
+        future: Future[Any] = Future()
+        return self._enter(take, request, future) or future
 
-    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
-        error, drives = self._enter(self.machine.heartbeat, session, round, plan_id, pace, clock)
-        _raise(error)
-        return drives
+    def _open(self, request: OpenRequest) -> Opened:
+        return self._enter(self.machine.open, request, secrets.randbits(DRAWN))
 
-    def leave(self, session: int, error: str) -> None:
-        self._enter(self.machine.leave, session, error)
-
-    def tick(self) -> None:
-        """Ends the sessions whose lease is over. Must be called a few times per lease."""
-        self._enter(self.machine.tick)
-
-    def seen(self, look: Callable[[float], T]) -> T:
-        """Returns what a look at the machine shows now, such as `machine.leaving`; it changes nothing."""
-        with self._lock:
-            return look(self._clock())
-
-    def well(self) -> bool:
-        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
-        return self.machine.well(self._clock())
-
-    # ---- Variables ----
-
-    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
-        batch = tuple(variables)
-        reply, needing, job = self._enter(self.machine.create_batch, session, batch)
+    def _create_batch(self, request: CreateBatchRequest) -> CreateBatchReply:
+        batch = tuple(request.variables)
+        reply, needing, job = self._enter(self.machine.create_batch, replace(request, variables=batch))
         found, error = batch[: reply.count], reply.error
         saved: dict[int, FirstValue] = {}
         for variable in needing:
@@ -253,49 +240,55 @@ class Core:
             return reply
         return self._enter(self.machine.initialize_batch, found, job, saved, error)
 
-    def pull(
-        self,
-        session: int,
-        variables: Sequence[int],
-        after: int,
-        rows: Sequence[RowRead] = (),
-        tables: Sequence[TableRead] = (),
-    ) -> Future[PullReply]:
-        future: Future[PullReply] = Future()
-        self._enter(self.machine.pull, session, Asked(tuple(variables), after, tuple(rows), tuple(tables)), future)
-        return future
-
-    # ---- The log ----
-
-    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None, trace: str = "") -> None:
-        prepared = None if plan is None else self._prepared(plan)
-        _raise(self._enter(self.machine.propose, session, prepared, join_point, start, trace))
+    def _propose(self, request: ProposeRequest) -> None:
+        self._enter(self.machine.propose, request, None if request.plan is None else self._prepared(request.plan))
 
     def _prepared(self, plan: Plan) -> PreparedPlan:
         """Prepares a plan for this server; without the lock, as it takes long."""
         return PreparedPlan(plan, self.server, self.config.memory_limit > 0)
 
-    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
-        future: Future[Watched] = Future()
-        self._enter(self.machine.watch, session, after, version, future)
-        future.add_done_callback(partial(self._part, session))
+    def _watch(self, request: WatchRequest) -> Future[Watched]:
+        future = self._await(self.machine.watch, request)
+        future.add_done_callback(partial(self._part, request.session))
         return future
 
     def _part(self, session: int, watch: Future[Watched]) -> None:
         if watch.cancelled():
             self._enter(self.machine.part, session)
 
-    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
-        self._enter(self.machine.holds, token)  # before plans are prepared: that takes long
+    def _approve(self, request: ApproveRequest) -> int:
+        self._enter(self.machine.holds, request.token)  # before plans are prepared: that takes long
+        entries = tuple(request.entries)
         prepared = {entry.plan.id: self._prepared(entry.plan) for entry in entries if isinstance(entry, Approved)}
-        return self._enter(self.machine.approve, token, index, list(entries), prepared)
+        return self._enter(self.machine.approve, replace(request, entries=entries), prepared)
 
-    # ---- Rounds ----
+    def _status(self, _: StatusRequest) -> ServerStatus:
+        return self.seen(self.machine.status)
+
+    def _events(self, _: EventsRequest) -> tuple[Happened, ...]:
+        with self._lock:
+            now, last = self._clock(), self.stimuli.last()
+        return told(last, now, self.registry)
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         future: Future[RoundReply] = Future()
         self._enter(self.machine.push, contribution, payload, begun, future)
         return future
+
+    # ---- Time ----
+
+    def tick(self) -> None:
+        """Ends the sessions whose lease is over. Must be called a few times per lease."""
+        self._enter(self.machine.tick)
+
+    def seen(self, look: Callable[[float], T]) -> T:
+        """Returns what a look at the machine shows now, such as `machine.leaving`; it changes nothing."""
+        with self._lock:
+            return look(self._clock())
+
+    def well(self) -> bool:
+        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
+        return self.machine.well(self._clock())
 
     # ---- Other servers ----
 
@@ -319,56 +312,7 @@ class Core:
         """Another server is not connected, or no more."""
         self._enter(self.machine.miss, server, reason)
 
-    # ---- Checkpoints ----
-
-    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        future: Future[Shard] = Future()
-        self._enter(self.machine.snapshot, token, plan_id, manifest, future)
-        return future
-
-    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
-        return self._enter(self.machine.restore, session, path, turn, order, Future())
-
-    # ---- Closures, batches that are handed out, and places ----
-
-    def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
-        future: Future[ClosureQueue] = Future()
-        self._enter(self.machine.schedule, session, order, future)
-        return future
-
-    def take(
-        self, session: int, functions: Sequence[str], result: ClosureResult | None = None, offset: int = 0
-    ) -> Future[Taken]:
-        future: Future[Taken] = Future()
-        self._enter(self.machine.take, session, tuple(functions), result, offset, future)
-        return future
-
-    def fetch(self, session: int, number: int, offset: int) -> Future[Fetched]:
-        future: Future[Fetched] = Future()
-        self._enter(self.machine.fetch, session, number, offset, future)
-        return future
-
-    def assign_batches(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
-        answer: Future[Chunks] = Future()
-        answer.set_result(self._enter(self.machine.assign_batches, session, ask))
-        return answer
-
-    def offer(self, standby: Standby) -> Offered:
-        return self._enter(self.machine.offer, standby)
-
-    def move(self, server: int, address: str = "", token: int = 0) -> str:
-        return self._enter(self.machine.move, server, address, token)
-
     # ---- What is there, and the end ----
-
-    def status(self) -> ServerStatus:
-        return self.seen(self.machine.status)
-
-    def events(self) -> tuple[Happened, ...]:
-        """Returns the last stimuli in words, the oldest first, without heartbeats and ticks of the clock."""
-        with self._lock:
-            now, last = self._clock(), self.stimuli.last()
-        return told(last, now, self.registry)
 
     @property
     def in_flight(self) -> int:
@@ -392,8 +336,3 @@ def _refusal(answer: object, effects: Sequence[Effect], args: Sequence[object]) 
         if isinstance(effect, Fail) and any(effect.future is arg for arg in args):
             return effect.error
     return None
-
-
-def _raise(error: PSError | None) -> None:
-    if error is not None:
-        raise error

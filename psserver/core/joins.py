@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from itertools import count
 
 from psserver.core.log import Log
-from psserver.effects import Effect
+from psserver.effects import Outcome
 from psserver.state.sessions import Membership
-from pswire.api import Enlisted
+from pswire.api import Enlisted, EnlistRequest
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
-
-Outcome = tuple[Enlisted, list[Effect]]
-"""A stimulus's answer to its caller, and its effects."""
 
 WORKER = "worker"
 """The job of all who join."""
@@ -102,8 +99,9 @@ class JoinStimuli:
     members: Membership
     _indices: Indices
 
-    def enlist(self, now: float, task: Task | None, key: int) -> Outcome:
+    def enlist(self, now: float, asked: EnlistRequest) -> Outcome[Enlisted]:
         """Gives a process that joins the job the task that it is to be, or keeps that for it."""
+        task, key = asked.task, asked.key
         if task is not None and task.job != WORKER:
             raise InvalidRequest(f"{task} is not a worker; only workers can join a running job", str(self.task))
         if not key:

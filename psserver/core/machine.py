@@ -7,10 +7,10 @@ came, and carries out the effects. Two machines that are given the same stimuli 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from psserver.checkpoints.bases import Bases
 from psserver.checkpoints.handover import Handover
@@ -27,9 +27,8 @@ from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
 from psserver.core.places import PlaceStimuli
 from psserver.core.status import Looks, status_of
-from psserver.core.stimuli import WATCHED
-from psserver.core.waiting import Asked, HeldCall, Owed, Read, Waiters, Watch
-from psserver.effects import Await, Effect, Fail, Reply, Work
+from psserver.core.waiting import HeldCall, Owed, Read, Waiters, Watch
+from psserver.effects import Await, Effect, Fail, Outcome, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
@@ -47,31 +46,34 @@ from psserver.state.variables import FirstValue, Store
 from psserver.tables.native import Native
 from psserver.tiers.tier import Tier
 from pswire.api import (
+    WATCHED,
+    ApproveRequest,
     Begun,
     Contribution,
     CreateBatchReply,
+    CreateBatchRequest,
+    HeartbeatRequest,
+    LeaveRequest,
     Opened,
+    OpenRequest,
+    ProposeRequest,
     PullReply,
-    RestoreOrder,
-    RestoreReply,
+    PullRequest,
     RoundReply,
     Watched,
+    WatchRequest,
 )
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
-from pswire.model.log import LogEntry, Member, Start
-from pswire.model.plan import PlacedVariable, Turn
-from pswire.model.saved import Shard
-from pswire.model.status import STILL, Pace, ServerStatus
+from pswire.model.log import Member
+from pswire.model.plan import PlacedVariable
+from pswire.model.saved import RestoreReply, Shard
+from pswire.model.status import ServerStatus
 from pswire.network.payload import Payload
+from pswire.servers.checkpoints import RestoreRequest, SnapshotRequest
 
 log = logging.getLogger("psserver")
-
-T = TypeVar("T")
-
-Outcome = tuple[T, list[Effect]]
-"""A stimulus's answer to its caller, and its effects."""
 
 UNCHANGED: list[Effect] = []
 """The effects of a stimulus after which nothing has become possible that was not before. It stays empty."""
@@ -189,16 +191,16 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     # ---- Sessions ----
 
-    def open(
-        self, now: float, opens: Member, session: int, drives: bool, job: str, term: int, drawn: int
-    ) -> Outcome[Opened]:
+    def open(self, now: float, asked: OpenRequest, drawn: int) -> Outcome[Opened]:
         """Opens a task's session on the server that keeps the log; on others registers one that was opened there.
 
         A chief opens it here as well where the server that kept the log is lost, which this one does not know yet: its
         token is above all that were given.
 
-        `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
+        `drawn` is a random number of `DRAWN` bits, for the token.
         """
+        session, drives, job, term = asked.session, asked.drives, asked.job, asked.term
+        opens = Member(asked.task, 0, asked.replicas, asked.consistency)
         if self.log.keeps:
             session, token = self.members.open(opens, drives, session, now, job, term, drawn)
         else:
@@ -214,29 +216,28 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """Returns True if there is a job with variables that is not over."""
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
-    def heartbeat(
-        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0
-    ) -> Outcome[tuple[PSError | None, bool]]:
-        """Renews a session's lease and notes what it says of itself: nothing, where the pace is None.
+    def heartbeat(self, now: float, asked: HeartbeatRequest) -> Outcome[bool | PSError]:
+        """Renews a session's lease and notes what it says of itself.
 
-        Answers with the error that ended the session, and whether its process is to drive the job.
+        Answers whether its process is to drive the job, or with the error that ended the session.
         """
+        session, pace = asked.session, asked.pace
         error = self._admission.ended(session)
         if error is None and self.log.keeps:
-            self.members.heartbeat(session, (round, plan_id), now, self.log.describe, pace)
+            self.members.heartbeat(session, (asked.round, asked.plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
         elif error is None:
             self.members.touch(session, now, pace)
         if error is None and pace is not None:
-            self.rounds.clocks.tell(session, clock)
+            self.rounds.clocks.tell(session, asked.clock)
         self.tally.signs += error is None
         drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
-        return (error, drives), UNCHANGED if pace is None else []
+        return error or drives, UNCHANGED if pace is None else []
 
-    def leave(self, now: float, session: int, error: str) -> Outcome[None]:
+    def leave(self, now: float, asked: LeaveRequest) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
-        self.members.leave(session, error)
-        return None, self._left(session, error)
+        self.members.leave(asked.session, asked.error)
+        return None, self._left(asked.session, asked.error)
 
     def tick(self, now: float) -> Outcome[None]:
         """Ends the sessions whose lease is over."""
@@ -251,13 +252,13 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     # ---- Variables ----
 
-    def create_batch(self, now: float, session: int, variables: Batch) -> Outcome[tuple[CreateBatchReply, Batch, int]]:
+    def create_batch(self, now: float, asked: CreateBatchRequest) -> Outcome[tuple[CreateBatchReply, Batch, int]]:
         """Creates or finds several variables, up to the first that is refused.
 
         Answers with what is known of them, with those that need a first value here, and with the job.
         """
-        self._admission.check(session, now)
-        reply, needing = self._creation.create_batch(self.registry.task(session), variables)
+        self._admission.check(asked.session, now)
+        reply, needing = self._creation.create_batch(self.registry.task(asked.session), asked.variables)
         return (reply, needing, self._job), []
 
     def initialize_batch(
@@ -271,30 +272,28 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         if job != self._job:
             raise ServerLost("the job was restarted; restart this process", str(self.task))
 
-    def pull(self, now: float, session: int, asked: Asked, future: Future[PullReply]) -> Outcome[None]:
+    def pull(self, now: float, asked: PullRequest, future: Future[PullReply]) -> Outcome[None]:
         """Adds a read of variables, and of rows, after a round. Readers without a session may call it as well."""
-        self._admission.check_reader(session, now)
-        self.waiters.add(Read(session, future, asked))
-        self.tally.read(session, self.rounds.last)
+        self._admission.check_reader(asked.session, now)
+        self.waiters.add(Read(asked.session, future, asked))
+        self.tally.read(asked.session, self.rounds.last)
         return None, []
 
     # ---- The log ----
 
-    def propose(
-        self, now: float, session: int, prepared: PreparedPlan | None, join_point: str, start: Start | None, trace: str
-    ) -> Outcome[PSError | None]:
+    def propose(self, now: float, asked: ProposeRequest, prepared: PreparedPlan | None) -> Outcome[PSError | None]:
         """Takes a session's plan, the join point at which it waits, or the round in which new members begin.
 
-        `trace` is the span in which the plan is proposed, as W3C's traceparent; "" for none. Answers why the session
-        has ended, None if it has not.
+        Answers why the session has ended, None if it has not.
         """
+        session, start = asked.session, asked.start
         self._admission.check(session, now)
         if prepared is not None or start is not None:
             self.members.check_part(session)
-        if prepared is not None and self.log.propose(prepared, trace):
+        if prepared is not None and self.log.propose(prepared, asked.trace):
             self.members.version += 1
-        if join_point:
-            self.members.enter(session, join_point)
+        if asked.join_point:
+            self.members.enter(session, asked.join_point)
         try:
             if start is not None:
                 self.log.start(start)
@@ -303,10 +302,11 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             self.members.fail_all(error)
         return self._admission.ended(session), []
 
-    def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
+    def watch(self, now: float, asked: WatchRequest, future: Future[Watched]) -> Outcome[None]:
         """Adds a watch of the log and the sessions. Readers without a session may call it as well."""
-        self._admission.check_reader(session, now)
-        self.waiters.add((HeldCall if version in WATCHED else Watch)(session, future, after, version))
+        self._admission.check_reader(asked.session, now)
+        kind = HeldCall if asked.version in WATCHED else Watch
+        self.waiters.add(kind(asked.session, future, asked.after, asked.version))
         return None, []
 
     def part(self, now: float, session: int) -> Outcome[None]:
@@ -319,10 +319,9 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self._check_token(token)
         return None, []
 
-    def approve(
-        self, now: float, token: int, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]
-    ) -> Outcome[int]:
+    def approve(self, now: float, asked: ApproveRequest, prepared: Mapping[bytes, PreparedPlan]) -> Outcome[int]:
         """Appends entries of the chief's log; answers with the length up to which the two logs agree."""
+        token, index, entries = asked.token, asked.index, asked.entries
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
         self._admission.check_unbroken()
@@ -400,19 +399,17 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     # ---- Checkpoints ----
 
-    def snapshot(self, now: float, token: int, plan_id: bytes, manifest: str, future: Future[Shard]) -> Outcome[None]:
+    def snapshot(self, now: float, asked: SnapshotRequest, future: Future[Shard]) -> Outcome[None]:
         """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest."""
-        self._check_token(token)
-        return None, self.snapshots.ask(plan_id, manifest, future)
+        self._check_token(asked.token)
+        return None, self.snapshots.ask(asked.plan_id, asked.manifest, future)
 
-    def restore(
-        self, now: float, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
-    ) -> Outcome[Future[RestoreReply]]:
+    def restore(self, now: float, asked: RestoreRequest, future: Future[RestoreReply]) -> Outcome[Future[RestoreReply]]:
         """Begins a stage of a restore; answers with the future of its reply."""
-        self._admission.check(session, now)
-        if self.log.keeps and order.stage != "look":
-            self.members.check_part(session)
-        return self.restores.ask(session, path, turn, order, future)
+        self._admission.check(asked.session, now)
+        if self.log.keeps and asked.order.stage != "look":
+            self.members.check_part(asked.session)
+        return self.restores.ask(asked.session, asked.path, asked.turn, asked.order, future)
 
     # ---- What is there, and the end ----
 

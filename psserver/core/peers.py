@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from psserver.core.links import Links
 from psserver.core.log import Log
-from psserver.effects import Effect, Reply
+from psserver.effects import Effect, Outcome, Reply
 from psserver.registry import Registry
 from psserver.rounds.digests import Digests
 from psserver.rounds.rounds import Rounds
@@ -21,9 +21,6 @@ from pswire.model.log import Gone, LogEntry
 from pswire.servers.votes import Testimony, Vote
 
 log = logging.getLogger("psserver")
-
-Outcome = tuple[None, list[Effect]]
-"""The outcome of a stimulus that answers nothing."""
 
 
 class PeerStimuli:
@@ -46,7 +43,7 @@ class PeerStimuli:
     outlived: ServerLost | None = None
     _links: Links
 
-    def introduce(self, now: float, server: int, incarnation: int) -> Outcome:
+    def introduce(self, now: float, server: int, incarnation: int) -> Outcome[None]:
         """Lets another server vote here: its incarnation names it as a session names a client.
 
         A process in the place of one that is gone may know before this server that the job has taken it back.
@@ -63,7 +60,7 @@ class PeerStimuli:
         self.registry.enter(incarnation, Task("ps", server))
         return None, []
 
-    def hear(self, now: float, server: int, vote: Vote) -> Outcome:
+    def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
         """Another server has voted."""
         self._check_there(server)
         self.tally.votes["received"] += 1
@@ -75,7 +72,7 @@ class PeerStimuli:
         self._open((vote,), now)
         return None, []
 
-    def testify(self, now: float, server: int, testimony: Testimony) -> Outcome:
+    def testify(self, now: float, server: int, testimony: Testimony) -> Outcome[None]:
         """Another server has said what it has heard of one that is gone."""
         self.rounds.votes.testify(server, testimony, self.rounds.strands[None].last)
         self._open(testimony.votes, now)
@@ -94,7 +91,7 @@ class PeerStimuli:
                 f"the job goes on without this server, because it {self.log.gone[server]}", str(Task("ps", server))
             )
 
-    def outlive(self, now: float, error: ServerGone) -> Outcome:
+    def outlive(self, now: float, error: ServerGone) -> Outcome[None]:
         """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
         log.error("%s ends: %s", self.task, error.message)
         self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
@@ -121,11 +118,11 @@ class PeerStimuli:
             now, ServerGone(f"the job goes on without this server, because it {new[-1].reason}", str(self.task))
         )[1]
 
-    def meet(self, now: float, server: int) -> Outcome:
+    def meet(self, now: float, server: int) -> Outcome[None]:
         """Another server is connected anew: what was said to it may be lost."""
         return None, self._links.meet(server)
 
-    def miss(self, now: float, server: int, reason: str) -> Outcome:
+    def miss(self, now: float, server: int, reason: str) -> Outcome[None]:
         """Another server is not connected."""
         self._links.miss(server, reason, now)
         return None, []

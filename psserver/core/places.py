@@ -6,12 +6,13 @@ import logging
 from concurrent.futures import Future
 
 from psserver.core.log import Log
-from psserver.effects import Effect, Reply
+from psserver.effects import Outcome, Reply
 from psserver.state.standbys import Standbys
 from psserver.state.variables import Store
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest
-from pswire.model.places import Offered, Standby
+from pswire.model.places import Offered
+from pswire.servers.places import MoveRequest, OfferRequest
 
 log = logging.getLogger("psserver")
 
@@ -35,15 +36,16 @@ class PlaceStimuli:
     def _check_token(self, token: int) -> None:
         raise NotImplementedError
 
-    def offer(self, now: float, standby: Standby) -> tuple[Offered, list[Effect]]:
+    def offer(self, now: float, asked: OfferRequest) -> Outcome[Offered]:
         """Notes a process that waits for a place; answers which it has got, and where the servers are."""
-        place = self._standbys.offer(standby, now, self.log.over)
+        place = self._standbys.offer(asked.standby, now, self.log.over)
         return Offered(place, self.log.addresses if self.log.incarnations else (), self.log.over), []
 
-    def move(self, now: float, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
+    def move(self, now: float, asked: MoveRequest) -> Outcome[str]:
         """Gives the place of a server to a process that waits; of the chief takes that this server has moved."""
-        if token:
-            return self._leave_to(server, address, token)
+        server, address = asked.server, asked.address
+        if asked.token:
+            return self._leave_to(server, address, asked.token)
         if not self.log.incarnations or self.log.over:
             raise ConfigError("no job runs on this server, so it cannot be moved", str(self.task))
         if not self.store.copied:
@@ -55,7 +57,7 @@ class PlaceStimuli:
             raise InvalidRequest(f"the job has {self.log.servers} servers, so there is no server {server}")
         return self._standbys.give(server, address, now), []
 
-    def _leave_to(self, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
+    def _leave_to(self, server: int, address: str, token: int) -> Outcome[str]:
         self._check_token(token)
         if server != self.server:
             raise InvalidRequest(f"this is {self.task}, not {Task('ps', server)}", str(self.task))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from psserver.core.log import Log
 from psserver.effects import Effect, Fail, Reply, Work
@@ -16,7 +16,7 @@ from psserver.state.key_tables import StoredTable, TableTensor
 from psserver.state.missed import Unsettled, whole
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store, take_rows
-from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, RowRead, TableRead, Watched
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, PullRequest, RowRead, TableRead, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import Gone
 from pswire.model.status import OpenRound
@@ -53,15 +53,6 @@ class HeldCall(Watch):
     """A call that waits until its session ends, or, with the version `UNTIL_GONE`, until more servers are lost."""
 
 
-class Asked(NamedTuple):
-    """What a read asks for: variables, rows, and dynamic tables, as they are after a round."""
-
-    variables: tuple[int, ...]
-    after: int
-    rows: tuple[RowRead, ...] = ()
-    tables: tuple[TableRead, ...] = ()
-
-
 @dataclass(frozen=True, eq=False)
 class Read(Waiter):
     """A call that reads variables, and rows, once round `after` is complete; without a session, at once.
@@ -69,7 +60,7 @@ class Read(Waiter):
     Where the variables are not here yet, what it asks for is checked once they are.
     """
 
-    asked: Asked
+    asked: PullRequest
     checked: bool = True
 
 
@@ -134,7 +125,7 @@ class Waiters:
                 self._looked = None
             case Owed() if not self._may_go(row.said):
                 row = Ahead(row.session, row.future, row.record, row.said)
-            case Read(asked=Asked(variables=ids)):
+            case Read(asked=PullRequest(variables=ids)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is requested twice")
                 if self._rounds.backlog.awaits:
@@ -148,7 +139,7 @@ class Waiters:
             self._superseded.append(gone.future)
         calls.append(row)
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, asked: PullRequest) -> None:
         """Raises `InvalidRequest` if a variable has no value, or rows are not there."""
         for id in asked.variables:
             self._store.value(id)

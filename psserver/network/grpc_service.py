@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,19 +25,19 @@ from psserver.network.process import process_status
 from psserver.network.refused_callers import reason_of
 from psserver.network.served import Served
 from psserver.network.transport_server import TransportServer
-from pswire.api import ParameterServer, RoundReply, Watched
+from pswire.api import EventsRequest, Opened, OpenRequest, RoundReply, Watched, WatchRequest
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import check_protocol, spoken
+from pswire.encoding.calls import CALLS, CallCodec
+from pswire.encoding.protocol import check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal, refusal_to_pb
 from pswire.errors import Forbidden, InvalidRequest, PSError, ServerLost, Unauthenticated
-from pswire.limits import MAX_BATCH_VARIABLES
 from pswire.model.status import Happened, ProcessStatus
 from pswire.network.grpc_frames import Frame
 from pswire.network.parts import Assembly, parts_of
 from pswire.network.payload import EMPTY, Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.traces.traceparent import well_formed
+from pswire.servers.requests import REQUESTS, ServerRequest
 
 log = logging.getLogger("psserver")
 
@@ -54,152 +54,19 @@ Call = Context | StreamedCalls
 Handler = Callable[[Any, Context, Frame], Awaitable[Any]]
 """Answers a request, given as a message that was checked. Where requests are streams it came in the first frame."""
 Method = Callable[[Any, Context], Awaitable[Any]]
-Answer = Callable[[ParameterServer, Any], Message]
 
 
-# ---- Verbs of one request and one reply, that answer at once ----
-
-
-def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
-    task = messages.TASK.from_pb(m.task)
-    check_protocol(m.spoken, str(task), server)
-    consistency = messages.CONSISTENCY.from_pb(m.consistency)
-    opened = core.open(task, m.replicas, m.session, m.drives, consistency, m.job, m.term)
-    return messages.OPENED.to_pb(opened)
-
-
-def _enlist(core: ParameterServer, m: pb.EnlistRequest) -> Message:
-    task = messages.TASK.from_pb(m.task) if m.HasField("task") else None
-    check_protocol(m.spoken, str(task or "a worker that joins"), "this server")
-    return messages.ENLISTED.to_pb(core.enlist(task, m.key))
-
-
-def _heartbeat(core: ParameterServer, m: pb.HeartbeatRequest) -> Message:
-    return pb.HeartbeatReply(
-        drive=core.heartbeat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock)
-    )
-
-
-def _leave(core: ParameterServer, m: pb.LeaveRequest) -> Message:
-    core.leave(m.session, m.error)
-    return pb.Empty()
-
-
-def _create_batch(core: ParameterServer, m: pb.CreateBatchRequest) -> Message:
-    if len(m.variables) > MAX_BATCH_VARIABLES:
-        raise InvalidRequest(f"a batch has {len(m.variables)} variables; at most {MAX_BATCH_VARIABLES} are allowed")
-    variables = [messages.VARIABLE.from_pb(variable) for variable in m.variables]
-    return messages.batch_to_pb(core.create_batch(m.session, variables))
-
-
-def _propose(core: ParameterServer, m: pb.ProposeRequest) -> Message:
-    plan = messages.PLAN.from_pb(m.plan) if m.HasField("plan") else None
-    start = messages.START.from_pb(m.start) if m.HasField("start") else None
-    core.propose(m.session, plan, m.entry, start, well_formed(m.trace))
-    return pb.Empty()
-
-
-def _approve(core: ParameterServer, m: pb.ApproveRequest) -> Message:
-    entries = [messages.ENTRY.from_pb(entry) for entry in m.entries]
-    return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
-
-
-def _offer(core: ParameterServer, m: pb.OfferRequest) -> Message:
-    check_protocol(m.spoken, f"the standby server at {m.standby.address}", "this server")
-    return messages.OFFERED.to_pb(core.offer(messages.STANDBY.from_pb(m.standby)))
-
-
-def _move(core: ParameterServer, m: pb.MoveRequest) -> Message:
-    return pb.MoveReply(address=core.move(m.server, m.address, m.token))
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A verb that answers at once.
-
-    Attributes:
-        answer: calls the core, and makes the reply.
-        threaded: whether it may take long enough to run beside the event loop. A heartbeat must not wait for
-            a free thread: it keeps a lease.
-    """
-
-    answer: Answer
-    threaded: bool = True
-
-
-PROMPT: Mapping[str, Prompt] = {
-    "Enlist": Prompt(_enlist),
-    "Heartbeat": Prompt(_heartbeat, threaded=False),
-    "Leave": Prompt(_leave),
-    "CreateBatch": Prompt(_create_batch),
-    "Propose": Prompt(_propose),
-    "Approve": Prompt(_approve),
-    "Offer": Prompt(_offer),
-    "Move": Prompt(_move),
-}
-
-
-# ---- Verbs of one request and one reply, that wait ----
-
-
-Encode = Callable[[Any], Message]
-
-
-def _watch(core: ParameterServer, m: pb.WatchRequest) -> tuple[Future[Any], Encode]:
-    return core.watch(m.session, m.after, m.version), partial(_watched, m.version)
-
-
-def _watched(known: int, watched: Watched) -> Message:
+def _watched(asked: WatchRequest, watched: Watched) -> Message:
     """News, cut to one message. The rest comes with the next call, at once: its version is still the old."""
-    reply = messages.WATCHED.to_pb(replace(watched, entries=(), plans=()))
+    reply: Any = CALLS["Watch"].reply(replace(watched, entries=(), plans=()))
     # A log may be long: what does not fit is not encoded.
     entries, plans = map(messages.ENTRY.to_pb, watched.entries), map(messages.PLAN.to_pb, watched.plans)
     found: list[Any] = fitting(chain[Message](entries, plans))
     reply.entries.extend(found[: len(watched.entries)])
     reply.plans.extend(found[len(watched.entries) :])
     if len(found) < len(watched.entries) + len(watched.plans):
-        reply.version = known
-    return reply
-
-
-def _snapshot(core: ParameterServer, m: pb.SnapshotRequest) -> tuple[Future[Any], Encode]:
-    return core.snapshot(m.token, m.plan_id, m.manifest), messages.SHARD.to_pb
-
-
-def _restore(core: ParameterServer, m: pb.RestoreRequest) -> tuple[Future[Any], Encode]:
-    turn, order = messages.TURN.from_pb(m.turn), messages.ORDER.from_pb(m.order)
-    return core.restore(m.session, m.path, turn, order), messages.RESTORED.to_pb
-
-
-def _schedule(core: ParameterServer, m: pb.ScheduleRequest) -> tuple[Future[Any], Encode]:
-    return core.schedule(m.session, messages.ORDERED.from_pb(m.order)), messages.CLOSURES.to_pb
-
-
-def _take(core: ParameterServer, m: pb.TakeRequest) -> tuple[Future[Any], Encode]:
-    result = messages.CLOSURE_RESULT.from_pb(m.result) if m.HasField("result") else None
-    return core.take(m.session, tuple(m.functions), result, m.offset), messages.TAKEN.to_pb
-
-
-def _fetch(core: ParameterServer, m: pb.FetchRequest) -> tuple[Future[Any], Encode]:
-    return core.fetch(m.session, m.number, m.offset), messages.FETCHED.to_pb
-
-
-def _assign_batches(core: ParameterServer, m: pb.AssignBatchesRequest) -> tuple[Future[Any], Encode]:
-    return core.assign_batches(m.session, messages.CHUNK_ASK.from_pb(m.ask)), messages.CHUNKS.to_pb
-
-
-Ask = Callable[[ParameterServer, Any], tuple[Future[Any], Encode]]
-
-WAITING: Mapping[str, Ask] = {
-    "Watch": _watch,
-    "Snapshot": _snapshot,
-    "Restore": _restore,
-    "Schedule": _schedule,
-    "Take": _take,
-    "Fetch": _fetch,
-    "AssignBatches": _assign_batches,
-}
-"""For each verb: calls the core; gives the future, and what makes a message of its result."""
+        reply.version = asked.version
+    return reply  # type: ignore[no-any-return]
 
 
 # ---- The service ----
@@ -228,20 +95,18 @@ class Service(grpc.GenericRpcHandler):
         self._closed = False
         self.page = ""
         """URL of this server's status page, "" for none."""
-        own: dict[str, Handler] = {
-            "Open": self._open,
-            "Push": self._push,
-            "Pull": self._pull,
-            "Exchange": self._exchange,
-            "Status": self._status,
-            "Events": self._events,
-            "Introduce": self._introduce,
-            "Vote": self._vote,
+        self._replies: dict[str, Callable[[Any, Any], Message]] = {
+            "Open": self._opened,
+            "Watch": _watched,
+            "Status": lambda _, status: CALLS["Status"].reply(replace(status, process=self.process())),
+            "Events": lambda _, told: CALLS["Events"].reply(self._with_refused(*told)),
         }
-        prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
-        waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
+        """Of calls whose reply has more than the core's answer, or less."""
+        handlers: dict[str, Handler] = {name: self._handler(codec) for name, codec in CALLS.items()}
+        handlers |= {"Push": self._push, "Pull": self._pull, "Exchange": self._exchange}
+        handlers |= {"Introduce": self._introduce, "Vote": self._vote}
         self._methods, self._refusing = {}, {}
-        for name, handler in {**prompt, **waiting, **own}.items():
+        for name, handler in handlers.items():
             told = self._told(VERBS[name], handler)
             self._methods[VERBS[name].path] = _method(VERBS[name].streams, told)
             # Who is refused is never read from.
@@ -339,30 +204,42 @@ class Service(grpc.GenericRpcHandler):
 
     # ---- One request, one reply ----
 
-    async def _open(self, m: pb.OpenRequest, context: Context, first: Frame) -> bytes:
-        reply = await asyncio.to_thread(_open, self._core, m, self._task)
+    def _handler(self, codec: CallCodec[Any]) -> Handler:
+        """Makes the handler of a call: the core does what the request asks for."""
+        reply = self._replies.get(codec.verb.name, lambda _, answer: codec.reply(answer))
+
+        def ask(m: Message) -> tuple[ServerRequest[Any], Any]:
+            request = codec.request_from(m, self._task)
+            return request, self._core.call(request)
+
+        async def handler(m: Message, context: Context, first: Frame) -> bytes:
+            waits = REQUESTS[codec.verb.name].waits
+            request, answer = ask(m) if waits or codec.verb.inline else await asyncio.to_thread(ask, m)
+            if waits:
+                future = answer
+                try:
+                    answer = await self._wait(future)
+                except asyncio.CancelledError:
+                    if isinstance(request, WatchRequest):
+                        future.cancel()  # that its caller went away says that a process may be gone
+                    raise
+            return reply(request, answer).SerializeToString()
+
+        return handler
+
+    def _opened(self, _: OpenRequest, opened: Opened) -> Message:
+        reply: Any = CALLS["Open"].reply(opened)
         reply.data_port, reply.data_path = self._transports.port, self._transports.path
-        reply.transport_token, reply.in_flight = (
-            self._access.registry.transport_token(reply.session),
-            self._transports.in_flight,
-        )
-        reply.buffer_bytes = self._transports.buffer_bytes
-        return reply.SerializeToString()
-
-    async def _status(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
-        status = replace(self._core.status(), process=self.process())
-        reply = messages.STATUS.to_pb(status)
-        reply.spoken.CopyFrom(spoken())
-        return reply.SerializeToString()
-
-    async def _events(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
-        recent = await asyncio.to_thread(self.events)
-        return pb.EventsReply(recent=map(messages.HAPPENED.to_pb, recent)).SerializeToString()
+        reply.transport_token = self._access.registry.transport_token(opened.session)
+        reply.in_flight, reply.buffer_bytes = self._transports.in_flight, self._transports.buffer_bytes
+        return reply  # type: ignore[no-any-return]
 
     def events(self) -> tuple[Happened, ...]:
         """Returns what this server was told last, the newest last, with the callers that it refused. Any thread."""
-        found = [*self._core.events(), *self._access.refused.recent()]
-        return tuple(sorted(found, key=lambda each: -each.seconds))
+        return self._with_refused(*self._core.call(EventsRequest()))
+
+    def _with_refused(self, *told: Happened) -> tuple[Happened, ...]:
+        return tuple(sorted([*told, *self._access.refused.recent()], key=lambda each: -each.seconds))
 
     async def _introduce(self, m: pb.IntroduceRequest, context: Context, first: Frame) -> bytes:
         check_protocol(m.spoken, str(Task("ps", m.server)), self._task)
@@ -373,28 +250,6 @@ class Service(grpc.GenericRpcHandler):
     async def _vote(self, m: pb.ServerVote, context: Context, first: Frame) -> bytes:
         await asyncio.to_thread(self._core.hear, self._access.voter(m.session), messages.said_from_pb(m))
         return pb.Empty().SerializeToString()
-
-    def _prompt(self, row: Prompt) -> Handler:
-        async def handler(m: Any, context: Context, first: Frame) -> bytes:
-            if row.threaded:
-                reply = await asyncio.to_thread(row.answer, self._core, m)
-            else:
-                reply = row.answer(self._core, m)
-            return reply.SerializeToString()
-
-        return handler
-
-    def _waiting(self, ask: Ask) -> Handler:
-        async def handler(m: Any, context: Context, first: Frame) -> bytes:
-            future, encode = ask(self._core, m)
-            try:
-                return encode(await self._wait(future)).SerializeToString()
-            except asyncio.CancelledError:
-                if ask is _watch:
-                    future.cancel()  # it changes nothing, and that its caller went away says that a process may be gone
-                raise
-
-        return handler
 
     # ---- Streams ----
 
@@ -474,7 +329,7 @@ class Service(grpc.GenericRpcHandler):
             await context.write(Frame(header, end=_end(context)).encode())
 
     async def _pull(self, m: pb.PullRequest, context: Call, first: Frame) -> None:
-        reply = await self._wait(self._core.pull(*messages.pull_arguments(m)))
+        reply = await self._wait(self._core.call(messages.PULL.from_pb(m)))
         await self._send(context, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
 
     async def _send(self, context: Call, header: bytes, payload: Payload) -> None:

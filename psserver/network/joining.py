@@ -16,17 +16,18 @@ import grpc
 
 from psserver.config import ServerConfig
 from pswire.cluster import Task
-from pswire.encoding import messages
-from pswire.encoding.protocol import spoken
-from pswire.encoding.verbs import TOKEN_KEY, VERBS, bearer, parse, refused
+from pswire.encoding.calls import CALLS, CallCodec
+from pswire.encoding.verbs import TOKEN_KEY, bearer, refused
 from pswire.errors import ConfigError, Forbidden, Unauthenticated
 from pswire.model.places import NOWHERE, Offered, Standby
 from pswire.network.grpc_channel import open_channel, stub
-from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
+from pswire.servers.places import OfferRequest
 from pswire.telemetry.reminder import Reminder
 
 log = logging.getLogger("psserver")
+
+OFFER: CallCodec[Offered] = CALLS["Offer"]
 
 PAUSE_SECONDS = 1.0
 """Seconds between two times that a process says that it is there."""
@@ -66,8 +67,7 @@ class Offers:
         Raises:
             PSError: a server refuses this process.
         """
-        standby = Standby(self._config.address, self._config.domain, place)
-        data = pb.OfferRequest(standby=messages.STANDBY.to_pb(standby), spoken=spoken()).SerializeToString()
+        data = OFFER.encode(OfferRequest(Standby(self._config.address, self._config.domain, place)))
         # Also where they were: the next job begins there.
         asked = dict.fromkeys([*enumerate(self.addresses), *enumerate(self._homes)])
         calls = [self._call(server, address) for server, address in asked if address]
@@ -93,7 +93,7 @@ class Offers:
         if key not in self._calls:
             name = certificate_name(task_name(Task("ps", server)))
             channel = open_channel(address, self._config.security, name)
-            self._calls[key] = channel, stub(channel, VERBS["Offer"].path, (False, False))
+            self._calls[key] = channel, stub(channel, OFFER.verb.path, (False, False))
         return self._calls[key][1]
 
     def _go_on_at(self, addresses: tuple[str, ...]) -> None:
@@ -197,7 +197,7 @@ class StandingOffer:
 def _answer(future: Any) -> Offered | None:
     """Returns a server's answer; None if it has none, or refuses for now."""
     try:
-        return messages.OFFERED.from_pb(parse(pb.OfferReply, future.result()))
+        return OFFER.answer_from(future.result(), "a server")
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call):
             return None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Protocol
 
 from psserver.effects import Others
 from psserver.registry import Registry
-from pswire.api import ParameterServer
+from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import ServerGone
-from pswire.model.status import STILL, Pace
+from pswire.network.payload import Payload
+from pswire.servers.requests import R, ServerRequest
 from pswire.servers.votes import Testimony, Vote
 
 
-class Served(ParameterServer, Protocol):
+class Served(Protocol):
     """What clients call, and other servers. All methods may be called from any thread.
 
     Attributes:
@@ -25,12 +27,11 @@ class Served(ParameterServer, Protocol):
     registry: Registry
     others: Others | None
 
-    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
-        """Does what a `ParameterServer` does. Without a pace the heartbeat says nothing but that the process lives.
+    def call(self, request: ServerRequest[R]) -> R:
+        """Does what a `ParameterServer` does, as `push`."""
 
-        Raises:
-            InvalidRequest: it says nothing, and this server has heard no other heartbeat since it keeps the sessions.
-        """
+    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
+        """Contributes to a round."""
 
     def introduce(self, server: int, incarnation: int) -> None:
         """Lets another server vote here.

@@ -63,7 +63,7 @@ class Server:
         self._health = Health(well)
         access = Access(config.task, config.security, core.registry)
         self._transports = TransportServer(core, config, access)
-        self._service = Service(core, config.task, core.status().incarnation, self._transports, access)
+        self._service = Service(core, config.task, core.incarnation, self._transports, access)
         self._peers = core.others = Peers(core, config)
         self._server: grpc.aio.Server | None = None
         self._looks: asyncio.Task[None] | None = None

@@ -19,7 +19,7 @@ from psserver.network.access import Access, Names
 from psserver.network.client_memory import ClientMemory, take_segment
 from psserver.network.served import Served
 from psserver.registry import Registered
-from pswire.api import PullReply, RoundReply
+from pswire.api import HeartbeatRequest, PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, MemoryLimit, PSError
@@ -349,7 +349,7 @@ class Connection:
     def _pull(self, message: Message) -> None:
         header = parse(pb.PullRequest, message.header)
         self._check(PULL, header)
-        future = self._transports.core.pull(*messages.pull_arguments(header))
+        future = self._transports.core.call(messages.PULL.from_pb(header))
         self._wait(future, message.call, partial(self._answer_pull, message.call))
 
     def _answer_pull(self, call: int, future: Future[PullReply]) -> None:
@@ -362,7 +362,7 @@ class Connection:
     def _renew(self, message: Message) -> None:
         """Answers a heartbeat, at once."""
         self._check(HEARTBEAT, self._hello_said)
-        drives = self._transports.core.heartbeat(self._hello_said.session, -1, b"", None)
+        drives = self._transports.core.call(HeartbeatRequest(self._hello_said.session, -1, b"", None))
         self._channel.tell(MessageKind.ANSWER, message.call, DRIVE if drives else b"")
 
     def _vote(self, message: Message) -> None:

@@ -16,11 +16,20 @@ from psserver.rounds.steps import Running
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, nothing, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
-from pswire.api import Contribution, RoundReply
+from pswire.api import (
+    Begun,
+    Contribution,
+    HeartbeatRequest,
+    OpenRequest,
+    ParameterServer,
+    RoundReply,
+    WatchRequest,
+)
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.network.payload import Payload
 from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
+from pswire.servers.requests import R, ServerRequest
 from pswire.servers.votes import Testimony, Vote
 
 RESET_SECONDS = 0.1
@@ -39,9 +48,6 @@ SMALL = 200
 
 SPARE_SESSIONS = 100
 """Sessions that a server takes beside those of workers."""
-
-WAITING = frozenset(("watch", "pull", "snapshot", "restore", "schedule", "take", "fetch", "assign_batches"))
-"""Verbs that return what is answered later."""
 
 
 class Sliced(NamedTuple):
@@ -268,7 +274,7 @@ class SimulatedServer:
             sender.core.outlive(error)
 
 
-class Line:
+class Line(ParameterServer):
     """A client's connection to a server: every verb takes the time of its message, its work, and its answer.
 
     Args:
@@ -382,23 +388,17 @@ class Line:
             error = made.exception()
             settle(answer, None if error else made.result(), error)
 
-    def __getattr__(self, verb: str) -> Any:
-        call = partial(self._begin if verb in WAITING else self._call, verb)
-        setattr(self, verb, call)
-        return call
-
-    def _begin(self, verb: str, *args: Any, **keys: Any) -> Future[Any]:
-        """Makes a call whose answer may take long; returns what is answered with it."""
-        answer = self._asked()
-        cost = self._server.costs.heartbeat if verb == "heartbeat" else self._server.costs.call
-        self._up(SMALL, cost, self._made, answer, partial(getattr(self._server.core, verb), *args, **keys))
-        return answer
-
-    def _call(self, verb: str, *args: Any, **keys: Any) -> Any:
-        """Makes a call, in a process that stands still meanwhile."""
-        answer = self._begin(verb, *args, **keys)
-        self._scheduler.wait([answer])
-        return answer.result()
+    def call(self, request: ServerRequest[R]) -> R:
+        """Makes a call, in a process that stands still meanwhile if the answer does not come late."""
+        answer: Any = self._asked()
+        costs = self._server.costs
+        cost = costs.heartbeat if isinstance(request, HeartbeatRequest) else costs.call
+        self._up(SMALL, cost, self._made, answer, request)
+        if not request.waits:
+            self._scheduler.wait([answer])
+            answer = answer.result()
+        found: R = answer
+        return found
 
     def _up(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """A message goes to the server, which works on it."""
@@ -415,23 +415,23 @@ class Line:
         do, host = self._strand.do_part, self._server.host
         travel(self._scheduler, host, self._host, nbytes, self._transport.latency, do, seconds, nothing)
 
-    def _made(self, answer: Future[Any], verb: partial[Any]) -> None:
+    def _made(self, answer: Future[Any], request: ServerRequest[Any]) -> None:
         made: Future[Any] = UnlockedFuture()
         try:
-            result = verb()
+            result = self._server.core.call(request)
         except PSError as error:
             made.set_exception(error)
         else:
             if isinstance(result, Future):
                 made = result
-                if verb.func.__name__ == "watch":
+                if isinstance(request, WatchRequest):
                     self._held = [each for each in (*self._held, made) if not each.done()]
             else:
-                self._expected = self._expected or verb.func.__name__ == "open"
+                self._expected = self._expected or isinstance(request, OpenRequest)
                 made.set_result(result)
         made.add_done_callback(lambda made: self._down(SMALL, 0.0, self._answer, answer, made))
 
-    def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
+    def push(self, said: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Pushes: the worker's time, then the link, then the server's time; and back."""
         answer: Future[RoundReply] = self._asked()
         pushed, transport, strand = self._server.pushed, self._transport, self._strand

@@ -12,7 +12,6 @@ from typing import IO
 
 import numpy as np
 
-from pswire.api import RestoreReply
 from pswire.checkpoint import safetensors_stream
 from pswire.checkpoint.manifest import (
     LATEST,
@@ -33,6 +32,7 @@ from pswire.checkpoint.storage import Storage, below, parted, storage_at
 from pswire.checkpoint.strict_json import Malformed
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
 from pswire.model.plan import ShardOf
+from pswire.model.saved import RestoreReply
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("pswire")

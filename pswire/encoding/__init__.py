@@ -2,6 +2,7 @@
 
 messages  which value travels as which message; the headers of rounds, by hand
 mapper    makes the functions of that table, from the fields of both
-verbs     the table of verbs; errors and metadata
+calls     the codecs of requests and their answers, of both tables
+verbs     the table of verbs: who may call, and how long; errors and metadata
 protocol  the number of the protocol, and which ones are served
 """

@@ -8,7 +8,7 @@ travels in every round is written by hand, beside the table, which costs it less
 | `bool`, `int`, `float`, `str`, `bytes` | the same |
 | a `Literal` that was given to `words` | an enumeration |
 | another class | its message |
-| `tuple[X, ...]` | repeated |
+| `tuple[X, ...]`, `Sequence[X]` | repeated |
 | `tuple[X, Y]` | a message with as many fields, in that order |
 | `Mapping` | a map |
 | `X | None` | absent for None |
@@ -17,12 +17,12 @@ travels in every round is written by hand, beside the table, which costs it less
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from operator import or_
 from types import NoneType
-from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -97,7 +97,6 @@ class Mapper:
         value: type[V],
         message: type[M],
         *,
-        names: Mapping[str, str] | None = None,
         flags: Mapping[str, str] | None = None,
         admit: Callable[[M], object] | None = None,
         check: Callable[[V], V] | None = None,
@@ -107,23 +106,23 @@ class Mapper:
         Args:
             value: the class of the values.
             message: class of its message.
-            names: names of fields that the message has by another name.
             flags: for a `Mapping` that may be None the message's field that tells whether it is there.
             admit: called with a message before it is read.
             check: called with a value that was read.
         """
-        names, flags = names or {}, flags or {}
-        fields = []
-        for own, kind in get_type_hints(value).items():
-            name, optional = names.get(own, own), NoneType in get_args(kind)
+        flags, fields = flags or {}, []
+        for name, kind in get_type_hints(value).items():
+            if get_origin(kind) is ClassVar:
+                continue
+            optional = NoneType in get_args(kind)
             there = reduce(or_, (one for one in get_args(kind) if one is not NoneType)) if optional else kind
             way = self._way(there, message.DESCRIPTOR.fields_by_name[name])
-            fields.append((own, name, flags.get(own), optional, *way))
+            fields.append((name, flags.get(name), optional, *way))
 
         def to_pb(v: V) -> M:
             made: dict[str, Any] = {}
-            for own, name, flag, _, write, _ in fields:
-                given = getattr(v, own)
+            for name, flag, _, write, _ in fields:
+                given = getattr(v, name)
                 if flag is not None:
                     made[flag] = given is not None
                 if given is not None:
@@ -134,12 +133,27 @@ class Mapper:
             if admit is not None:
                 admit(m)
             found = []
-            for _, name, flag, optional, _, read in fields:
+            for name, flag, optional, _, read in fields:
                 there = not optional or (getattr(m, flag) if flag is not None else m.HasField(name))
                 found.append(read(getattr(m, name)) if there else None)
             return value(*found) if check is None else check(value(*found))
 
         return self.add(value, MessageCodec(message, to_pb, from_pb))
+
+    def answer(self, kind: Any, message: type[M]) -> MessageCodec[Any, M]:
+        """Returns the pair of a class, of the type of a message's only field, or of None for a message without fields.
+
+        Args:
+            kind: the type of the value.
+            message: the message's class.
+        """
+        if kind is NoneType:
+            return MessageCodec(message, lambda _: message(), lambda _: None)
+        if is_dataclass(kind):
+            return self.known(kind, message)
+        (field,) = message.DESCRIPTOR.fields
+        name, (write, read) = field.name, self._way(kind, field)
+        return MessageCodec(message, lambda v: message(**{name: write(v)}), lambda m: read(getattr(m, name)))
 
     def choice(self, values: Any, message: type[M], missing: str) -> MessageCodec[Any, M]:
         """Adds a union of classes, each of which is a choice of the message's oneof by its name.
@@ -182,15 +196,17 @@ class Mapper:
     def _inner(self, value: Any, message: Any) -> MessageCodec[Any, Any]:
         """The pair of a choice; if its message is that of its only field, the class is put around that."""
         hints = get_type_hints(value)
-        within = self.pairs.get(next(iter(hints.values()), None))
-        if within and within.message.DESCRIPTOR is message:
-            (name,), write, read = hints, within.to_pb, within.from_pb
-            return MessageCodec(within.message, lambda v: write(getattr(v, name)), lambda m: value(read(m)))
-        return self._known(value, message)
+        if len(hints) == 1 and not hints.keys() & message.fields_by_name.keys():
+            ((name, kind),) = hints.items()
+            within = self.known(kind, GetMessageClass(message))
+            return MessageCodec(
+                within.message, lambda v: within.to_pb(getattr(v, name)), lambda m: value(within.from_pb(m))
+            )
+        return self.known(value, GetMessageClass(message))
 
-    def _known(self, value: Any, message: Any) -> MessageCodec[Any, Any]:
-        """The pair of a class; added where it is not there yet, by its fields alone."""
-        return self.pairs.get(value) or self.pair(value, GetMessageClass(message))
+    def known(self, value: Any, message: type[Message]) -> MessageCodec[Any, Any]:
+        """Returns the pair of a class; added where it is not there yet, by its fields alone."""
+        return self.pairs.get(value) or self.pair(value, message)
 
     def _way(self, kind: Any, field: Any) -> tuple[Way, Way]:
         """Returns what writes a field of a value, and what reads the message's field."""
@@ -203,10 +219,10 @@ class Mapper:
         if get_origin(kind) is Mapping:
             return _same, dict
         if inner and kind not in self.pairs:
-            if inner[-1] is Ellipsis:
+            if inner[-1] is Ellipsis or get_origin(kind) is Sequence:
                 return _each(*self._way(inner[0], field))
             return self._in_order(inner, field.message_type)
-        pair = self._known(kind, field.message_type)
+        pair = self.known(kind, GetMessageClass(field.message_type))
         return pair.to_pb, pair.from_pb
 
     def _in_order(self, kinds: tuple[Any, ...], message: Any) -> tuple[Way, Way]:

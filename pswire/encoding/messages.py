@@ -6,67 +6,46 @@ numbers of enumerations and missing choices raise `InvalidRequest`. Written by h
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 from pswire.api import (
     Contribution,
-    CreateBatchReply,
-    Enlisted,
-    Opened,
+    CreateBatchRequest,
+    ProposeRequest,
     PullReply,
-    RestoreOrder,
-    RestoreReply,
-    RestoreStage,
+    PullRequest,
     RoundReply,
     RowRead,
     TableQuestion,
-    TableRead,
-    Watched,
 )
 from pswire.cluster import JOBS, Task
 from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
-from pswire.errors import InvalidRequest
-from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
-from pswire.model.chunks import Chunk, ChunkAsk, Chunks
+from pswire.errors import InvalidRequest, PSError
+from pswire.limits import MAX_BATCH_VARIABLES, MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.closures import (
     ClosureName,
-    ClosureOrder,
-    ClosureQueue,
-    ClosureResult,
     ClosureState,
-    Failure,
-    Fetched,
-    Piece,
-    Taken,
 )
 from pswire.model.compression import CodecKind
 from pswire.model.consistency import Consistency, Mode
-from pswire.model.log import Examples, Generation, LogEntry, Member, Position, Return, Start
-from pswire.model.places import Moved, Offered, Standby
+from pswire.model.log import Generation, LogEntry, Position
 from pswire.model.plan import (
     Form,
     Nonfinite,
-    PlacedVariable,
     Plan,
     ReduceOp,
     RefKind,
-    ShardOf,
     Sparse,
-    Turn,
     VariableSpec,
 )
-from pswire.model.program import Attr, InputKind, Program
-from pswire.model.saved import SavedTensor, Shard
-from pswire.model.status import Happened, Pace, ServerStatus, SessionState
+from pswire.model.program import Attr, InputKind
+from pswire.model.saved import RestoreOrder, RestoreStage
 from pswire.model.tables import (
     Admission,
     Eviction,
     Initializer,
     KeyDtype,
-    SlotTensor,
-    TablePart,
-    TableSpec,
     Unknown,
 )
 from pswire.model.tensor import TensorSpec
@@ -134,7 +113,13 @@ def _admit_plan(message: pb.Plan) -> None:
         raise InvalidRequest(f"a compiled step has {items} parts; at most {MAX_PLAN_ITEMS} are allowed")
 
 
-# ---- The table; a row may use those above it ----
+def _admit_batch(message: pb.CreateBatchRequest) -> None:
+    if len(message.variables) > MAX_BATCH_VARIABLES:
+        count = len(message.variables)
+        raise InvalidRequest(f"a batch has {count} variables; at most {MAX_BATCH_VARIABLES} are allowed")
+
+
+# ---- The table; a row may use those above it. What its fields alone say of a class needs no row ----
 
 MAPPER = Mapper()
 
@@ -152,74 +137,26 @@ MAPPER.words(Sparse, pb.Apply.Sparse, "unknown way {} of updates with rows")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 MAPPER.words(ClosureState, pb.FetchReply.State, "a closure has no state {}")
 
-TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
-SHARD_OF = MAPPER.pair(ShardOf, pb.ShardOf)
+MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
 MAPPER.choice(Initializer, pb.Initializer, "a table has no initializer")
 MAPPER.choice(Admission, pb.Admission, "a table's filter has no kind")
 MAPPER.choice(Eviction, pb.Eviction, "a table's eviction policy has no kind")
-MAPPER.pair(SlotTensor, pb.SlotTensor)
-MAPPER.pair(TableSpec, pb.TableSpec)
-MAPPER.pair(TablePart, pb.TablePart)
-SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
-VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
-
+MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
 TASK = MAPPER.add(Task, MessageCodec(pb.Task, _task_to_pb, _task_from_pb))
-MAPPER.pair(Examples, pb.Examples)
 POSITION = MAPPER.pair(Position, pb.Position)
-START = MAPPER.pair(Start, pb.Start)
-CONSISTENCY = MAPPER.pair(Consistency, pb.Consistency, check=Consistency.check)
-MEMBER = MAPPER.pair(Member, pb.Member)
-MAPPER.pair(Return, pb.Return)
-GENERATION = MAPPER.pair(Generation, pb.Generation, names={"join_point": "entry"})
-
+MAPPER.pair(Consistency, pb.Consistency, check=Consistency.check)
+GENERATION = MAPPER.pair(Generation, pb.Generation)
 MAPPER.add(tuple[str, Attr], MessageCodec(pb.Attr, _attr_to_pb, _attr_from_pb))
-PROGRAM = MAPPER.pair(Program, pb.Program)
-TURN = MAPPER.pair(Turn, pb.Turn)
 PLAN = MAPPER.pair(Plan, pb.Plan, admit=_admit_plan)
 ENTRY: MessageCodec[LogEntry, pb.Entry] = MAPPER.choice(LogEntry, pb.Entry, "an entry of the log is empty")
-
-OPENED = MAPPER.pair(Opened, pb.OpenReply)
-ENLISTED = MAPPER.pair(Enlisted, pb.EnlistReply)
-PACE = MAPPER.pair(Pace, pb.Pace)
-SESSION = MAPPER.pair(SessionState, pb.SessionState, names={"join_point": "entry"})
-WATCHED = MAPPER.pair(Watched, pb.WatchReply)
-MAPPER.pair(SavedTensor, pb.NamedTensor)
-SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
-ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
-RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
-STANDBY = MAPPER.pair(Standby, pb.Standby)
-MAPPER.pair(Moved, pb.Moved)
-OFFERED = MAPPER.pair(Offered, pb.OfferReply)
-STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
+MAPPER.add(PSError, MessageCodec(pb.Refusal, refusal_to_pb, refusal_from_pb))
+MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 ROW_READ = MAPPER.pair(RowRead, pb.RowRead)
-TABLE_READ = MAPPER.pair(TableRead, pb.TableRead)
 DIGEST = MAPPER.pair(Digest, pb.Digest)
-HAPPENED = MAPPER.pair(Happened, pb.Happened)
-
-MAPPER.pair(Piece, pb.Piece)
-MAPPER.pair(Failure, pb.Failure)
 CLOSURE = MAPPER.pair(ClosureName, pb.ClosureName)
-ORDERED = MAPPER.pair(ClosureOrder, pb.ClosureOrder)
-CLOSURES = MAPPER.pair(ClosureQueue, pb.ScheduleReply)
-CLOSURE_RESULT = MAPPER.pair(ClosureResult, pb.ClosureResult)
-TAKEN = MAPPER.pair(Taken, pb.TakeReply)
-FETCHED = MAPPER.pair(Fetched, pb.FetchReply)
-
-MAPPER.pair(Chunk, pb.Chunk)
-CHUNK_ASK = MAPPER.pair(ChunkAsk, pb.ChunkAsk)
-CHUNKS = MAPPER.pair(Chunks, pb.AssignBatchesReply)
-
-
-def batch_to_pb(reply: CreateBatchReply) -> pb.CreateBatchReply:
-    """Makes the answer to the creation of several variables."""
-    error = None if reply.error is None else refusal_to_pb(reply.error)
-    return pb.CreateBatchReply(count=reply.count, initialized=reply.initialized, restored=reply.restored, error=error)
-
-
-def batch_from_pb(message: pb.CreateBatchReply) -> CreateBatchReply:
-    """Reads the answer to the creation of several variables."""
-    error = refusal_from_pb(message.error) if message.HasField("error") else None
-    return CreateBatchReply(message.count, tuple(message.initialized), tuple(message.restored), error)
+MAPPER.pair(CreateBatchRequest, pb.CreateBatchRequest, admit=_admit_batch)
+MAPPER.pair(ProposeRequest, pb.ProposeRequest, check=lambda found: replace(found, trace=well_formed(found.trace)))
+PULL = MAPPER.pair(PullRequest, pb.PullRequest)
 
 
 # ---- Of each round: the payload comes beside the message ----
@@ -354,23 +291,6 @@ class RoundDecoder:
             tuple(message.rows),
             message.over,
         )
-
-
-class PullArguments(NamedTuple):
-    """What a pull asks for: the arguments of `ParameterServer.pull`."""
-
-    session: int
-    variables: tuple[int, ...]
-    after: int
-    rows: tuple[RowRead, ...] = ()
-    tables: tuple[TableRead, ...] = ()
-
-
-def pull_arguments(message: pb.PullRequest) -> PullArguments:
-    """Reads what a pull asks for."""
-    rows = tuple(map(ROW_READ.from_pb, message.rows))
-    tables = tuple(map(TABLE_READ.from_pb, message.tables))
-    return PullArguments(message.session, tuple(message.variables), message.after, rows, tables)
 
 
 def pull_to_pb(reply: PullReply) -> pb.PullHeader:

@@ -5,11 +5,12 @@ Statuses are strings, the names of gRPC's codes: grpc itself is imported in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from pswire.errors import BY_NAME, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
@@ -50,66 +51,83 @@ Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "stan
 """
 
 
+SERVICE_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["ParameterServer"]
+
+
 @dataclass(frozen=True)
 class Verb:
-    """A row of the table of verbs: its messages, deadline, and callers.
+    """A row of the table of verbs: its callers and its deadline. Its messages are those of the .proto.
 
     Attributes:
         name: name of the method in the service.
-        request: the message that asks for it; where requests are streams, the header of their first frame.
         caller: the kind of caller that is allowed.
-        streams: for the request and for the reply, True if it is a stream of frames.
         deadline: the field of `Timeouts` that bounds the call, retries included; "" leaves that to the
             caller.
         late: the name of the error where the deadline passes.
         waits: True if the server may answer late on purpose, so that silence says nothing.
         guarded: True if only the server incarnation that the session was opened with may answer.
+        inline: True if it is answered on the event loop, at once: a heartbeat must not wait for a free thread, since
+            it keeps a lease.
     """
 
     name: str
-    request: type[Message]
     caller: Caller
     deadline: str
     late: str = "Unreachable"
-    streams: tuple[bool, bool] = (False, False)
     waits: bool = False
     guarded: bool = True
+    inline: bool = False
 
     @property
     def path(self) -> str:
         """The path of the verb's gRPC method."""
         return f"/{SERVICE}/{self.name}"
 
+    @property
+    def streams(self) -> tuple[bool, bool]:
+        """For the request and for the reply, True if it is a stream of frames."""
+        method = SERVICE_DESCRIPTOR.methods_by_name[self.name]
+        return method.client_streaming, method.server_streaming
+
+    @property
+    def request(self) -> type[Message]:
+        """The message that asks for it; where requests are streams, the header of their first frame."""
+        method = SERVICE_DESCRIPTOR.methods_by_name[self.name]
+        return getattr(pb, f"{self.name}Header") if method.client_streaming else GetMessageClass(method.input_type)
+
+    @property
+    def reply(self) -> type[Message]:
+        """The message that answers it; where replies are streams, their frame."""
+        return GetMessageClass(SERVICE_DESCRIPTOR.methods_by_name[self.name].output_type)
+
 
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
-        Verb("Open", pb.OpenRequest, "task", "start_timeout", guarded=False),
-        Verb("Enlist", pb.EnlistRequest, "joiner", "call_timeout", guarded=False),
-        Verb(
-            "Heartbeat", pb.HeartbeatRequest, "session", ""
-        ),  # until the server has been silent for a lease, and is lost
-        Verb("Leave", pb.LeaveRequest, "session", "call_timeout"),
-        Verb("CreateBatch", pb.CreateBatchRequest, "session", "call_timeout"),
-        Verb("Propose", pb.ProposeRequest, "session", "call_timeout"),
-        Verb("Watch", pb.WatchRequest, "reader", "", waits=True),
-        Verb("Approve", pb.ApproveRequest, "chief", "call_timeout"),
-        Verb("Push", pb.PushHeader, "session", "", streams=(True, True), waits=True),
-        Verb("Pull", pb.PullRequest, "reader", "", streams=(False, True), waits=True),
+        Verb("Open", "task", "start_timeout", guarded=False),
+        Verb("Enlist", "joiner", "call_timeout", guarded=False),
+        Verb("Heartbeat", "session", "", inline=True),  # until the server has been silent for a lease, and is lost
+        Verb("Leave", "session", "call_timeout"),
+        Verb("CreateBatch", "session", "call_timeout"),
+        Verb("Propose", "session", "call_timeout"),
+        Verb("Watch", "reader", "", waits=True),
+        Verb("Approve", "chief", "call_timeout"),
+        Verb("Push", "session", "", waits=True),
+        Verb("Pull", "reader", "", waits=True),
         # Who may push or pull is asked for each of its messages.
-        Verb("Exchange", pb.ExchangeHeader, "anyone", "", streams=(True, True), waits=True),
-        Verb("Snapshot", pb.SnapshotRequest, "chief", "round_timeout", "RoundTimeout", waits=True),
-        Verb("Restore", pb.RestoreRequest, "session", "round_timeout", "RoundTimeout", waits=True),
-        Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True),
-        Verb("Take", pb.TakeRequest, "session", "", waits=True),
-        Verb("Fetch", pb.FetchRequest, "session", "", waits=True),
-        Verb("AssignBatches", pb.AssignBatchesRequest, "session", "call_timeout"),
-        Verb("Status", pb.Empty, "anyone", "call_timeout", guarded=False),
-        Verb("Events", pb.Empty, "anyone", "call_timeout", guarded=False),
-        Verb("Introduce", pb.IntroduceRequest, "server", "call_timeout"),
-        Verb("Vote", pb.ServerVote, "session", "call_timeout"),
-        Verb("Offer", pb.OfferRequest, "standby", "call_timeout", guarded=False),
-        Verb("Move", pb.MoveRequest, "mover", "call_timeout", guarded=False),
+        Verb("Exchange", "anyone", "", waits=True),
+        Verb("Snapshot", "chief", "round_timeout", "RoundTimeout", waits=True),
+        Verb("Restore", "session", "round_timeout", "RoundTimeout", waits=True),
+        Verb("Schedule", "session", "", waits=True),
+        Verb("Take", "session", "", waits=True),
+        Verb("Fetch", "session", "", waits=True),
+        Verb("AssignBatches", "session", "call_timeout"),
+        Verb("Status", "anyone", "call_timeout", guarded=False, inline=True),
+        Verb("Events", "anyone", "call_timeout", guarded=False),
+        Verb("Introduce", "server", "call_timeout"),
+        Verb("Vote", "session", "call_timeout"),
+        Verb("Offer", "standby", "call_timeout", guarded=False),
+        Verb("Move", "mover", "call_timeout", guarded=False),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""
@@ -218,14 +236,3 @@ def fitting(messages: Iterable[M], limit: int = MAX_BATCH_BYTES) -> list[M]:
             break
         found.append(message)
     return found
-
-
-def batches(messages: Sequence[M], limit: int = MAX_BATCH_BYTES) -> Iterator[Sequence[M]]:
-    """Cuts a sequence, in order, into slices that each fit one message; at least one, maybe empty."""
-    first = size = 0
-    for index, message in enumerate(messages):
-        size += message.ByteSize()
-        if size > limit and index > first:
-            yield messages[first:index]
-            first, size = index, message.ByteSize()
-    yield messages[first:]

@@ -1,8 +1,10 @@
-"""What a server has saved of a checkpoint: what its file has of variables and tables."""
+"""What a server has saved of a checkpoint, and what a restore is to do, and has found."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from pswire.model.log import Position
 from pswire.model.plan import ShardOf
@@ -82,3 +84,51 @@ class Shard:
     tensors: tuple[SavedTensor, ...]
     nbytes: int = 0
     tables: tuple[SavedTable, ...] = ()
+
+
+@dataclass(frozen=True)
+class RestoreReply:
+    """The answer to `restore`: a checkpoint was read.
+
+    Attributes:
+        path: the checkpoint's path, below the checkpoint root: where a directory was asked for, of its newest one.
+        positions: the datasets' positions in it.
+        manifest: the text of its manifest.
+        damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
+    """
+
+    path: str
+    positions: tuple[Position, ...]
+    manifest: str = ""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+
+
+RestoreStage = Literal["look", "open", "prepare"]
+
+
+@dataclass(frozen=True)
+class RestoreOrder:
+    """The extent of a restore: the variables that it changes, and the way.
+
+    Attributes:
+        stage: how far it goes: "look" tells what there is, without a turn; "open" tells what there was when the first
+            process asked in this turn; "prepare" reads the values, and holds them for the round that commits them.
+        names: for each tensor of the checkpoint the number of the variable that gets it; None: each variable gets the
+            one with its own saved name, and misses none.
+        late: True if variables that are created later get theirs, by their saved names.
+        cast: True to cast values to the variable's dtype; else another dtype is refused.
+        damaged: names of checkpoints, in the directory that was asked for, which are known to be damaged, with what is
+            wrong: they are passed over, and set aside once another one is restored.
+        checkers: number of servers that each check a share of what no variable takes; 0: only what is read is checked.
+    """
+
+    stage: RestoreStage = "prepare"
+    names: Mapping[str, int] | None = None
+    late: bool = True
+    cast: bool = False
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    checkers: int = 0
+
+
+ALL = RestoreOrder()
+"""Every variable gets what is saved under its own name."""

@@ -953,22 +953,22 @@ class Member(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class Generation(_message.Message):
-    __slots__ = ("number", "members", "entry", "start", "leaving", "save", "returns")
+    __slots__ = ("number", "members", "join_point", "start", "leaving", "save", "returns")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    JOIN_POINT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    entry: str
+    join_point: str
     start: Start
     leaving: _containers.RepeatedCompositeFieldContainer[Member]
     save: int
     returns: Return
-    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ..., returns: _Optional[_Union[Return, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., join_point: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ..., returns: _Optional[_Union[Return, _Mapping]] = ...) -> None: ...
 
 class Return(_message.Message):
     __slots__ = ("server", "incarnation", "generation", "ready", "round", "address")
@@ -1055,18 +1055,18 @@ class Entry(_message.Message):
     def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., generation_closed: _Optional[_Union[Generation, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("session", "plan", "entry", "start", "trace")
+    __slots__ = ("session", "plan", "join_point", "start", "trace")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
-    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    JOIN_POINT_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     session: int
     plan: Plan
-    entry: str
+    join_point: str
     start: Start
     trace: str
-    def __init__(self, session: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., join_point: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session", "after", "version")
@@ -1079,22 +1079,22 @@ class WatchRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., after: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class SessionState(_message.Message):
-    __slots__ = ("member", "state", "entry", "silent", "drives", "pace", "opened")
+    __slots__ = ("member", "state", "join_point", "silent", "drives", "pace", "opened")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    JOIN_POINT_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     member: Member
     state: str
-    entry: str
+    join_point: str
     silent: float
     drives: bool
     pace: Pace
     opened: float
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., opened: _Optional[float] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., join_point: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., opened: _Optional[float] = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("version", "start", "entries", "plans", "sessions", "traces")

@@ -1,39 +1,53 @@
-"""The verbs by which servers get other places; `pswire.api` has all others, and what all promise."""
+"""The verbs by which servers get other places."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from pswire.model.places import Offered, Standby
+from pswire.servers.requests import ServerRequest
 
 
-class PlaceServer(Protocol):
-    """A server, as processes see it that wait for a place, and those that move servers."""
+@dataclass(frozen=True)
+class OfferRequest(ServerRequest[Offered]):
+    """Notes that a process waits for the place of a server, or has got one. Key: its address.
 
-    def offer(self, standby: Standby) -> Offered:
-        """Notes that a process waits for the place of a server, or has got one. Key: its address.
+    It is forgotten `pswire.limits.STANDBY_SECONDS` after it has said so for the last time.
 
-        It is forgotten `pswire.limits.STANDBY_SECONDS` after it has said so for the last time.
+    Raises:
+        InvalidRequest: too many wait, or its address is none.
+    """
 
-        Raises:
-            InvalidRequest: too many wait, or its address is none.
-        """
-        ...
+    standby: Standby
 
-    def move(self, server: int, address: str = "", token: int = 0) -> str:
-        """Gives the place of a server to a process that waits; the chief moves the server there. Key: both arguments.
+    @property
+    def sender(self) -> str:
+        return f"the standby server at {self.standby.address}"
 
-        Args:
-            server: index of the server.
-            address: the address of the process; "" for any.
-            token: the chief's, if it tells this server that it has moved there, and is to end; else 0.
+    def words(self) -> tuple[None, str]:
+        return None, f"{self.standby.address} waits for the place of a server"
 
-        Returns:
-            The address of that process.
 
-        Raises:
-            ConfigError: no such process waits, or the job cannot move its servers.
-            InvalidRequest: there is no such server.
-            Fenced: the token is an old one.
-        """
-        ...
+@dataclass(frozen=True)
+class MoveRequest(ServerRequest[str]):
+    """Gives the place of a server to a process that waits; the chief moves the server there. Key: both arguments.
+
+    It is answered with the address of that process.
+
+    Attributes:
+        server: index of the server.
+        address: the address of the process; "" for any.
+        token: the chief's, if it tells this server that it has moved there, and is to end; else 0.
+
+    Raises:
+        ConfigError: no such process waits, or the job cannot move its servers.
+        InvalidRequest: there is no such server.
+        Fenced: the token is an old one.
+    """
+
+    server: int
+    address: str = ""
+    token: int = 0
+
+    def words(self) -> tuple[None, str]:
+        return None, f"server {self.server} moves to {self.address or 'any standby server'}"

@@ -15,12 +15,12 @@ from tests.kit.internals import (
     ConfigError,
     Contribution,
     InvalidRequest,
+    ParameterServer,
     PSError,
     RemoteServer,
     RoundTimeout,
     ServerConfig,
     ServerLost,
-    ServerStatus,
     ServerThread,
     Task,
     TensorSpec,
@@ -34,26 +34,28 @@ A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
 
 
-class Refusing:
+class Refusing(ParameterServer):
     """A server that answers every verb with one error: the waiting ones at once, or by their future."""
 
     def __init__(self, error: Exception, later: bool = False) -> None:
         self.error = error
         self.later = later
-        self.task = "/job:ps/task:0"
+        self.task, self.incarnation, self.registry = "/job:ps/task:0", 7, None
 
-    def status(self) -> ServerStatus:
-        return ServerStatus(0, 7, 0, None, -1, (), (), 0, 0, 0, 0.0)
-
-    def __getattr__(self, verb):
-        def refuse(*args):
-            if self.later and verb in ("watch", "push", "pull", "snapshot", "restore"):
-                future = Future()
-                future.set_exception(self.error)
-                return future
+    def call(self, request):
+        if not (self.later and request.waits):
             raise self.error
+        return self._failed()
 
-        return refuse
+    def push(self, contribution, payload, begun=None):
+        if not self.later:
+            raise self.error
+        return self._failed()
+
+    def _failed(self):
+        future = Future()
+        future.set_exception(self.error)
+        return future
 
 
 CALLS = {

@@ -23,7 +23,20 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from pstesting import forks
-from tests.kit.internals import DTYPES, ERROR_KEY, OPS, ROWS, VERBS, Frame, Security, Task, messages, pb, spoken
+from tests.kit.internals import (
+    DTYPES,
+    ERROR_KEY,
+    OPS,
+    ROWS,
+    VERBS,
+    Frame,
+    PlacedVariable,
+    Security,
+    Task,
+    messages,
+    pb,
+    spoken,
+)
 from tests.kit.rig import sum_into
 from tests.kit.samples import OF_TABLES
 from tests.kit.transports import Site
@@ -222,7 +235,7 @@ class Attacker:
         site, session = self.site, one(*[self.session] * 4, 0, 1, most, *self._sessions)
         member, job = site.workers[0], site.job
         token = one(0, 1, 1 << 63, most)
-        variable = messages.VARIABLE.to_pb(site.variables[0])
+        variable = messages.MAPPER.pairs[PlacedVariable].to_pb(site.variables[0])
         ids = [each.id for each in site.variables]
         count = site.server.status().variables  # what was created here by an attack stays
         spec = pb.VariableSpec(name=one(*WORDS), tensor=variable.spec.tensor)

@@ -33,7 +33,7 @@ pswire.telemetry.page       4  pswire wire.model wire.security wire.telemetry wi
 pswire.network              2  pswire wire.model wire.security
 pswire.servers              2  pswire wire.model
 pswire.api                  3  pswire wire.model wire.network wire.servers
-pswire.checkpoint           4  pswire wire.model wire.api wire.security
+pswire.checkpoint           4  pswire wire.model wire.security
 pswire.encoding             4  pswire wire.model wire.servers wire.traces wire.network wire.api
 psserver                    4  pswire wire.model wire.security wire.servers wire.traces wire.network
 psserver.programs           5  pswire wire.model psserver
@@ -42,12 +42,12 @@ psserver.tables             6  pswire wire.model psserver.programs psserver.tier
 psserver.plans              6  pswire wire.model wire.servers wire.network psserver.programs wire.api
 psserver.state              7  pswire wire.model wire.security wire.telemetry psserver wire.network
                                 psserver.programs wire.api psserver.plans psserver.tables
-psserver.network            7  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
+psserver.network            7  pswire wire.servers wire.model wire.security wire.telemetry psserver
                                 wire.network wire.api wire.encoding
 psserver.execution          8  pswire wire.model psserver psserver.programs psserver.plans psserver.state
 psserver.rounds             9  pswire wire.servers wire.model psserver wire.network psserver.programs wire.api
                                 psserver.plans psserver.state psserver.execution
-psserver.checkpoints       10  pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint
+psserver.checkpoints       10  pswire wire.model psserver psserver.tables psserver.plans wire.checkpoint
                                 psserver.state psserver.rounds
 psserver.core              11  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
                                 wire.network psserver.programs wire.api psserver.plans psserver.tables psserver.tiers
@@ -73,7 +73,7 @@ psclient.losses             4  psclient._src src.arrays
 src.distribute              5  pswire wire.model psclient._src src.arrays src.interpreter src.cluster_resolver src.data
                                 src.processes src.tracing src.variables
 src.network               5  pswire wire.model wire.security wire.telemetry wire.network psclient._src src.arrays
-                                src.interpreter wire.api wire.encoding
+                                src.interpreter wire.servers wire.api wire.encoding
 src.processes.aggregation   5  pswire wire.model wire.network wire.api wire.encoding
 psclient.cluster_resolver   5  src.cluster_resolver
 psclient.metrics            5  wire.model psclient._src src.arrays src.variables psclient.losses
@@ -97,7 +97,7 @@ src.telemetry               7  pswire wire.model wire.security wire.telemetry wi
                                 src.telemetry.traces src.network src.chief src.rounds
 psclient.psctl              8  pswire wire.model wire.security wire.network wire.views psclient._src src.arrays
                                 wire.checkpoint src.network src.chief src.telemetry src.processes
-psclient.train              7  pswire wire.model wire.telemetry psclient._src wire.api src.variables
+psclient.train              7  pswire wire.model wire.telemetry psclient._src src.variables
                                 wire.checkpoint src.distribute src.rounds psclient.optimizers
 src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src
                                 src.interpreter src.processes src.network src.chief src.telemetry src.processes
@@ -241,9 +241,9 @@ BRIEF: dict[str, str] = {
     "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call_timeout before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to JobNews.follow",
     "psclient._src.network.chunk_calls.BatchCalls.wait": "for an answer that comes at once, in Session.wait",
-    "psclient._src.data.dynamic.HandedOut.end": "in ChunkCalls.wait",
-    "psclient._src.data.dynamic.HandedOut.look": "in ChunkCalls.wait",
-    "psclient._src.data.dynamic.HandedOut._collect": "in ChunkCalls.wait",
+    "psclient._src.data.dynamic.HandedOut.end": "in BatchCalls.wait",
+    "psclient._src.data.dynamic.HandedOut.look": "in BatchCalls.wait",
+    "psclient._src.data.dynamic.HandedOut._collect": "in BatchCalls.wait",
     "psclient.metrics.averages.RootMeanSquaredError.result": "a metric's result, which is no future's",
     "psclient.metrics.base.Metric.__call__": "a metric's result, which is no future's",
     "psclient._src.network.transport.Transport.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next transport is taken",

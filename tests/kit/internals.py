@@ -13,14 +13,16 @@ from __future__ import annotations
 # ---- Verbs of a server, and what they take and give ----
 
 from pswire.api import (
-    ALL, Begun, Contribution, CreateBatchReply, Enlisted, Opened, ParameterServer, PullReply, RestoreOrder,
-    RestoreReply, RESTS, RoundReply, RowRead, ServerStatus, TableRead, UNTIL_ENDED, Watched,
+    ApproveRequest, Begun, Contribution, CreateBatchReply, Enlisted, Opened, ParameterServer, PullReply, RESTS,
+    RoundReply, RowRead, ServerStatus, TableRead, UNTIL_ENDED, Watched,
 )
 from pswire.errors import (
     Abandoned, BY_NAME, CheckpointError, ConfigError, DamagedCheckpoint, Diverged, Fenced, Forbidden,
     InvalidRequest, LocalityError, MemoryLimit, NewcomerDiverged, NoCheckpoint, ProgramError, PSError, RoundTimeout,
     ServerLost, TaskTaken, Unauthenticated, Unreachable, VariableMismatch,
 )
+from pswire.servers.checkpoints import RestoreRequest
+from pswire.servers.requests import ServerRequest
 from pswire.model.status import (
     Difference, Happened, MissedPeer, OpenRound, Pace, ProcessStatus, Saving, SessionState, STILL, WorkerProgress,
 )
@@ -70,11 +72,14 @@ from pswire.checkpoint.assembly import manifest_of
 from pswire.checkpoint.manifest import FORMAT, MANIFEST, Manifest, MAX_MANIFEST, Saved
 from pswire.checkpoint.reader import FoundCheckpoint, open_saved, SavedCheckpoint
 from pswire.checkpoint.storage import storage_at
-from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
+from pswire.model.saved import (
+    ALL, PartOf, RestoreOrder, RestoreReply, SavedTable, SavedTensor, Shard,
+)
 
 # ---- Messages, and how they travel ----
 
 from pswire.encoding import messages
+from pswire.encoding.calls import CALLS
 from pswire.encoding.protocol import PROTOCOL, spoken
 from pswire.encoding.verbs import (
     bearer, Caller, ERROR_KEY, MAX_DETAILS_BYTES, parse, refusal, refusal_to_pb, refused, TOKEN_KEY, VERBS,

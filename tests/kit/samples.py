@@ -322,8 +322,9 @@ _OPENED = api.Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "
 _PACE = status.Pace(30, 61, 32)
 _BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
 _TURN = plan.Turn(42, 6, 2)
-_RESTORED = api.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
-_PREPARE = api.RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
+_RESTORED = saved.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
+_OPENS, _LOOKS = saved.RestoreOrder("open", {}, False), saved.RestoreOrder("look", None, False)
+_PREPARE = saved.RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
 _LEAST = api.Contribution(1, 0, 0, b"", start=7)
 _PULL_OF_TABLES = Sample(
     "Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), api.PullReply(41, small(), (9, 0, 1 << 33))
@@ -432,9 +433,14 @@ SAMPLES = (
     ),
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
     Sample(
-        "Restore", "opens", (SESSION, "run", _TURN, api.RestoreOrder("open", {}, False)), api.RestoreReply("run/1", ())
+        "Restore",
+        "opens",
+        (SESSION, "run", _TURN, saved.RestoreOrder("open", {}, False)),
+        saved.RestoreReply("run/1", ()),
     ),
-    Sample("Restore", "looks", (0, "", plan.Turn(), api.RestoreOrder("look", None, False)), api.RestoreReply("", ())),
+    Sample(
+        "Restore", "looks", (0, "", plan.Turn(), saved.RestoreOrder("look", None, False)), saved.RestoreReply("", ())
+    ),
     Sample("Schedule", "full", (SESSION, _ORDER), _QUEUE),
     Sample("Schedule", "least", (1, closures.ClosureOrder()), closures.ClosureQueue(0, settled=0)),
     Sample(
@@ -576,11 +582,21 @@ class Fixed:
         while self._held:
             self._settle(self._held.pop())
 
-    def open(self, task: Task, *args: Any) -> Any:
-        """Answers at once, and knows the session."""
-        opened = self.now(task, *args)
-        self.registry.enter(opened.session, task)
-        return opened
+    def call(self, request: inside.ServerRequest[Any]) -> Any:
+        """Answers at once, or by a future. It knows the sessions that it opens."""
+        self.asked.append(tuple(vars(request).values()))
+        if request.waits:
+            future: Future[Any] = Future()
+            if self.holds:
+                self._held.append(future)
+            else:
+                self._settle(future)
+            return future
+        if isinstance(self._answer, PSError):
+            raise self._answer
+        if isinstance(request, api.OpenRequest):
+            self.registry.enter(self._answer.session, request.task)
+        return replace(self._answer, process=None) if isinstance(request, api.StatusRequest) else self._answer
 
     def introduce(self, server: int, incarnation: int) -> None:
         """Lets another server vote here."""
@@ -596,11 +612,6 @@ class Fixed:
 
     def miss(self, server: int, reason: str) -> None:
         """As `meet`."""
-
-    def status(self) -> api.ServerStatus:
-        """Without what the process tells, which the rim knows."""
-        found: api.ServerStatus = self.now()
-        return replace(found, process=None)
 
     def push(self, contribution: api.Contribution, payload: Payload, begun: api.Begun | None = None) -> Future[Any]:
         """Answers when all of the contribution is there."""
@@ -620,27 +631,6 @@ class Fixed:
 
         payload.reach(payload.size, answer)
         return future
-
-    def now(self, *args: Any) -> Any:
-        """Answers a call at once."""
-        self.asked.append(args)
-        if isinstance(self._answer, PSError):
-            raise self._answer
-        return self._answer
-
-    approve = heartbeat = create = create_batch = enlist = leave = move = offer = propose = events = now
-
-    def later(self, *args: Any) -> Future[Any]:
-        """Answers a call by a future."""
-        self.asked.append(args)
-        future: Future[Any] = Future()
-        if self.holds:
-            self._held.append(future)
-        else:
-            self._settle(future)
-        return future
-
-    fetch = assign_batches = pull = restore = schedule = snapshot = take = watch = later
 
     def _settle(self, future: Future[Any]) -> None:
         if isinstance(self._answer, PSError):

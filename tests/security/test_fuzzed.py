@@ -117,14 +117,14 @@ def storm(attacker: Attacker, count: int) -> None:
     watch = pb.WatchRequest(session=attacker.session, after=log, version=-1)
     pull = pb.PullRequest(session=attacker.session, variables=[site.variables[0].id], after=1 << 40)
     push = pb.PushHeader(session=attacker.session, generation=99, size=1 << 20, plan_id=b"p" * 32)
-    spec = messages.SPEC.to_pb(site.variables[0].spec)
+    spec = messages.MAPPER.pairs[inside.VariableSpec].to_pb(site.variables[0].spec)
     create = pb.CreateBatchRequest(session=attacker.session, variables=[pb.Variable(spec=spec, servers=[0])])
     calls: dict[str, list[bytes]] = {
         "Watch": [watch.SerializeToString()],
         "Pull": [pull.SerializeToString()],
         "Push": [inside.Frame(push.SerializeToString(), 0, (memoryview(bytes(5000)),)).encode()],
         "CreateBatch": [create.SerializeToString()],
-        "Propose": [pb.ProposeRequest(session=attacker.session, entry="x" * 10_000).SerializeToString()],
+        "Propose": [pb.ProposeRequest(session=attacker.session, join_point="x" * 10_000).SerializeToString()],
     }
     for _ in range(count // 50):
         begun = [attacker.begin(verb, said, 60.0) for verb, said in calls.items() for _ in range(50)]

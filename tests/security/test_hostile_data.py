@@ -87,7 +87,9 @@ def refused(job: Job, worker: Worker, request: pb.CreateBatchRequest) -> inside.
     before, memory = server.status(), process.memory_info().rss
     request.session = worker.session
     try:
-        reply = inside.messages.batch_from_pb(inside.parse(pb.CreateBatchReply, server._ask("CreateBatch", request)))  # type: ignore[attr-defined]
+        reply = inside.messages.MAPPER.pairs[inside.CreateBatchReply].from_pb(
+            inside.parse(pb.CreateBatchReply, server._send(inside.VERBS["CreateBatch"], request.SerializeToString()))
+        )  # type: ignore[attr-defined]
         assert (reply.count, reply.initialized) == (0, ())
         error = reply.error
     except inside.PSError as raised:
@@ -102,7 +104,9 @@ def refused(job: Job, worker: Worker, request: pb.CreateBatchRequest) -> inside.
 def encoded(job: Job, part: inside.TablePart) -> pb.Variable:
     """A part as the next variable of a job; the rest of the message makes sense."""
     spec = inside.VariableSpec("users/part_0", part.tensor, part=part)
-    return inside.messages.VARIABLE.to_pb(inside.PlacedVariable(len(job.variables), spec, (0,)))
+    return inside.messages.MAPPER.pairs[inside.PlacedVariable].to_pb(
+        inside.PlacedVariable(len(job.variables), spec, (0,))
+    )
 
 
 @pytest.mark.parametrize("case", ABSURD)

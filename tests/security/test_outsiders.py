@@ -141,7 +141,7 @@ PLANS: dict[str, Callable[[], Any]] = {
 }
 EMPTY: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {
     "dimensions": (
-        inside.messages.TENSOR.from_pb,
+        inside.messages.MAPPER.pairs[inside.TensorSpec].from_pb,
         lambda: pb.TensorSpec(dtype="float32", shape=[(1 << 63) - 1] * 400_000),
     ),
     **{case: (inside.messages.PLAN.from_pb, made) for case, made in PLANS.items()},

@@ -14,7 +14,15 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint import safetensors_stream
 from tests.kit.cases import once
-from tests.kit.internals import Created, SavedCheckpoint, ShardOf, TensorSpec, storage_at
+from tests.kit.internals import (
+    ApproveRequest,
+    Created,
+    RestoreRequest,
+    SavedCheckpoint,
+    ShardOf,
+    TensorSpec,
+    storage_at,
+)
 from tests.kit.rig import SOON
 from tests.kit.strategies import patient
 
@@ -181,22 +189,20 @@ def test_a_job_goes_on_with_other_shards(tmp_path):
 
 def hold_back(monkeypatch, core):
     """Keeps a server from being told of variables of others until it is asked to restore; returns the event."""
-    asked, approve, restore = threading.Event(), core.approve, core.restore
+    asked, call = threading.Event(), core.call
 
-    def late(token, index, entries):
-        created = (entry.variable for entry in entries if isinstance(entry, Created))
-        if any(core.machine.server not in variable.servers for variable in created):
-            assert asked.wait(SOON)
-        return approve(token, index, entries)
-
-    def prepare(session, path, turn, order):
+    def late(request):
+        if isinstance(request, ApproveRequest):
+            created = (entry.variable for entry in request.entries if isinstance(entry, Created))
+            if any(core.machine.server not in variable.servers for variable in created):
+                assert asked.wait(SOON)
         try:
-            return restore(session, path, turn, order)
+            return call(request)
         finally:
-            asked.set()
+            if isinstance(request, RestoreRequest):
+                asked.set()
 
-    monkeypatch.setattr(core, "approve", late)
-    monkeypatch.setattr(core, "restore", prepare)
+    monkeypatch.setattr(core, "call", late)
     return asked
 
 

@@ -5,7 +5,7 @@ session         how a process waits, and what it asks the server that keeps the 
 hosting         which servers are gone, which keeps the log, which is asked for a variable
 worker_clock    what a worker with bounded staleness says of its rounds in its heartbeats; pacing has it said
 remote_server   the verbs of `ParameterServer` over gRPC and transports; retries repeats an unanswered call
-plain_calls     the verbs of one request and one reply; chunk_calls asks one of them for the batches of this process
+chunk_calls     asks for the batches of this process
 grpc_calls      single attempts of calls over gRPC, which can be ended at once, each alone or many on one stream
 tls_diagnosis   says why a TLS handshake fails
 transport            one fast connection for payloads; transport_selector tries them in order

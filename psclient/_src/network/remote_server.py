@@ -7,46 +7,46 @@ there was a session to lose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from psclient._src.config import grpc_streams
 from psclient._src.network import tls_diagnosis
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.grpc_calls import GrpcCalls
-from psclient._src.network.plain_calls import PlainCalls
 from psclient._src.network.retries import Attempts
 from psclient._src.network.transport import Answered, Offer, Transport
 from psclient._src.network.transport_selector import TransportSelector
 from pswire.api import (
+    ApproveRequest,
     Begun,
     Contribution,
     CreateBatchReply,
+    CreateBatchRequest,
+    HeartbeatRequest,
     Opened,
+    OpenRequest,
     ParameterServer,
     PullReply,
+    PullRequest,
     RoundReply,
-    RowRead,
-    TableRead,
     Watched,
+    WatchRequest,
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import spoken
-from pswire.encoding.verbs import VERBS, batches, parse
+from pswire.encoding.calls import CALLS, cut
+from pswire.encoding.verbs import VERBS, Verb, parse
 from pswire.errors import PSError, ServerGone
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
-from pswire.model.consistency import SYNC, Consistency
-from pswire.model.log import Done, LogEntry, Start
+from pswire.model.log import Done
 from pswire.model.places import Moved
-from pswire.model.plan import PlacedVariable, Plan
-from pswire.model.status import STILL, Pace
+from pswire.model.status import STILL, ServerStatus
 from pswire.network.futures import follow
 from pswire.network.grpc_channel import Interceptor
 from pswire.network.payload import Payload
@@ -54,6 +54,7 @@ from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
+from pswire.servers.requests import R, ServerRequest
 
 CREATION_SECONDS = 0.02
 """Seconds that a busy server takes to create one variable, a part of a dynamic table for example, at most."""
@@ -61,7 +62,7 @@ CREATION_SECONDS = 0.02
 T = TypeVar("T")
 
 
-class RemoteServer(PlainCalls):
+class RemoteServer(ParameterServer):
     """A server at an address. All methods may be called from any thread.
 
     Arrays of a payload are read until its call is over; they must not change before that.
@@ -104,6 +105,15 @@ class RemoteServer(PlainCalls):
         self._name = certificate_name(task_name(task))
         self._interceptors = interceptors
         self._options = decides, streams, told
+        self._own: Mapping[type[ServerRequest[Any]], Callable[[Any], Any]] = {
+            OpenRequest: self._open,
+            HeartbeatRequest: self._heartbeat,
+            CreateBatchRequest: self._create_batch,
+            WatchRequest: self._watch,
+            ApproveRequest: self._approve,
+            PullRequest: self._pull,
+        }
+        """What is done for a request beside sending it."""
         self._connect(address)
 
     def _connect(self, address: str) -> None:
@@ -127,99 +137,89 @@ class RemoteServer(PlainCalls):
 
     # ---- The verbs ----
 
-    def open(
-        self,
-        task: Task,
-        replicas: int,
-        session: int,
-        drives: bool,
-        consistency: Consistency = SYNC,
-        job: str = "",
-        term: int = 0,
-    ) -> Opened:
-        """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
-        request = pb.OpenRequest(
-            task=messages.TASK.to_pb(task),
-            replicas=replicas,
-            session=session,
-            drives=drives,
-            consistency=messages.CONSISTENCY.to_pb(consistency),
-            job=job,
-            term=term,
-            spoken=spoken(),
-        )
-        m = parse(pb.OpenReply, self._ask("Open", request))
-        self._calls.bind(m.incarnation)
+    def call(self, request: ServerRequest[R]) -> R:
+        """Implements `ParameterServer.call`."""
+        own: Any = self._own.get(type(request)) or (self._ask_beside if request.waits else self._ask)
+        answer: R = own(request)
+        return answer
+
+    def _ask_beside(self, request: ServerRequest[Any]) -> Future[Any]:
+        return self._threads.submit(lambda: self._ask(request))
+
+    def _ask(self, request: ServerRequest[Any]) -> Any:
+        """Sends a request until it is answered."""
+        codec = CALLS[request.verb]
+        return codec.answer_from(self._send(codec.verb, codec.encode(request)), str(self.task))
+
+    def _send(self, verb: Verb, data: bytes, extra: float = 0.0, ends: bool = False) -> bytes:
+        """Makes a call until it is answered, or, if `ends`, the server has ended by it; see `Attempts`."""
+        return self._attempts.until_answered(verb, partial(self._calls.once, verb.name, data), extra, ends)
+
+    def _open(self, request: OpenRequest) -> Opened:
+        """Opens a session; binds later calls to the incarnation that answered."""
+        codec = CALLS["Open"]
+        data = self._send(codec.verb, codec.encode(request))
+        opened: Opened = codec.answer_from(data, str(self.task))
+        self._calls.bind(opened.incarnation)
         self._attempts.opened = True
-        if replicas:
-            host = self.address.rpartition(":")[0].strip("[]")
-            offer = Offer(
-                *(m.session, m.transport_token, host, m.data_port, m.data_path, m.in_flight),
-                *(self._name, m.buffer_bytes, self._tls),
-            )
-            old, how = self._transports.get(m.session), (self._threads, self.traffic, self._transport)
-            self._transports[m.session] = TransportSelector(str(self.task), offer, self._timeouts.session_timeout, *how)
-            if old is not None:
-                old.close("the session was opened again")
-        return messages.OPENED.from_pb(m)
+        if request.replicas:
+            self._begin_transports(parse(pb.OpenReply, data))
+        return opened
 
-    def heartbeat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
-        """Calls `ParameterServer.heartbeat`; on an idle transport if there is one, which needs no new content."""
-        transports = self._transports.get(session)
-        if transports and (drives := transports.heartbeat(round, pace, clock)) is not None:
+    def _begin_transports(self, m: pb.OpenReply) -> None:
+        """Opens the transports of a session; those that it had before end."""
+        host = self.address.rpartition(":")[0].strip("[]")
+        offer = Offer(
+            *(m.session, m.transport_token, host, m.data_port, m.data_path, m.in_flight),
+            *(self._name, m.buffer_bytes, self._tls),
+        )
+        old, how = self._transports.get(m.session), (self._threads, self.traffic, self._transport)
+        self._transports[m.session] = TransportSelector(str(self.task), offer, self._timeouts.session_timeout, *how)
+        if old is not None:
+            old.close("the session was opened again")
+
+    def _heartbeat(self, request: HeartbeatRequest) -> bool:
+        """Heartbeats on an idle transport if there is one, which needs no new content; else over gRPC."""
+        transports, said = self._transports.get(request.session), (request.round, request.pace or STILL, request.clock)
+        if transports and (drives := transports.heartbeat(*said)) is not None:
             return drives
-        told = messages.PACE.to_pb(pace)
-        said = pb.HeartbeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
-        reply = parse(pb.HeartbeatReply, self._ask("Heartbeat", said))
+        drives = bool(self._ask(request))
         if transports:
-            transports.heartbeat_answered(round, pace, clock)
-        return reply.drive
+            transports.heartbeat_answered(*said)
+        return drives
 
-    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
-        """Calls `ParameterServer.create_batch`; sends a large batch in several calls."""
-        whole = CreateBatchReply(0)
-        encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
-        for first in range(0, max(len(encoded), 1), MAX_BATCH_VARIABLES):
-            for batch in batches(encoded[first : first + MAX_BATCH_VARIABLES]):
-                request = pb.CreateBatchRequest(session=session, variables=batch)
-                once = partial(self._calls.once, "CreateBatch", request.SerializeToString())
-                answer = self._attempts.until_answered(VERBS["CreateBatch"], once, len(batch) * CREATION_SECONDS)
-                reply = messages.batch_from_pb(parse(pb.CreateBatchReply, answer))
-                whole = CreateBatchReply(
-                    whole.count + reply.count,
-                    whole.initialized + reply.initialized,
-                    whole.restored + reply.restored,
-                    reply.error,
-                )
-                if reply.error is not None:
-                    return whole
+    def _create_batch(self, request: CreateBatchRequest) -> CreateBatchReply:
+        """Creates variables; sends a large batch in several calls."""
+        whole, codec = CreateBatchReply(0), CALLS["CreateBatch"]
+        for batch, data in cut(request, "variables", MAX_BATCH_VARIABLES):
+            answer = self._send(codec.verb, data, len(batch.variables) * CREATION_SECONDS)
+            reply: CreateBatchReply = codec.answer_from(answer, str(self.task))
+            whole = CreateBatchReply(
+                whole.count + reply.count,
+                whole.initialized + reply.initialized,
+                whole.restored + reply.restored,
+                reply.error,
+            )
+            if reply.error is not None:
+                break
         return whole
 
-    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None, trace: str = "") -> None:
-        """Implements `ParameterServer.propose`."""
-        request = pb.ProposeRequest(
-            session=session,
-            plan=messages.PLAN.to_pb(plan) if plan else None,
-            entry=join_point,
-            start=messages.START.to_pb(start) if start else None,
-            trace=trace,
-        )
-        self._ask("Propose", request)
+    def _watch(self, request: WatchRequest) -> Future[Watched]:
+        """Watches; may return the first part of long news, and the rest at the next call."""
+        codec = CALLS["Watch"]
+        once = partial(self._calls.watch, codec.encode(request))
+        again = partial(self._attempts.until_answered, codec.verb, once)
+        return self._threads.submit(lambda: codec.answer_from(again(), str(self.task)))
 
-    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
-        """Calls `ParameterServer.watch`; may return the first part of long news, and the rest at the next call."""
-        data = pb.WatchRequest(session=session, after=after, version=version).SerializeToString()
-
-        again = partial(self._attempts.until_answered, VERBS["Watch"], partial(self._calls.watch, data))
-        return self._threads.submit(lambda: messages.WATCHED.from_pb(parse(pb.WatchReply, again())))
-
-    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
-        """Calls `ParameterServer.approve`; sends a long list in several calls."""
-        length, ends = index, any(isinstance(entry, Done) for entry in entries[-1:])
-        for batch in batches([messages.ENTRY.to_pb(entry) for entry in entries]):
-            request = pb.ApproveRequest(token=token, index=index, entries=batch)
-            length = parse(pb.ApproveReply, self._ask("Approve", request, ends)).length
-            index += len(batch)
+    def _approve(self, request: ApproveRequest) -> int:
+        """Appends to the log; sends a long list in several calls."""
+        length, index, codec = request.index, request.index, CALLS["Approve"]
+        ends = any(isinstance(entry, Done) for entry in request.entries[-1:])
+        for batch, data in cut(request, "entries"):
+            if index > batch.index:
+                data = codec.encode(replace(batch, index=index))
+            length = codec.answer_from(self._send(codec.verb, data, ends=ends), str(self.task))
+            index += len(batch.entries)
             if length < index:
                 break
         return length
@@ -236,24 +236,16 @@ class RemoteServer(PlainCalls):
             contribution.session, lambda transport: transport.push(header, payload), self._decoder.decode, again
         )
 
-    def pull(
-        self,
-        session: int,
-        variables: Sequence[int],
-        after: int,
-        rows: Sequence[RowRead] = (),
-        tables: Sequence[TableRead] = (),
-    ) -> Future[PullReply]:
-        """Implements `ParameterServer.pull`."""
-        asked, questions = map(messages.ROW_READ.to_pb, rows), map(messages.TABLE_READ.to_pb, tables)
-        request = pb.PullRequest(session=session, variables=variables, after=after, rows=asked, tables=questions)
-        data = request.SerializeToString()
+    def _pull(self, request: PullRequest) -> Future[PullReply]:
+        data = messages.PULL.to_pb(request).SerializeToString()
 
         def once(seconds: float) -> PullReply:
             return messages.pull_from_pb(*self._calls.pull(data, seconds))
 
         again = partial(self._attempts.until_answered, VERBS["Pull"], once)
-        return self._ask_on_transport(session, lambda transport: transport.pull(data), messages.pull_from_pb, again)
+        return self._ask_on_transport(
+            request.session, lambda transport: transport.pull(data), messages.pull_from_pb, again
+        )
 
     def _ask_on_transport(
         self,
@@ -323,19 +315,13 @@ class RemoteServer(PlainCalls):
         self._calls.close()
         self._threads.close()
 
-    def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
-        """Calls a verb of one request and one reply until it is answered, or, if `ends`, the server has ended by it."""
-        data = request.SerializeToString()
-        return self._attempts.until_answered(VERBS[name], partial(self._calls.once, name, data), ends=ends)
-
     # ---- What is said of it ----
 
     def _missing(self) -> str:
         """Returns whom the server waits for, in words, if it can still say it."""
         try:
-            status = messages.STATUS.from_pb(
-                parse(pb.StatusReply, self._calls.once("Status", b"", self._timeouts.heartbeat_interval))
-            )
+            data = self._calls.once("Status", b"", self._timeouts.heartbeat_interval)
+            status: ServerStatus = CALLS["Status"].answer_from(data, str(self.task))
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})

@@ -11,8 +11,8 @@ from psclient._src.rounds.rounds import Exchange
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.sharded import shards_of
 from psclient._src.variables.variable import Variable
-from pswire.api import RestoreOrder, RestoreReply
 from pswire.errors import CheckpointError
+from pswire.model.saved import RestoreOrder, RestoreReply
 
 
 class ServerCheckpoints:

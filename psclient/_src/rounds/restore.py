@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from pswire.api import ParameterServer, RestoreOrder, RestoreReply
+from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, ServerGone, VariableMismatch
 from pswire.model.plan import Plan, RestoreCommit, Turn
+from pswire.model.saved import RestoreOrder, RestoreReply
 
 VERDICTS = (CheckpointError, VariableMismatch)
 """Errors of a restore that servers tell every process alike: nothing has changed, and the job goes on."""

@@ -55,7 +55,7 @@ class Job:
 
         def record(stimulus) -> None:
             if stimulus.name == "assign_batches":
-                asked.append(stimulus.args[1])
+                asked.append(stimulus.args[0].ask)
 
         self.cluster.cores[0].stimuli.record = record
         return asked

@@ -18,11 +18,12 @@ from psclient._src.network.transport import Silence
 from psclient._src.network.worker_clock import WorkerClock
 from psserver.network.transport_connection import BACKLOG
 from pstesting.clock import Clock
-from pswire.api import RESTS
+from pswire.api import RESTS, HeartbeatRequest
 from pswire.errors import Fenced, ServerLost
 from pswire.model.status import Pace
 from pswire.network.sockets import MessageKind
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.servers.requests import ServerRequest
 from tests.kit import transports
 from tests.kit.rig import SOON, WORKERS
 from tests.kit.strategies import refused
@@ -44,18 +45,18 @@ class Heartbeats:
     def __init__(self, site: Site, patch: pytest.MonkeyPatch, worker: int = 0) -> None:
         self.site, self.worker = site, site.workers[worker]
         self.calls = self.renewed = 0
-        once, heartbeat = site.server._calls.once, site.core.heartbeat
+        once, call = site.server._calls.once, site.core.call
 
         def count_call(name: str, data: bytes, seconds: float) -> bytes:
             self.calls += name == "Heartbeat"
             return once(name, data, seconds)
 
-        def count_renewed(session: int, *said: Any) -> bool:
-            self.renewed += said[2] is None
-            return heartbeat(session, *said)
+        def count_renewed(request: ServerRequest[Any]) -> Any:
+            self.renewed += isinstance(request, HeartbeatRequest) and request.pace is None
+            return call(request)
 
         patch.setattr(site.server._calls, "once", count_call)
-        patch.setattr(site.core, "heartbeat", count_renewed)
+        patch.setattr(site.core, "call", count_renewed)
 
     def ways(self, *args: Any) -> tuple[int, int]:
         """Heartbeats; returns how many calls of gRPC that took, and how many heartbeats on transports the server has

@@ -10,20 +10,21 @@ from importlib.metadata import version
 import pytest
 
 import psclient as ps
-from psclient._src.network import plain_calls, remote_server
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.hosting import Hosting
 from psclient._src.network.job_news import JobNews
+from psclient._src.network.remote_server import RemoteServer
 from psclient._src.telemetry.observer import Servers
 from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.effects import Peer
-from psserver.network import grpc_service, joining, peers
+from psserver.network import peers
 from psserver.network.joining import await_place
 from psserver.network.peers import Peers
 from pstesting.in_process import InProcessCluster
 from pswire.api import Watched
 from pswire.cluster import Task
+from pswire.encoding import calls
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.errors import ConfigError, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
@@ -48,7 +49,7 @@ def opens(cluster: InProcessCluster) -> None:
 
 
 def enlists(cluster: InProcessCluster) -> None:
-    with closing(remote_server.RemoteServer(cluster.addresses[0], Task("ps", 0))) as server:
+    with closing(RemoteServer(cluster.addresses[0], Task("ps", 0))) as server:
         server.enlist(None, 1)
 
 
@@ -65,23 +66,31 @@ def looks(cluster: InProcessCluster) -> None:
 
 
 TALKS = {
-    "a worker that opens its session": (opens, remote_server, f"{W0} has {THEIRS}, but {PS0} has {OURS}"),
-    "a worker that joins": (enlists, plain_calls, f"a worker that joins has {THEIRS}, but this server has {OURS}"),
-    "a standby": (offers, joining, f"the standby server at localhost:1 has {THEIRS}, but this server has {OURS}"),
-    "a worker and its server": (opens, grpc_service, f"{PS0} has {THEIRS}, but this process has {OURS}"),
-    "who looks": (looks, grpc_service, f"{PS0} has {THEIRS}, but this process has {OURS}"),
+    "a worker that opens its session": (opens, "Request", f"{W0} has {THEIRS}, but {PS0} has {OURS}"),
+    "a worker that joins": (enlists, "Request", f"a worker that joins has {THEIRS}, but {PS0} has {OURS}"),
+    "a standby": (offers, "Request", f"the standby server at localhost:1 has {THEIRS}, but {PS0} has {OURS}"),
+    "a worker and its server": (opens, "Reply", f"{PS0} has {THEIRS}, but this process has {OURS}"),
+    "who looks": (looks, "Reply", f"{PS0} has {THEIRS}, but this process has {OURS}"),
 }
-"""What is done, the module whose process is of another version, and the error's first words."""
+"""What is done, the messages of the process that is of another version, and the error's first words."""
 
 
 @pytest.mark.parametrize("talk", TALKS)
 def test_another_protocol_is_refused_with_both_versions(monkeypatch, talk):
     """At once, and not when a deadline has passed; newer or older makes no difference."""
-    act, module, words = TALKS[talk]
+    act, ends, words = TALKS[talk]
+    saying = calls._saying
     with InProcessCluster() as cluster:
         for number in (PROTOCOL - 1, PROTOCOL + 1):
             said = pb.Spoken(protocol=number, version="9.8.7")
-            monkeypatch.setattr(module, "spoken", lambda said=said: said)
+
+            def says(message, said=said):
+                saying(message)
+                if message.DESCRIPTOR.name.endswith(ends) and "spoken" in message.DESCRIPTOR.fields_by_name:
+                    message.spoken.CopyFrom(said)
+                return message
+
+            monkeypatch.setattr(calls, "_saying", says)
             began = time.monotonic()
             with pytest.raises(ConfigError) as refused:
                 act(cluster)

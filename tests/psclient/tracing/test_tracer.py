@@ -72,7 +72,8 @@ def traced(fn, *args):
 def execute(found, args):
     """Runs what was traced: `({place of variable: array}, result)`."""
     inputs = [o if isinstance(o, np.ndarray) else args[o].array for o in found.origins]
-    program = messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(found.program))
+    codec = messages.MAPPER.pairs[type(found.program)]
+    program = codec.from_pb(codec.to_pb(found.program))
     assigned, outputs = run(program, inputs, np)
 
     def leaf(value):

@@ -15,15 +15,25 @@ import pytest
 from psserver.cli import summary
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine
-from psserver.core.waiting import Asked
 from psserver.devices import ServerDevice
 from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from pstesting.clock import Clock
-from pswire.api import Contribution, PullReply, RoundReply
+from pswire.api import (
+    ApproveRequest,
+    Contribution,
+    CreateBatchRequest,
+    HeartbeatRequest,
+    LeaveRequest,
+    OpenRequest,
+    PullReply,
+    PullRequest,
+    RoundReply,
+    WatchRequest,
+)
 from pswire.cluster import Task
-from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Approved, Done, Generation, GenerationClosed, Gone, JobStarted, Member, Return, Start
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, Turn, VariableSpec
 from pswire.model.status import Pace
@@ -280,13 +290,13 @@ class Told:
         self.now = 0.0
         self.kernels = Kernels(ServerDevice.parse("cpu"), 1)
         self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
-        opened = self.tell("open", Member(CHIEF, 0, 0), 1, True, "", 0, 7)[0]
+        opened = self.tell("open", OpenRequest(CHIEF, 0, 1, True), 7)[0]
         self.chief, self.token = opened.session, opened.token
         self.append(JobStarted(self.token, (100,)))
-        self.a, self.b = (self.tell("open", Member(task, 0, 1), 0, False, "", 0, 0)[0].session for task in (A, B))
+        self.a, self.b = (self.tell("open", OpenRequest(task, 1, 0, False), 0)[0].session for task in (A, B))
         self.close(Member(A, self.a, 1), Member(B, self.b, 1))
         self.variable = PlacedVariable(0, VariableSpec("v", VALUE), (0,))
-        self.tell("create_batch", self.a, (self.variable,))
+        self.tell("create_batch", CreateBatchRequest(self.a, (self.variable,)))
         self.machine.store.initialize(0, np.zeros(2, "float32"))
         self.plan = self.approve(sum_into(self.variable, returned=False))
 
@@ -297,7 +307,7 @@ class Told:
 
     def append(self, *entries):
         prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
-        return self.tell("approve", self.token, len(self.machine.log.entries), entries, prepared)[1]
+        return self.tell("approve", ApproveRequest(self.token, len(self.machine.log.entries), entries), prepared)[1]
 
     def close(self, *members):
         number = self.machine.rounds.generation.number + 1 if self.machine.rounds.generation else 1
@@ -331,7 +341,7 @@ def told():
 def begin(told, incarnation):
     """Begins a job of three servers whose variables have copies; the first one is this, or one that was lost."""
     entry = JobStarted(told.token + 1, (incarnation, 201, 301), "", ("a:1", "b:2", "c:3"), (1, 2, 0))
-    told.tell("approve", told.token, 0, [entry], {})
+    told.tell("approve", ApproveRequest(told.token, 0, [entry]), {})
 
 
 def back(server, incarnation, round):
@@ -389,7 +399,7 @@ def test_a_push_that_is_on_its_way_is_looked_at_again(told):
     _, (wait,) = told.push(told.a, came=0)
     assert isinstance(wait, Await)
     assert wait.offset == wait.payload.size > 0
-    session = told.tell("open", Member(WORKERS[2], 0, 1), 0, False, "", 0, 0)[0].session
+    session = told.tell("open", OpenRequest(WORKERS[2], 1, 0, False), 0)[0].session
     future, (fail,) = told.push(session)
     assert fail == Fail(future, fail.error)
     assert isinstance(fail.error, Fenced)
@@ -402,7 +412,7 @@ def test_members_that_differ_are_all_told(told):
     second, effects = told.push(told.b, other)
     assert [effect.future for effect in effects[:2]] == [first, second]
     assert {type(effect.error).__name__ for effect in effects[:2]} == {"Diverged"}
-    assert told.tell("heartbeat", told.a, -1, b"")[0] is not None
+    assert isinstance(told.tell("heartbeat", HeartbeatRequest(told.a, -1, b""))[0], Diverged)
 
 
 def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
@@ -410,7 +420,7 @@ def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
     told.push(told.a)
     _, (step,) = told.push(told.b)
     future: Future[PullReply] = Future()
-    assert told.tell("pull", told.a, Asked((0,), -1), future)[1] == []
+    assert told.tell("pull", PullRequest(told.a, (0,), -1), future)[1] == []
     (read,) = [effect for effect in told.made(step) if isinstance(effect, Work)]
     assert (read.queue, read.future, read.then) == ("arrays", future, None)
     assert read.call(*read.args).round == 0
@@ -429,8 +439,8 @@ def test_a_checkpoint_is_written_before_its_members_are_told(told):
 def test_a_new_job_fails_all_that_waits(told):
     pushed, _ = told.push(told.a)
     read: Future[PullReply] = Future()
-    told.tell("pull", told.b, Asked((0,), 5), read)
-    _, failed = told.tell("approve", told.token, 0, [JobStarted(9, (100,))], {})
+    told.tell("pull", PullRequest(told.b, (0,), 5), read)
+    _, failed = told.tell("approve", ApproveRequest(told.token, 0, [JobStarted(9, (100,))]), {})
     *failed, know = failed
     assert know == Know((Peer("", 100),))
     assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
@@ -441,11 +451,11 @@ def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(to
     clocks = []
     monkeypatch.setattr(told.machine.rounds.clocks, "tell", lambda *said: clocks.append(said))
     with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
-        told.tell("heartbeat", told.a, -1, b"", None)
-    told.tell("heartbeat", told.a, 5, told.plan.id, Pace(steps=3), 7)
+        told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))
+    told.tell("heartbeat", HeartbeatRequest(told.a, 5, told.plan.id, Pace(steps=3), 7))
     before = replace(told.machine.members._sessions[told.a])
     told.now += 1.0
-    assert told.tell("heartbeat", told.a, -1, b"", None)[0] == (None, False)
+    assert told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))[0] is False
     after = told.machine.members._sessions[told.a]
     assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
     assert clocks == [(told.a, 7)]
@@ -454,13 +464,13 @@ def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(to
 def test_a_lease_that_ends_is_news(told):
     watch = Future()
     version = told.machine.members.version
-    assert told.tell("watch", told.a, len(told.machine.log.entries), version, watch)[1] == []
+    assert told.tell("watch", WatchRequest(told.a, len(told.machine.log.entries), version), watch)[1] == []
     effects = []
     while told.now <= told.machine.members.lease:
         assert effects == []
         told.now += 1.0
         for session in (1, told.a):
-            told.tell("heartbeat", session, -1, b"")
+            told.tell("heartbeat", HeartbeatRequest(session, -1, b""))
         effects = told.tell("tick")[1]
     (news,) = effects
     assert isinstance(news, Reply)
@@ -471,7 +481,7 @@ def test_a_lease_that_ends_is_news(told):
 def test_the_end_of_a_job_is_told_once_the_chief_has_left(told):
     assert Reply(told.machine.done, None) not in told.append(Done())
     for session in (told.a, told.b, told.chief):
-        *_, last = [[], *told.tell("leave", session, "")[1]]
+        *_, last = [[], *told.tell("leave", LeaveRequest(session, ""))[1]]
     assert last == Reply(told.machine.done, None)
 
 
@@ -493,9 +503,9 @@ def test_work_that_fails_ends_its_round_for_all(told):
 def test_what_is_refused_changes_nothing(told):
     before = told.machine.status(told.now)
     with pytest.raises(PSError):
-        told.tell("create_batch", 99, (told.variable,))
+        told.tell("create_batch", CreateBatchRequest(99, (told.variable,)))
     with pytest.raises(PSError):
-        told.tell("watch", 99, 0, -1, Future())
+        told.tell("watch", WatchRequest(99, 0, -1), Future())
     with pytest.raises(PSError):
-        told.tell("approve", 12345, 0, [], {})
+        told.tell("approve", ApproveRequest(12345, 0, []), {})
     assert told.machine.status(told.now) == before

@@ -7,30 +7,38 @@ import inspect
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from types import GenericAlias
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from psserver.core.machine import Machine
 from psserver.core.stimuli import KEPT, LONGEST, QUIET, Stimuli, Stimulus, told
-from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder
+from pswire import api
+from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.consistency import ASYNC
-from pswire.model.log import Approved, Created, Generation, GenerationClosed, Member, Start
+from pswire.model.log import Approved, Created, Generation, GenerationClosed, Start
+from pswire.model.places import Standby
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.saved import RestoreOrder
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.servers import votes as said_by_servers
+from pswire.servers.checkpoints import RestoreRequest, SnapshotRequest
+from pswire.servers.chunks import AssignBatchesRequest
+from pswire.servers.closures import FetchRequest, ScheduleRequest, TakeRequest
+from pswire.servers.places import MoveRequest, OfferRequest
+from pswire.servers.requests import REQUESTS, ServerRequest
 from pswire.servers.votes import Vote
 from tests.kit.rig import CHIEF, WORKERS, checkpoint
 
@@ -45,6 +53,7 @@ SPEC = VariableSpec("dense/kernel", TensorSpec("float32", (2, 3)))
 VARIABLE = PlacedVariable(4, SPEC, (0,))
 PLAN = checkpoint("run/ckpt-1", (0,))
 ID = PLAN.id.hex()[:8]
+PREPARED = PreparedPlan(PLAN, 0, False)
 ENTRIES = [Created(VARIABLE), Created(VARIABLE), Approved(PLAN), GenerationClosed(Generation(1, ()))]
 
 
@@ -59,56 +68,80 @@ FUTURE: Future[Any] = Future()
 WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "worked": [((WORK, None, None), "write shard (files)")],
     "open": [
-        ((Member(W0, 0, 1), LOT, False, "the-job", 3, DRAWN), "/job:worker/task:0: 1 replica, sync"),
-        ((Member(W0, 0, 2, ASYNC), LOT, False, "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
-        ((Member(CHIEF, 0, 0), LOT, True, "", 3, DRAWN), "/job:chief/task:0: drives"),
+        ((api.OpenRequest(W0, 1, LOT, False, job="the-job", term=3), DRAWN), "/job:worker/task:0: 1 replica, sync"),
+        ((api.OpenRequest(W0, 2, LOT, False, ASYNC), DRAWN), "/job:worker/task:0: 2 replicas, async"),
+        ((api.OpenRequest(CHIEF, 0, LOT, True, term=3), DRAWN), "/job:chief/task:0: drives"),
     ],
     "schedule": [
-        ((SESSION, ClosureOrder(3, "step"), Future()), f"{WHO}: closure 3 of step"),
-        ((SESSION, ClosureOrder(joins=True), Future()), f"{WHO}: waits for all closures"),
-        ((SESSION, ClosureOrder(), Future()), f"{WHO}: looks"),
+        ((ScheduleRequest(SESSION, ClosureOrder(3, "step")), FUTURE), f"{WHO}: closure 3 of step"),
+        ((ScheduleRequest(SESSION, ClosureOrder(joins=True)), FUTURE), f"{WHO}: waits for all closures"),
+        ((ScheduleRequest(SESSION, ClosureOrder()), FUTURE), f"{WHO}: looks"),
     ],
     "take": [
-        ((SESSION, ("f()",), None, 0, Future()), f"{WHO}: waits for a closure"),
-        ((SESSION, (), ClosureResult(3), 0, Future()), f"{WHO}: closure 3 is over, waits for a closure"),
+        ((TakeRequest(SESSION, ("f()",)), FUTURE), f"{WHO}: waits for a closure"),
+        ((TakeRequest(SESSION, (), ClosureResult(3)), FUTURE), f"{WHO}: closure 3 is over, waits for a closure"),
         (
-            (SESSION, (), ClosureResult(3, kind="KeyError"), 0, Future()),
+            (TakeRequest(SESSION, (), ClosureResult(3, kind="KeyError")), FUTURE),
             f"{WHO}: closure 3 is over: KeyError, waits for a closure",
         ),
     ],
-    "fetch": [((SESSION, 3, 0, Future()), f"{WHO}: the result of closure 3")],
+    "fetch": [((FetchRequest(SESSION, 3, 0), FUTURE), f"{WHO}: the result of closure 3")],
     "assign_batches": [
-        ((SESSION, ChunkAsk(1, 1, 2, 9, want=1, needs=True)), f"{WHO}: asks for 1 chunk of dataset 1, pass 2"),
         (
-            (SESSION, ChunkAsk(1, 1, 2, 9, want=3, done=(7, 8))),
+            (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, want=1, needs=True)), FUTURE),
+            f"{WHO}: asks for 1 chunk of dataset 1, pass 2",
+        ),
+        (
+            (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, want=3, done=(7, 8))), FUTURE),
             f"{WHO}: asks for 3 chunks ahead of dataset 1, pass 2, 2 done",
         ),
-        ((SESSION, ChunkAsk(1, 1, 2, 9, looks=True)), f"{WHO}: looks at dataset 1"),
+        (
+            (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, looks=True)), FUTURE),
+            f"{WHO}: looks at dataset 1",
+        ),
     ],
-    "enlist": [((None, LOT), "asks for an index"), ((Task("worker", 2), LOT), "/job:worker/task:2")],
-    "heartbeat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
-    "leave": [((SESSION, ""), f"{WHO}: cleanly"), ((STRANGER, "it failed"), "session 8: it failed")],
-    "create_batch": [((SESSION, (VARIABLE, VARIABLE)), f"{WHO}: 2 variables")],
+    "enlist": [
+        ((api.EnlistRequest(None, LOT),), "asks for an index"),
+        ((api.EnlistRequest(Task("worker", 2), LOT),), "/job:worker/task:2"),
+    ],
+    "heartbeat": [
+        ((api.HeartbeatRequest(SESSION, 5, PLAN.id),), f"{WHO}: waits in round 5"),
+        ((api.HeartbeatRequest(SESSION, -1, b""),), WHO),
+    ],
+    "leave": [
+        ((api.LeaveRequest(SESSION, ""),), f"{WHO}: cleanly"),
+        ((api.LeaveRequest(STRANGER, "it failed"),), "session 8: it failed"),
+    ],
+    "create_batch": [((api.CreateBatchRequest(SESSION, (VARIABLE, VARIABLE)),), f"{WHO}: 2 variables")],
     "initialize_batch": [(((VARIABLE,), 1, {4: np.zeros(3)}, None), "1 variable, with values of a checkpoint")],
     "pull": [
-        ((SESSION, Asked((1, 2, 3), 5), FUTURE), f"{WHO}: 3 variables after round 5"),
-        ((0, Asked((1,), -1), FUTURE), "no session: 1 variable"),
+        ((api.PullRequest(SESSION, (1, 2, 3), 5), FUTURE), f"{WHO}: 3 variables after round 5"),
+        ((api.PullRequest(0, (1,), -1), FUTURE), "no session: 1 variable"),
     ],
     "propose": [
-        ((SESSION, PreparedPlan(PLAN, 0, False), "", None, ""), f"{WHO}: plan {ID}"),
-        ((SESSION, None, f"plan:{PLAN.id.hex()}", None, ""), f"{WHO}: waits at plan:{ID}"),
-        ((SESSION, None, "", Start(2, 5), ""), f"{WHO}: new members of generation 2 begin with round 5"),
-        ((SESSION, PreparedPlan(PLAN, 0, False), "dataset:1", None, ""), f"{WHO}: plan {ID}, waits at dataset:1"),
+        ((api.ProposeRequest(SESSION, PLAN, "", None), PREPARED), f"{WHO}: plan {ID}"),
+        ((api.ProposeRequest(SESSION, None, f"plan:{PLAN.id.hex()}", None), None), f"{WHO}: waits at plan:{ID}"),
+        (
+            (api.ProposeRequest(SESSION, None, "", Start(2, 5)), None),
+            f"{WHO}: new members of generation 2 begin with round 5",
+        ),
+        (
+            (api.ProposeRequest(SESSION, PLAN, "dataset:1", None), PREPARED),
+            f"{WHO}: plan {ID}, waits at dataset:1",
+        ),
     ],
     "watch": [
-        ((SESSION, 3, 9, FUTURE), f"{WHO}: the log from 3 on"),
-        ((SESSION, 3, UNTIL_ENDED, FUTURE), f"{WHO}: its end"),
+        ((api.WatchRequest(SESSION, 3, 9), FUTURE), f"{WHO}: the log from 3 on"),
+        ((api.WatchRequest(SESSION, 3, api.UNTIL_ENDED), FUTURE), f"{WHO}: its end"),
     ],
     "part": [((SESSION,), f"{WHO}: watches no more")],
     "holds": [((TOKEN,), "a chief's token")],
     "approve": [
-        ((TOKEN, 3, ENTRIES, {}), "the log from 3 on: 2 created, 1 approved, 1 generation closed"),
-        ((TOKEN, 0, [], {}), "the log from 0 on: nothing"),
+        (
+            (api.ApproveRequest(TOKEN, 3, ENTRIES), {}),
+            "the log from 3 on: 2 created, 1 approved, 1 generation closed",
+        ),
+        ((api.ApproveRequest(TOKEN, 0, ()), {}), "the log from 0 on: nothing"),
     ],
     "push": [
         (
@@ -130,16 +163,24 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "meet": [((2,), "server 2 is connected")],
     "miss": [((2, "nothing listens there"), "server 2 is not connected: nothing listens there")],
     "snapshot": [
-        ((TOKEN, PLAN.id, "", FUTURE), f"plan {ID}, the shard"),
-        ((TOKEN, PLAN.id, "{}", FUTURE), f"plan {ID}, the manifest"),
+        ((SnapshotRequest(TOKEN, PLAN.id, ""), FUTURE), f"plan {ID}, the shard"),
+        ((SnapshotRequest(TOKEN, PLAN.id, "{}"), FUTURE), f"plan {ID}, the manifest"),
     ],
-    "restore": [((SESSION, "run", Turn(1, 2, 3), RestoreOrder("open"), FUTURE), f"{WHO}: open 'run'")],
+    "restore": [((RestoreRequest(SESSION, "run", Turn(1, 2, 3), RestoreOrder("open")), FUTURE), f"{WHO}: open 'run'")],
+    "offer": [((OfferRequest(Standby("ps9:1")),), "ps9:1 waits for the place of a server")],
+    "move": [
+        ((MoveRequest(1),), "server 1 moves to any standby server"),
+        ((MoveRequest(1, "ps9:1", TOKEN),), "server 1 moves to ps9:1"),
+    ],
     "close": [((), "the server ends")],
 }
 """Arguments of each stimulus after the time, and its words."""
 
 WORDLESS = {"tick", "look", "asked"}
 """Stimuli that say nothing, and that nothing refuses."""
+
+LOOKS = (api.StatusRequest, api.EventsRequest)
+"""Requests that change nothing: the core answers them."""
 
 EVERY = [pytest.param(name, *row, id=f"{name} {at}") for name, rows in WORDS.items() for at, row in enumerate(rows)]
 
@@ -155,7 +196,8 @@ def registry() -> Registry:
 def stimuli_of(machine: type[Machine]) -> set[str]:
     """The stimuli of a machine: what takes the time first and answers with effects."""
     methods = inspect.getmembers(machine, inspect.isfunction)
-    return {name for name, method in methods if str(method.__annotations__.get("return")).startswith("Outcome")}
+    found = {name for name, method in methods if str(method.__annotations__.get("return")).startswith("Outcome")}
+    return {name for name in found if not name.startswith("_")}
 
 
 def kept(name: str, *args: Any, error: PSError | None = None) -> Stimuli:
@@ -176,6 +218,18 @@ def test_every_stimulus_has_words() -> None:
     """A new method of the machine is told to people, too, or is one of those that say nothing."""
     assert stimuli_of(Machine) == {*WORDS} | WORDLESS
     assert stimuli_of(Machine) >= QUIET >= WORDLESS
+
+
+@pytest.mark.parametrize("kind", [kind for kind in REQUESTS.values() if kind not in LOOKS])
+def test_every_request_is_a_stimulus(kind: type[ServerRequest[Any]]) -> None:
+    """The machine has a method of the verb's name, which takes the request, and answers as the request says."""
+    hints = get_type_hints(getattr(Machine, kind.method))
+    assert hints["asked"] is kind
+    if kind.waits:
+        assert hints["future"] == Future[kind.answer]  # type: ignore[name-defined]
+    else:
+        assert isinstance(hints["return"], GenericAlias)
+        assert kind.answer in (found := get_args(hints["return"])[0], *get_args(found))
 
 
 @pytest.mark.parametrize(("name", "args", "words"), EVERY)
@@ -224,8 +278,8 @@ def test_who_is_refused_is_told_once(registry: Registry, by_work: bool) -> None:
         stimuli.note(10.0, "worked", (WORK, None, CheckpointError("no space left")))
         assert only(stimuli, registry).refused == "CheckpointError: no space left"
     else:
-        stimuli.note(10.0, "leave", (SESSION, ""))
-        stimuli.refused(10.0, "leave", (SESSION, ""), Fenced("it ended"))
+        stimuli.note(10.0, "leave", (api.LeaveRequest(SESSION, ""),))
+        stimuli.refused(10.0, "leave", (api.LeaveRequest(SESSION, ""),), Fenced("it ended"))
         assert only(stimuli, registry) == Happened(2.5, "leave", f"{WHO}: cleanly", "Fenced: it ended")
 
 
@@ -244,15 +298,17 @@ def test_the_last_hundred_are_kept(registry: Registry) -> None:
     """In their order; one that was refused drops no other."""
     stimuli = Stimuli()
     for number in range(KEPT + 30):
-        stimuli.note(float(number), "leave", (SESSION, str(number)))
-    stimuli.refused(200.0, "leave", (SESSION, "the last"), Fenced("it ended"))
+        stimuli.note(float(number), "leave", (api.LeaveRequest(SESSION, str(number)),))
+    stimuli.refused(200.0, "leave", (api.LeaveRequest(SESSION, "the last"),), Fenced("it ended"))
     found = told(stimuli.last(), 200.0, registry)
     assert [one.said for one in found] == [*(f"{WHO}: {number}" for number in range(30, KEPT + 29)), f"{WHO}: the last"]
 
 
 def test_a_peer_s_text_is_one_line_that_does_nothing(registry: Registry) -> None:
     """No new line, no order to the terminal, no half of a character, and no more than fits."""
-    stimuli = kept("leave", SESSION, "a\nb\x1b[2Jc\udc80d" + 9999 * "e", error=PSError("f\ng\x07h" + 9999 * "i"))
+    stimuli = kept(
+        "leave", api.LeaveRequest(SESSION, "a\nb\x1b[2Jc\udc80d" + 9999 * "e"), error=PSError("f\ng\x07h" + 9999 * "i")
+    )
     happened = only(stimuli, registry)
     assert happened.said.startswith(f"{WHO}: a b [2Jc deee")
     assert happened.refused.startswith("PSError: f g hiii")
@@ -289,10 +345,10 @@ def test_nothing_large_is_held() -> None:
     stimuli = Stimuli()
     stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b""), payload, fail, Future()))
     stimuli.keep(1.0, "initialize_batch", ((VARIABLE,), 1, {4: array}, None), None)
-    stimuli.note(1.0, "approve", (TOKEN, 0, ENTRIES, {b"": prepared}))
-    stimuli.note(1.0, "propose", (SESSION, prepared, "", None, ""))
+    stimuli.note(1.0, "approve", (api.ApproveRequest(TOKEN, 0, ENTRIES), {b"": prepared}))
+    stimuli.note(1.0, "propose", (api.ProposeRequest(SESSION, Plan(), "", None), prepared))
     stimuli.note(1.0, "worked", (Work("files", write_shard, (given,)), result, caught.value))
-    stimuli.refused(1.0, "leave", (SESSION, ""), caught.value)
+    stimuli.refused(1.0, "leave", (api.LeaveRequest(SESSION, ""),), caught.value)
     refs = [weakref.ref(each) for each in (payload, array, prepared, given, result, caught.value)]
     del payload, array, prepared, given, result, caught
     gc.collect()
@@ -304,8 +360,9 @@ def test_numbers_of_variables_are_not_held() -> None:
     wanted = tuple(range(100_000))
     stimuli = Stimuli()
     stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b"", want=wanted), Payload(), None, Future()))
-    stimuli.note(1.0, "pull", (SESSION, Asked(wanted, 5), Future()))
-    stimuli.note(1.0, "restore", (SESSION, "run", Turn(), RestoreOrder("open", {str(n): n for n in wanted}), Future()))
+    stimuli.note(1.0, "pull", (api.PullRequest(SESSION, wanted, 5), Future()))
+    order = RestoreOrder("open", {str(n): n for n in wanted})
+    stimuli.note(1.0, "restore", (RestoreRequest(SESSION, "run", Turn(), order), Future()))
     assert len(str(stimuli.last())) < LONGEST
 
 

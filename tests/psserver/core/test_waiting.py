@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Ahead, Asked, HeldCall, Owed, Read, Waiters, Watch
+from psserver.core.waiting import MAX_CALLS, Ahead, HeldCall, Owed, Read, Waiters, Watch
 from psserver.devices import ServerDevice
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.rounds.clocks import Clocks
-from pswire.api import UNTIL_ENDED, UNTIL_GONE
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, PullRequest
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, ServerLost
 from pswire.model.consistency import Consistency
@@ -51,9 +51,8 @@ class Table:
         """The future of a call that waits; `after` is the round of one that is owed, `alone` one that is no step."""
         future = Future()
         said = SimpleNamespace(session=session, round=after, want=(), lookups=(), alone=alone)
-        more = {Watch: (after, -1), HeldCall: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
-            kind
-        ]
+        watch, read = {Watch: (after, -1), HeldCall: (after, UNTIL_GONE)}, (PullRequest(session, (0,), after),)
+        more = {**watch, Read: read, Owed: ("record", said)}[kind]
         self.waiters.add(kind(session, future, *more))
         return future
 
@@ -161,7 +160,7 @@ def test_who_waits_for_the_end_hears_no_news(table):
     until, looking, reading = Future(), Future(), Future()
     table.waiters.add(HeldCall(ONE, until, 0, UNTIL_ENDED))
     table.waiters.add(Watch(0, looking, 0, 0))
-    table.waiters.add(Read(0, reading, Asked((5,), 9)))
+    table.waiters.add(Read(0, reading, PullRequest(0, (5,), 9)))
     table.progress()
     assert done(until, looking, reading) == [False, True, True]
     table.let_all()
@@ -172,11 +171,11 @@ def test_a_variable_that_is_written_is_not_read(table):
     table.rounds.last = 0
     futures = [Future(), Future()]
     for id, future in enumerate(futures):
-        table.waiters.add(Read(ONE, future, Asked((id,), 0)))
+        table.waiters.add(Read(ONE, future, PullRequest(ONE, (id,), 0)))
     table.progress()
     assert done(*futures) == [False, True]
     with pytest.raises(InvalidRequest, match="twice"):
-        table.waiters.add(Read(ONE, Future(), Asked((1, 1), 0)))
+        table.waiters.add(Read(ONE, Future(), PullRequest(ONE, (1, 1), 0)))
 
 
 def bounded(table, workers):

@@ -168,7 +168,7 @@ def applied_ops(draw):
 def test_what_is_verified_runs(program):
     """And gives what was foreseen; a value that an op refuses, and memory, are all that may stop it."""
     try:
-        received = messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(program))
+        received = messages.MAPPER.pairs[Program].from_pb(messages.MAPPER.pairs[Program].to_pb(program))
         specs = received.output_specs
     except PSError:
         return
@@ -207,7 +207,7 @@ HUGE = [*SIZES, 1 << 40, (1 << 63) - 1]
 @st.composite
 def altered(draw, programs):
     """A message of a program in which some fields have other values, each of its own type."""
-    message = messages.PROGRAM.to_pb(draw(programs))
+    message = messages.MAPPER.pairs[Program].to_pb(draw(programs))
     for _ in range(draw(st.integers(1, 4))):
         node = draw(st.sampled_from(message.nodes or [pb.Node()]))
         spec = draw(st.sampled_from(message.inputs)).spec
@@ -251,7 +251,7 @@ def change_value(draw, attr):
 
 
 MUTATED = st.builds(
-    lambda program, changes: mutated(messages.PROGRAM.to_pb(program).SerializeToString(), changes),
+    lambda program, changes: mutated(messages.MAPPER.pairs[Program].to_pb(program).SerializeToString(), changes),
     programs(BIG),
     CHANGES,
 )
@@ -269,7 +269,7 @@ ASSIGNS_NOTHING = bytes.fromhex(
 def test_a_fuzzed_message_is_refused_or_runs_within_its_bound(data):
     """Decoding, verifying and running raise nothing but errors of ours, and take no more than was computed before."""
     try:
-        received = messages.PROGRAM.from_pb(parse(pb.Program, data))
+        received = messages.MAPPER.pairs[Program].from_pb(parse(pb.Program, data))
         bound = peak_bytes(received)
     except PSError:
         return

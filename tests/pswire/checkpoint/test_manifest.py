@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.api import RestoreReply
 from pswire.checkpoint.manifest import (
     Base,
     Manifest,
@@ -22,10 +21,10 @@ from pswire.checkpoint.manifest import (
     rank,
 )
 from pswire.checkpoint.strict_json import Malformed
-from pswire.encoding import messages
+from pswire.encoding.calls import CALLS
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.model.log import Examples, Position
-from pswire.model.saved import SavedTable
+from pswire.model.saved import RestoreReply, SavedTable
 from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.cases import search
@@ -156,8 +155,8 @@ def test_each_field_has_its_type(make, path):
         refused = refusal(text)
         if refused is None:
             found = Manifest.parse(text, "run/manifest.json")
-            reply = messages.RESTORED.to_pb(RestoreReply("run", found.positions, text))
-            assert messages.RESTORED.from_pb(reply).positions == found.positions
+            reply = CALLS["Restore"].reply(RestoreReply("run", found.positions, text)).SerializeToString()
+            assert CALLS["Restore"].answer_from(reply, "").positions == found.positions
             assert Manifest.parse(found.text(), "again") == found
             assert found.base is None or "/" not in found.base.name
         else:

@@ -345,7 +345,7 @@ def heartbeats(stack: ExitStack) -> list[Heard]:
     core.tell(OPEN)
     make(server, OPEN)
     first = samples.Sample("Heartbeat", "first", (SESSION, -1, b"", STILL, 0), False)
-    again = (SESSION, -1, b"", None)
+    again = (SESSION, -1, b"", None, 0)
     refused = samples.Sample("Heartbeat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
     for sample, *asked in (
         (first, first.args),

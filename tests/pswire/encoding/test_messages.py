@@ -5,12 +5,12 @@ table that both gRPC rims share.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import pytest
 from google.protobuf.descriptor import EnumDescriptor
@@ -19,23 +19,25 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply
+from pswire.api import ApproveRequest, Contribution, ProposeRequest, PullReply, RoundReply, TableRead
 from pswire.cluster import JOBS, Task
-from pswire.encoding import messages, verbs
+from pswire.encoding import calls, messages, verbs
+from pswire.encoding.calls import CALLS
 from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
 from pswire.model import tables
 from pswire.model.consistency import ASYNC, Consistency
-from pswire.model.log import Generation, LogEntry
-from pswire.model.plan import Operand, ShardOf, VariableSpec
+from pswire.model.log import Generation, LogEntry, Lost
+from pswire.model.plan import Operand, PlacedVariable, ShardOf, VariableSpec
 from pswire.model.program import Attr
-from pswire.model.status import Saving, WorkerProgress
+from pswire.model.status import Happened, Saving, WorkerProgress
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.network.payload import EMPTY, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers import votes
+from pswire.servers.requests import REQUESTS
 from pswire.servers.votes import Vote
 from tests.kit import samples
 from tests.kit.samples import ROUND, plain, walk
@@ -47,8 +49,6 @@ BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
     ),
     RoundReply: ROUND,
     PullReply: MessageCodec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
-    CreateBatchReply: MessageCodec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
-    PSError: MessageCodec(pb.Refusal, verbs.refusal_to_pb, verbs.refusal_from_pb),
     Vote: MessageCodec(
         pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb
     ),
@@ -95,8 +95,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 def built(kind: type, message: type[Message], scalars: Any = ANY, **given: Any) -> st.SearchStrategy[Any]:
     """Values of a class whose fields are any that the message's can have, but for those that are given."""
     fields = {**message.DESCRIPTOR.fields_by_name}
-    fields["join_point"], fields["payload"] = fields.get("entry"), None
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
+    fields["payload"] = None
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
+    hints = {name: hint for name, hint in hints.items() if name not in given}
     found = {name: value_of(hint, fields[name], scalars) for name, hint in hints.items()}
     return st.builds(kind, **found, **given)
 
@@ -115,7 +116,7 @@ def value_of(hint: Any, field: Any, scalars: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(key, value, max_size=1)
     if hint in CHECKED or hint in MAPPED:
         return values_of(hint)
-    if inner and inner[-1] is Ellipsis:
+    if inner and (inner[-1] is Ellipsis or get_origin(hint) is Sequence):
         return tuples(value_of(inner[0], field, scalars))
     if inner:
         return st.tuples(*(value_of(*each, scalars) for each in zip(inner, field.message_type.fields, strict=True)))
@@ -179,7 +180,10 @@ CHECKED[Contribution] = built(
     Contribution, pb.PushHeader, previous=st.integers(-1, 1 << 62), trace=st.just(""), parts=st.just(())
 )
 
+CHECKED[ProposeRequest] = built(ProposeRequest, pb.ProposeRequest, trace=st.just(""))
+
 KINDS = [kind for kind, pair in PAIRS.items() if pair in vars(messages).values()] + [
+    *dict.fromkeys(kind for request in REQUESTS.values() for kind in (request, request.answer) if kind in MAPPED),
     Contribution,
     RoundReply,
     PullReply,
@@ -220,28 +224,18 @@ def test_an_generation_is_read_once() -> None:
 
 # ---- The table has every field of the .proto ----
 
-REQUESTS: list[type[Message]] = [
-    *(
-        pb.OpenRequest,
-        pb.HeartbeatRequest,
-        pb.HeartbeatReply,
-        pb.LeaveRequest,
-        pb.ProposeRequest,
-        pb.WatchRequest,
-    ),
-    *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.EventsReply),
+ENVELOPES: list[type[Message]] = [
     *(pb.Part, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
-    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.HeartbeatReply),
-    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.AssignBatchesRequest),
-    *(pb.EnlistRequest, pb.Spoken),
-    *(pb.OfferRequest, pb.MoveRequest, pb.MoveReply),
+    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.Spoken),
+    *(pb.HeartbeatReply, pb.ApproveReply, pb.EventsReply, pb.MoveReply),
 ]
-"""What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
+"""What the rims write themselves: what servers say to each other, envelopes of payloads, and answers of one field."""
 
 OF_THE_RIMS = {
     f"paramserver.v1.OpenReply.{name}"
     for name in ("data_port", "data_path", "transport_token", "in_flight", "buffer_bytes")
-} | {"paramserver.v1.StatusReply.spoken"}
+}
+OF_THE_RIMS |= {f"paramserver.v1.{n}.spoken" for n in ("StatusReply", "OpenRequest", "EnlistRequest", "OfferRequest")}
 """What the rims add to a message of the table: no core knows of it."""
 
 OF_SENDERS = {"paramserver.v1.ServerVote.session"}
@@ -256,13 +250,16 @@ def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
     for value in (value for sample in samples.SAMPLES for value in (*sample.args, sample.answer)):
         if type(value) in PAIRS:
             yield PAIRS[type(value)], value
+    for sample in samples.SAMPLES:
+        if sample.verb in REQUESTS:
+            yield PAIRS[REQUESTS[sample.verb]], REQUESTS[sample.verb](*sample.args)
     for entry in samples.ENTRIES:
         yield PAIRS[LogEntry], entry
     for variable in (*samples.TABLES, samples.ALONE):
-        yield messages.VARIABLE, variable
+        yield PAIRS[PlacedVariable], variable
     for question in samples.QUESTIONS:
-        yield messages.TABLE_READ, question
-    yield messages.HAPPENED, samples.HAPPENED
+        yield PAIRS[TableRead], question
+    yield PAIRS[Happened], samples.HAPPENED
     for said in samples.VOTES:
         yield PAIRS[Vote], said
     yield PAIRS[votes.Testimony], samples.VOTES[-1]
@@ -270,7 +267,7 @@ def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
 
 def fields() -> set[str]:
     """The fields of all messages that the table is for."""
-    kinds = [kind for name, kind in pb.DESCRIPTOR.message_types_by_name.items() if getattr(pb, name) not in REQUESTS]
+    kinds = [kind for name, kind in pb.DESCRIPTOR.message_types_by_name.items() if getattr(pb, name) not in ENVELOPES]
     return {field.full_name for kind in kinds for field in kind.fields} - OF_THE_RIMS
 
 
@@ -310,10 +307,10 @@ def test_each_field_of_each_message_is_mapped_once() -> None:
 
 def test_each_message_has_one_value() -> None:
     """No two rows are for the same message, and none is without: it is in the table, or the rims write it."""
-    kinds = [pair.message for pair in PAIRS.values()]
+    kinds = [pair.message for pair in PAIRS.values() if pair.message is not pb.Empty]
     assert len(kinds) == len({*kinds})
-    within = {pb.Numbers, pb.Assign, pb.NamedTensor, pb.Sessions}  # parts of others: their values are tuples
-    assert {*kinds, *REQUESTS, *within} == {getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name}
+    within = {pb.Numbers, pb.Assign, pb.NamedTensor, pb.Sessions, pb.Empty}  # parts of others, tuples and None
+    assert {*kinds, *ENVELOPES, *within} == {getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name}
 
 
 def test_each_number_of_an_enumeration_has_a_word() -> None:
@@ -471,14 +468,18 @@ def test_errors_of_other_versions() -> None:
     assert verbs.refused("Socket closed", []) is None
 
 
-@given(st.lists(st.integers(0, 30), max_size=20))
-def test_batches_fit(sizes: list[int]) -> None:
-    """Batches have all messages, in order; each fits its limit, unless it is a single one."""
-    messages = [pb.PushFrame(header=bytes(size)) for size in sizes]
-    cut = list(verbs.batches(messages, 40))
-    assert [m for batch in cut for m in batch] == messages
-    assert all(len(batch) == 1 or sum(m.ByteSize() for m in batch) <= 40 for batch in cut)
-    assert len(cut) == 1 or all(cut)
+@pytest.mark.parametrize("most", [3, 100])
+@given(st.lists(st.integers(0, 30), max_size=12))
+def test_long_requests_are_cut(most: int, sizes: list[int]) -> None:
+    """The pieces have all items, in order; each fits one message, unless it has a single one, and is given encoded."""
+    entries = [Lost(0, "x" * size) for size in sizes]
+    cut = list(calls.cut(ApproveRequest(1, 0, entries), "entries", most, 99))
+    assert [entry for piece, _ in cut for entry in piece.entries] == entries
+    for piece, data in cut:
+        assert len(piece.entries) <= 1 or (len(piece.entries) <= most and len(data) <= 99)
+        assert CALLS["Approve"].request_from(pb.ApproveRequest.FromString(data), "") == replace(
+            piece, entries=tuple(piece.entries)
+        )
 
 
 @given(st.lists(st.integers(0, 30), max_size=20))
@@ -487,5 +488,6 @@ def test_what_fits_is_the_first_batch(sizes: list[int]) -> None:
     messages = [pb.PushFrame(header=bytes(size)) for size in sizes]
     made: list[pb.PushFrame] = []
     found = verbs.fitting((made.append(message) or message for message in messages), 40)  # type: ignore[func-returns-value]
-    assert found == next(verbs.batches(messages, 40))
+    sums = [sum(m.ByteSize() for m in messages[:n]) for n in range(len(messages) + 1)]
+    assert found == messages[: max(n for n, size in enumerate(sums) if n <= 1 or size <= 40)]
     assert len(made) <= len(found) + 1

@@ -127,7 +127,7 @@ def test_programs_survive_the_wire():
         Node("broadcast_to", (3,), (("shape", ()),)),
     ]
     sent = program(nodes[:5], assigns=[(0, 7)], outputs=[3, 4, 5])
-    assert messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(sent)) == sent
+    assert messages.MAPPER.pairs[Program].from_pb(messages.MAPPER.pairs[Program].to_pb(sent)) == sent
     assert sent.output_specs[0] == TensorSpec("float32", (1, 1))
     with pytest.raises(ProgramError):
         _ = program(nodes).specs
