@@ -315,7 +315,7 @@ class ServerDeparture:
 def summary(status: ServerStatus) -> str:
     """Returns a summary of a server's variables, last round and device, on one line."""
     last = "no round" if status.round < 0 else f"round {status.round}"
-    return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {status.device}"
+    return f"{status.variables} variables, {human(status.variable_bytes)} of them here, after {last} on {status.device}"
 
 
 @contextlib.asynccontextmanager

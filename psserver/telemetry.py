@@ -103,6 +103,17 @@ OUTCOME = ("outcome",)
 TABLE = ("table",)
 SERVER = "paramserver_server_"
 
+
+def _of_status(name: str, text: str, *labels: str) -> Row[Seen]:
+    """A gauge of the status's field of that name; where that has numbers by name, with a label."""
+
+    def read(seen: Seen) -> Values:
+        value = getattr(seen.status, name)
+        return _by_label(value) if labels else {ALL: value}
+
+    return Row(SERVER + name, "gauge", text, read, labels)
+
+
 ROWS: tuple[Row[Seen], ...] = (
     # Rounds.
     Row(
@@ -169,11 +180,8 @@ ROWS: tuple[Row[Seen], ...] = (
         "Servers whose copies have different values.",
         lambda s: {ALL: len(s.status.differences)},
     ),
-    Row(
-        SERVER + "recovering",
-        "gauge",
-        "1 while a readmitted server recovers: it reads its variables and applies the rounds it missed.",
-        lambda s: {ALL: s.status.recovering},
+    _of_status(
+        "recovering", "1 while a readmitted server recovers: it reads its variables and applies the rounds it missed."
     ),
     Row(
         SERVER + "nonfinite_pushes",
@@ -213,8 +221,8 @@ ROWS: tuple[Row[Seen], ...] = (
         ("transport", "direction"),
     ),
     # Variables.
-    Row(SERVER + "variables", "gauge", "Variables that the server knows.", lambda s: {ALL: s.status.variables}),
-    Row(SERVER + "variable_bytes", "gauge", "Bytes of variables on this server.", lambda s: {ALL: s.status.nbytes}),
+    _of_status("variables", "Variables that the server knows."),
+    _of_status("variable_bytes", "Bytes of variables on this server."),
     Row(
         SERVER + "memory_limit_bytes",
         "gauge",
@@ -222,20 +230,8 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: s.status.memory_limit},
     ),
     # Dynamic tables.
-    Row(
-        SERVER + "table_rows",
-        "gauge",
-        "Rows of a dynamic table on this server.",
-        lambda s: _by_label(s.status.table_rows),
-        TABLE,
-    ),
-    Row(
-        SERVER + "table_bytes",
-        "gauge",
-        "Bytes of a dynamic table on this server.",
-        lambda s: _by_label(s.status.table_bytes),
-        TABLE,
-    ),
+    _of_status("table_rows", "Rows of a dynamic table on this server.", *TABLE),
+    _of_status("table_bytes", "Bytes of a dynamic table on this server.", *TABLE),
     Row(
         SERVER + "table_evicted",
         "counter",
@@ -250,18 +246,8 @@ ROWS: tuple[Row[Seen], ...] = (
         _tables(lambda t: t.refusals),
         TABLE,
     ),
-    Row(
-        SERVER + "tier_bytes",
-        "gauge",
-        "Bytes of files with rows of dynamic tables, 0 if all rows are in memory.",
-        lambda s: {ALL: s.status.tier_bytes},
-    ),
-    Row(
-        SERVER + "tier_resident_bytes",
-        "gauge",
-        "Bytes of these files that are in memory.",
-        lambda s: {ALL: s.status.tier_resident},
-    ),
+    _of_status("tier_bytes", "Bytes of files with rows of dynamic tables, 0 if all rows are in memory."),
+    _of_status("tier_resident_bytes", "Bytes of these files that are in memory."),
     Row(
         SERVER + "tier_memory_bytes",
         "gauge",
@@ -299,7 +285,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "held_checkpoint_bytes",
         "gauge",
         "Bytes of old values that are kept for checkpoints.",
-        lambda s: {ALL: s.status.held},
+        lambda s: {ALL: s.status.snapshot_bytes},
     ),
     Row(
         SERVER + "checkpoint_shards",

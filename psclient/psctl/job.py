@@ -207,7 +207,7 @@ def rebalance(told: CommandSettings, wait: float) -> int:
         fullest = max(counts, key=lambda domain: counts[domain])
         if counts[fullest] - counts[target.domain] < 2:
             return None
-        heaviest = max(places.in_domain(fullest), key=lambda server: places.servers[server].nbytes)
+        heaviest = max(places.in_domain(fullest), key=lambda server: places.servers[server].variable_bytes)
         return heaviest, target.address
 
     return _move_each(told, choose, wait)

@@ -26,7 +26,7 @@ from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
 from psserver.core.places import PlaceStimuli
-from psserver.core.status import Looks, status_of
+from psserver.core.status import Looks
 from psserver.core.waiting import HeldCall, Owed, Read, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Outcome, Reply, Work
 from psserver.plans.prepared import PreparedPlan
@@ -69,7 +69,6 @@ from pswire.limits import WINDOW
 from pswire.model.log import Member
 from pswire.model.plan import PlacedVariable
 from pswire.model.saved import RestoreReply, Shard
-from pswire.model.status import ServerStatus
 from pswire.network.payload import Payload
 from pswire.servers.checkpoints import RestoreRequest, SnapshotRequest
 
@@ -411,13 +410,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             self.members.check_part(asked.session)
         return self.restores.ask(asked.session, asked.path, asked.turn, asked.order, future)
 
-    # ---- What is there, and the end ----
-
-    def status(self, now: float) -> ServerStatus:
-        """Returns the server's status: its state, and the open rounds with the members they wait for."""
-        missed = self._links.missed(now)
-        parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.digests, self.waiters
-        return status_of(self.incarnation, self._domain, self.tally, *parts, now, missed, self._standbys.waiting(now))
+    # ---- The end ----
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from psserver.checkpoints.snapshots import Snapshots
+from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.waiting import Waiters
 from psserver.plans.round import SessionSequence
@@ -15,66 +16,8 @@ from psserver.state.counters import ServerCounters
 from psserver.state.sessions import STILL_SECONDS, Membership
 from psserver.state.standbys import Standbys
 from psserver.state.variables import Store
-from pswire.model.places import Moved, Standby
-from pswire.model.status import MissedPeer, OpenRound, ServerStatus
-
-
-def status_of(
-    incarnation: int,
-    domain: str,
-    tally: ServerCounters,
-    store: Store,
-    rounds: Rounds,
-    members: Membership,
-    log: Log,
-    snapshots: Snapshots,
-    runner: Runner,
-    digests: Digests,
-    waiters: Waiters,
-    now: float,
-    missed: tuple[MissedPeer, ...],
-    standbys: tuple[Standby, ...],
-) -> ServerStatus:
-    """Returns a server's status; `now` is a time of the core's clock, in seconds."""
-    broken, tables, tier = runner.broken or log.lost, store.tables(), store.native.tier
-    return ServerStatus(
-        server=store.server,
-        incarnation=incarnation,
-        log=len(log.entries),
-        generation=rounds.generation,
-        round=rounds.last,
-        positions=rounds.positions,
-        waiting=_explained(rounds, runner, waiters),
-        variables=len(store.variables),
-        nbytes=store.nbytes,
-        memory_limit=store.memory_limit,
-        chief=members.chief_silent(now) if log.keeps else float("inf"),
-        places=rounds.places,
-        held=snapshots.held,
-        snapshot_limit=snapshots.limit,
-        saving=snapshots.saving,
-        sessions=members.states(now, drivers=True) if log.keeps else (),
-        incarnations=log.incarnations,
-        over=log.over,
-        broken=broken.message if broken else "",
-        device=str(store.device),
-        job=members.job,
-        missed=missed,
-        gap=rounds.clocks.gap,
-        gone=tuple(sorted(log.gone)),
-        losses=tuple(log.losses),
-        standbys=standbys,
-        moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
-        domain=domain,
-        differences=digests.differences,
-        phases=tally.phases,
-        table_rows={one.part.table: len(one.table) for one in tables},
-        table_bytes={one.part.table: one.table.nbytes for one in tables},
-        recovering=rounds.backlog.behind,
-        tier_bytes=tier.nbytes if tier else 0,
-        tier_resident=tier.resident if tier else 0,
-        tier_memory=tier.memory if tier else 0,
-    )
+from pswire.model.places import Moved
+from pswire.model.status import OpenRound, ServerStatus
 
 
 def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRound, ...]:
@@ -89,11 +32,63 @@ def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRo
 class Looks:
     """The part of a server's state machine that takes no stimuli."""
 
-    log: Log
+    incarnation: int
+    tally: ServerCounters
+    store: Store
+    rounds: Rounds
     members: Membership
+    log: Log
+    snapshots: Snapshots
     runner: Runner
+    digests: Digests
+    waiters: Waiters
+    _domain: str
+    _links: Links
     _standbys: Standbys
     _ticked: float
+
+    def status(self, now: float) -> ServerStatus:
+        """Returns the server's status: its state, and the open rounds with the members they wait for."""
+        store, rounds, log, members, snapshots = self.store, self.rounds, self.log, self.members, self.snapshots
+        broken, tables, tier = self.runner.broken or log.lost, store.tables(), store.native.tier
+        return ServerStatus(
+            server=store.server,
+            incarnation=self.incarnation,
+            log=len(log.entries),
+            generation=rounds.generation,
+            round=rounds.last,
+            positions=rounds.positions,
+            waiting=_explained(rounds, self.runner, self.waiters),
+            variables=len(store.variables),
+            variable_bytes=store.nbytes,
+            memory_limit=store.memory_limit,
+            chief=members.chief_silent(now) if log.keeps else float("inf"),
+            places=rounds.places,
+            snapshot_bytes=snapshots.held,
+            snapshot_limit=snapshots.limit,
+            saving=snapshots.saving,
+            sessions=members.states(now, drivers=True) if log.keeps else (),
+            incarnations=log.incarnations,
+            over=log.over,
+            broken=broken.message if broken else "",
+            device=str(store.device),
+            job=members.job,
+            missed=self._links.missed(now),
+            gap=rounds.clocks.gap,
+            gone=tuple(sorted(log.gone)),
+            losses=tuple(log.losses),
+            standbys=self._standbys.waiting(now),
+            moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
+            domain=self._domain,
+            differences=self.digests.differences,
+            phases=self.tally.phases,
+            table_rows={one.part.table: len(one.table) for one in tables},
+            table_bytes={one.part.table: one.table.nbytes for one in tables},
+            recovering=rounds.backlog.behind,
+            tier_bytes=tier.nbytes if tier else 0,
+            tier_resident_bytes=tier.resident if tier else 0,
+            tier_memory=tier.memory if tier else 0,
+        )
 
     @property
     def _is_done(self) -> bool:

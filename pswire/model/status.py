@@ -218,11 +218,11 @@ class ServerStatus:
         positions: the datasets' positions that that round's members told; of asynchronous workers see `places`.
         waiting: rounds that wait.
         variables: number of variables that it holds.
-        nbytes: size of these variables.
+        variable_bytes: size of those that are here.
         memory_limit: bytes that it may hold, 0 for no limit.
         chief: seconds since server 0 heard of the chief; infinite where it never did.
         places: progress of each asynchronous worker, in task order; of those that died, too.
-        held: bytes of old values that it holds for checkpoints which are being written.
+        snapshot_bytes: bytes of old values that it holds for checkpoints which are being written.
         snapshot_limit: bytes of those that it may hold, 0 for no limit.
         saving: checkpoints that it is writing.
         sessions: sessions at server 0: of all tasks, chiefs included, in the order in which they were opened.
@@ -244,8 +244,8 @@ class ServerStatus:
         table_rows, table_bytes: rows of each dynamic table here, and the bytes that it takes, by the table's name.
         recovering: True if it is back, and does not have its variables as they are now: it reads them, or makes rounds
             up.
-        tier_bytes, tier_resident, tier_memory: bytes of files that rows of dynamic tables lie in, how many of these
-            are in memory, and how many may be; 0 where all rows are in memory.
+        tier_bytes, tier_resident_bytes, tier_memory: bytes of files that rows of dynamic tables lie in, how many of
+            these are in memory, and how many may be; 0 where all rows are in memory.
     """
 
     server: int
@@ -256,11 +256,11 @@ class ServerStatus:
     positions: tuple[Position, ...]
     waiting: tuple[OpenRound, ...]
     variables: int
-    nbytes: int
+    variable_bytes: int
     memory_limit: int
     chief: float
     places: tuple[WorkerProgress, ...] = ()
-    held: int = 0
+    snapshot_bytes: int = 0
     snapshot_limit: int = 0
     saving: tuple[Saving, ...] = ()
     sessions: tuple[SessionState, ...] = ()
@@ -283,7 +283,7 @@ class ServerStatus:
     table_bytes: Mapping[str, int] = field(default_factory=dict)
     recovering: bool = False
     tier_bytes: int = 0
-    tier_resident: int = 0
+    tier_resident_bytes: int = 0
     tier_memory: int = 0
 
     @property

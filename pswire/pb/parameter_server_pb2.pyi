@@ -1670,7 +1670,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., transports: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "spoken", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "standbys", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "recovering", "tier_bytes", "tier_resident", "tier_memory")
+    __slots__ = ("server", "incarnation", "log", "generation", "round", "positions", "waiting", "variables", "variable_bytes", "memory_limit", "chief", "places", "spoken", "snapshot_bytes", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "standbys", "moved", "domain", "differences", "phases", "table_rows", "table_bytes", "recovering", "tier_bytes", "tier_resident_bytes", "tier_memory")
     class PhasesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1700,12 +1700,12 @@ class StatusReply(_message.Message):
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
-    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    VARIABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     CHIEF_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     SPOKEN_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     SAVING_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -1728,7 +1728,7 @@ class StatusReply(_message.Message):
     TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
     TIER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TIER_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    TIER_RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIER_MEMORY_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
@@ -1738,12 +1738,12 @@ class StatusReply(_message.Message):
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     waiting: _containers.RepeatedCompositeFieldContainer[OpenRound]
     variables: int
-    nbytes: int
+    variable_bytes: int
     memory_limit: int
     chief: float
     places: _containers.RepeatedCompositeFieldContainer[Place]
     spoken: Spoken
-    held: int
+    snapshot_bytes: int
     snapshot_limit: int
     saving: _containers.RepeatedCompositeFieldContainer[Saving]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
@@ -1766,9 +1766,9 @@ class StatusReply(_message.Message):
     table_bytes: _containers.ScalarMap[str, int]
     recovering: bool
     tier_bytes: int
-    tier_resident: int
+    tier_resident_bytes: int
     tier_memory: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., standbys: _Optional[_Iterable[_Union[Standby, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., recovering: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., variable_bytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., spoken: _Optional[_Union[Spoken, _Mapping]] = ..., snapshot_bytes: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., standbys: _Optional[_Iterable[_Union[Standby, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ..., recovering: _Optional[bool] = ..., tier_bytes: _Optional[int] = ..., tier_resident_bytes: _Optional[int] = ..., tier_memory: _Optional[int] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("server", "round", "variables", "more", "agreed")

@@ -88,7 +88,7 @@ def told(future):
 
 def forgotten(job):
     """Nothing is held or waited for on any server."""
-    return all(not server.machine.snapshots and server.status().held == 0 for server in job.servers.cores)
+    return all(not server.machine.snapshots and server.status().snapshot_bytes == 0 for server in job.servers.cores)
 
 
 def asked(job, plan):

@@ -153,7 +153,7 @@ def test_a_new_job_drops_everything(job, worker):
     with pytest.raises(Fenced):
         job.verbs[0].heartbeat(worker.session, -1, b"")
     status = job.verbs[0].status()
-    assert (status.log, status.variables, status.nbytes, status.generation, status.round) == (1, 0, 0, None, -1)
+    assert (status.log, status.variables, status.variable_bytes, status.generation, status.round) == (1, 0, 0, None, -1)
     job.verbs[0].heartbeat(other.session, -1, b"")
     assert create(job.verbs[0], other.session, 0, VariableSpec("new", PAIR)).count == 1
 
@@ -164,7 +164,7 @@ def test_the_same_job_is_not_begun_twice(job, worker):
     job.variable(worker, np.array(1), (1,))
     for server in job.verbs:
         server.approve(job.token, 0, log(job))
-    assert job.verbs[1].status().nbytes == 8
+    assert job.verbs[1].status().variable_bytes == 8
     job.append(Done())
     cores = job.servers.cores
     eventually(cores[1].done.done)

@@ -84,7 +84,7 @@ def test_the_log_says_which_variable_a_number_is(job, worker):
     assert not create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
     create(job.verbs[1], worker.session, 0, spec, (1,), Payload.pack([np.array(3)]))
     assert int(job.value(worker, PlacedVariable(0, spec, (1,)))) == 3
-    assert (job.verbs[1].status().variables, job.verbs[1].status().nbytes) == (1, spec.tensor.nbytes)
+    assert (job.verbs[1].status().variables, job.verbs[1].status().variable_bytes) == (1, spec.tensor.nbytes)
     with pytest.raises(VariableMismatch):
         create(job.verbs[1], stranger, 0, other, (1,))
 
@@ -185,12 +185,12 @@ def test_a_server_holds_no_more_than_its_limit(serve):
     assert job.verbs[0].status().log == length
     assert job.variable(worker, np.zeros(100), (1,)).id == 0
     status = job.verbs[1].status()
-    assert (status.nbytes, status.memory_limit) == (800, 1000)
+    assert (status.variable_bytes, status.memory_limit) == (800, 1000)
     spec = VariableSpec("large", TensorSpec("float64", (100,)))
     with pytest.raises(MemoryLimit, match=r"large.*800 bytes.*limit of 1000 bytes.*--memory-limit") as told:
         create(job.verbs[1], worker.session, 1, spec, (1,))
     assert told.value.task == "/job:ps/task:1"
-    assert job.verbs[1].status().nbytes == 800
+    assert job.verbs[1].status().variable_bytes == 800
     job.variable(worker, np.zeros(25), (1,))
 
 

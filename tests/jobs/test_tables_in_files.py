@@ -295,5 +295,5 @@ def test_a_table_beyond_its_memory_is_trained_bit_for_bit(tmp_path, directory):
         status = cluster.cores[0].status()
         assert status.tier_memory == bound
         assert status.tier_bytes > bound
-        eventually(lambda: cluster.cores[0].status().tier_resident <= bound)
+        eventually(lambda: cluster.cores[0].status().tier_resident_bytes <= bound)
         assert os.listdir(directory) == []

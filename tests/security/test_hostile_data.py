@@ -96,7 +96,7 @@ def refused(job: Job, worker: Worker, request: pb.CreateBatchRequest) -> inside.
         error = raised
     assert error is not None
     after = server.status()
-    assert (after.variables, after.nbytes, after.log) == (before.variables, before.nbytes, before.log)
+    assert (after.variables, after.variable_bytes, after.log) == (before.variables, before.variable_bytes, before.log)
     assert process.memory_info().rss - memory < SOME
     return error
 
@@ -176,7 +176,7 @@ def test_the_widest_rows_cost_nothing_until_they_are_there(tmp_path: Path) -> No
         now = process.memory_info()
         assert now.rss - before.rss < 3 * SOME
         assert now.vms - before.vms < 33 << 40
-        assert server.status().nbytes == 0
+        assert server.status().variable_bytes == 0
         job.variables += [inside.PlacedVariable(n, spec, (0,)) for n, spec in enumerate(specs)]
         error = refused(job, worker, pb.CreateBatchRequest(variables=[encoded(job, table())]))
         assert f"the limit of {inside.MAX_PARTS} tables on server 0" in str(error)

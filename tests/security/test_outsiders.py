@@ -222,7 +222,7 @@ def test_the_log_says_what_a_variable_is(two: Two) -> None:
     spec = inside.VariableSpec("v1", FOUR)
     create(two.cores[0], two.members[0].session, 1, spec, (1,))
     two.job.append()
-    assert two.cores[1].status().nbytes == FOUR.nbytes
+    assert two.cores[1].status().variable_bytes == FOUR.nbytes
     value = inside.Payload.pack([np.full(4, 3, "float32")])
     assert create(two.cores[1], two.members[0].session, 1, spec, (1,), value).initialized
     (found,) = two.cores[1].pull(two.members[0].session, [1], -1).result(SOON).payload.tensors([FOUR])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from pswire.cluster import Task
@@ -43,8 +43,11 @@ class Problem:
     message: str
 
 
-def _told(default: Any, read: Callable[[ServerStatus, ProcessStatus], Any]) -> Any:
-    """A field that is read of a server's status; its default, or a function that gives it, where there is none."""
+def _told(default: Any, read: Callable[[ServerStatus, ProcessStatus], Any] | None = None) -> Any:
+    """A field that is read of a server's status, where it is the field of that name if no other way is given.
+
+    Where there is no status it is its default, or what that returns.
+    """
     key = "default_factory" if callable(default) else "default"
     return field(metadata={"read": read}, **{key: default})
 
@@ -73,32 +76,32 @@ class ServerView:
     address: str
     state: str
     lag: int = 0
-    incarnation: int = _told(0, lambda s, p: s.incarnation)
+    incarnation: int = _told(0)
     started_at: float = _told(0.0, lambda s, p: p.clock - p.uptime)
     generation: int = _told(0, lambda s, p: s.generation.number if s.generation else 0)
-    round: int = _told(-1, lambda s, p: s.round)
+    round: int = _told(-1)
     waiting: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
     waits_for: tuple[str, ...] = _told((), lambda s, p: _awaited(s.waiting))
-    log: int = _told(0, lambda s, p: s.log)
-    variables: int = _told(0, lambda s, p: s.variables)
-    variable_bytes: int = _told(0, lambda s, p: s.nbytes)
-    memory_limit: int = _told(0, lambda s, p: s.memory_limit)
-    snapshot_bytes: int = _told(0, lambda s, p: s.held)
-    snapshot_limit: int = _told(0, lambda s, p: s.snapshot_limit)
+    log: int = _told(0)
+    variables: int = _told(0)
+    variable_bytes: int = _told(0)
+    memory_limit: int = _told(0)
+    snapshot_bytes: int = _told(0)
+    snapshot_limit: int = _told(0)
     resident_bytes: int = _told(0, lambda s, p: p.resident)
     transports: Mapping[str, int] = _told(dict, lambda s, p: _transports(s.generation, p))
     saving: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
-    device: str = _told("", lambda s, p: s.device)
-    domain: str = _told("", lambda s, p: s.domain)
+    device: str = _told("")
+    domain: str = _told("")
     version: str = _told("", lambda s, p: p.versions.get("paramserver", ""))
     traffic: Mapping[str, int] = _told(dict, lambda s, p: p.traffic)
     up_seconds: float = _told(0.0, lambda s, p: p.uptime)
-    phases: Mapping[str, float] = _told(dict, lambda s, p: s.phases)
-    table_rows: Mapping[str, int] = _told(dict, lambda s, p: s.table_rows)
-    table_bytes: Mapping[str, int] = _told(dict, lambda s, p: s.table_bytes)
-    tier_bytes: int = _told(0, lambda s, p: s.tier_bytes)
-    tier_resident_bytes: int = _told(0, lambda s, p: s.tier_resident)
-    tier_memory: int = _told(0, lambda s, p: s.tier_memory)
+    phases: Mapping[str, float] = _told(dict)
+    table_rows: Mapping[str, int] = _told(dict)
+    table_bytes: Mapping[str, int] = _told(dict)
+    tier_bytes: int = _told(0)
+    tier_resident_bytes: int = _told(0)
+    tier_memory: int = _told(0)
     page: str = _told("", lambda s, p: p.page)
 
 
@@ -262,9 +265,14 @@ def _server(found: Looked, newest: int) -> ServerView:
     if status is None:
         return ServerView(str(found.task), found.address, why_silent(found))
     process = status.process or UNTOLD
-    told = {each.name: each.metadata["read"](status, process) for each in fields(ServerView) if each.metadata}
+    told = {each.name: _read(each, status, process) for each in fields(ServerView) if each.metadata}
     state = "broken" if status.broken else "up"
     return ServerView(str(found.task), found.address, state, newest - status.round, **told)
+
+
+def _read(told: Field[Any], status: ServerStatus, process: ProcessStatus) -> Any:
+    read = told.metadata["read"]
+    return getattr(status, told.name) if read is None else read(status, process)
 
 
 def _transports(generation: Generation | None, process: ProcessStatus) -> dict[str, int]:

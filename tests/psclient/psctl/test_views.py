@@ -166,7 +166,7 @@ STATUSES = st.builds(
         st.builds(OpenRound, st.integers(0, 6), st.just("adds"), st.lists(TASKS).map(tuple), st.booleans()), max_size=3
     ).map(tuple),
     variables=st.integers(0, 3),
-    nbytes=st.integers(0, 1 << 40),
+    variable_bytes=st.integers(0, 1 << 40),
     memory_limit=st.integers(0, 1 << 40),
     chief=st.floats(0, allow_nan=False),
     places=st.lists(st.builds(WorkerProgress, TASKS, ROUNDS, st.just(())), max_size=2).map(tuple),

@@ -88,7 +88,7 @@ def variables(job, worker, count):
 
 
 def held(job):
-    return job.verbs[0].status().held
+    return job.verbs[0].status().snapshot_bytes
 
 
 def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):

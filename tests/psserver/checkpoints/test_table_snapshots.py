@@ -135,7 +135,7 @@ def test_a_round_writes_its_own_rows_aside(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with trained(tmp_path) as job:
         plan, shard = job.order("ckpt-1")
-        held = lambda: job.job.verbs[0].status().held  # noqa: E731
+        held = lambda: job.job.verbs[0].status().snapshot_bytes  # noqa: E731
         eventually(lambda: job.job.servers.cores[0].machine.snapshots.saving[0].nbytes == 8000)
         assert held() == 0
         for _ in range(3):
