@@ -18,7 +18,6 @@ import psclient
 from psserver.config import ServerConfig, server_config
 from pstesting import forks
 from pstesting.processes import PS0
-from pswire.checkpoint.manifest import MANIFEST
 from pswire.security.identity import Security
 from pswire.telemetry import logging_setup
 
@@ -189,29 +188,6 @@ def test_a_port_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert port in refused("--port", port)
-
-
-@pytest.mark.parametrize(
-    ("there", "flags", "told"),
-    [
-        (["checkpoints/run/ckpt-1"], [], True),
-        (["checkpoints/ckpt-1"], [], True),
-        (["checkpoints/run/ckpt-1", "runs/run/ckpt-1"], [], False),
-        (["checkpoints/run/ckpt-1"], ["--checkpoint-root", "checkpoints"], False),
-        (["checkpoints/run/ckpt-1"], ["--task", "1"], False),
-        ([], [], False),
-    ],
-)
-def test_checkpoints_of_an_older_default_root_are_mentioned(tmp_path, there, flags, told):
-    """Server 0 says in one line how to go on with them, unless a root is named or the new default has some."""
-    for path in there:
-        (tmp_path / path).mkdir(parents=True)
-        (tmp_path / path / MANIFEST).touch()
-    with psserver("--lifeline", *flags, cwd=tmp_path) as process:
-        assert "listening" in first_line(process)
-        _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
-    assert [line.partition("--checkpoint-root ")[2] for line in err.splitlines()] == ["checkpoints"] * told
 
 
 def test_debug_shows_the_traceback():
