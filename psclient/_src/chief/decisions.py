@@ -28,6 +28,9 @@ from pswire.model.log import (
 )
 from pswire.model.status import ServerStatus, SessionState, held_up
 
+WAYS = {"lost": "is lost", "failed": "has failed", "hung": "has held up a round for longer than PS_ROUND_TIMEOUT"}
+"""How a member may go that did not leave, in words."""
+
 
 @dataclass(frozen=True)
 class Beginning:
@@ -86,10 +89,6 @@ class Beginning:
             positions = max(places, key=lambda place: place.round).positions if places else ()
         start, here = Start(self.number, round, positions), str(replace(change, round=round))
         return GenerationClosed(Generation(self.number, tuple(map(change.moved, self.members)), here, start))
-
-
-WAYS = {"lost": "is lost", "failed": "has failed", "hung": "has held up a round for longer than PS_ROUND_TIMEOUT"}
-"""How a member may go that did not leave, in words."""
 
 
 def came(sessions: Sequence[SessionState]) -> set[Task]:

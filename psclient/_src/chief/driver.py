@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("psclient.chief")
 
+PAUSE = 1.0
+"""Seconds after which the chief looks again even if nothing was announced."""
+
 
 @dataclass(frozen=True)
 class Driven:
@@ -61,10 +64,6 @@ class Driven:
     missing: tuple[Task, ...]
     checkpoints: Counter[str]
     saving: Histogram
-
-
-PAUSE = 1.0
-"""Seconds after which the chief looks again even if nothing was announced."""
 
 
 class Chief:

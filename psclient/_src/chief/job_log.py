@@ -33,6 +33,9 @@ from pswire.model.plan import PlacedVariable, Plan
 
 log = logging.getLogger("psclient.chief")
 
+NO_CLUSTER = ClusterSpec({})
+"""Of a process that begins no job."""
+
 
 @dataclass
 class JobState:
@@ -122,10 +125,6 @@ class JobState:
     def survives(self, gone: Set[int]) -> bool:
         """Returns whether all variables lie on some server that is not gone."""
         return all(set(variable.servers) - gone for variable in self.variables)
-
-
-NO_CLUSTER = ClusterSpec({})
-"""Of a process that begins no job."""
 
 
 class JobOver(Fenced):

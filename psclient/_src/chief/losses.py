@@ -24,6 +24,15 @@ from pswire.model.status import Difference, ServerStatus
 
 log = logging.getLogger("psclient.chief")
 
+LEASES = 10
+"""Leases that are between two repairs of one pair of servers at least."""
+
+ADVICE = "run all servers on the same type of processor, and test their memory"
+"""What to do about servers that compute differently."""
+
+Pair = tuple[int, int]
+"""Two servers, the lower one first."""
+
 
 def farewell(server: RemoteServer, say: Callable[[RemoteServer], object], what: str) -> Callable[[], None]:
     """Returns what tells the process that is a server now that it is none any more, once the job goes on without it.
@@ -108,16 +117,6 @@ def _untold(session: Session, state: JobState, losses: Sequence[Gone], error: Se
 def _how(error: PSError) -> str:
     """Returns how a server was lost, without what that would mean were there no copies."""
     return re.split("; (?:its variables are|restart from)", error.message)[0]
-
-
-LEASES = 10
-"""Leases that are between two repairs of one pair of servers at least."""
-
-ADVICE = "run all servers on the same type of processor, and test their memory"
-"""What to do about servers that compute differently."""
-
-Pair = tuple[int, int]
-"""Two servers, the lower one first."""
 
 
 class Differences:
