@@ -76,7 +76,7 @@ def select(value: Nest, local_replica_id: int) -> Nest:
     def component(leaf: Leaf) -> Leaf:
         return leaf._component(local_replica_id) if isinstance(leaf, DistributedValues) else leaf
 
-    return nest.map_structure(component, value)
+    return None if value is None else nest.map_structure(component, value)
 
 
 def unwrap(value: Nest, replicas: int) -> list[Nest]:
@@ -128,8 +128,10 @@ def merge_copies(results: Sequence[Nest], kind: type[DistributedValues]) -> Nest
 
 
 def _merged(merge: Callable[..., object], given: Sequence[Nest]) -> Nest:
-    alone = len(given) == 1 and not [leaf for leaf in nest.flatten(given[0]) if isinstance(leaf, Component)]
-    return given[0] if alone else nest.map_structure(merge, *given)
+    first, *others = given
+    if not others and (first is None or not [leaf for leaf in nest.flatten(first) if isinstance(leaf, Component)]):
+        return first
+    return nest.map_structure(merge, *given)
 
 
 def _merge_result(*leaves: Leaf) -> Leaf:

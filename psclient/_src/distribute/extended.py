@@ -346,7 +346,7 @@ class StrategyExtended:
             variables: the variables beside which the sums stay, one for each value.
             reductions: the earlier reductions.
         """
-        whole = len(self.worker_devices) == 1 and not self._backend.group.empty
+        whole = len(self._backend.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
         at = 0
         for value, v in zip(values, variables, strict=True):
