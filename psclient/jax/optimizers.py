@@ -10,19 +10,14 @@ and the content of the momentum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Unpack, cast
 
-import numpy as np
-
-from psclient._src.arrays.devices import Value
-from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import on_cpu
 from psclient.optimizers import Optimizer
 from psclient.optimizers.options import Options
-from psclient.optimizers.ranges import AT_LEAST_0, FROM_0_TO_1, LESS_THAN_1
+from psclient.optimizers.rules import OPTAX, RuleOptimizer, kind_of
 from psclient.optimizers.schedules import LearningRateSchedule
 from pswire.errors import InvalidArgument, InvalidType
-from pswire.model.tensor import Array
 
 Rate = float | LearningRateSchedule | Callable[[Any], Any]
 """A number, a schedule of `ps.optimizers`, or a function of the number of steps before, such as optax's schedules."""
@@ -30,19 +25,16 @@ Rate = float | LearningRateSchedule | Callable[[Any], Any]
 NAMES = ("adagrad", "adam", "adamw", "sgd")
 
 
-class Rule(Optimizer):
-    """Base of the optimizers: handles learning rates that are functions of the step.
+class _OptaxRule(RuleOptimizer):
+    """An optimizer whose learning rate may be a function of the number of steps before."""
 
-    Args:
-        learning_rate: a number, a schedule of `ps.optimizers`, or a function of the number of previous steps.
-        options: as in `ps.optimizers.Optimizer`.
-    """
+    mask: Any
 
-    def __init__(self, learning_rate: Rate, **options: Unpack[Options]) -> None:
-        given: Any = learning_rate
-        if callable(given) and not isinstance(given, LearningRateSchedule):
-            given = _RateOfStep(given, self)
-        super().__init__(given, **options)
+    def __init__(self, learning_rate: Rate, **given: Any) -> None:
+        rate: Any = learning_rate
+        if callable(rate) and not isinstance(rate, LearningRateSchedule):
+            rate = _RateOfStep(rate, self)
+        super().__init__(rate, **given)
 
 
 class _RateOfStep:
@@ -53,7 +45,7 @@ class _RateOfStep:
         rule: counts the steps.
     """
 
-    def __init__(self, schedule: Callable[[Any], Any], rule: Rule) -> None:
+    def __init__(self, schedule: Callable[[Any], Any], rule: _OptaxRule) -> None:
         self._schedule = schedule
         self._rule = rule
 
@@ -64,100 +56,13 @@ class _RateOfStep:
             return float(self._schedule(steps))
 
 
-class Sgd(Rule):
-    """`t = g + momentum * t; v -= rate * t`; with `nesterov` the step is `g + momentum * t`."""
-
-    slots: tuple[str, ...] = ("trace",)
-    _slot_of = {"momentum": "trace"}
-    _ranges = {"momentum": FROM_0_TO_1}
-
-    def __init__(self, learning_rate: Rate, momentum: float, nesterov: bool, **options: Unpack[Options]) -> None:
-        super().__init__(learning_rate, **options)
-        self.momentum, self.nesterov = momentum, bool(nesterov)
-        self.slots = ("trace",) if self.momentum else ()
-
-    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
-        """Applies a step of `optax.sgd`."""
-        step = gradient
-        for trace in slots:
-            trace.assign(gradient + self.momentum * trace)
-            step = gradient + self.momentum * trace if self.nesterov else trace.value()
-        v.assign_sub(self.learning_rate * step)
-
-
-class Adam(Rule):
-    """The formula of `optax.adam` and `optax.adamw`: epsilon is added outside of the root of the corrected moment.
-
-    Attributes:
-        _decaying: in `update`, whether the variable takes part in weight decay.
-    """
-
-    _decaying: bool
-
-    slots = ("mu", "nu")
-    _decays_before = False  # a step of its own would be rounded twice, each time alike
-    _ranges = {"b1": LESS_THAN_1, "b2": LESS_THAN_1, "eps": AT_LEAST_0, "eps_root": AT_LEAST_0}
-
-    def __init__(
-        self,
-        learning_rate: Rate,
-        b1: float,
-        b2: float,
-        eps: float,
-        eps_root: float,
-        nesterov: bool,
-        mask: Any = None,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(learning_rate, **options)
-        self.mask = mask
-        self.b1, self.b2, self.eps, self.eps_root, self.nesterov = b1, b2, eps, eps_root, bool(nesterov)
-
-    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
-        """Applies a step of `optax.adam` or `optax.adamw`."""
-        mu, nu = slots
-        t = iterations.astype(gradient.dtype)  # as in optax: in single precision 1 - 0.999 has an error of 1e-5
-        mu.assign(self.b1 * mu + (1 - self.b1) * gradient)
-        nu.assign(self.b2 * nu + (1 - self.b2) * gradient * gradient)
-        now, next, second = 1 - self.b1**t, 1 - self.b1 ** (t + 1), 1 - self.b2**t
-        first = self.b1 * mu / next + (1 - self.b1) * gradient / now if self.nesterov else mu / now
-        step = first / (np.sqrt(nu / second + self.eps_root) + self.eps)
-        if self._decaying:
-            step = step + self.weight_decay * v.astype(gradient.dtype)
-        v.assign_sub(self.learning_rate * step)
-
-
-class Adagrad(Rule):
-    """`s += g * g; v -= rate * g / sqrt(s + eps)`; no step where s is 0."""
-
-    slots = ("sum_of_squares",)
-    _ranges = {"initial_accumulator_value": AT_LEAST_0, "eps": AT_LEAST_0}
-
-    def __init__(
-        self, learning_rate: Rate, initial_accumulator_value: float, eps: float, **options: Unpack[Options]
-    ) -> None:
-        super().__init__(learning_rate, **options)
-        self.initial_accumulator_value, self.eps = initial_accumulator_value, eps
-
-    def initial_slot(self, slot: str, v: Variable) -> Array:
-        """`initial_accumulator_value`, of the variable's shape."""
-        return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
-
-    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
-        """Applies a step of `optax.adagrad`."""
-        (total,) = slots
-        total.assign_add(gradient * gradient)
-        size = np.where(total > 0, total + self.eps, 1.0)
-        v.assign_sub(self.learning_rate * gradient / np.sqrt(size))
-
-
 def sgd(
     learning_rate: Rate,
     momentum: float | None = None,
     nesterov: bool = False,
     accumulator_dtype: None = None,
     **options: Unpack[Options],
-) -> Sgd:
+) -> Optimizer:
     """Gradient descent, with optional momentum.
 
     Source: `optax.sgd`.
@@ -178,7 +83,7 @@ def sgd(
         ValueError: a number is out of its range, or another dtype of slots is requested.
     """
     _refuse_dtype("accumulator_dtype", accumulator_dtype)
-    return Sgd(learning_rate, 0.0 if momentum is None else momentum, nesterov, **options)
+    return _made("Sgd", learning_rate, momentum=0.0 if momentum is None else momentum, nesterov=nesterov, **options)
 
 
 def adam(
@@ -191,7 +96,7 @@ def adam(
     *,
     nesterov: bool = False,
     **options: Unpack[Options],
-) -> Adam:
+) -> Optimizer:
     """Gradient descent by decayed means of gradients and of their squares.
 
     Source: `optax.adam`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
@@ -214,7 +119,7 @@ def adam(
         ValueError: as `sgd`.
     """
     _refuse_dtype("mu_dtype", mu_dtype)
-    return Adam(learning_rate, b1, b2, eps, eps_root, nesterov, **options)
+    return _made("Adam", learning_rate, b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov, **options)
 
 
 def adamw(
@@ -229,7 +134,7 @@ def adamw(
     *,
     nesterov: bool = False,
     **options: Any,
-) -> Adam:
+) -> Optimizer:
     """Adam with decoupled weight decay.
 
     Source: `optax.adamw`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
@@ -255,13 +160,15 @@ def adamw(
         ValueError: as `sgd`.
     """
     _refuse_dtype("mu_dtype", mu_dtype)
-    named = {"name": "adamw", **options}
-    return Adam(learning_rate, b1, b2, eps, eps_root, nesterov, mask, weight_decay=weight_decay, **named)
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
+    made = _made("Adam", learning_rate, nesterov=nesterov, **numbers, **{"name": "adamw", **options})
+    made.mask = mask
+    return made
 
 
 def adagrad(
     learning_rate: Rate, initial_accumulator_value: float = 0.1, eps: float = 1e-7, **options: Unpack[Options]
-) -> Adagrad:
+) -> Optimizer:
     """Divides gradients by the root of the sum of all squared gradients.
 
     Source: `optax.adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
@@ -279,7 +186,12 @@ def adagrad(
         TypeError: as `sgd`.
         ValueError: as `sgd`.
     """
-    return Adagrad(learning_rate, initial_accumulator_value, eps, **options)
+    first = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
+    return _made("Adagrad", learning_rate, **first, **options)
+
+
+def _made(rule: str, learning_rate: Rate, **given: Any) -> _OptaxRule:
+    return cast(_OptaxRule, kind_of(OPTAX[rule], rule, _OptaxRule)(learning_rate, **given))
 
 
 def _refuse_dtype(name: str, dtype: object) -> None:

@@ -6,7 +6,7 @@ and runs on the server, beside the variable. What all have in common is done aro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from psclient.optimizers.checks import Exclusions, check_lazy, check_tables, che
 from psclient.optimizers.configs import Described
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
-from psclient.optimizers.ranges import Range, check_number, is_number
+from psclient.optimizers.ranges import is_number
 from psclient.optimizers.state import Needs, State, first_shared
 from psclient.optimizers.step_driver import StepDriver
 from psclient.optimizers.step_functions import become, state_dtype
@@ -89,11 +89,6 @@ class Optimizer(Described):
 
     What `update` does to a row of a gradient of rows then depends on nothing that it assigns but this row.
     """
-    _slot_of: ClassVar[Mapping[str, str]] = {}
-    """Slots by the attribute that needs them: a slot is there if its attribute is true."""
-    _ranges: ClassVar[Mapping[str, Range]] = {}
-    """A class's own attributes that are numbers, and which ones: when it is created, and when they are changed."""
-
     weight_decay: float | None
     clipnorm: float | None
     clipvalue: float | None
@@ -147,8 +142,6 @@ class Optimizer(Described):
     def __setattr__(self, name: str, value: object) -> None:
         # What stands for an optimizer in an update function has no state.
         if "_state" in vars(self):
-            if name in self._ranges:
-                value = check_number(name, value, self._ranges[name])
             self._check_change(name, value)
             if name in OPTIONS:
                 options = {option: getattr(self, option) for option in OPTIONS}
@@ -157,12 +150,6 @@ class Optimizer(Described):
 
     def _check_change(self, name: str, value: object) -> None:
         """Raises `AttributeError` where an attribute's new value would need other state than there is."""
-        slot = self._slot_of.get(name)
-        if slot is not None and value and slot not in self.slots:
-            raise AttributeError(
-                f"{name} needs a slot {slot!r}, but this {type(self).__name__} was created without it; "
-                "create another one"
-            )
         scale = name == "loss_scale_factor" and any(
             isinstance(factor, DynamicLossScale) for factor in (value, self.loss_scale_factor)
         )
@@ -174,15 +161,8 @@ class Optimizer(Described):
                 "determines the optimizer's state; create another one"
             )
 
-    def _slots_with(self, name: str, value: object) -> tuple[str, ...]:
-        """Returns the names of the slots that an optimizer with another value of an attribute keeps."""
-        if name not in self._slot_of:
-            return self.slots
-        return type(self).from_config(self.get_config() | {name: value}).slots
-
     def _prepare(self, name: str, value: object) -> None:
-        """Keeps the slots that another value of an attribute needs, for variables of which it keeps nothing yet."""
-        vars(self)["slots"] = self._slots_with(name, value)
+        """Keeps what another value of an attribute needs, for variables of which nothing is kept yet."""
 
     @property
     def learning_rate(self) -> Any:

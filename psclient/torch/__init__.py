@@ -7,7 +7,6 @@ gradients    are seen as they come, and copied into buffers that are sent
 parameters   names, checks, and parameters as arrays of NumPy
 buffers      of a module: each worker's own, or means
 groups       of parameters, with hyperparameters of their own
-rules        torch's optimizers by torch's formulas
 state        `state_dict`, fetched and assigned
 scaler       `GradScaler`: an overflow is one for all workers
 embeddings   modules whose rows are on servers

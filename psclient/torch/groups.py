@@ -16,10 +16,10 @@ from psclient._src.tracing.update_function import update_function
 from psclient._src.variables.sparse_updates import CatchUp, Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import DynamicLossScale, Optimizer, step_functions
+from psclient.optimizers.rules import STEP, TORCH, RuleOptimizer, TorchRule, kind_of
 from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State, state_of
 from psclient.optimizers.step_driver import StepDriver, StepFunctions
-from psclient.torch.rules import STEP, TorchRule, plain, rule_class
 from pswire.errors import InvalidArgument, InvalidType
 
 LR = "lr"
@@ -60,7 +60,7 @@ class ParameterGroups(Configured):
     @classmethod
     def _label_of(cls, name: str, inner: str) -> str:
         """As `param_groups` has it."""
-        return f"{LR if inner == 'learning_rate' else inner} of param_groups[{name.removeprefix('rule_')}]"
+        return f"{_SHOWN.get(inner, inner)} of param_groups[{name.removeprefix('rule_')}]"
 
     def _settings(self) -> Settings:
         """Returns what an update function sees of all rules, as of now."""
@@ -172,9 +172,7 @@ class ParameterGroups(Configured):
         rule, value = self._made[group], plain(value)
         if not any(self.state.has(v) for v, of in self._entered if of == group):
             rule._prepare(keys_of(rule).get(name, name), value)
-        if name == LR:
-            rule.learning_rate = value
-        elif name == BETAS and not isinstance(rule, TorchRule):
+        if name == BETAS:
             rule.beta_1, rule.beta_2 = value  # type: ignore[attr-defined]
         else:
             setattr(rule, keys_of(rule)[name], value)
@@ -201,24 +199,30 @@ class ParameterGroups(Configured):
 
 def value_of(rule: Optimizer, name: str) -> Any:
     """Returns a hyperparameter of a rule by its name in `param_groups`."""
-    if name == LR:
-        return rule.learning_rate
-    if name == BETAS and not isinstance(rule, TorchRule):
+    if name == BETAS:
         return rule.beta_1, rule.beta_2  # type: ignore[attr-defined]
     return getattr(rule, keys_of(rule)[name])
 
 
 def keys_of(rule: Optimizer) -> Mapping[str, str]:
-    """Returns the names of a rule's hyperparameters in `param_groups`, but for `lr`, with the attributes they are."""
+    """Returns the names of a rule's hyperparameters in `param_groups`, with the attributes they are."""
     if isinstance(rule, TorchRule):
-        return rule.hyperparameters
+        return {_theirs(name): name for name in ("learning_rate", *rule._rule.numbers)}
     config = rule.get_config()
-    numbers = {name for name, value in config.items() if isinstance(value, bool | int | float)}
-    betas = {"beta_1", "beta_2"}
-    if betas <= numbers:  # by torch's name, so that torch's schedulers find them
-        numbers = numbers - betas | {BETAS}
-    return {name: name for name in sorted((numbers | {"weight_decay"}) - _OF_A_STEP)}
+    numbers = {name for name, value in config.items() if isinstance(value, bool | int | float)} | {"weight_decay"}
+    theirs = _SHOWN if {"beta_1", "beta_2"} <= numbers else {}  # so that torch's schedulers find betas
+    return {LR: "learning_rate", **{theirs.get(name, name): name for name in sorted(numbers - _OF_A_STEP)}}
 
+
+_SHOWN = {
+    "learning_rate": LR,
+    "beta_1": BETAS,
+    "beta_2": BETAS,
+    "penalty": "weight_decay",
+    "decoupled": "decoupled_weight_decay",
+}
+_THEIRS = {**_SHOWN, "epsilon": "eps"}
+"""torch's names of attributes of its rules; without those that optimizers of `ps.optimizers` have as well."""
 
 _OF_A_STEP = frozenset(
     {
@@ -252,7 +256,7 @@ def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tup
                 f"{', '.join(sorted(options))} cannot be passed together with a {type(optimizer).__name__} "
                 "instance; pass them to its constructor, or pass a class of torch.optim instead"
             )
-        return optimizer, {name: value_of(optimizer, name) for name in (LR, *keys_of(optimizer))}
+        return optimizer, {name: value_of(optimizer, name) for name in keys_of(optimizer)}
     if isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidType(
             f"a {type(optimizer).__name__} instance would update parameters in this process instead of on "
@@ -263,14 +267,39 @@ def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tup
         raise InvalidType(
             f"{optimizer!r} is not an optimizer; pass one of ps.optimizers, or a class such as torch.optim.AdamW"
         )
-    kind = rule_class(optimizer)
+    kind = _kind_of(optimizer)
     if options.get("differentiable"):
         raise InvalidArgument("differentiable=True is not supported, because servers make the steps; leave it out")
     own = {name: options[name] for name in OURS & options.keys()}
     given = {name: value for name, value in options.items() if name not in own}
     (theirs,) = optimizer([{"params": []}], **given).param_groups  # torch checks the arguments, and adds defaults
-    defaults = {name: theirs[name] for name in (LR, *kind.hyperparameters)}
-    return kind(theirs, name or optimizer.__name__.lower(), **own), defaults
+    defaults = {name: theirs[name] for name in dict.fromkeys(map(_theirs, ("learning_rate", *kind._rule.numbers)))}
+    numbers = {name: plain(theirs[_theirs(name)]) for name in kind._rule.numbers}
+    if BETAS in theirs:
+        numbers["beta_1"], numbers["beta_2"] = numbers["beta_1"]
+    return kind(plain(theirs[LR]), name=name or optimizer.__name__.lower(), **numbers, **own), defaults
+
+
+def _theirs(name: str) -> str:
+    return _THEIRS.get(name, name)
+
+
+def _kind_of(theirs: Any) -> type[RuleOptimizer]:
+    """Returns the optimizers that compute what a class of torch's optimizers does; raises `ValueError` without one."""
+    name = getattr(theirs, "__name__", str(theirs))
+    if name in TORCH and theirs is getattr(torch.optim, name):
+        return kind_of(TORCH[name], name, TorchRule)
+    raise InvalidArgument(
+        f"{getattr(theirs, '__module__', '')}.{name} is not supported; servers run {', '.join(TORCH)} of torch.optim. "
+        "Otherwise use one of ps.optimizers, or write a subclass of one"
+    )
+
+
+def plain(value: Any) -> Any:
+    """Returns a hyperparameter as an update function takes it: tensors as numbers, lists as tuples."""
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 # ---- The update functions of a step, for the chosen group ----

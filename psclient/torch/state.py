@@ -12,9 +12,9 @@ from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
+from psclient.optimizers.rules import STEP, TORCH, TorchRule
 from psclient.torch.groups import ParameterGroups
 from psclient.torch.parameters import Trained
-from psclient.torch.rules import SGD, STEP, TorchRule
 from pswire.errors import InvalidArgument
 
 MOMENTUM = "momentum_buffer"
@@ -49,7 +49,7 @@ class SlotState:
         own = self._groups.state.of(each.variable)
         found = {name: to_torch(np.array(v.numpy())) for name, v in own.saved()}
         rule = self._groups.of(each.variable)
-        if isinstance(rule, SGD):  # torch keeps no count, and no momentum before the first step
+        if _is_sgd(rule):  # torch keeps no count, and no momentum before the first step
             if STEP in found and not found.pop(STEP):
                 found.pop(MOMENTUM, None)
         elif isinstance(rule, TorchRule):
@@ -89,7 +89,7 @@ class SlotState:
                 f"{type(self._groups.of(each.variable)).__name__} on servers has {', '.join(slots) or 'nothing'}; "
                 "load it into an optimizer of the kind that saved it"
             )
-        if STEP in slots and isinstance(self._groups.of(each.variable), SGD):
+        if STEP in slots and _is_sgd(self._groups.of(each.variable)):
             given[STEP] = np.int64(MOMENTUM in given)  # whether the next gradient is dampened
         for name, value in given.items():
             slot = slots.get(name)
@@ -102,6 +102,10 @@ class SlotState:
                     f"servers have {slot.shape}"
                 )
             slot.assign(array)
+
+
+def _is_sgd(rule: Any) -> bool:
+    return isinstance(rule, TorchRule) and rule._rule is TORCH["SGD"]
 
 
 class GroupState:

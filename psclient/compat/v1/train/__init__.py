@@ -1,8 +1,7 @@
 """Optimizers of `tf.compat.v1.train`, with TensorFlow 1's names, arguments, defaults and formulas.
 
 optimizer     `Optimizer`, the methods that all have: `apply_gradients`, `get_slot`, `variables`
-optimizers    the nine optimizers
-rules         their formulas, where `psclient.optimizers` has another one, or other slots
+optimizers    the nine optimizers: arguments and defaults
 """
 
 from psclient.compat.v1.train.optimizer import Optimizer

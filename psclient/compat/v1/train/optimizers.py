@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from psclient import optimizers
 from psclient.compat.v1.train.optimizer import Optimizer
-from psclient.compat.v1.train.rules import (
-    AdadeltaRule,
-    AdagradRule,
-    FtrlRule,
-    MomentumRule,
-    ProximalAdagradRule,
-    ProximalGradientDescentRule,
-    RMSPropRule,
-)
 from psclient.optimizers.options import LearningRate
+from psclient.optimizers.ranges import FROM_0_TO_1, check_number
+from psclient.optimizers.rules import TENSORFLOW, RuleOptimizer, kind_of
 
 
 class GradientDescentOptimizer(Optimizer):
@@ -61,7 +54,7 @@ class MomentumOptimizer(Optimizer):
         name: str = "Momentum",
         use_nesterov: bool = False,
     ) -> None:
-        super().__init__(MomentumRule(learning_rate, momentum, use_nesterov, name), use_locking)
+        super().__init__(_made("Momentum", learning_rate, name, momentum=momentum, nesterov=use_nesterov), use_locking)
 
 
 class AdamOptimizer(Optimizer):
@@ -118,7 +111,8 @@ class AdagradOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "Adagrad",
     ) -> None:
-        super().__init__(AdagradRule(learning_rate, initial_accumulator_value, name), use_locking)
+        first = {"initial_accumulator_value": initial_accumulator_value, "epsilon": 0.0}
+        super().__init__(_made("Adagrad", learning_rate, name, **first), use_locking)
 
 
 class RMSPropOptimizer(Optimizer):
@@ -152,7 +146,9 @@ class RMSPropOptimizer(Optimizer):
         centered: bool = False,
         name: str = "RMSProp",
     ) -> None:
-        super().__init__(RMSPropRule(learning_rate, decay, momentum, epsilon, centered, name), use_locking)
+        rest = {"momentum": momentum, "epsilon": epsilon, "centered": centered}
+        rho = check_number("decay", decay, FROM_0_TO_1)
+        super().__init__(_made("RMSProp", learning_rate, name, rho=rho, **rest), use_locking)
 
 
 class AdadeltaOptimizer(Optimizer):
@@ -182,7 +178,7 @@ class AdadeltaOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "Adadelta",
     ) -> None:
-        super().__init__(AdadeltaRule(learning_rate, rho, epsilon, name=name), use_locking)
+        super().__init__(_made("Adadelta", learning_rate, name, rho=rho, epsilon=epsilon), use_locking)
 
 
 class FtrlOptimizer(Optimizer):
@@ -222,15 +218,16 @@ class FtrlOptimizer(Optimizer):
         l2_shrinkage_regularization_strength: float = 0.0,
         beta: float | None = None,
     ) -> None:
-        rule = FtrlRule(
+        rule = _made(
+            "Ftrl",
             learning_rate,
-            learning_rate_power,
-            initial_accumulator_value,
-            l1_regularization_strength,
-            l2_regularization_strength,
-            l2_shrinkage_regularization_strength,
-            0.0 if beta is None else beta,
-            name=name,
+            name,
+            learning_rate_power=learning_rate_power,
+            initial_accumulator_value=initial_accumulator_value,
+            l1_regularization_strength=l1_regularization_strength,
+            l2_regularization_strength=l2_regularization_strength,
+            l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
+            beta=0.0 if beta is None else beta,
         )
         super().__init__(rule, use_locking)
 
@@ -261,8 +258,11 @@ class ProximalGradientDescentOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "ProximalGradientDescent",
     ) -> None:
-        rule = ProximalGradientDescentRule(learning_rate, l1_regularization_strength, l2_regularization_strength, name)
-        super().__init__(rule, use_locking)
+        penalties = {
+            "l1_regularization_strength": l1_regularization_strength,
+            "l2_regularization_strength": l2_regularization_strength,
+        }
+        super().__init__(_made("ProximalGradientDescent", learning_rate, name, **penalties), use_locking)
 
 
 class ProximalAdagradOptimizer(Optimizer):
@@ -292,11 +292,13 @@ class ProximalAdagradOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "ProximalAdagrad",
     ) -> None:
-        rule = ProximalAdagradRule(
-            learning_rate,
-            initial_accumulator_value,
-            l1_regularization_strength,
-            l2_regularization_strength,
-            name,
-        )
-        super().__init__(rule, use_locking)
+        numbers = {
+            "initial_accumulator_value": initial_accumulator_value,
+            "l1_regularization_strength": l1_regularization_strength,
+            "l2_regularization_strength": l2_regularization_strength,
+        }
+        super().__init__(_made("ProximalAdagrad", learning_rate, name, **numbers), use_locking)
+
+
+def _made(rule: str, learning_rate: LearningRate, name: str, **numbers: float) -> RuleOptimizer:
+    return kind_of(TENSORFLOW[rule], f"{rule}Optimizer")(learning_rate, name=name, **numbers)

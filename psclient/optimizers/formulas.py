@@ -1,0 +1,230 @@
+"""The formulas of update rules, functions that are traced and run on the servers; `rules` says which rule has which.
+
+Each takes the optimizer, whose attributes are the hyperparameters; the variable; the gradient; the number of steps with
+this one included; and the slots in the order of the rule, None for one that it is made without. It assigns the variable
+and the slots. Operations and their order are those of the source, so that results agree to the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from psclient._src.arrays.devices import Value
+
+# ---- By the gradient, or by its sign ----
+
+
+def descent(o: Any, v: Value, g: Value, t: Value, m: Value) -> None:
+    """Keras: momentum holds steps, so that a new learning rate is for the gradients from here on."""
+    step = o.learning_rate * g
+    if m is not None:
+        m.assign(o.momentum * m - step)
+        step = step - o.momentum * m if o.nesterov else -m
+    v.assign_sub(step)
+
+
+def heavy_ball(o: Any, v: Value, g: Value, t: Value, m: Value) -> None:
+    """PyTorch, optax, TensorFlow 1: momentum holds gradients, of which PyTorch dampens all but the first."""
+    if m is None:
+        v.assign_sub(o.learning_rate * g)
+        return
+    dampening = getattr(o, "dampening", 0.0)
+    now = o.momentum * m + ((1 - dampening) * g if dampening else g)
+    m.assign(np.where(t == 1, g, now) if dampening else now)
+    v.assign_sub(o.learning_rate * (g + o.momentum * m if o.nesterov else m))
+
+
+def lion(o: Any, v: Value, g: Value, t: Value, m: Value) -> None:
+    """Keras."""
+    v.assign_sub(o.learning_rate * np.sign(o.beta_1 * m + (1 - o.beta_1) * g))
+    m.assign(o.beta_2 * m + (1 - o.beta_2) * g)
+
+
+def proximal_descent(o: Any, v: Value, g: Value, t: Value) -> None:
+    """TensorFlow 1: weights are shrunk after the step."""
+    _shrink(o, v, g, o.learning_rate)
+
+
+# ---- By moments of the gradient ----
+
+
+def adam(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most: Value) -> None:
+    """Keras, TensorFlow 1: the paper's "epsilon hat" is added to the root of a moment that is not corrected."""
+    first, second = _corrections(o, t)
+    rate = (o.learning_rate * np.sqrt(second) / first).astype(g.dtype)
+    _move(o, g, m, s)
+    if most is not None:
+        s = most.assign(np.maximum(most, s))
+    v.assign_sub(rate * m / (np.sqrt(s) + o.epsilon))
+
+
+def adam_of_torch(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most: Value) -> None:
+    """PyTorch: epsilon is added to the corrected root."""
+    t = t.astype(np.float64)
+    m.assign_add((1 - o.beta_1) * (g - m))
+    s.assign(o.beta_2 * s + (1 - o.beta_2) * g * g)
+    if most is not None:
+        most.assign(np.maximum(most, s))
+        s = most
+    rate = (o.learning_rate / (1 - o.beta_1**t)).astype(g.dtype)
+    root = np.sqrt(1 - o.beta_2**t).astype(g.dtype)
+    v.assign_sub(rate * (m / (np.sqrt(s) / root + o.epsilon)))
+
+
+def adam_of_optax(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value) -> None:
+    """optax: as PyTorch, with corrections in the gradient's precision, where 1 - 0.999 has an error of 1e-5."""
+    t = t.astype(g.dtype)
+    m.assign(o.b1 * m + (1 - o.b1) * g)
+    s.assign(o.b2 * s + (1 - o.b2) * g * g)
+    now, next, second = 1 - o.b1**t, 1 - o.b1 ** (t + 1), 1 - o.b2**t
+    first = o.b1 * m / next + (1 - o.b1) * g / now if o.nesterov else m / now
+    step = first / (np.sqrt(s / second + o.eps_root) + o.eps)
+    if o._decaying:  # a step of its own would be rounded twice, each time alike
+        step = step + o.weight_decay * v.astype(g.dtype)
+    v.assign_sub(o.learning_rate * step)
+
+
+def adamax(o: Any, v: Value, g: Value, t: Value, m: Value, u: Value) -> None:
+    """Keras."""
+    rate = (o.learning_rate / _corrections(o, t)[0]).astype(g.dtype)
+    m.assign_add((1 - o.beta_1) * (g - m))
+    u.assign(np.maximum(o.beta_2 * u, np.abs(g)))
+    v.assign_sub(rate * m / (u + o.epsilon))
+
+
+def nadam(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, product: Value) -> None:
+    """Keras; `nadam_product` has moved the product of the momenta."""
+    step = t.astype(np.float64)
+    now, next = _nadam_momentum(o, step), _nadam_momentum(o, step + 1)
+    of_m, of_g = next / (1 - product * next), (1 - now) / (1 - product)
+    _move(o, g, m, s)
+    ahead = of_m.astype(g.dtype) * m + of_g.astype(g.dtype) * g
+    second = _corrections(o, t)[1].astype(g.dtype)
+    v.assign_sub(o.learning_rate * ahead / (np.sqrt(s / second) + o.epsilon))
+
+
+def nadam_product(o: Any, product: Value, t: Value) -> Value:
+    """Returns the product of the momenta of all steps, this one included."""
+    return product * _nadam_momentum(o, t.astype(np.float64))
+
+
+def _nadam_momentum(o: Any, step: Value) -> Value:
+    return o.beta_1 * (1 - 0.5 * 0.96**step)
+
+
+def lamb(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value) -> None:
+    """Keras: the length of a step, relative to the variable, is the learning rate."""
+    first, second = (correction.astype(g.dtype) for correction in _corrections(o, t))
+    _move(o, g, m, s)
+    step = (m / first) / (np.sqrt(s / second) + o.epsilon)
+    length, own = (np.sqrt(np.sum(np.square(x))) for x in (v.astype(g.dtype), step))
+    known = np.logical_and(length > 0, own > 0)
+    ratio = np.where(known, length / np.where(known, own, 1.0), 1.0)
+    v.assign_sub(o.learning_rate * ratio * step)
+
+
+# ---- By the size that gradients have had ----
+
+
+def adagrad(o: Any, v: Value, g: Value, t: Value, total: Value) -> None:
+    """Keras, TensorFlow 1."""
+    total.assign_add(g * g)
+    v.assign_sub(o.learning_rate * g / np.sqrt(total + o.epsilon))
+
+
+def adagrad_of_rows(o: Any, v: Value, g: Value, t: Value, total: Value) -> None:
+    """FBGEMM: one sum for each row, of the means of its squared gradients."""
+    axes = tuple(range(1, len(g.shape)))
+    squares = np.square(g)
+    total.assign_add(np.mean(squares, axis=axes, keepdims=True) if axes else squares)
+    v.assign_sub(o.learning_rate * g / (np.sqrt(total) + o.epsilon))
+
+
+def adagrad_of_torch(o: Any, v: Value, g: Value, t: Value, total: Value) -> None:
+    """PyTorch."""
+    total.assign_add(g * g)
+    rate = o.learning_rate
+    if o.lr_decay:
+        rate = (rate / (1 + (t.astype(np.float64) - 1) * o.lr_decay)).astype(g.dtype)
+    v.assign_sub(rate * (g / (np.sqrt(total) + o.epsilon)))
+
+
+def adagrad_of_optax(o: Any, v: Value, g: Value, t: Value, total: Value) -> None:
+    """optax: no step where the sum is 0."""
+    total.assign_add(g * g)
+    size = np.where(total > 0, total + o.eps, 1.0)
+    v.assign_sub(o.learning_rate * g / np.sqrt(size))
+
+
+def proximal_adagrad(o: Any, v: Value, g: Value, t: Value, total: Value) -> None:
+    """TensorFlow 1: weights are shrunk after the step."""
+    total.assign_add(g * g)
+    _shrink(o, v, g, o.learning_rate / np.sqrt(total))
+
+
+def adadelta(o: Any, v: Value, g: Value, t: Value, gradients: Value, steps: Value) -> None:
+    """Keras, TensorFlow 1."""
+    gradients.assign(o.rho * gradients + (1 - o.rho) * g * g)
+    step = np.sqrt(steps + o.epsilon) / np.sqrt(gradients + o.epsilon) * g
+    steps.assign(o.rho * steps + (1 - o.rho) * step * step)
+    v.assign_sub(o.learning_rate * step)
+
+
+def rmsprop(o: Any, v: Value, g: Value, t: Value, squares: Value, mean: Value, m: Value) -> None:
+    """Keras, TensorFlow 1: epsilon is under the root, and momentum holds steps."""
+    squares.assign(o.rho * squares + (1 - o.rho) * g * g)
+    size = squares.value()
+    if mean is not None:
+        mean.assign(o.rho * mean + (1 - o.rho) * g)
+        size = size - mean * mean
+    step = o.learning_rate * g / np.sqrt(size + o.epsilon)
+    v.assign_sub(step if m is None else m.assign(o.momentum * m + step).value())
+
+
+def rmsprop_of_torch(o: Any, v: Value, g: Value, t: Value, squares: Value, m: Value, mean: Value) -> None:
+    """PyTorch: epsilon is beside the root, and momentum holds gradients."""
+    squares.assign(o.alpha * squares + (1 - o.alpha) * g * g)
+    size = squares.value()
+    if mean is not None:
+        mean.assign_add((1 - o.alpha) * (g - mean))
+        size = size - mean * mean
+    step = g / (np.sqrt(size) + o.epsilon)
+    if m is not None:
+        m.assign(o.momentum * m + step)
+        step = m
+    v.assign_sub(o.learning_rate * step)
+
+
+def ftrl(o: Any, v: Value, g: Value, t: Value, total: Value, linear: Value) -> None:
+    """Keras, TensorFlow 1."""
+    l1, l2 = o.l1_regularization_strength, o.l2_regularization_strength
+    rate, weights = o.learning_rate, v.astype(g.dtype)
+    before = total.value() ** -o.learning_rate_power
+    total.assign_add(g * g)
+    after = total.value() ** -o.learning_rate_power
+    linear.assign_add(g + 2 * o.l2_shrinkage_regularization_strength * weights - (after - before) / rate * weights)
+    quadratic = after / rate + 2 * (l2 + o.beta / (2 * rate))
+    v.assign((np.clip(linear, -l1, l1) - linear) / quadratic)
+
+
+# ---- What they share ----
+
+
+def _move(o: Any, g: Value, m: Value, s: Value) -> None:
+    """Moves both moments towards the gradient and its square."""
+    m.assign_add((1 - o.beta_1) * (g - m))
+    s.assign_add((1 - o.beta_2) * (g * g - s))
+
+
+def _corrections(o: Any, t: Value) -> tuple[Value, Value]:
+    """Returns `1 - beta_1 ** t` and `1 - beta_2 ** t`, float64: in half precision 0.999 is 1."""
+    t = t.astype(np.float64)
+    return 1 - o.beta_1**t, 1 - o.beta_2**t
+
+
+def _shrink(o: Any, v: Value, g: Value, rate: Value) -> None:
+    """Makes a step to the weights that are nearest under both penalties; Duchi and Singer, "FOBOS", 2009."""
+    x, l1, l2 = v.astype(g.dtype) - rate * g, rate * o.l1_regularization_strength, rate * o.l2_regularization_strength
+    v.assign(np.sign(x) * np.maximum(np.abs(x) - l1, 0.0) / (1.0 + l2))
