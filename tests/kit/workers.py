@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -44,7 +45,7 @@ class Worker:
         self.more = False
         self.others_more: bool | None = None
         self.empty: frozenset[int] = frozenset()
-        self.fraction: float | None = None
+        self.fraction: Fraction | None = None
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
         self.backup_workers = 0
@@ -73,7 +74,7 @@ class Worker:
         index: int,
         more: bool,
         empty: frozenset[int],
-        fraction: float | None = None,
+        fraction: Fraction | None = None,
         returned: tuple[Examples, ...] = (),
         batch: Any = None,
         source: int = 0,

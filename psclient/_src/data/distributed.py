@@ -10,8 +10,9 @@ import hashlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -32,6 +33,33 @@ from pswire.model.log import Examples, Position
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a pass as this worker makes it, and where the dataset stands after it.
+
+    Attributes:
+        epoch: the data epoch of the next batch.
+        index: the number of the next batch.
+        more: True if this worker has a batch after this step's.
+        parts: the batches of the local replicas; empty where none is taken.
+        ahead: the same of steps to come, as far as they were read.
+        examples: number of examples of all workers' parts; 0 where it is not known.
+        returned: examples that are to be handed out later.
+        batch: the global batch, where all workers read the same one.
+        dealt: the examples of each replica of all workers, where a round may leave out a worker.
+    """
+
+    epoch: int
+    index: int
+    more: bool
+    parts: Sequence[Nest] = ()
+    ahead: Iterable[Sequence[Nest]] = ()
+    examples: int = 0
+    returned: tuple[Examples, ...] = ()
+    batch: GlobalBatch | None = None
+    dealt: tuple[Examples, ...] = ()
 
 
 class _Distributed(Unpicklable):
@@ -137,6 +165,16 @@ class _Distributed(Unpicklable):
             raise
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        for step in self._steps(epoch, index):
+            if self._options.prefetch:
+                self._prefetch(*step.ahead)
+            self._tell(step)
+            yield self._place(step.parts)
+        self._tell(Step(epoch + 1, 0, False))
+        self._group.finish(self._number)
+
+    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
+        """Yields the steps of a pass, from a batch on; reads ahead before the rounds of the step before are over."""
         raise NotImplementedError
 
     def _going_on(self) -> Iterator[Nest]:
@@ -204,68 +242,55 @@ class _Distributed(Unpicklable):
         told = self._told or at
         if (told.epoch, told.index) != (epoch, index):
             # The pass before was broken off. Who joins at this batch must not be sent there.
-            self._tell(epoch, index, True)
+            self._tell(Step(epoch, index, True))
         return index
 
-    def _tell(
-        self,
-        epoch: int,
-        index: int,
-        more: bool,
-        parts: Sequence[Nest] = (),
-        examples: int = 0,
-        returned: tuple[Examples, ...] = (),
-        batch: GlobalBatch | None = None,
-    ) -> None:
-        """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
-        self._told = Position(self._number, epoch, index, (), self._digest)
+    def _tell(self, step: Step) -> None:
+        """Tells the group what was taken."""
+        self._told = Position(self._number, step.epoch, step.index, (), self._digest)
         # Where no batch is taken yet, nobody has examples.
-        sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
+        sizes = [len(nest.flatten(part)[0]) for part in step.parts] or [0] * len(self._group.devices)
         empty = frozenset(i for i, size in enumerate(sizes) if not size)
-        fraction = sum(sizes) / examples if examples else None
-        self._group.advance(self._number, epoch, index, more, empty, fraction, returned, batch, self._digest)
+        fraction = Fraction(sum(sizes), step.examples) if step.examples else None
+        place = (self._number, step.epoch, step.index, step.more)
+        self._group.advance(*place, empty, fraction, step.returned, step.batch, self._digest)
+        if step.dealt:
+            self._group.deal(self._number, step.dealt)
 
-    def _end(self, epoch: int) -> None:
-        self._tell(epoch + 1, 0, False)
-        self._group.finish(self._number)
-
-    def _uneven(self, epoch: int, index: int, steps: Iterator[Sequence[Nest]]) -> Iterator[Nest]:
-        """A pass of steps that the workers have different numbers of: all go on as long as any of them has one.
+    def _uneven(self, epoch: int, index: int, items: Iterator[Sequence[Nest]]) -> Iterator[Step]:
+        """Yields steps that the workers have different numbers of: all go on as long as any of them has one.
 
         Where this worker was left out of a step, it takes that step's batches once more.
 
         Args:
             epoch: the data epoch.
             index: the number of the first step.
-            steps: of this worker, from there on: a batch for each local replica, or for the first of them.
+            items: of this worker, from there on: a batch for each local replica, or for the first of them.
         """
+        group, number, depth = self._group, self._number, self._depth
         last: Nest | None = None
         # One step is read ahead, since each tells whether another follows.
-        waiting, taken, depth = deque(islice(steps, 1)), list[Nest](), self._depth
+        waiting, taken = deque(islice(items, 1)), list[Nest]()
         while True:
-            if taken and self._group.excluded(self._number):
+            if taken and group.excluded(number):
                 waiting.appendleft(taken)
-            if not (waiting or self._group.any_more(self._number)):
-                break
-            # Before the boundary, which waits for the rounds of the step before.
-            waiting.extend(islice(steps, max(1 + depth - len(waiting), 0)))
-            self._group.boundary(self._number)
-            taken = [] if not waiting or self._group.is_behind(self._number) else list(waiting.popleft())
+            if not (waiting or group.any_more(number)):
+                return
+            waiting.extend(islice(items, max(1 + depth - len(waiting), 0)))
+            group.boundary(number)
+            taken = [] if not waiting or group.is_behind(number) else list(waiting.popleft())
             if taken:
                 last = taken[-1]
             elif last is None:
                 last = self._blank()
             spare = nest.map_structure(lambda array: array[:0], last)
-            parts = [*taken, *[spare] * (len(self._group.devices) - len(taken))]
-            self._prefetch(*islice(waiting, depth))
+            parts = [*taken, *[spare] * (len(group.devices) - len(taken))]
             index += 1
-            self._tell(epoch, index, bool(waiting), parts)
-            yield self._place(parts)
+            yield (step := Step(epoch, index, bool(waiting), parts, islice(waiting, depth)))
             if self._passes.make_round and self._untold():
                 # A pass that was broken off within this step would take the answer for its own.
-                self._tell(epoch, index, bool(waiting), parts)
+                self._tell(step)
                 self._passes.make_round()
-        self._end(epoch)
 
     def _untold(self) -> bool:
         alone = self._group.slice()[1] == len(self._group.devices)
@@ -349,34 +374,28 @@ class DistributedDataset(_Distributed):
             raise ValueError(self._source.unfit)
         self._warned = False
 
-    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
         self._warn()
         if self._options.auto_shard_policy is AutoShardPolicy.OFF:
             return self._uneven(epoch, index, islice(self._pieces(epoch), index, None))
         if self._group.backup_workers or self._group.returned(self._number):
-            return self._shared(epoch, index)
+            return self._redealt(epoch, index)
         return self._even(epoch, index)
 
-    def _even(self, epoch: int, index: int) -> Iterator[Nest]:
+    def _even(self, epoch: int, index: int) -> Iterator[Step]:
         batches, depth = self._source.batches(epoch, index), self._depth
         # One batch is read ahead, since each tells whether another follows.
         waiting = deque(islice(batches, 1))
         while waiting:
-            # Before the boundary, which waits for the rounds of the step before.
             waiting.extend(islice(batches, 1 + depth - len(waiting)))
             self._group.boundary(self._number)
             batch = waiting.popleft()
-            parts = self._slices(batch)
-            if self._options.prefetch:
-                self._prefetch(*map(self._slices, waiting))
             told, index = GlobalBatch(epoch, index, batch), index + 1
             place = (epoch, index, True) if waiting else (epoch + 1, 0, False)
-            self._tell(*place, parts, batch.examples, batch=told)
-            yield self._place(parts)
-        self._end(epoch)
+            yield Step(*place, self._slices(batch), map(self._slices, waiting), batch.examples, batch=told)
 
-    def _shared(self, epoch: int, index: int) -> Iterator[Nest]:
-        """A pass in which the examples of workers that were left out of a round are handed out again, to all workers.
+    def _redealt(self, epoch: int, index: int) -> Iterator[Step]:
+        """Yields steps in which examples of workers that were left out of a round are handed out again, to all workers.
 
         All of them know the same rounds, and so the same examples. A step takes those that have come back once there
         are some for each replica, and at the end those that are left.
@@ -385,7 +404,6 @@ class DistributedDataset(_Distributed):
         batches, kept = self._source.batches(epoch, index), dict[int, Batch]()
         waiting, depth = deque(islice(batches, 1)), self._depth
         while True:
-            # Before the rounds of the step before are waited for.
             waiting.extend(islice(batches, 1 + depth - len(waiting)))
             returned = group.returned(number)
             group.boundary(number)
@@ -396,20 +414,16 @@ class DistributedDataset(_Distributed):
                 kept[index] = waiting.popleft()
                 dealt, index = _cut_up(index, kept[index].examples, replicas), index + 1
             else:
-                break
+                return
             wanted = {each.index for each in (*dealt, *returned)}
             kept = {at: kept.get(at) or self._batch(epoch, at) for at in sorted(wanted)}
             # Where the others are ahead, what this worker would compute counts no more.
             mine = () if group.is_behind(number) else dealt[first : first + local]
             parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
             parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
-            if self._options.prefetch:
-                self._prefetch(*map(self._slices, islice(waiting, depth)))
-            self._tell(epoch, index, True, parts, sum(each.stop - each.first for each in dealt), returned)
-            if group.backup_workers:
-                group.deal(number, dealt)
-            yield self._place(parts)
-        self._end(epoch)
+            ahead, examples = map(self._slices, islice(waiting, depth)), sum(each.stop - each.first for each in dealt)
+            out = dealt if group.backup_workers else ()
+            yield Step(epoch, index, True, parts, ahead, examples, returned, dealt=out)
 
     def _batch(self, epoch: int, index: int) -> Batch:
         """Reads a batch anew of which some examples have come back."""
@@ -490,10 +504,10 @@ class DistributedDatasetFromFunction(_Distributed):
     def _described(self) -> Sequence[str]:
         return "from a function", self._source.described().recipe  # each worker has examples of its own
 
-    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
         if self._group.coordinated:
             self._take_place()
-        return self._uneven(epoch, index, self._steps(epoch, index))
+        return self._uneven(epoch, index, self._own(epoch, index))
 
     def _take_place(self) -> None:
         """Makes it anew where the chief was taken for one of those that have a part, as it was above a coordinator."""
@@ -502,7 +516,7 @@ class DistributedDatasetFromFunction(_Distributed):
         if context != self._context:
             self._context, self._source = context, source_of(self._function(context))
 
-    def _steps(self, epoch: int, index: int) -> Iterator[list[Nest]]:
+    def _own(self, epoch: int, index: int) -> Iterator[list[Nest]]:
         count = len(self._group.devices)
         batches = self._source.batches(epoch, index * count)
         while step := [batch.whole for batch in islice(batches, count)]:

@@ -12,7 +12,7 @@ from itertools import islice
 
 from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, Indexable, indexable
-from psclient._src.data.distributed import DistributedDataset, cut
+from psclient._src.data.distributed import DistributedDataset, Step, cut
 from psclient._src.data.group import ChunkCalls, Passes, ReplicaGroup
 from psclient._src.options import InputOptions
 from pswire.limits import MAX_CHUNKS
@@ -270,11 +270,11 @@ class DynamicDataset(DistributedDataset):
             self._at = before[-1] if before and not (last.index or last.returned) else last
         return self._at
 
-    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
-        handed, group = self._handed, self._group
+    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
+        handed, group, depth = self._handed, self._group, self._depth
         handed.begin(epoch)
         while True:
-            handed.coming(self._depth)  # before the boundary, which waits for the rounds of the step before
+            handed.coming(depth)
             group.boundary(self._number)
             chunk = handed.next()
             if chunk is None:
@@ -282,13 +282,10 @@ class DynamicDataset(DistributedDataset):
             batch = handed.batch(chunk)
             parts = self._slices(batch)
             handed.ask_ahead()
-            if self._options.prefetch:
-                self._prefetch(*map(self._slices, handed.coming(self._depth)))
             index = chunk.examples.index + 1 if chunk.epoch == epoch else index
-            self._tell(epoch, index, True, parts, batch.examples)
-            yield self._place(parts)
+            ahead = map(self._slices, handed.coming(depth)) if self._options.prefetch else ()
+            yield Step(epoch, index, True, parts, ahead, batch.examples)
         handed.end()
-        self._end(epoch)
 
     def _slices(self, batch: Batch) -> list[Nest]:
         local = len(self._group.devices)

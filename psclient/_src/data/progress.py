@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Protocol
 
 from psclient._src.data.adapters import GlobalBatch
@@ -36,7 +37,7 @@ class Pass:
     more: bool
     empty: frozenset[int]
     worked: frozenset[int]
-    fraction: float | None = None
+    fraction: Fraction | None = None
     made_round: bool = False
     any_more: bool | None = None
     given: bool = False
@@ -171,7 +172,7 @@ class Progress:
         index: int,
         more: bool,
         empty: frozenset[int],
-        fraction: float | None = None,
+        fraction: Fraction | None = None,
         returned: tuple[Examples, ...] = (),
         batch: GlobalBatch | None = None,
         source: int = 0,
@@ -272,7 +273,7 @@ class Progress:
         return self._passes[-1].batch if self._passes else None
 
     @property
-    def fraction(self) -> float | None:
+    def fraction(self) -> Fraction | None:
         """Of the examples of the batch in use those that this process has; None where it is not known, or none is."""
         return self._passes[-1].fraction if self._passes else None
 

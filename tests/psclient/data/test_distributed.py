@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from random import Random
 from typing import Any
@@ -47,7 +48,7 @@ def test_each_worker_knows_its_fraction_of_a_batch(split):
     for batches, whole in zip(zip(*sources, strict=True), dataset.epoch(0), strict=True):
         for worker, batch in zip(workers, batches, strict=True):
             own = sum(len(part) for part in values.local_results(batch))
-            assert worker.fraction == own / len(whole)
+            assert worker.fraction == Fraction(own, len(whole))
     assert [worker.fraction for worker in workers] == [None] * len(workers)
     next(iter(distributed(dataset, workers[0], options=InputOptions(auto_shard_policy=AutoShardPolicy.OFF))))
     assert workers[0].fraction is None
