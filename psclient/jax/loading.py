@@ -49,6 +49,6 @@ class Loader(BaseLoader):
     def __init__(
         self, data: object, prefetch: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
     ) -> None:
-        options = InputOptions(experimental_prefetch_to_device=False, prefetch=dict(prefetch or {}))
-        given = next((table.strategy for table in options.prefetch), None) if strategy is None else strategy
-        super().__init__(strategy_of(given).experimental_distribute_dataset(data, options))
+        tables = InputOptions(prefetch=dict(prefetch or {})).prefetch
+        given = next((table.strategy for table in tables), None) if strategy is None else strategy
+        super().__init__(strategy_of(given), data, tables)

@@ -136,7 +136,7 @@ class Parameters:
                 "gradients to servers; compile only the function that computes the gradients, and call "
                 "apply_gradients outside"
             )
-        share = self._share()
+        share = 1.0 if self.reduction == "sum" else float(self.strategy.backend.group.weight)
         if share != 1.0 and leaves:
             leaves = scaled(leaves, share)
         pairs: list[tuple[Any, Any]] = list(zip(to_host(leaves), self._variables, strict=True))
@@ -157,14 +157,6 @@ class Parameters:
                 )
             found[id(one.table)] = one.gradient(d, share), one.table
         return list(found.values())
-
-    def _share(self) -> float:
-        """Returns the number by which this worker's gradient counts in the sum of all."""
-        group = self.strategy.backend.group
-        if self.reduction == "sum" or group.alone:
-            return 1.0
-        share: float = 1 / group.replicas if group.fraction is None else group.fraction
-        return share
 
     def assign(self, params: Tree) -> None:
         """Gives all variables other values, which every process has alike."""

@@ -11,9 +11,7 @@ import torch
 from psclient._src.arrays import nest
 from psclient._src.arrays.conversions import is_text, to_torch
 from psclient._src.arrays.devices import to_numpy
-from psclient._src.data.adapters import Weighed
 from psclient._src.data.loader import BaseLoader
-from psclient._src.options import InputOptions
 from psclient.torch.embeddings import LookupModule
 from psclient.torch.optimizer import Optimizer
 from pswire.errors import InvalidArgument, InvalidType
@@ -93,11 +91,10 @@ class Loader(BaseLoader):
             raise InvalidArgument(
                 "the optimizers of a loader belong to different strategies; use one loader for each strategy"
             )
-        (self._strategy,) = strategies.values()
+        (strategy,) = strategies.values()
         self._loader = loader
         named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}
-        options = InputOptions(experimental_prefetch_to_device=False, prefetch=named)
-        super().__init__(self._strategy.experimental_distribute_dataset(Weighed(loader), options))
+        super().__init__(strategy, loader, named)
 
     def __len__(self) -> int:
         """The number of batches of an epoch, if the loader knows it."""
@@ -105,16 +102,12 @@ class Loader(BaseLoader):
 
     def __iter__(self) -> Iterator[Any]:
         last: Any = None
-        try:
-            for batch, totals in self._batches:
-                for each in self._optimizers:
-                    each._begin_batch(len(totals), int(totals[0]) if len(totals) else 0)
-                if len(totals) or last is None:
-                    last = nest.map_structure(self._given, batch)
-                yield last
-        finally:
+        for batch in self._batches:
             for each in self._optimizers:
-                each._end_batches()
+                each._begin_batch()
+            if last is None or len(nest.flatten(batch)[0]):
+                last = nest.map_structure(self._given, batch)
+            yield last
 
     def _given(self, array: Any) -> torch.Tensor | list[Any]:
         found = _tensor(array)
@@ -123,7 +116,7 @@ class Loader(BaseLoader):
 
 def _named(ids: Callable[[Any], Any], batch: Any) -> Any:
     """Returns what a module will be given with a batch."""
-    return ids(nest.map_structure(lambda array: _tensor(array.copy()), batch[0]))
+    return ids(nest.map_structure(lambda array: _tensor(array.copy()), batch))
 
 
 def _tensor(array: Any) -> torch.Tensor | list[Any]:

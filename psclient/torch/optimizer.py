@@ -371,18 +371,8 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         """The device of the parameters; the host if there are none."""
         return next((each.device for each in self._trained.values()), torch.device("cpu"))
 
-    def _begin_batch(self, examples: int, total: int) -> None:
-        """Says what part of a global batch this worker has, by which its gradients are weighed; see `Loader`.
-
-        Args:
-            examples: number of examples that this worker has.
-            total: number of those of all workers.
-        """
-        self._steps._begin_batch(examples, total)
-
-    def _end_batches(self) -> None:
-        """Says that this worker's part is as large as every other's, as it is where no `Loader` says otherwise."""
-        self._steps.share = 1.0
+    def _begin_batch(self) -> None:
+        self._steps.begin_batch()
 
     # ---- State ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -50,8 +51,6 @@ class Steps:
         tables: the rows that are trained.
         buffers: those of the module; None if they are nobody else's concern.
         gradients: those of the parameters.
-        share: how much this worker's batch counts: the part of all examples that it has, times the number of workers; 0
-            if it has none.
         overflows: number of workers whose gradients had NaN or infinity, in the last step that a scaler has made.
     """
 
@@ -75,7 +74,6 @@ class Steps:
         self._changes = Changes()
         self.gradients = Gradients(self._buffers, weakly(self._refuse))
         self.gradients.begin = weakly(self._begin)
-        self.share = 1.0
         self.overflows = 0.0
         self._buffers_sent = 0
         self._under_way: Section | None = None  # of the round that was sent while backward went on
@@ -144,20 +142,17 @@ class Steps:
         """Gives parameters the values of now, where they have others: this process came late, or was restored."""
         self._backend.reader.refresh()
 
+    def begin_batch(self) -> None:
+        """Gives parameters the values of now, before the forward pass of a batch."""
+        self._finish()
+        self.refresh()
+
     def _buffers(self, variables: Sequence[Variable]) -> list[Buffer]:
         """Returns the buffers in which the next contributions are computed."""
         own = [v for v in variables if isinstance(v, ServerVariable)]
         if len(own) < len(variables):  # those in shards have no one place in a transport's memory
             return [Buffer(self._backend.buffer(v, 0)) for v in variables]
         return self._backend.exchange.buffers.give_all([v.handle for v in own], self._backend.group.devices[0])
-
-    def _begin_batch(self, examples: int, total: int) -> None:
-        """A batch begins, of which this worker has a part."""
-        self._finish()
-        self.refresh()
-        workers = self._backend.group.share()[1]
-        weighs = self._averages and not self._backend.group.alone
-        self.share = float(examples * workers / total) if weighs and total else float(bool(examples))
 
     # ---- Before a round ----
 
@@ -180,8 +175,9 @@ class Steps:
         workers = self.strategy.num_replicas_in_sync if self._averages else 1
         self._groups.half_divisor = None if scale is None else float(scale)
         self._groups.divisor = None if scale is None and workers == 1 else workers * float(scale or 1.0)
-        factor = 0.0 if self._backend.group.empty else self.share
-        self.gradients.factor, self.gradients.half_factor = factor, factor / workers
+        group = self._backend.group
+        weight = group.weight if self._averages else Fraction(not group.empty)
+        self.gradients.factor, self.gradients.half_factor = float(weight * workers), float(weight)
 
     def _assign(self, changed: Sequence[Trained]) -> None:
         """Gives variables the values of parameters that the script has changed, as it does in all workers."""

@@ -320,46 +320,6 @@ class Loader(Iterated):
         return Description(recipe, "; ".join([f"{count} examples", *some]))
 
 
-class Weighed:
-    """The batches of a dataset, with the number of examples of the whole batch beside each example: (batch, numbers).
-
-    So whoever has a part of a batch knows how much of it that is.
-
-    Args:
-        dataset: see `source_of`.
-    """
-
-    def __init__(self, dataset: object) -> None:
-        self._source = source_of(dataset)
-
-    @property
-    def order_is_own(self) -> bool:
-        """As of the dataset."""
-        return self._source.order_is_own
-
-    @property
-    def unfit(self) -> str:
-        """As of the dataset."""
-        return self._source.unfit
-
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of a data epoch; as of the dataset."""
-        for batch in self._source.batches(epoch, start):
-            yield Batch(batch.examples, partial(_weighed, batch), batch.chosen)
-
-    def spec(self) -> Nest:
-        """As of the dataset; and of the numbers."""
-        return self._source.spec(), ArraySpec((None,), np.dtype(np.int64))
-
-    def described(self) -> Description:
-        """As of the dataset."""
-        return self._source.described()
-
-
-def _weighed(batch: Batch, start: int, stop: int) -> Nest:
-    return batch.rows(start, stop), np.full(max(min(stop, batch.examples) - start, 0), batch.examples)
-
-
 SHARED_TWICE = (
     "the DataLoader has a {}. Each batch is split among the workers as well, so most of the data would not "
     "be seen. Leave the sampler out (shuffle=True, generator=torch.Generator().manual_seed(0)) and pass "
@@ -397,8 +357,6 @@ def source_of(dataset: object) -> BatchSource:
     """
     if isinstance(dataset, ArrayDataset):
         return Arrays(dataset)
-    if isinstance(dataset, Weighed):
-        return dataset
     name = type(dataset).__name__
     if isinstance(dataset, Iterator):
         raise TypeError(

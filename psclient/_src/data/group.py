@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 from psclient._src.arrays.devices import Device
@@ -68,6 +69,19 @@ class ReplicaGroup(Progress):
     def replicas(self) -> int:
         """R: the replicas of all processes that are in sync."""
         return len(self.devices)
+
+    @property
+    def weight(self) -> Fraction:
+        """How much the mean over this process's examples counts in that of all: its part of the global batch.
+
+        An equal part where that is not known, all where each process makes rounds of its own, and nothing without
+        examples.
+        """
+        if self.empty:
+            return Fraction(0)
+        if self.alone:
+            return Fraction(1)
+        return Fraction(1, self.replicas) if self.fraction is None else self.fraction
 
     @property
     def pipeline(self) -> tuple[int, int]:

@@ -1,24 +1,28 @@
-"""What the loaders of the front ends share: a dataset that was distributed, as a loop and a checkpoint see it."""
+"""The loader of a front end: a distributed dataset with batches on the host, as a loop and a checkpoint see it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from psclient._src.data.distributed import DistributedDataset
+from psclient._src.options import InputOptions
 
 
 class BaseLoader:
     """Batches that workers share.
 
     Args:
-        batches: the dataset that was distributed.
+        strategy: the strategy that distributes them.
+        data: as `experimental_distribute_dataset` takes it.
+        prefetch: functions of a batch that return the ids to be looked up next, by where they are looked up.
     """
 
     _saved_by_name_alone: ClassVar[bool] = True
 
-    def __init__(self, batches: DistributedDataset) -> None:
-        self._batches = batches
+    def __init__(self, strategy: Any, data: object, prefetch: Mapping[Any, Callable[[Any], Any]]) -> None:
+        options = InputOptions(experimental_prefetch_to_device=False, prefetch=dict(prefetch))
+        self._batches: DistributedDataset = strategy.experimental_distribute_dataset(data, options)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for `ps.train.Checkpoint(data=loader)`, from which any loop continues."""
