@@ -137,9 +137,14 @@ def descent(rate: float) -> Rule:
     return lambda w, g, s, t: w - rate * g
 
 
+def penalized(rule: Rule, penalty: float, sign: int = 1) -> Rule:
+    """With the gradient of a penalty of large weights; `sign` is -1 for an ascent."""
+    return lambda w, g, s, t: rule(w, sign * g + penalty * w, s, t)
+
+
 @_rule
-def momentum(w, g, s, t, rate, decay, nesterov=False):
-    s["momentum"] = decay * s.get("momentum", 0 * g) + g
+def momentum(w, g, s, t, rate, decay, nesterov=False, dampening=0.0):
+    s["momentum"] = decay * s["momentum"] + (1 - dampening) * g if "momentum" in s else g
     return w - rate * (g + decay * s["momentum"] if nesterov else s["momentum"])
 
 
@@ -150,6 +155,16 @@ def adam(w, g, s, t, rate, b1, b2, epsilon, amsgrad=False, decay=0.0):
         v = s["vhat"] = np.maximum(s.get("vhat", v), v)
     step = rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + epsilon)
     return w - w * decay * rate - step
+
+
+@_rule
+def adam_outside(w, g, s, t, rate, b1, b2, epsilon, amsgrad=False, decay=0.0, root=0.0, nesterov=False):
+    """With epsilon outside of the correction, as PyTorch and optax have it."""
+    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+    if amsgrad:
+        v = s["vhat"] = np.maximum(s.get("vhat", v), v)
+    first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t) if nesterov else m / (1 - b1**t)
+    return w - rate * (first / (np.sqrt(v / (1 - b2**t) + root) + epsilon) + decay * w)
 
 
 @_rule
@@ -189,6 +204,12 @@ def adagrad(w, g, s, t, rate, first, epsilon=0.0):
 
 
 @_rule
+def adagrad_outside(w, g, s, t, rate, first, epsilon, decay=0.0):
+    s["sum"] = s.get("sum", first + 0 * g) + g * g
+    return w - rate / (1 + (t - 1) * decay) * g / (np.sqrt(s["sum"]) + epsilon)
+
+
+@_rule
 def adadelta(w, g, s, t, rho, epsilon):
     size = np.sqrt(s.get("accum_update", 0 * g) + epsilon)
     step = size / np.sqrt(_moved(s, "accum", rho, g * g) + epsilon) * g
@@ -197,11 +218,12 @@ def adadelta(w, g, s, t, rho, epsilon):
 
 
 @_rule
-def rmsprop(w, g, s, t, rate, decay, heavy, epsilon, centered=False, first=0.0):
+def rmsprop(w, g, s, t, rate, decay, heavy, epsilon, centered=False, first=0.0, outside=False):
     size = _moved(s, "rms", decay, g * g, first)
     if centered:
         size = size - _moved(s, "mg", decay, g) ** 2
-    s["momentum"] = heavy * s.get("momentum", 0 * g) + rate * g / np.sqrt(size + epsilon)
+    root = np.sqrt(size) + epsilon if outside else np.sqrt(size + epsilon)
+    s["momentum"] = heavy * s.get("momentum", 0 * g) + rate * g / root
     return w - s["momentum"]
 
 

@@ -1,6 +1,8 @@
-"""Each optimizer, over 20 steps: as its formula in NumPy, which is Keras's or TensorFlow 1's, and as PyTorch's."""
+"""Each row of the table of update rules, over 20 steps: as its formula in NumPy, and as its framework computes it."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat.v1 import train as v1
+from psclient.optimizers import rules
 from tests.kit import references as F
 from tests.kit.cases import once, pairwise
 from tests.kit.references import START, computed, trained
@@ -50,6 +53,44 @@ KERAS = {
     "Lion(0.1, 0.8, 0.95)": (F.lion(0.1, 0.8, 0.95), [0.6, -2.0, 3.2]),
 }
 """The formula of each, and what Keras 3.15.1 makes of the same gradients in float64."""
+
+P, C = F.penalized, {"beta_1": B[0], "beta_2": B[1], "epsilon": 1e-3}
+FRONT_ENDS = {
+    "torch('SGD', 0.1, momentum=0.9, dampening=0.3, penalty=0.1, maximize=True)": (
+        P(F.momentum(0.1, 0.9, dampening=0.3), 0.1, -1),
+        [0.7023511629361, -1.046604433081, 0.265795098249],
+    ),
+    "torch('Adam', 0.1, **C, penalty=0.05)": (
+        P(F.adam_outside(0.1, *B, 1e-3), 0.05),
+        [0.6405812085311, -1.768724826999, 3.015329853893],
+    ),
+    "torch('AdamW', 0.1, **C, penalty=0.2, amsgrad=True, maximize=True, decoupled=True)": (
+        P(F.adam_outside(0.1, *B, 1e-3, amsgrad=True, decay=0.2), 0.0, -1),
+        [0.8559142218129, -1.415676044475, 1.904484155944],
+    ),
+    "torch('Adagrad', 0.1, lr_decay=0.05, penalty=0.01, initial_accumulator_value=0.2, epsilon=1e-3)": (
+        P(F.adagrad_outside(0.1, 0.2, 1e-3, 0.05), 0.01),
+        [0.8889697862857, -1.941260785879, 3.054044076734],
+    ),
+    "torch('RMSprop', 0.1, alpha=0.9, epsilon=1e-3, penalty=0.02, momentum=0.5, centered=True)": (
+        P(F.rmsprop(0.1, 0.9, 0.5, 1e-3, centered=True, outside=True), 0.02),
+        [0.2345726831949, -1.856758982558, 3.23565409915],
+    ),
+    "optax('Sgd', 0.1, momentum=0.9)": (F.momentum(0.1, 0.9), [0.2726285403281, -0.7370081769669, 3.605344223795]),
+    "optax('Adam', 0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4)": (
+        F.adam_outside(0.1, *B, 1e-3, root=1e-4),
+        [0.7227758918815, -1.882235830934, 3.142493197517],
+    ),
+    "optax('Adam', 0.1, b1=0.8, b2=0.95, eps=1e-3, nesterov=True, weight_decay=0.2)": (
+        F.adam_outside(0.1, *B, 1e-3, nesterov=True, decay=0.2),
+        [0.479502668888, -1.295892023379, 2.113543625313],
+    ),
+    "optax('Adagrad', 0.1, initial_accumulator_value=0.1, eps=1e-3)": (
+        F.adagrad(0.1, 0.1, 1e-3),
+        [0.8892797133989, -1.970684768105, 3.068909021377],
+    ),
+}
+"""The same of the rules of front ends: what PyTorch 2.13.0 and optax 0.2.8 make of these gradients in float64."""
 
 TENSORFLOW = {
     "GradientDescentOptimizer(0.125)": (F.descent(0.125), ""),
@@ -124,25 +165,34 @@ FRAMEWORKS = {
 2.21.0 with its defaults, which it rounds to float32."""
 
 
+def of_table(table, base, name, rate, **given):
+    """An optimizer of a row; numbers that are not given are 0, and flags are off."""
+    numbers = {name: 0.0 if allowed else False for name, allowed in table[name].numbers.items()}
+    return rules.kind_of(table[name], name, base)(rate, **(numbers | given))
+
+
+torch = partial(of_table, rules.TORCH, rules.TorchRule)
+optax = partial(of_table, rules.OPTAX, rules.RuleOptimizer)
+
+
 def made(text):
     """The optimizer of a text of this module."""
     return eval(
-        f"{'v1' if 'Optimizer(' in text else 'O'}.{text}",
-        {"O": O, "v1": v1, "B": B, "E": E, "S": S, "SMALL": SMALL, "FTRL": FTRL},
+        text if text in FRONT_ENDS else f"{'v1' if 'Optimizer(' in text else 'O'}.{text}", {**globals(), "v1": v1}
     )
 
 
-@pytest.mark.parametrize("text", [*KERAS, *TENSORFLOW])
+@pytest.mark.parametrize("text", [*KERAS, *FRONT_ENDS, *TENSORFLOW])
 def test_a_formula_is_the_framework_s(text):
     """Implementations that nobody here has written."""
-    rule = (KERAS | TENSORFLOW)[text][0]
-    expected = KERAS[text][1] if text in KERAS else OF_TENSORFLOW[[*TENSORFLOW].index(text)]
+    rule, expected = (KERAS | FRONT_ENDS | TENSORFLOW)[text]
+    expected = OF_TENSORFLOW[[*TENSORFLOW].index(text)] if text in TENSORFLOW else expected
     # TensorFlow multiplies the powers of Adam's betas in float32.
     rtol = 1e-9 if text.startswith("AdamOptimizer") else 1e-11
     np.testing.assert_allclose(computed(rule), expected, rtol=rtol, atol=1e-13)
 
 
-@pairwise(strategy=KINDS, text=KERAS, dtype=[np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pairwise(strategy=KINDS, text=[*KERAS, *FRONT_ENDS], dtype=[np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_an_optimizer_is_its_formula(strategy, text, dtype):
     """Within the roundings of some steps; slots of half precision variables are float32."""
     w, optimizer = variable(strategy, START.astype(dtype)), made(text)
@@ -151,7 +201,7 @@ def test_an_optimizer_is_its_formula(strategy, text, dtype):
     # Replicas halve their gradients, which rounds nothing; the order of roundings is all that may differ.
     eps = float(ml_dtypes.finfo(dtype).eps)
     room = 8 * 8 * eps if np.dtype(dtype).itemsize >= 4 else 8 * eps
-    expected = computed(KERAS[text][0], dtype, steps=8)
+    expected = computed((KERAS | FRONT_ENDS)[text][0], dtype, steps=8)
     np.testing.assert_allclose(found.astype(float), expected.astype(float), rtol=room, atol=room)
     wide = np.dtype("float32") if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
     assert {x.dtype for x in optimizer.variables if x.shape == (3,)} <= {wide}
