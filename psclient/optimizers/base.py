@@ -7,7 +7,7 @@ and runs on the server, beside the variable. What all have in common is done aro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, cast
 
 import numpy as np
 
@@ -120,19 +120,7 @@ class Optimizer(Described):
     ) -> None:
         self._learning_rate: object = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
-        options = {
-            "weight_decay": weight_decay,
-            "clipnorm": clipnorm,
-            "clipvalue": clipvalue,
-            "global_clipnorm": global_clipnorm,
-            "use_ema": use_ema,
-            "ema_momentum": ema_momentum,
-            "ema_overwrite_frequency": ema_overwrite_frequency,
-            "loss_scale_factor": loss_scale_factor,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "sparse": sparse,
-            "catch_up": catch_up,
-        }
+        options = {name: given for name, given in locals().items() if name in OPTIONS}
         vars(self).update(check_options(options))
         first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
         self._state = State(self.name, first)
@@ -206,6 +194,13 @@ class Optimizer(Described):
         raise NotImplementedError(
             f"{type(self).__name__} does not define a step; implement update(self, v, gradient, iterations, *slots)"
         )
+
+    @property
+    def _chosen(self) -> Self:
+        return self
+
+    def _divided(self, v: Value, gradient: Value) -> Value:
+        return gradient
 
     def _advanced(self, number: Value, iterations: Value) -> Value:
         """Returns what the last slot, if it is `_running`, is in a step; runs on the server, once for each variable.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,60 +20,23 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.sharded import VariableOfShards, shards_of
-from psclient._src.variables.sparse_updates import CatchUp, Sparse, SparseUpdate
+from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients, has_rows
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.state import Needs, State
-from psclient.optimizers.step_functions import advance, apply, become, begin, measure, measure_norm, total
+from psclient.optimizers.step_functions import (
+    OptimizerView,
+    advance,
+    apply,
+    become,
+    begin,
+    measure,
+    measure_norm,
+    total,
+)
 
 _TRAINABLE = operator.attrgetter("trainable")
-
-
-class Rule(Protocol):
-    """An optimizer, as its driver sees it."""
-
-    @property
-    def clipnorm(self) -> float | None:
-        """As of `Optimizer`."""
-
-    @property
-    def global_clipnorm(self) -> float | None:
-        """As of `Optimizer`."""
-
-    @property
-    def loss_scale_factor(self) -> float | DynamicLossScale | None:
-        """As of `Optimizer`."""
-
-    @property
-    def sparse(self) -> Sparse:
-        """As of `Optimizer`."""
-
-    @property
-    def catch_up(self) -> CatchUp:
-        """As of `Optimizer`."""
-
-    def _settings(self) -> Settings:
-        """Returns the hyperparameters of now."""
-
-
-class StepFunctions(NamedTuple):
-    """The update functions that make a step; see `step_functions`.
-
-    Attributes:
-        begin, measure, measure_norm, advance, apply: as there.
-        settings: returns what they are given of the optimizer for a variable; the numbers in it are the same for all.
-            None for the same.
-        optional: True if a gradient may be `Absent`, and a variable stays as it is of which all processes have none.
-    """
-
-    begin: Callable[..., object] = begin
-    measure: Callable[..., object] = measure
-    measure_norm: Callable[..., object] = measure_norm
-    advance: Callable[..., object] = advance
-    apply: Callable[..., object] = apply
-    settings: Callable[[Variable], Settings] | None = None
-    optional: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,27 +72,32 @@ class StepDriver:
     """Makes the steps of one optimizer. Belongs to the thread that runs cross-replica code, but for `was_of`.
 
     Args:
-        rule: the optimizer that makes the steps.
+        rule: has the options of a step as a whole.
         state: the optimizer's state.
         check: raises where the optimizer cannot train some variables together.
         needs: returns the state that a variable needs beside it.
         decays: returns whether a variable takes part in weight decay.
-        functions: make the steps.
+        settings: returns the hyperparameters of now; None for the rule's.
+        settings_of: returns them as the update functions of a variable are given them, with the same numbers for each
+            variable; None for the same.
+        optional: True if a gradient may be `Absent`, and a variable stays as it is of which all processes have none.
     """
 
     def __init__(
         self,
-        rule: Rule,
+        rule: OptimizerView,
         state: State,
         check: Callable[[Sequence[Variable]], None],
         needs: Callable[[Variable], Needs],
         decays: Callable[[Variable], bool],
-        functions: StepFunctions = StepFunctions(),  # noqa: B008  # it is frozen
+        settings: Callable[[], Settings] | None = None,
+        settings_of: Callable[[Variable], Settings] | None = None,
+        optional: bool = False,
     ) -> None:
         self._rule = rule
         self._state = state
         self._check, self._needs, self._decays = check, needs, decays
-        self._functions = functions
+        self._settings, self._settings_of, self._optional = settings or rule._settings, settings_of, optional
         self._cache = TemplateCache()
 
     def was_of(self, variables: Sequence[Variable]) -> bool:
@@ -169,7 +137,7 @@ class StepDriver:
         self._check(variables)
         check_gradients(grads, variables)
         self.build(strategy, variables, grads)
-        settings = self._rule._settings()
+        settings = self._settings()
         if not alone:
             self.record(strategy, settings, grads, variables)
             return
@@ -201,7 +169,7 @@ class StepDriver:
         sums = list(extended.batch_reduce_to("sum", first))
         given: list[Value] = []
         if stages:
-            if self._functions.optional:
+            if self._optional:
                 flags = np.array([not isinstance(gradient, Absent) for gradient in grads], np.float32)
                 given.append(extended.reduce_to("sum", flags, variables[0]))
             for n, v in enumerate(variables):
@@ -217,28 +185,23 @@ class StepDriver:
         begun, finite = {}, measured.get("finite")
         for shared in state.everywhere:
             counted = shared["iterations"].devices
-            begun[id(shared)] = extended.update_non_slot(counted, self._functions.begin, (settings, shared, finite))
-        rule, optional = self._rule, self._functions.optional
-        step = SparseUpdate(
-            self._functions.apply, rule.sparse, optional=optional, catch_up=rule.catch_up, of_optimizer=True
-        )
+            begun[id(shared)] = extended.update_non_slot(counted, begin, (settings, shared, finite))
+        rule, optional = self._rule, self._optional
+        step = SparseUpdate(apply, rule.sparse, optional=optional, catch_up=rule.catch_up, of_optimizer=True)
         # A step of several calls changes rows that its last call does not have: in all other rows it is put off.
-        marking = SparseUpdate(self._functions.apply, "exact", optional=optional, of_optimizer=True, as_lazy=True)
+        marking = SparseUpdate(apply, "exact", optional=optional, of_optimizer=True, as_lazy=True)
         for v, gradient, some, count in zip(variables, sums, rows, given[0] if given else repeat(1), strict=False):
             if not count:
                 continue
             own, now = state.of(v), begun[id(state.beside(v))]
-            mine = self._settings_of(v, settings)
+            mine = settings if self._settings_of is None else self._settings_of(v)
             if own.number is not None:
-                extended.update(own.number, self._functions.advance, (mine, now))
+                extended.update(own.number, advance, (mine, now))
             rest = (norms.get(id(v), measured.get("norm")), own.average, self._decays(v), own.updated, own.number)
             if own.marks is None:
                 extended.update(v, step, (mine, gradient, own.accumulator, now, *rest))
             else:
                 extended.update(v, marking, (mine, gradient, own.accumulator, now, *rest, own.marks, some))
-
-    def _settings_of(self, v: Variable, settings: Settings) -> Settings:
-        return settings if self._functions.settings is None else self._functions.settings(v)
 
     def _measured(
         self,
@@ -257,19 +220,11 @@ class StepDriver:
         extended, state = strategy.extended, self._state
         of = list(zip(variables, sums, strict=True))
         measured: list[tuple[Sequence[Variable], list[dict[str, Value]]]] = []
-        fns = self._functions
-        for fn, some in (
-            (fns.measure, of if self._measures else []),
-            *((fns.measure_norm, [of[n]]) for n in own_norms),
-        ):
+        for fn, some in ((measure, of if self._measures else []), *((measure_norm, [of[n]]) for n in own_norms)):
             parts: list[dict[str, Value]] = []
             for v, own in some:
-                given = (
-                    self._settings_of(v, settings),
-                    own,
-                    state.of(v).accumulator,
-                    state.beside(v).get("loss_scale"),
-                )
+                mine = settings if self._settings_of is None else self._settings_of(v)
+                given = (mine, own, state.of(v).accumulator, state.beside(v).get("loss_scale"))
                 parts += _by_shard(v, extended.update(v, fn, given))
             if parts:
                 measured.append(([v for v, _ in some], parts))

@@ -15,14 +15,16 @@ through.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from psclient._src.arrays.devices import Value
 from psclient._src.tracing.diagnostics import fail, refuse_result, refuse_step
+from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.tracer import VariableTracer
 from psclient._src.tracing.update_function import update_function
+from psclient._src.variables.sparse_updates import CatchUp, Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
@@ -34,8 +36,10 @@ Updated = Variable | VariableTracer
 
 
 class OptimizerView(Protocol):
-    """The view of an optimizer that an update function gets: numbers and `update`."""
+    """An optimizer as steps see it: numbers and `update`. An update function gets one with nothing else."""
 
+    sparse: Sparse
+    catch_up: CatchUp
     clipnorm: float | None
     clipvalue: float | None
     global_clipnorm: Value
@@ -45,7 +49,17 @@ class OptimizerView(Protocol):
     learning_rate: Value
     ema_momentum: float
     ema_overwrite_frequency: int | None
-    _decays_before: bool
+    _decays_before: ClassVar[bool]
+
+    def _settings(self) -> Settings:
+        """Returns the hyperparameters of now."""
+
+    @property
+    def _chosen(self) -> OptimizerView:
+        """The optimizer itself; of groups the rule of the variable's group."""
+
+    def _divided(self, v: Value, gradient: Value) -> Value:
+        """Returns the gradient that is meant, where more than the loss scale is in it."""
 
     def _advanced(self, number: Value, iterations: Value) -> Value:
         """Returns what the slot `_running` is in a step."""
@@ -82,8 +96,8 @@ def measure(
         accumulator: the variable that has the gradients of the calls before, if several make a step; else None.
         scale: the dynamic loss scale, or None.
     """
-    whole = _whole(optimizer, _unscaled(v, optimizer, gradient, scale), accumulator)
-    found = {}
+    whole = _whole(optimizer._chosen, _unscaled(v, optimizer, gradient, scale), accumulator)
+    found, optimizer = {}, optimizer._chosen
     if optimizer.global_clipnorm is not None:
         found["squares"] = np.sum(np.square(whole)).astype(np.float64)
     if isinstance(optimizer.loss_scale_factor, DynamicLossScale):
@@ -104,7 +118,7 @@ def measure_norm(
         accumulator: as in `measure`.
         scale: as in `measure`.
     """
-    whole = _whole(optimizer, _unscaled(v, optimizer, gradient, scale), accumulator)
+    whole = _whole(optimizer._chosen, _unscaled(v, optimizer, gradient, scale), accumulator)
     return {"squares": np.sum(np.square(whole)).astype(np.float64)}
 
 
@@ -137,7 +151,7 @@ def begin(optimizer: OptimizerView, state: Mapping[str, Updated], finite: Value)
         `t`: the step's number, from 1; of a schedule `rate`; with a loss scale `scale`, by which gradients are to be
             divided, and `finite`; where a call may make no step, `go`: true if it does.
     """
-    before = state["iterations"].value()
+    optimizer, before = optimizer._chosen, state["iterations"].value()
     found: dict[str, Value] = {"t": before + 1}
     calls = before
     if "accumulated" in state:
@@ -186,7 +200,7 @@ def advance(number: Updated, optimizer: OptimizerView, begun: Mapping[str, Value
         begun: the result of `begin`.
     """
     before = number.value()
-    after = optimizer._advanced(before, begun["t"])
+    after = optimizer._chosen._advanced(before, begun["t"])
     number.assign(np.where(begun["go"], after, before) if "go" in begun else after)
 
 
@@ -223,7 +237,7 @@ def apply(
             else None.
         of_rows: True if this call's gradient is of some rows; else all rows have one.
     """
-    own = _unscaled(v, optimizer, gradient, begun.get("scale"))
+    own, optimizer = _unscaled(v, optimizer, gradient, begun.get("scale")), optimizer._chosen
     if "go" not in begun:
         _change(v, optimizer, _clipped(optimizer, own, norm), begun, average, decays, slots, number)
         return
@@ -288,7 +302,7 @@ def _assigned_since(before: Value, v: Updated) -> bool:
 
 
 def _unscaled(v: Updated, optimizer: OptimizerView, gradient: Value, scale: Value) -> Value:
-    own = gradient.astype(state_dtype(v.dtype))
+    own, optimizer = optimizer._divided(v, gradient).astype(state_dtype(v.dtype)), optimizer._chosen
     if scale is not None:
         return own / scale.astype(own.dtype)
     return own if optimizer.loss_scale_factor is None else own / optimizer.loss_scale_factor

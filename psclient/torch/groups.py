@@ -12,14 +12,13 @@ import torch
 
 from psclient._src.arrays.devices import Value
 from psclient._src.tracing.hyperparameters import Configured, Settings
-from psclient._src.tracing.update_function import update_function
-from psclient._src.variables.sparse_updates import CatchUp, Sparse
 from psclient._src.variables.variable import Variable
-from psclient.optimizers import DynamicLossScale, Optimizer, step_functions
+from psclient.optimizers import Optimizer
 from psclient.optimizers.rules import STEP, TORCH, RuleOptimizer, TorchRule, kind_of
 from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State, state_of
-from psclient.optimizers.step_driver import StepDriver, StepFunctions
+from psclient.optimizers.step_driver import StepDriver
+from psclient.optimizers.step_functions import state_dtype
 from pswire.errors import InvalidArgument, InvalidType
 
 LR = "lr"
@@ -52,8 +51,8 @@ class ParameterGroups(Configured):
         self._entered: list[tuple[Variable, int]] = []
         self._by_rows: set[int] = set()
         self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
-        functions = StepFunctions(_begin, _measure, _measure_norm, _advance, _apply, self._settings_of, optional=True)
-        self.driver = StepDriver(self, self.state, self.check, self._needs, self._decays, functions)
+        given = (self.state, self.check, self._needs, self._decays, self._settings, self._settings_of)
+        self.driver = StepDriver(first, *given, optional=True)
 
     # ---- What an update sees ----
 
@@ -71,8 +70,12 @@ class ParameterGroups(Configured):
             known = self._seen[divisors] = rules, super()._settings()
         return known[1]
 
+    def _divided(self, v: Value, gradient: Value) -> Value:
+        divisor = self.half_divisor if v.dtype == np.float16 else self.divisor
+        return gradient if divisor is None else gradient.astype(state_dtype(v.dtype)) / divisor
+
     @property
-    def rule(self) -> Any:
+    def _chosen(self) -> Any:
         """The rule of the chosen group."""
         return getattr(self, f"rule_{self.chosen}")
 
@@ -90,31 +93,6 @@ class ParameterGroups(Configured):
     def state(self) -> State:
         """What is kept of all variables."""
         return state_of(self.first)
-
-    @property
-    def clipnorm(self) -> float | None:
-        """The first rule's."""
-        return self.first.clipnorm
-
-    @property
-    def global_clipnorm(self) -> float | None:
-        """The first rule's."""
-        return self.first.global_clipnorm
-
-    @property
-    def loss_scale_factor(self) -> float | DynamicLossScale | None:
-        """The first rule's."""
-        return self.first.loss_scale_factor
-
-    @property
-    def sparse(self) -> Sparse:
-        """The first rule's."""
-        return self.first.sparse
-
-    @property
-    def catch_up(self) -> CatchUp:
-        """The first rule's."""
-        return self.first.catch_up
 
     # ---- Groups ----
 
@@ -300,38 +278,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
-
-
-# ---- The update functions of a step, for the chosen group ----
-
-
-@update_function
-def _begin(groups: ParameterGroups, *rest: Value) -> Any:
-    return step_functions.begin(groups.rule, *rest)
-
-
-@update_function
-def _measure(v: Value, groups: ParameterGroups, gradient: Value, *rest: Value) -> Any:
-    return step_functions.measure(v, groups.rule, _divided(v, groups, gradient), *rest)
-
-
-@update_function
-def _measure_norm(v: Value, groups: ParameterGroups, gradient: Value, *rest: Value) -> Any:
-    return step_functions.measure_norm(v, groups.rule, _divided(v, groups, gradient), *rest)
-
-
-@update_function
-def _advance(number: Any, groups: ParameterGroups, *rest: Value) -> None:
-    step_functions.advance(number, groups.rule, *rest)
-
-
-@update_function
-def _apply(v: Value, groups: ParameterGroups, gradient: Value, *rest: Value) -> Any:
-    return step_functions.apply(v, groups.rule, _divided(v, groups, gradient), *rest)
-
-
-def _divided(v: Value, groups: ParameterGroups, gradient: Value) -> Value:
-    divisor = groups.half_divisor if v.dtype == np.float16 else groups.divisor
-    if divisor is None:
-        return gradient
-    return gradient.astype(step_functions.state_dtype(v.dtype)) / divisor
