@@ -10,9 +10,28 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
+from pswire.errors import InvalidArgument
 from pswire.model.consistency import Mode
 from pswire.model.plan import Nonfinite
 from pswire.model.plan import ReduceOp as OpName
+
+
+def check_word(name: str, value: object, words: Any) -> Any:
+    """Returns an argument that is one of a few words.
+
+    Args:
+        name: name of the argument, for messages.
+        value: the given value.
+        words: a `Literal` of the words.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    known = get_args(words)
+    for word in known:
+        if value == word:
+            return word
+    raise InvalidArgument(f"{name} is {value!r}; use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
 
 
 class AutoShardPolicy(IntEnum):

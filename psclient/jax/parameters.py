@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 
 from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.options import check_word
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import all_to_jax, scaled, to_host
@@ -59,8 +60,7 @@ class Parameters:
     def __init__(
         self, strategy: Strategy, tx: Optimizer, params: Tree, tables: Sequence[Any], name: str, reduction: Reduction
     ) -> None:
-        if reduction not in get_args(Reduction):
-            raise InvalidArgument(f"reduction is {reduction!r}; use one of {', '.join(map(repr, get_args(Reduction)))}")
+        check_word("reduction", reduction, Reduction)
         if tx.variables:
             raise InvalidArgument(
                 f"tx is the {type(tx).__name__} {tx.name!r} of another TrainState, or has already made "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-from psclient._src.variables.sparse_updates import CatchUp, Sparse, check_catch_up, check_sparse
+from psclient._src.options import check_word
+from psclient._src.variables.sparse_updates import CatchUp, Sparse
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.ranges import (
     AT_LEAST_0,
@@ -32,6 +33,7 @@ _RANGES = {
 }
 _COUNTS = {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}
 """Options that are whole numbers, and the least that each may be."""
+_WORDS: dict[str, Any] = {"sparse": Sparse, "catch_up": CatchUp}
 
 
 class Options(TypedDict, total=False):
@@ -101,7 +103,7 @@ def check_options(options: Mapping[str, object]) -> dict[str, Any]:
         if options[name] is not None:
             check_count(name, options[name], least, ", or None")
     numbers = {name: _kept(name, options[name], range) for name, range in _RANGES.items()}
-    words = {"sparse": check_sparse(options["sparse"]), "catch_up": check_catch_up(options["catch_up"])}
+    words = {name: check_word(name, options[name], kind) for name, kind in _WORDS.items()}
     return {**options, **numbers, **words, "use_ema": bool(options["use_ema"])}
 
 

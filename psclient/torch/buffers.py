@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,15 +21,6 @@ from pswire.model.tensor import Array, spec_of
 Mode = Literal["first", "mean", "own"]
 """How the workers' buffers belong together: after a step all have the first worker's, or the mean of floating ones; or
 each keeps its own."""
-
-
-def check_mode(mode: object) -> Mode:
-    """Returns one of the three words; raises `ValueError` for anything else."""
-    for word in get_args(Mode):
-        if mode == word:
-            found: Mode = word
-            return found
-    raise InvalidArgument(f"buffers is {mode!r}; use 'first', 'mean' or 'own'")
 
 
 class BufferCell(Cell):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.arrays.devices import to_numpy
+from psclient._src.options import check_word
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
 from psclient.torch.parameters import DTYPES, Gate
@@ -286,8 +287,7 @@ class EmbeddingBag(OfOneTable):
         **others: Any,
     ) -> None:
         super().__init__(table, *sizes, padding_idx=padding_idx, **others)
-        if mode not in ("sum", "mean", "max"):
-            raise InvalidArgument(f"mode is {mode!r}; use 'sum', 'mean' or 'max'")
+        check_word("mode", mode, Literal["sum", "mean", "max"])
         if len(self.table.shape) != 2:
             raise InvalidArgument(f"bags need rows that are vectors, but rows of {self.table.name!r} are not")
         self.mode, self.include_last_offset = mode, include_last_offset

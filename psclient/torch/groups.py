@@ -96,9 +96,6 @@ class ParameterGroups(Configured):
 
     # ---- Groups ----
 
-    def __len__(self) -> int:
-        return len(self._made)
-
     def add(self) -> None:
         """Adds a group with the first one's hyperparameters.
 
@@ -126,10 +123,6 @@ class ParameterGroups(Configured):
         self._entered.append((v, group))
         if by_rows:
             self._by_rows.add(id(v))
-
-    def group_of(self, v: Variable) -> int:
-        """Returns the number of a variable's group."""
-        return self._of[id(v)]
 
     def of(self, v: Variable) -> Optimizer:
         """Returns the rule of a variable."""

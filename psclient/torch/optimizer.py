@@ -17,11 +17,12 @@ from psclient._src.arrays.conversions import on_host
 from psclient._src.config import threads_chosen, threads_of
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.interpreter.lifetimes import Unpicklable, weakly
+from psclient._src.options import check_word
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer as Rule
-from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
+from psclient.torch.buffers import Mode, ModuleBuffers
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import ParameterGroups, rule_of
 from psclient.torch.parameters import Gate, Trained, check_parameter, limited_of, name_of, paths_of, sparse_of
@@ -116,14 +117,11 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         self.strategy = _checked_strategy(strategy)
         if not isinstance(module, torch.nn.Module):
             raise InvalidType(f"a {type(module).__name__} is not a module; pass the torch.nn.Module that is trained")
-        if reduction not in ("mean", "sum"):
-            raise InvalidArgument(f"reduction is {reduction!r}; use 'mean' or 'sum'")
-        mode, self._prefix = check_mode(buffers), prefix
+        averages = check_word("reduction", reduction, Reduction) == "mean"
+        mode, self._prefix = check_word("buffers", buffers, Mode), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = ParameterGroups(self.rule)
-        self._steps = Steps(
-            self.strategy, self._groups, reduction == "mean", overlap, weakly(self._refresh_rules), module
-        )
+        self._steps = Steps(self.strategy, self._groups, averages, overlap, weakly(self._refresh_rules), module)
         self._slots = SlotState(self.strategy, self._groups)
         self._find()
         self._trained: dict[int, Trained] = {}

@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from psclient._src.arrays.nest import Nest
 from psclient._src.interpreter.lifetimes import Unpicklable
-
-
-class Resumable(Protocol):
-    """A dataset that may go on from where it stood in a checkpoint."""
-
-    @property
-    def element_spec(self) -> Nest:
-        """The shapes and dtypes of a batch."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state in checkpoints."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where it stood in the checkpoint that was restored."""
-        ...
-
-    def _going_on(self) -> Iterator[Nest]:
-        """The rest of the pass in which the checkpoint was saved."""
-        ...
 
 
 class DistributedIterator(Unpicklable):
@@ -38,13 +17,14 @@ class DistributedIterator(Unpicklable):
         dataset: the distributed dataset.
     """
 
-    def __init__(self, batches: Iterator[Nest], dataset: Resumable) -> None:
+    def __init__(self, batches: Iterator[Nest], dataset: Any) -> None:
         self._batches = batches
         self._dataset = dataset
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for checkpoints: that of the dataset."""
-        return self._dataset.state_dict()
+        found: dict[str, Any] = self._dataset.state_dict()
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the batch at which the checkpoint was saved.

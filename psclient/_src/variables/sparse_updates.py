@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
+
+from psclient._src.options import check_word
 
 Sparse = Literal["exact", "lazy", "dense"]
 """Exact: as for the whole gradient, made up when a row is touched or read. Lazy: nothing. Dense: as for the whole
@@ -14,24 +16,6 @@ CatchUp = Literal["replay", "closed_form"]
 """How exact updates are made up. Replay: one by one, with the same bits. Closed form: many as one, where their function
 has a closed form, within a few millionths.
 """
-
-
-def check_catch_up(catch_up: object) -> CatchUp:
-    """Returns one of the two words; raises `ValueError` for anything else."""
-    for word in get_args(CatchUp):
-        if catch_up == word:
-            found: CatchUp = word
-            return found
-    raise ValueError(f"catch_up is {catch_up!r}; use 'replay' or 'closed_form'")
-
-
-def check_sparse(sparse: object) -> Sparse:
-    """Returns one of the three words; raises `ValueError` for anything else."""
-    for word in get_args(Sparse):
-        if sparse == word:
-            found: Sparse = word
-            return found
-    raise ValueError(f"sparse is {sparse!r}; use 'exact', 'lazy' or 'dense'")
 
 
 class SparseUpdate:
@@ -109,7 +93,7 @@ def exact_update(fn: Callable[..., object], catch_up: CatchUp = "replay") -> Spa
         TypeError: `fn` is not a function.
         ValueError: `catch_up` is another word.
     """
-    return _sparse(fn, "exact", "exact_update", check_catch_up(catch_up))
+    return _sparse(fn, "exact", "exact_update", check_word("catch_up", catch_up, CatchUp))
 
 
 def _sparse(fn: Callable[..., object], sparse: Sparse, name: str, catch_up: CatchUp = "replay") -> SparseUpdate:

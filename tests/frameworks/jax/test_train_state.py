@@ -222,7 +222,7 @@ def test_what_cannot_be_a_strategy_or_an_optimizer_is_refused(strategy):
         create(None)
     with pytest.raises(TypeError, match=r"tx is a function; use one of psj\.optimizers or ps\.optimizers"):
         create(strategy, tx=lambda g: g)
-    with pytest.raises(ValueError, match="reduction is 'max'; use one of 'mean', 'sum'"):
+    with pytest.raises(ValueError, match="reduction is 'max'; use 'mean' or 'sum'"):
         create(strategy, reduction="max")
 
 
