@@ -223,7 +223,7 @@ def lines_of(node: ast.ClassDef) -> int:
 
 
 ALIKE = {
-    *("Adagrad", "Adam", "RMSprop", "SGD", "Optimizer", "Rule"),  # of each front end
+    "Optimizer",  # of each front end
     *("Constant", "TruncatedNormal", "Zeros"),  # of variables, and of rows of tables
     *("Loader", "Mirrored", "StrategyExtended", "TableView"),  # a protocol or another front end has its own
 }

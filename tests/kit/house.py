@@ -84,7 +84,7 @@ src.rounds                  6  pswire wire.model wire.telemetry wire.network psc
                                 wire.api src.data src.processes src.tracing src.variables src.distribute
                                 src.telemetry.traces src.network src.processes.aggregation
 psclient.optimizers         6  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
-psclient.compat.v1.train    7  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
+psclient.compat.v1.train    7  psclient._src src.arrays src.tracing src.variables src.distribute
                                 psclient.optimizers
 psclient.compat.v1          9  src.variables src.strategies psclient.compat.v1.train
 psclient.experimental      14  src.variables

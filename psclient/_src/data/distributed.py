@@ -36,7 +36,7 @@ log = logging.getLogger("psclient")
 
 
 @dataclass(frozen=True)
-class Step:
+class DatasetStep:
     """A step of a pass as this worker makes it, and where the dataset stands after it.
 
     Attributes:
@@ -170,10 +170,10 @@ class _Distributed(Unpicklable):
                 self._prefetch(*step.ahead)
             self._tell(step)
             yield self._place(step.parts)
-        self._tell(Step(epoch + 1, 0, False))
+        self._tell(DatasetStep(epoch + 1, 0, False))
         self._group.finish(self._number)
 
-    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
+    def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         """Yields the steps of a pass, from a batch on; reads ahead before the rounds of the step before are over."""
         raise NotImplementedError
 
@@ -242,10 +242,10 @@ class _Distributed(Unpicklable):
         told = self._told or at
         if (told.epoch, told.index) != (epoch, index):
             # The pass before was broken off. Who joins at this batch must not be sent there.
-            self._tell(Step(epoch, index, True))
+            self._tell(DatasetStep(epoch, index, True))
         return index
 
-    def _tell(self, step: Step) -> None:
+    def _tell(self, step: DatasetStep) -> None:
         """Tells the group what was taken."""
         self._told = Position(self._number, step.epoch, step.index, (), self._digest)
         # Where no batch is taken yet, nobody has examples.
@@ -257,7 +257,7 @@ class _Distributed(Unpicklable):
         if step.dealt:
             self._group.deal(self._number, step.dealt)
 
-    def _uneven(self, epoch: int, index: int, items: Iterator[Sequence[Nest]]) -> Iterator[Step]:
+    def _uneven(self, epoch: int, index: int, items: Iterator[Sequence[Nest]]) -> Iterator[DatasetStep]:
         """Yields steps that the workers have different numbers of: all go on as long as any of them has one.
 
         Where this worker was left out of a step, it takes that step's batches once more.
@@ -286,7 +286,7 @@ class _Distributed(Unpicklable):
             spare = nest.map_structure(lambda array: array[:0], last)
             parts = [*taken, *[spare] * (len(group.devices) - len(taken))]
             index += 1
-            yield (step := Step(epoch, index, bool(waiting), parts, islice(waiting, depth)))
+            yield (step := DatasetStep(epoch, index, bool(waiting), parts, islice(waiting, depth)))
             if self._passes.make_round and self._untold():
                 # A pass that was broken off within this step would take the answer for its own.
                 self._tell(step)
@@ -374,7 +374,7 @@ class DistributedDataset(_Distributed):
             raise ValueError(self._source.unfit)
         self._warned = False
 
-    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
+    def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         self._warn()
         if self._options.auto_shard_policy is AutoShardPolicy.OFF:
             return self._uneven(epoch, index, islice(self._pieces(epoch), index, None))
@@ -382,7 +382,7 @@ class DistributedDataset(_Distributed):
             return self._redealt(epoch, index)
         return self._even(epoch, index)
 
-    def _even(self, epoch: int, index: int) -> Iterator[Step]:
+    def _even(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         batches, depth = self._source.batches(epoch, index), self._depth
         # One batch is read ahead, since each tells whether another follows.
         waiting = deque(islice(batches, 1))
@@ -392,9 +392,9 @@ class DistributedDataset(_Distributed):
             batch = waiting.popleft()
             told, index = GlobalBatch(epoch, index, batch), index + 1
             place = (epoch, index, True) if waiting else (epoch + 1, 0, False)
-            yield Step(*place, self._slices(batch), map(self._slices, waiting), batch.examples, batch=told)
+            yield DatasetStep(*place, self._slices(batch), map(self._slices, waiting), batch.examples, batch=told)
 
-    def _redealt(self, epoch: int, index: int) -> Iterator[Step]:
+    def _redealt(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         """Yields steps in which examples of workers that were left out of a round are handed out again, to all workers.
 
         All of them know the same rounds, and so the same examples. A step takes those that have come back once there
@@ -423,7 +423,7 @@ class DistributedDataset(_Distributed):
             parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
             ahead, examples = map(self._slices, islice(waiting, depth)), sum(each.stop - each.first for each in dealt)
             out = dealt if group.backup_workers else ()
-            yield Step(epoch, index, True, parts, ahead, examples, returned, dealt=out)
+            yield DatasetStep(epoch, index, True, parts, ahead, examples, returned, dealt=out)
 
     def _batch(self, epoch: int, index: int) -> Batch:
         """Reads a batch anew of which some examples have come back."""
@@ -504,7 +504,7 @@ class DistributedDatasetFromFunction(_Distributed):
     def _described(self) -> Sequence[str]:
         return "from a function", self._source.described().recipe  # each worker has examples of its own
 
-    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
+    def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         if self._group.coordinated:
             self._take_place()
         return self._uneven(epoch, index, self._own(epoch, index))

@@ -12,7 +12,7 @@ from itertools import islice
 
 from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, Indexable, indexable
-from psclient._src.data.distributed import DistributedDataset, Step, cut
+from psclient._src.data.distributed import DatasetStep, DistributedDataset, cut
 from psclient._src.data.group import ChunkCalls, Passes, ReplicaGroup
 from psclient._src.options import InputOptions
 from pswire.limits import MAX_CHUNKS
@@ -270,7 +270,7 @@ class DynamicDataset(DistributedDataset):
             self._at = before[-1] if before and not (last.index or last.returned) else last
         return self._at
 
-    def _steps(self, epoch: int, index: int) -> Iterator[Step]:
+    def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         handed, group, depth = self._handed, self._group, self._depth
         handed.begin(epoch)
         while True:
@@ -284,7 +284,7 @@ class DynamicDataset(DistributedDataset):
             handed.ask_ahead()
             index = chunk.examples.index + 1 if chunk.epoch == epoch else index
             ahead = map(self._slices, handed.coming(depth)) if self._options.prefetch else ()
-            yield Step(epoch, index, True, parts, ahead, batch.examples)
+            yield DatasetStep(epoch, index, True, parts, ahead, batch.examples)
         handed.end()
 
     def _slices(self, batch: Batch) -> list[Nest]:
