@@ -35,7 +35,7 @@ from pswire.model.tensor import Array
 log = logging.getLogger("psclient")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DatasetStep:
     """A step of a pass as this worker makes it, and where the dataset stands after it.
 
