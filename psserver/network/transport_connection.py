@@ -112,13 +112,15 @@ class Connection:
         peer: where the client is, for messages.
         names: the names in the client's certificate; None where the transport asks for none. A client that shares
             memory shows only its token, which came over a channel that has asked.
+
+    Attributes:
+        session: the client's session; None before its hello.
     """
 
     def __init__(
         self, transports: Connections, sock: Stream, shared: bool, peer: str = "", names: Names = None
     ) -> None:
         self.session: int | None = None
-        """The client's session; None before its hello."""
         self._registered: Registered | None = None
         self._hello_said = pb.TransportHello()
         self.transport: TransportName = "shm" if shared else "tcp"
