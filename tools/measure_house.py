@@ -206,12 +206,13 @@ def torch_step() -> dict[str, int]:
     with ps.ParameterServerStrategy(["cpu:0"]) as strategy:
         module = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(256)) for _ in range(4)])
         optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy)
-        for number in range(STEPS + 1):
+        found = []
+        for _ in range(2 * STEPS):
             for each in module:
                 each.grad = torch.ones(256)
-            if number < STEPS:
-                optimizer.step()
-        return calls(optimizer.step)[1]
+            found.append(calls(optimizer.step)[1])
+        # This thread receives the answer itself, if no other one has by then: that is some calls more.
+        return min(found[STEPS:], key=lambda each: each["calls"])
 
 
 def measure() -> dict[str, Any]:
