@@ -130,7 +130,7 @@ class Connection:
         self.sock = sock
         self._shared, self._loop = shared, asyncio.get_running_loop()
         self._link = MessageSocket(sock)
-        self._channel = PayloadSender(self._link, None, False, self._blocked, self._traffic)
+        self._channel = PayloadSender(self._link, None, False, partial(self._soon, self._arm), self._traffic)
         self._memory: ClientMemory | None = None
         self._assemblies: dict[int, Assembly] = {}
         self._under_way: dict[Future[Any], int] = {}
@@ -245,11 +245,12 @@ class Connection:
         """Hands over the memory of answers, with this side's first byte, to a client that has shown its session."""
         ring, file = self._transports.outbox()
         socket.send_fds(self._plain, [b"\0"], [file])
-        self._channel = PayloadSender(self._link, ring, False, self._blocked, self._traffic)
+        self._channel = PayloadSender(self._link, ring, False, partial(self._soon, self._arm), self._traffic)
 
-    def _blocked(self) -> None:
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Calls a function on the event loop. Called from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            self._loop.call_soon_threadsafe(self._arm)
+            self._loop.call_soon_threadsafe(call)
 
     def _arm(self) -> None:
         if not self._closed and not self._armed:
@@ -278,11 +279,6 @@ class Connection:
             self._paused = False
             self._loop.add_reader(self.sock, self._readable)
             self._loop.call_soon(self._readable)
-
-    def _go_on_soon(self) -> None:
-        """Resumes reading. Called from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            self._loop.call_soon_threadsafe(self._go_on)
 
     # ---- Messages ----
 
@@ -423,7 +419,9 @@ class Connection:
             assembly.add(message.offset, (data,))
         if assembly.payload.whole:
             self._assemblies.pop(message.call, None)  # it may have been refused by now
-        elif self._memory is None and assembly.payload.crowded(self._transports.in_flight, self._go_on_soon):
+        elif self._memory is None and assembly.payload.crowded(
+            self._transports.in_flight, partial(self._soon, self._go_on)
+        ):
             self._pause()
 
     def _data(self, message: Message, reader: int) -> memoryview | None:
@@ -436,7 +434,7 @@ class Connection:
     def _let_rest_pass(self, call: int) -> None:
         """Reads and discards the rest of an answered call."""
         if self._assemblies.pop(call, None) is not None:
-            self._go_on_soon()
+            self._soon(self._go_on)
 
     def _refuse(self, call: int, error: PSError) -> None:
         self._let_rest_pass(call)
