@@ -50,8 +50,8 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     step waits once, for its round. Everything else is as with torch's optimizers: `zero_grad`, closures, `param_groups`
     (all hyperparameters may be changed between steps), and torch's learning rate schedulers.
 
-    Gradients are averaged over workers, weighted by their numbers of examples if batches come from a `Loader`. A
-    parameter without a gradient in any worker keeps its value.
+    Gradients are averaged over workers, weighted by their numbers of examples if batches come from a `Loader` or a
+    distributed dataset. A parameter without a gradient in any worker keeps its value.
 
     Every worker makes the same calls. In cross-replica context, or outside of every scope.
 
