@@ -65,84 +65,63 @@ WORK = Work("files", write_shard)
 WHO = "/job:worker/task:0, session 7"
 FUTURE: Future[Any] = Future()
 
+OF_REQUESTS: list[tuple[ServerRequest[Any], str]] = [
+    (api.OpenRequest(W0, 1, LOT, False, job="the-job", term=3), "/job:worker/task:0: 1 replica, sync"),
+    (api.OpenRequest(W0, 2, LOT, False, ASYNC), "/job:worker/task:0: 2 replicas, async"),
+    (api.OpenRequest(CHIEF, 0, LOT, True, term=3), "/job:chief/task:0: drives"),
+    (api.EnlistRequest(None, LOT), "asks for an index"),
+    (api.EnlistRequest(Task("worker", 2), LOT), "/job:worker/task:2"),
+    (api.HeartbeatRequest(SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"),
+    (api.HeartbeatRequest(SESSION, -1, b""), WHO),
+    (api.LeaveRequest(SESSION, ""), f"{WHO}: cleanly"),
+    (api.LeaveRequest(STRANGER, "it failed"), "session 8: it failed"),
+    (api.CreateBatchRequest(SESSION, (VARIABLE, VARIABLE)), f"{WHO}: 2 variables"),
+    (api.PullRequest(SESSION, (1, 2, 3), 5), f"{WHO}: 3 variables after round 5"),
+    (api.PullRequest(0, (1,), -1), "no session: 1 variable"),
+    (api.ProposeRequest(SESSION, PLAN, "", None), f"{WHO}: plan {ID}"),
+    (api.ProposeRequest(SESSION, None, f"plan:{PLAN.id.hex()}", None), f"{WHO}: waits at plan:{ID}"),
+    (api.ProposeRequest(SESSION, None, "", Start(2, 5)), f"{WHO}: new members of generation 2 begin with round 5"),
+    (api.ProposeRequest(SESSION, PLAN, "dataset:1", None), f"{WHO}: plan {ID}, waits at dataset:1"),
+    (api.WatchRequest(SESSION, 3, 9), f"{WHO}: the log from 3 on"),
+    (api.WatchRequest(SESSION, 3, api.UNTIL_ENDED), f"{WHO}: its end"),
+    (api.ApproveRequest(TOKEN, 3, ENTRIES), "the log from 3 on: 2 created, 1 approved, 1 generation closed"),
+    (api.ApproveRequest(TOKEN, 0, ()), "the log from 0 on: nothing"),
+    (SnapshotRequest(TOKEN, PLAN.id, ""), f"plan {ID}, the shard"),
+    (SnapshotRequest(TOKEN, PLAN.id, "{}"), f"plan {ID}, the manifest"),
+    (RestoreRequest(SESSION, "run", Turn(1, 2, 3), RestoreOrder("open")), f"{WHO}: open 'run'"),
+    (ScheduleRequest(SESSION, ClosureOrder(3, "step")), f"{WHO}: closure 3 of step"),
+    (ScheduleRequest(SESSION, ClosureOrder(joins=True)), f"{WHO}: waits for all closures"),
+    (ScheduleRequest(SESSION, ClosureOrder()), f"{WHO}: looks"),
+    (TakeRequest(SESSION, ("f()",)), f"{WHO}: waits for a closure"),
+    (TakeRequest(SESSION, (), ClosureResult(3)), f"{WHO}: closure 3 is over, waits for a closure"),
+    (
+        TakeRequest(SESSION, (), ClosureResult(3, kind="KeyError")),
+        f"{WHO}: closure 3 is over: KeyError, waits for a closure",
+    ),
+    (FetchRequest(SESSION, 3, 0), f"{WHO}: the result of closure 3"),
+    (
+        AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, want=1, needs=True)),
+        f"{WHO}: asks for 1 chunk of dataset 1, pass 2",
+    ),
+    (
+        AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, want=3, done=(7, 8))),
+        f"{WHO}: asks for 3 chunks ahead of dataset 1, pass 2, 2 done",
+    ),
+    (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, looks=True)), f"{WHO}: looks at dataset 1"),
+    (OfferRequest(Standby("ps9:1")), "ps9:1 waits for the place of a server"),
+    (MoveRequest(1), "server 1 moves to any standby server"),
+    (MoveRequest(1, "ps9:1", TOKEN), "server 1 moves to ps9:1"),
+]
+"""Requests, and their words."""
+
+BESIDE: dict[str, tuple[Any, ...]] = {"open": (DRAWN,), "propose": (PREPARED,), "approve": ({},)}
+"""What the machine gets with a request that waits for nothing."""
+
 WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "worked": [((WORK, None, None), "write shard (files)")],
-    "open": [
-        ((api.OpenRequest(W0, 1, LOT, False, job="the-job", term=3), DRAWN), "/job:worker/task:0: 1 replica, sync"),
-        ((api.OpenRequest(W0, 2, LOT, False, ASYNC), DRAWN), "/job:worker/task:0: 2 replicas, async"),
-        ((api.OpenRequest(CHIEF, 0, LOT, True, term=3), DRAWN), "/job:chief/task:0: drives"),
-    ],
-    "schedule": [
-        ((ScheduleRequest(SESSION, ClosureOrder(3, "step")), FUTURE), f"{WHO}: closure 3 of step"),
-        ((ScheduleRequest(SESSION, ClosureOrder(joins=True)), FUTURE), f"{WHO}: waits for all closures"),
-        ((ScheduleRequest(SESSION, ClosureOrder()), FUTURE), f"{WHO}: looks"),
-    ],
-    "take": [
-        ((TakeRequest(SESSION, ("f()",)), FUTURE), f"{WHO}: waits for a closure"),
-        ((TakeRequest(SESSION, (), ClosureResult(3)), FUTURE), f"{WHO}: closure 3 is over, waits for a closure"),
-        (
-            (TakeRequest(SESSION, (), ClosureResult(3, kind="KeyError")), FUTURE),
-            f"{WHO}: closure 3 is over: KeyError, waits for a closure",
-        ),
-    ],
-    "fetch": [((FetchRequest(SESSION, 3, 0), FUTURE), f"{WHO}: the result of closure 3")],
-    "assign_batches": [
-        (
-            (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, want=1, needs=True)), FUTURE),
-            f"{WHO}: asks for 1 chunk of dataset 1, pass 2",
-        ),
-        (
-            (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, want=3, done=(7, 8))), FUTURE),
-            f"{WHO}: asks for 3 chunks ahead of dataset 1, pass 2, 2 done",
-        ),
-        (
-            (AssignBatchesRequest(SESSION, ChunkAsk(1, 1, 2, 9, looks=True)), FUTURE),
-            f"{WHO}: looks at dataset 1",
-        ),
-    ],
-    "enlist": [
-        ((api.EnlistRequest(None, LOT),), "asks for an index"),
-        ((api.EnlistRequest(Task("worker", 2), LOT),), "/job:worker/task:2"),
-    ],
-    "heartbeat": [
-        ((api.HeartbeatRequest(SESSION, 5, PLAN.id),), f"{WHO}: waits in round 5"),
-        ((api.HeartbeatRequest(SESSION, -1, b""),), WHO),
-    ],
-    "leave": [
-        ((api.LeaveRequest(SESSION, ""),), f"{WHO}: cleanly"),
-        ((api.LeaveRequest(STRANGER, "it failed"),), "session 8: it failed"),
-    ],
-    "create_batch": [((api.CreateBatchRequest(SESSION, (VARIABLE, VARIABLE)),), f"{WHO}: 2 variables")],
     "initialize_batch": [(((VARIABLE,), 1, {4: np.zeros(3)}, None), "1 variable, with values of a checkpoint")],
-    "pull": [
-        ((api.PullRequest(SESSION, (1, 2, 3), 5), FUTURE), f"{WHO}: 3 variables after round 5"),
-        ((api.PullRequest(0, (1,), -1), FUTURE), "no session: 1 variable"),
-    ],
-    "propose": [
-        ((api.ProposeRequest(SESSION, PLAN, "", None), PREPARED), f"{WHO}: plan {ID}"),
-        ((api.ProposeRequest(SESSION, None, f"plan:{PLAN.id.hex()}", None), None), f"{WHO}: waits at plan:{ID}"),
-        (
-            (api.ProposeRequest(SESSION, None, "", Start(2, 5)), None),
-            f"{WHO}: new members of generation 2 begin with round 5",
-        ),
-        (
-            (api.ProposeRequest(SESSION, PLAN, "dataset:1", None), PREPARED),
-            f"{WHO}: plan {ID}, waits at dataset:1",
-        ),
-    ],
-    "watch": [
-        ((api.WatchRequest(SESSION, 3, 9), FUTURE), f"{WHO}: the log from 3 on"),
-        ((api.WatchRequest(SESSION, 3, api.UNTIL_ENDED), FUTURE), f"{WHO}: its end"),
-    ],
     "part": [((SESSION,), f"{WHO}: watches no more")],
     "holds": [((TOKEN,), "a chief's token")],
-    "approve": [
-        (
-            (api.ApproveRequest(TOKEN, 3, ENTRIES), {}),
-            "the log from 3 on: 2 created, 1 approved, 1 generation closed",
-        ),
-        ((api.ApproveRequest(TOKEN, 0, ()), {}), "the log from 0 on: nothing"),
-    ],
     "push": [
         (
             (Contribution(SESSION, 0, 0, b"", first_values=(4, 5)), Payload((), 2048), None, FUTURE),
@@ -162,19 +141,13 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "outlive": [((ServerGone("the job goes on without it"),), "the job goes on without it")],
     "meet": [((2,), "server 2 is connected")],
     "miss": [((2, "nothing listens there"), "server 2 is not connected: nothing listens there")],
-    "snapshot": [
-        ((SnapshotRequest(TOKEN, PLAN.id, ""), FUTURE), f"plan {ID}, the shard"),
-        ((SnapshotRequest(TOKEN, PLAN.id, "{}"), FUTURE), f"plan {ID}, the manifest"),
-    ],
-    "restore": [((RestoreRequest(SESSION, "run", Turn(1, 2, 3), RestoreOrder("open")), FUTURE), f"{WHO}: open 'run'")],
-    "offer": [((OfferRequest(Standby("ps9:1")),), "ps9:1 waits for the place of a server")],
-    "move": [
-        ((MoveRequest(1),), "server 1 moves to any standby server"),
-        ((MoveRequest(1, "ps9:1", TOKEN),), "server 1 moves to ps9:1"),
-    ],
     "close": [((), "the server ends")],
 }
 """Arguments of each stimulus after the time, and its words."""
+
+for request, words in OF_REQUESTS:
+    beside = (FUTURE,) if request.waits else BESIDE.get(request.method, ())
+    WORDS.setdefault(request.method, []).append(((request, *beside), words))
 
 WORDLESS = {"tick", "look", "asked"}
 """Stimuli that say nothing, and that nothing refuses."""
