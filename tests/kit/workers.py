@@ -48,7 +48,7 @@ class Worker:
         self.fraction: Fraction | None = None
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
-        self.backup_workers = 0
+        self.leaves_out = False
         self.late = self.behind = self.coordinated = False
         self.dealt: tuple[Examples, ...] = ()
 

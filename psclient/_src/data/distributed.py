@@ -378,7 +378,7 @@ class DistributedDataset(_Distributed):
         self._warn()
         if self._options.auto_shard_policy is AutoShardPolicy.OFF:
             return self._uneven(epoch, index, islice(self._pieces(epoch), index, None))
-        if self._group.backup_workers or self._group.returned(self._number):
+        if self._group.leaves_out or self._group.returned(self._number):
             return self._redealt(epoch, index)
         return self._even(epoch, index)
 
@@ -422,7 +422,7 @@ class DistributedDataset(_Distributed):
             parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
             parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
             ahead, examples = map(self._slices, islice(waiting, depth)), sum(each.stop - each.first for each in dealt)
-            out = dealt if group.backup_workers else ()
+            out = dealt if group.leaves_out else ()
             yield DatasetStep(epoch, index, True, parts, ahead, examples, returned, dealt=out)
 
     def _batch(self, epoch: int, index: int) -> Batch:
@@ -459,7 +459,7 @@ class DistributedDataset(_Distributed):
                 self._number,
             )
         # Where all workers make each round together, servers compare what they read.
-        elif self._source.order_is_own and (self._group.backup_workers or self._group.slice() != (first, replicas)):
+        elif self._source.order_is_own and (self._group.leaves_out or self._group.slice() != (first, replicas)):
             self._warned = True
             log.warning(
                 "each process shuffles dataset %d differently, so some examples are seen twice and others "

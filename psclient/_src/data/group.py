@@ -41,14 +41,14 @@ class ReplicaGroup(Progress):
         alone: True if each process makes rounds of its own: its workers are asynchronous.
         coordinated: True once this process schedules closures, or runs what is scheduled: each process has all batches
             of a dataset.
-        backup_workers: the workers that a round of updates does not wait for. Without any nobody is late.
+        leaves_out: True if a round of updates may be made without workers that live; else nobody is late.
         chunk_calls: asks for batches that are handed out; None where all make rounds together, and each has a part of
             every batch.
     """
 
     alone = False
     coordinated = False
-    backup_workers = 0
+    leaves_out = False
     chunk_calls: ChunkCalls | None = None
 
     def __init__(self, devices: tuple[Device, ...]) -> None:

@@ -80,7 +80,7 @@ class Group(ReplicaGroup):
         self.chunk_calls = BatchCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
         """Asks for batches that are handed out to workers that do."""
         self.passing = (lambda under_way: None) if session.clock is None else session.clock.note_pass
-        self.backup_workers = session.consistency.backup_workers  # members that a round of updates does not wait for
+        self.leaves_out = session.consistency.leaves_out
 
     # ---- For datasets ----
 
@@ -153,7 +153,7 @@ class Group(ReplicaGroup):
 
         Waits for the answers of its rounds.
         """
-        if not self.backup_workers:
+        if not self.leaves_out:
             return False
         self.settle()
         return any(self.session.task in item.out for item in self._passes if item.dataset == dataset)

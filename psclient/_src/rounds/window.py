@@ -224,7 +224,7 @@ class Window:
             self._measures.excluded += len(reply.excluded)
             for task in set(reply.excluded) - self._missing[server]:
                 # Who is late is so again and again; of who is lost the chief says it.
-                level = logging.DEBUG if self._session.consistency.backup_workers else logging.WARNING
+                level = logging.DEBUG if self._session.consistency.leaves_out else logging.WARNING
                 log.log(level, "round %d of server %d is complete without %s", reply.round, server, task)
             self._missing[server] = set(reply.excluded)
         # Of a variable that several servers hold each of them says the same.
@@ -252,7 +252,7 @@ class Window:
             (reply.generation for reply in replies.values()), key=lambda generation: generation.number, default=None
         )
         more = any(reply.more for reply in replies.values())
-        late = out if self._session.consistency.backup_workers and round.plan.trains else frozenset[Task]()
+        late = out if self._session.consistency.leaves_out and round.plan.trains else frozenset[Task]()
         over = max((reply.over for reply in replies.values()), default=0)
         self._answered.append(Answered(round.number, round.passed, newest, more, late, over))
 

@@ -248,7 +248,7 @@ def test_who_shuffles_alone_is_warned(caplog):
     data = torch.utils.data
     own = {"generator": torch.Generator().manual_seed(0)}
     sampler, late = data.RandomSampler(range(4)), Worker(0, 1, 2)
-    late.backup_workers = 1
+    late.leaves_out = True
     for loader, worker, lines in (
         (data.DataLoader(range(4), batch_size=2, shuffle=True), Apart(0, 1, 2), 1),
         (data.DataLoader(range(4), batch_sampler=data.BatchSampler(sampler, 2, False)), Apart(0, 1, 2), 1),

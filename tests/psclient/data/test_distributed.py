@@ -411,7 +411,7 @@ def test_examples_of_who_was_excluded_are_handed_out_again(split, seed):
     workers, luck = team(split), Random(seed)
     dataset = ArrayDataset(np.arange(29)).shuffle(5).batch(7)
     for worker in workers:
-        worker.backup_workers = 1
+        worker.leaves_out = True
     sources = [distributed(dataset, worker) for worker in workers]
     for epoch in range(2):
         counted: list[int] = []
@@ -430,7 +430,7 @@ def test_who_is_behind_gets_nothing_until_it_has_caught_up():
     """What it would have had in those steps comes back to all."""
     workers = team((1, 1))
     for worker in workers:
-        worker.backup_workers = 1
+        worker.leaves_out = True
     first, second = (iter(distributed(ArrayDataset(np.arange(8)).batch(4), worker)) for worker in workers)
     workers[1].behind = True
     assert [rows(next(first)), rows(next(second))] == [[[0, 1]], [[]]]
@@ -455,7 +455,7 @@ def test_a_pass_goes_on_with_what_had_come_back():
 def test_who_was_excluded_takes_its_own_batch_once_more():
     """Data that are a worker's own nobody else can take; while it is behind, it takes none."""
     worker = Worker()
-    worker.backup_workers = 1
+    worker.leaves_out = True
     own = DistributedDatasetFromFunction(lambda _: ArrayDataset(np.arange(4)).batch(2), InputContext(), worker, 0)
     batches = iter(own)
     assert rows(next(batches)) == [[0, 1]]

@@ -240,7 +240,7 @@ def test_batches_that_each_worker_has_for_itself_are_not_compared():
     off = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
     assert set(words(data.DataLoader(range(48), 8), options=off)) == {None}
     worker = Worker(0, 1, 2)
-    worker.backup_workers = 1
+    worker.leaves_out = True
     for _ in distributed(ArrayDataset(np.arange(48)).batch(8), worker):
         assert worker.batch is None
 
