@@ -47,7 +47,9 @@ from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
-from psserver.state.variables import take_rows
+from psserver.values.dense import Dense
+from psserver.values.step import StepVariables
+from psserver.values.value import Value
 
 FORMAT = 1
 LAPS, QUICK_LAPS = 100, 20
@@ -194,13 +196,13 @@ def _step(card: Card, case: Case, size: int, laps: int) -> list[float]:
     kernels = Kernels(card.device, patience=1, smallest=0)
     job = Traced.of(case.fn, [(size,)] * case.variables).job([np.full(size, 1e-3, "float32")])
     with card.device.scope():
-        values: dict[int, Any] = {n: card.device.put(np.ones(size, "float32")) for n in range(case.variables)}
+        values: dict[int, Value] = {n: Dense(card.device.put(np.ones(size, "float32"))) for n in range(case.variables)}
 
         def once() -> None:
             execution = Execution(job, kernels)
             execution.wanted = frozenset(values)
             execution.reads()
-            assigned, _ = execution.step(values, frozenset(), lambda id: None)
+            assigned, _ = execution.step(StepVariables(values), lambda id: None)
             values.update(assigned)
 
         return _compiled(card, kernels, once, laps)
@@ -259,7 +261,7 @@ def _lookup(card: Card, device: ServerDevice, laps: int) -> list[float]:
     with device.scope():
         table = device.put(np.ones(TABLE, "float32"))
         return card.waited(
-            lambda: device.get(take_rows(table, random.integers(0, TABLE[0], ROWS), device.xp)), laps + 3
+            lambda: device.get(Dense(table).rows(random.integers(0, TABLE[0], ROWS), device.xp)), laps + 3
         )[3:]
 
 

@@ -86,14 +86,14 @@ class Bench:
         began = time.perf_counter()
         opened = self.table.begin(self.table.round + 1, keys)
         for array in self.table.arrays:
-            array[opened.touched] += np.float32(1)
+            array[np.unique(opened.slots[opened.slots >= 0])] += np.float32(1)
         self.table.commit()
         return time.perf_counter() - began
 
     def hold(self, name: str, since: int = -1, base: str = "") -> tuple[Frozen, float]:
         """Holds the table; returns it, and the seconds that this took."""
         began = time.perf_counter()
-        part = FrozenPart("users", self.table, self.table.hold(since), bool(base))
+        part = FrozenPart("users", self.table, self.table.freeze(since), bool(base))
         seconds = time.perf_counter() - began
         order = SnapshotOrder(name, (0,), state=json.dumps({"base": base}))
         return Frozen(order, 0, 1, (), {}, tables={"users": part}), seconds
@@ -186,7 +186,7 @@ def lookups(functions: Native, root: Path, laps: int) -> dict[str, Any]:
         def look(table: Any = table, keys: Any = keys) -> float:
             each = keys.pop()
             began = time.perf_counter()
-            table.lookup(each)
+            table.rows_at(table.find(each), each)
             return time.perf_counter() - began
 
         found[f"lookup in {name}, ms"] = measured(look, laps)

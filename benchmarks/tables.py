@@ -81,7 +81,7 @@ def of_size(functions: Native, size: int, laps: int) -> dict[str, Any]:
     found["find"] = measured(lambda lap: index.find(known[lap]), laps)
     found["find, none there"] = measured(lambda lap: index.find(new[lap]), laps)
     found["gather"] = measured(lambda lap: weights.take(entries[lap] - 1, axis=0, mode="clip"), laps)
-    found["lookup"] = measured(lambda lap: table.lookup(known[lap]), laps)
+    found["lookup"] = measured(lambda lap: table.rows_at(table.find(known[lap]), known[lap]), laps)
     found["first values, uniform"] = measured(lambda lap: first.rows(new[lap]), laps)
     found["first values, normal"] = measured(lambda lap: normal.rows(new[lap]), laps)
     found["round, all known"] = measured(update, laps)

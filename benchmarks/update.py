@@ -45,6 +45,8 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
+from psserver.values.dense import Dense
+from psserver.values.step import StepVariables
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.model.log import Member
@@ -246,13 +248,14 @@ def updating(case: Case, threads: int) -> Work:
     """A server's array work of one round, with its kernel compiled."""
     gradients = [np.full(SIZE, 1e-3, "float32") for _ in range(case.workers)]
     job = Traced.of(case.fn, [(SIZE,)] * case.variables).job(gradients)
-    values: dict[int, Any] = {n: np.ones(SIZE, "float32") for n in range(case.variables)}
+    values = {n: Dense(np.ones(SIZE, "float32")) for n in range(case.variables)}
+    ids = frozenset(values)
     kernels = Kernels(ServerDevice(), threads, patience=1)
 
     def once() -> None:
         execution = Execution(job, kernels)
         execution.reads()
-        execution.step(values, frozenset(values), lambda id: None)
+        execution.step(StepVariables(values, ids, ids), lambda id: None)
 
     once()
     kernels.compiler.wait()

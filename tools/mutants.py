@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 AREAS = {
-    "state machines": ["psserver/core", "psserver/state", "psserver/plans", "psclient/_src/chief",
+    "state machines": ["psserver/core", "psserver/state", "psserver/values", "psserver/plans", "psclient/_src/chief",
                        "psclient/_src/rounds"],
     "update rules": ["psserver/programs", "psserver/execution", "psclient/optimizers", "psclient/_src/tracing",
                      "psserver/tables"],

@@ -16,6 +16,7 @@ from psserver.plans.round import ReadyRound
 from psserver.rounds.participants import RoundParticipant
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import FirstValue, Store
+from psserver.values.value import Value
 from pswire.checkpoint import strict_json
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
@@ -176,7 +177,7 @@ class Restores(RoundParticipant):
 
     # ---- The round that commits ----
 
-    def assigns(self, job: ReadyRound) -> Mapping[int, Array]:
+    def assigns(self, job: ReadyRound) -> Mapping[int, Value]:
         """Returns the restored values that a round assigns, by the number of their variable.
 
         Raises:
@@ -193,7 +194,7 @@ class Restores(RoundParticipant):
             return {}
         raise InvalidRequest(f"the restore of {commit.path!r} was not prepared on this server", str(self._store.task))
 
-    def committed(self, job: ReadyRound, given: Mapping[int, Array]) -> Sequence[Effect]:
+    def committed(self, job: ReadyRound, given: Mapping[int, Value]) -> Sequence[Effect]:
         """Lets go of prepared values after a round that committed them, or that shows that their restore was given up.
 
         Dynamic tables become what was prepared; the thread for arrays does nothing else meanwhile.

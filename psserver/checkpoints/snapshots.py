@@ -18,9 +18,9 @@ from psserver.plans.round import ReadyRound
 from psserver.rounds.participants import RoundParticipant
 from psserver.rounds.rounds import Rounds
 from psserver.state.counters import ServerCounters
-from psserver.state.held import HeldTable
-from psserver.state.missed import Unsettled, arrays, pieces
 from psserver.state.variables import Store
+from psserver.values.lazy import FrozenValue
+from psserver.values.value import Value
 from pswire.checkpoint.assembly import base_of
 from pswire.checkpoint.safetensors_stream import told
 from pswire.checkpoint.storage import Storage
@@ -132,7 +132,7 @@ class Snapshots(RoundParticipant):
         if plan.snapshot is not None:
             self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
-    def committed(self, job: ReadyRound, given: Mapping[int, Array]) -> Sequence[Effect]:
+    def committed(self, job: ReadyRound, given: Mapping[int, Value]) -> Sequence[Effect]:
         """Freezes the values after a round whose plan orders a checkpoint. Costs no copy.
 
         Held arrays never change, and of held tables rounds set aside the rows that they write. Where there are dynamic
@@ -173,7 +173,7 @@ class Snapshots(RoundParticipant):
         """Holds some of the variables, and of the dynamic tables."""
         # A variable without a value has lost its creator; the next creator gives it one.
         found = {name: v for name, v in self._named(save) if which(v) and self._store.initialized(v.id)}
-        values = dict(zip(found, self._store.hold(v.id for v in found.values()), strict=True))
+        values = dict(zip(found, self._store.freeze(v.id for v in found.values()), strict=True))
         shards = {name: v.spec.shard for name, v in found.items() if save.back is None and v.spec.shard is not None}
         tables = self._hold_tables(save, which)
         return Frozen(save.order, self._store.server, job.round, job.positions, values, shards=shards, tables=tables)
@@ -196,8 +196,8 @@ class Snapshots(RoundParticipant):
             key, table = stored.part.key, stored.table
             least = [self._bases.least(key, table.round), *(rounds[key] for rounds in earlier if key in rounds)]
             table.forget_deletions(min(least))
-            held = stored.hold(self._bases.since(path, key))
-            found[key] = FrozenPart(stored.part.table, table, held, bool(base), stored.slots)
+            frozen = stored.freeze(self._bases.since(path, key))
+            found[key] = FrozenPart(stored.part.table, table, frozen, bool(base), stored.slots)
         save.rounds = {**save.rounds, **{stored.part.key: stored.table.round for stored in tables}}
         return found
 
@@ -330,13 +330,10 @@ class Snapshots(RoundParticipant):
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
         holding = [one for save in self._saves.values() for one in (save.frozen, save.spare, *save.older) if one]
-        parts = {id(v): v for frozen in holding for value in frozen.values.values() for v in arrays(value)}
-        held = 0
-        for part in parts.values():
-            table, array = (part, part.array) if isinstance(part, HeldTable) else (None, part)
-            if array is not None and id(array) not in kept:
-                held += array.nbytes
-            held += table.aside if table is not None else 0
+        memory: dict[int, int] = {}
+        for value in (value for frozen in holding for value in frozen.values.values()):
+            memory |= value.memory()
+        held = sum(nbytes for key, nbytes in memory.items() if key not in kept)
         return held + sum(table.aside for frozen in holding for table in frozen.tables.values())
 
     def _frozen(self) -> Iterator[Frozen]:
@@ -395,8 +392,8 @@ class Snapshots(RoundParticipant):
                     self._place.put(path, later)  # the same from each server
             return write_shard(self._place, frozen, self._get, let_go)
 
-    def _get(self, value: Array | HeldTable | Unsettled) -> Iterator[Array]:
-        return map(self._store.device.get, pieces(value))
+    def _get(self, value: FrozenValue) -> Iterator[Array]:
+        return map(self._store.device.get, value.pieces())
 
     def _write_manifest(self, frozen: Frozen, text: str, needed: Callable[[], Needed]) -> Shard:
         with naming(self._store.task):

@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from psserver.state.key_tables import KeyedRows
 from psserver.tables.native import Native
-from psserver.tables.saving import HeldState
+from psserver.tables.saving import FrozenState
 from psserver.tables.table import Table
+from psserver.values.keyed import KeyedRows
 from pswire.checkpoint.merged_tables import MergedTable
 from pswire.checkpoint.reader import PIECE_BYTES, SavedCheckpoint
 from pswire.checkpoint.table_tensors import tensors_of
@@ -30,44 +30,44 @@ class FrozenPart:
     Args:
         name: the table's name.
         table: the part.
-        held: its state.
+        frozen: its state.
         is_delta: True where changes alone were asked for.
         slots: the tensors beside the rows; those that have no place there have their first value in all rows.
     """
 
     def __init__(
-        self, name: str, table: Table, held: HeldState, is_delta: bool, slots: Sequence[SlotTensor] = ()
+        self, name: str, table: Table, frozen: FrozenState, is_delta: bool, slots: Sequence[SlotTensor] = ()
     ) -> None:
         self._name = name
         self._spec = table.spec
         self._placed = table.tensors
         self._unplaced = [slot for slot in slots if slot not in table.tensors]
         self._buckets = table.buckets
-        self._held = held
+        self._frozen = frozen
         self._is_delta = is_delta
 
     @property
     def saved(self) -> SavedTable:
         """See `FrozenTable.saved`."""
         slots = sorted((*self._placed, *self._unplaced), key=lambda slot: slot.name)
-        return SavedTable(self._name, self._spec, tuple(slots), self._held.since, self._held.round)
+        return SavedTable(self._name, self._spec, tuple(slots), self._frozen.since, self._frozen.round)
 
     @property
     def aside(self) -> int:
         """Bytes of what was set aside for it."""
-        return self._held.aside
+        return self._frozen.aside
 
     @property
     def nbytes(self) -> int:
         """Bytes of rows that are not written yet."""
-        return self._held.rows.nbytes
+        return self._frozen.rows.nbytes
 
     def columns(self) -> Iterator[Column]:
         """See `FrozenTable.columns`."""
-        state = self._held.load()
+        state = self._frozen.load()
         rows = [(self._name, self._spec.row), *((slot.name, slot.row) for slot in self._placed)]
         for number, (name, row) in enumerate(rows):
-            yield self._column(name, row, state.keys.size, partial(self._held.pieces, number))
+            yield self._column(name, row, state.keys.size, partial(self._frozen.pieces, number))
         for slot in self._unplaced:
             yield self._column(slot.name, slot.row, state.keys.size, partial(_constants, slot, state.keys.size))
         for name, array, part in tensors_of(self._name, self._spec, state, self._is_delta):
@@ -184,7 +184,7 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Tab
     _check(checkpoint, wanted)
     table = Table(wanted.spec, wanted.slots, wanted.buckets, native)
     rows = _rows_of(checkpoint, wanted.saved, wanted.spec, wanted.buckets)
-    for (name, _, value), array in zip(wanted.sources, table.place(rows.state(table.state())), strict=True):
+    for (name, _, value), array in zip(wanted.sources, table.place(rows.state(table.freeze().load())), strict=True):
         if name is None:
             array[...] = value
         else:

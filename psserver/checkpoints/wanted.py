@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from psserver.checkpoints.tables import Wanted, read_slot, restored
-from psserver.state.key_tables import KeyedRows, StoredTable
 from psserver.state.variables import Store
 from psserver.tables.native import Native
 from psserver.tables.table import Table
+from psserver.values.dense import Dense
+from psserver.values.keyed import KeyedRows, StoredTable
+from psserver.values.value import Value
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.model.plan import PlacedVariable
 from pswire.model.saved import RestoreOrder
 from pswire.model.tables import SlotTensor, TablePart
-from pswire.model.tensor import Array
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ class RestoredValues:
     """What was read for the variables of one server.
 
     Attributes:
-        arrays: arrays on the device, by the numbers of their variables.
+        arrays: on the device, by the numbers of their variables.
         tables: parts of dynamic tables.
     """
 
-    arrays: dict[int, Array]
+    arrays: Mapping[int, Value]
     tables: list[RestoredTable]
 
 
@@ -149,7 +150,7 @@ class WantedValues:
         arrays = read_arrays(saved, [(name, v.spec.tensor) for v, name in self.arrays.items()], cast, shards)
         tables = [table.restored(saved, store.native) for table in self.tables]
         put = store.device.put
-        return RestoredValues({v.id: put(array) for v, array in zip(self.arrays, arrays, strict=True)}, tables)
+        return RestoredValues({v.id: Dense(put(array)) for v, array in zip(self.arrays, arrays, strict=True)}, tables)
 
 
 def first_of_part(saved: SavedCheckpoint, part: TablePart, cast: bool, native: Native) -> Table | KeyedRows:

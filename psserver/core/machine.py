@@ -39,7 +39,6 @@ from psserver.rounds.runner import Runner
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValueUploads
-from psserver.state.key_tables import reading_ahead
 from psserver.state.sessions import DRAWN, Membership
 from psserver.state.standbys import Standbys
 from psserver.state.variables import FirstValue, Store
@@ -382,15 +381,13 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             reads = (*contribution.lookups, *contribution.hints)
             if reads:
                 self.store.check_rows(contribution.lookups, contribution.hints)
-            tensors = self.store.tables_of([read.variable for read in reads])
-            if tensors:
-                effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may wait for others
+                effects += self.store.read_ahead(contribution.lookups)  # at once: the round may wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
             if not any(isinstance(each, Fail) and each.future is future for each in effects):
                 if begun is not None:
                     effects += self.runner.listen(contribution, future, begun)
-                if tensors:
-                    effects += reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
+                if reads:
+                    effects += self.store.read_ahead(contribution.hints, hint=True)  # behind the round
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     def _reply(self, owed: Owed) -> list[Effect]:

@@ -12,15 +12,14 @@ from psserver.effects import Effect, Fail, Reply, Work
 from psserver.plans.round import Record
 from psserver.rounds.pending_round import Waiter as Answering
 from psserver.rounds.rounds import Rounds
-from psserver.state.key_tables import StoredTable, TableTensor
-from psserver.state.missed import Unsettled, whole
 from psserver.state.sessions import Membership
-from psserver.state.variables import Store, take_rows
+from psserver.state.variables import Store
+from psserver.values.keyed import StoredTable
+from psserver.values.value import Value
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, PullRequest, RowRead, TableRead, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import Gone
 from pswire.model.status import OpenRound
-from pswire.model.tensor import Array
 from pswire.network.payload import Payload
 
 MAX_CALLS = 256
@@ -142,7 +141,7 @@ class Waiters:
     def _check(self, asked: PullRequest) -> None:
         """Raises `InvalidRequest` if a variable has no value, or rows are not there."""
         for id in asked.variables:
-            self._store.value(id)
+            self._store.find(id)
         self._store.check_rows(asked.rows)
         self._store.ask(asked.tables)
 
@@ -279,23 +278,23 @@ class Waiters:
                 self._check(asked)
             except PSError as error:
                 return Fail(row.future, error)
-        arrays, tables = self._store.views(asked.variables), self._store.row_views(asked.rows)
+        wholes, tables = self._store.views(asked.variables), self._store.views(read.variable for read in asked.rows)
         questions = self._store.ask(asked.tables)
-        return Work("arrays", self._pack, (self._rounds.last, arrays, tables, asked.rows, questions), future=row.future)
+        return Work("arrays", self._pack, (self._rounds.last, wholes, tables, asked.rows, questions), future=row.future)
 
     def _pack(
         self,
         last: int,
-        arrays: Sequence[Array | Unsettled],
-        tables: Sequence[Array | Unsettled | TableTensor],
+        wholes: Sequence[Value],
+        tables: Sequence[Value],
         rows: Sequence[RowRead],
         questions: Sequence[tuple[StoredTable, TableRead]],
     ) -> PullReply:
         """Copies values to the host; in the thread for arrays."""
         device = self._store.device
-        taken = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, rows, strict=True)]
+        taken = [table.rows(read.numbers(), device.xp) for table, read in zip(tables, rows, strict=True)]
         answers = [table.answer(asked) for table, asked in questions]
-        found = [device.get(array) for array in (*map(whole, arrays), *taken)]
+        found = [device.get(array) for array in (*(view.whole() for view in wholes), *taken)]
         payload = Payload.pack([*found, *(array for _, each in answers for array in each)])
         return PullReply(last, payload, tuple(count for count, _ in answers))
 

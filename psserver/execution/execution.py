@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,16 +22,14 @@ from psserver.execution.lookups import Lookups
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.execution.reservation import Call, reserve
 from psserver.execution.row_calls import RowsCall, RowsMeasurement, undo
-from psserver.execution.step_variables import StepVariables
 from psserver.execution.table_rounds import TableRounds
 from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound, ReturnedValues
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
-from psserver.state.held import Held
-from psserver.state.key_tables import TableTensor
-from psserver.state.missed import MissedUpdates
+from psserver.values.step import StepVariables
+from psserver.values.value import Value
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
@@ -43,23 +39,6 @@ from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
 
-
-@dataclass(frozen=True)
-class StepTables:
-    """The dynamic tables of a step.
-
-    Attributes:
-        tensors: their tensors, by the numbers of the variables.
-        room: bytes by which they may grow; -1 without a limit.
-        on_trial: True if the step may come to nothing when it is over.
-    """
-
-    tensors: Mapping[int, TableTensor] = field(default_factory=dict)
-    room: int = -1
-    on_trial: bool = False
-
-
-NO_TABLES = StepTables()
 
 STEP_BYTES = PART_BYTES
 """Most bytes of one member's contributions in a step of a batch: values go back while later ones are computed."""
@@ -81,7 +60,6 @@ class Execution:
         given: the plan's returned values of this server.
         lookups: the rows that members have asked for, once all steps have run.
         found: NaN and infinite values found in the steps so far.
-        missed: what rows of variables have missed, where the steps so far have changed that; None for nothing.
         touched: of each variable of which rows were updated so far these rows, the last ones; of a dynamic table keys.
     """
 
@@ -95,7 +73,6 @@ class Execution:
         self._rows: list[int] = []
         self.given = ReturnedValues(self._returned, self._rows)
         self.lookups = Lookups(job)
-        self.missed: dict[int, MissedUpdates | None] = {}
         self.touched: dict[int, Int64s] = {}
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
@@ -104,7 +81,7 @@ class Execution:
         self._batches: Mapping[int, KernelBatch] = {}
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
-        self._variables = StepVariables({}, frozenset(), {}, {})
+        self._variables = StepVariables({})
         self._rounds: TableRounds | None = None  # of dynamic tables
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
@@ -139,7 +116,7 @@ class Execution:
         with _told(self.job), self._device.scope():
             self._end_tables(applied)
             self.lookups.take(self._variables, self._device)
-            self._variables = StepVariables({}, frozenset(), {}, {})
+            self._variables = StepVariables({})
 
     def close(self) -> None:
         """Discards contributions that are left, or still arrive."""
@@ -170,7 +147,8 @@ class Execution:
         """
         if not self.begun:
             self._stop = 0 if self._progressive else len(self._outline.needs)
-            return self._outline.reads | self.lookups.variables if self.lookups.variables else self._outline.reads
+            here = self.lookups.variables | self.job.prepared.tables
+            return self._outline.reads | here if here else self._outline.reads
         self._stop = self._at + self._count()
         read = {id for application in self._applications(self._at, self._stop) for id, *_ in application.variables}
         return read | self.lookups.variables if self._stop == len(self._outline.needs) else read
@@ -190,26 +168,18 @@ class Execution:
     # ---- One step ----
 
     def step(
-        self,
-        values: Mapping[int, Any],
-        alone: Set[int],
-        spare: Spare,
-        missed: Mapping[int, MissedUpdates] = MappingProxyType({}),
-        held: Mapping[int, Held] = MappingProxyType({}),
-        tables: StepTables = NO_TABLES,
-    ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
+        self, variables: StepVariables, spare: Spare, room: Callable[[], int] = lambda: -1, on_trial: bool = False
+    ) -> tuple[dict[int, Value], dict[int | Ref, Array]]:
         """Runs the next step, as `reads` has decided.
 
         Args:
-            values: the variables that it reads, by number.
-            alone: variables whose arrays nobody else holds.
+            variables: those that it reads.
             spare: returns an array for the new value of a variable, or None: then it is allocated.
-            missed: what rows of these variables have missed.
-            held: who holds variables that nobody else holds, and has rows set aside before they are written.
-            tables: the dynamic tables among them.
+            room: returns the bytes by which dynamic tables may grow; -1 without a limit.
+            on_trial: True if the step may come to nothing when it is over.
 
         Returns:
-            Assigned values, on the device; and final values on the host: wanted variables by number, and returned
+            Assigned values; and final values on the host: wanted variables by number, and returned
             values.
 
         Raises:
@@ -222,34 +192,34 @@ class Execution:
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with _told(self.job), self._device.scope():
-            variables = self._variables = StepVariables(values, alone, missed, held, tables.tensors)
+            self._variables = variables
             if not self.begun:
                 self._begin()
             ends = self._stop == len(self._outline.needs)
             if ends and self.job.prepared.tables:  # such rounds are atomic, and have one step
-                self._rounds = self._begun_tables(tables)
+                self._rounds = self._begun_tables(room(), on_trial)
             try:
-                ready = self._make(self._at, self._stop, alone, spare)
+                ready = self._make(self._at, self._stop, spare)
             except BaseException:
                 self._end_tables(False)
                 raise
             self.found.settle()  # before contributions are released
-            if not tables.on_trial or self.job.skipped:
+            if not on_trial or self.job.skipped:
                 self._end_tables(not self.job.skipped)
             if ends and not self.open:
                 self.lookups.take(self._variables, self._device)
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
-            self.missed |= variables.changed
             self._at = self._stop
             if not self.open:
-                self._variables = StepVariables({}, frozenset(), {}, {})
+                self._variables = StepVariables({})
             return variables.assigned, ready
 
-    def _begun_tables(self, tables: StepTables) -> TableRounds:
-        kernels, on_trial = self._kernels.on_host, tables.on_trial
-        rounds = TableRounds(self.job.prepared, tables.tensors, self.contributions, kernels, on_trial)
-        rounds.begin(tables.room)
+    def _begun_tables(self, room: int, on_trial: bool) -> TableRounds:
+        prepared = self.job.prepared
+        tables = {id: self._variables.now(id) for id in prepared.tables}
+        rounds = TableRounds(prepared, tables, self.contributions, self._kernels.on_host, on_trial)
+        rounds.begin(room)
         return rounds
 
     def _end_tables(self, applied: bool) -> None:
@@ -276,7 +246,7 @@ class Execution:
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
         self._batches = self.job.prepared.batches(self._kernels, self.contributions.batched)
         if self.job.plan.restore is not None:
-            self._variables.settle()
+            self._variables.flush(self._variables.before)
         self.begun = True
 
     def _check_contributed(self, contributed: bool) -> None:
@@ -284,14 +254,14 @@ class Execution:
         if self.contributions.abandoned and not contributed:
             raise ProgramError("all workers of the round were lost before their gradients had arrived completely")
 
-    def _make(self, at: int, stop: int, alone: Set[int], spare: Spare) -> dict[int | Ref, Array]:
+    def _make(self, at: int, stop: int, spare: Spare) -> dict[int | Ref, Array]:
         """Runs some of the outline's steps; returns values that are final."""
         if self.contributions.abandoned:
             needs = (index for each in self._outline.needs[at:stop] for index in each)
             self._check_contributed(all(any(weight for weight, _ in self.contributions.of(index)) for index in needs))
         applications = len(self._outline.applications)
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
-        calls = self._calls(at, min(stop, applications), alone, spare)
+        calls = self._calls(at, min(stop, applications), spare)
         # What may fail comes before anything is written in place.
         behind = self._give_rows() if stop == len(self._outline.needs) else []
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
@@ -304,11 +274,11 @@ class Execution:
             raise
         last, wanted = self._outline.last, self.wanted
         kept = (n for n in self._outline.optional if at <= n < stop and self._is_excluded(n))
-        unchanged = {id: self._variables.value(id) for n in kept for id in self._outline.applications[n].assigned}
+        unchanged = {id: self._variables.now(id) for n in kept for id in self._outline.applications[n].assigned}
         ready: dict[int | Ref, Array] = {
-            id: array
-            for id, array in {**unchanged, **self._variables.assigned}.items()
-            if id in wanted and last.get(id, stop) < stop and self._variables.missing(id) is None
+            id: value.array
+            for id, value in {**unchanged, **self._variables.assigned}.items()
+            if id in wanted and last.get(id, stop) < stop and value.is_plain
         }
         if self._device.gpu is not None:
             ready = dict(zip(ready, self._device.get_all(list(ready.values())), strict=True))
@@ -318,10 +288,10 @@ class Execution:
 
     # ---- Calls of kernels ----
 
-    def _calls(self, at: int, stop: int, alone: Set[int], spare: Spare) -> list[Call]:
+    def _calls(self, at: int, stop: int, spare: Spare) -> list[Call]:
         """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
+        alone, own = self._variables.alone, self._variables.own_rows
         calls = list(self._cut(at, stop, alone))
-        own = self._variables.own_rows
         if not reserve(calls, not self._progressive, alone, own, spare):
             calls = list(self._cut(at, stop, frozenset()))
             reserve(calls, not self._progressive, alone, own, spare)
@@ -357,21 +327,20 @@ class Execution:
             self._run_rows(call)
             return
         applications = self._applications(call.numbers.start, call.numbers.stop)
-        if self._variables.any_missed:
-            self._variables.settle({id for application in applications for id, *_ in application.variables})
+        if self._variables.is_lazy:
+            self._variables.flush({id for application in applications for id, *_ in application.variables})
         suspects: Set[int]
         unsure: Set[int]
         if isinstance(call, Ready):
-            values = self._variables.values
-            assigned = dict(zip(call.assigned, values(call.assigned), strict=True))
-            seen = call.run(self._kernels.crew, self.contributions.total, self._value, values)
+            assigned = dict(zip(call.assigned, self._variables.values(call.assigned), strict=True))
+            seen = call.run(self._kernels.crew, self.contributions.total, self._value, self._variables.arrays)
             flagged = [(self._outline.applications[number], flags) for number, flags in seen]
             suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
             unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
         else:
             judged = call.judged if isinstance(call, KernelCall) else frozenset[int]()
             found, outputs = call.run(lambda ref: self._value(ref, judged), self._device.xp)
-            assigned = {id: owned(value) for id, value in found.items()}
+            assigned = {id: self._variables.written(id, owned(array)) for id, array in found.items()}
             self._known.update(zip(applications[0].made, outputs, strict=True))
             suspects, unsure = call.suspects, call.unsure
         self.found.forget(assigned)
@@ -379,10 +348,10 @@ class Execution:
             self.found.accuse(index)
         before = self._variables.before
         for id in unsure:
-            self.found.look(Ref("variable", id), assigned[id], before.get(id))
+            self.found.look(Ref("variable", id), assigned[id].array, before[id].array)
         for doubt in call.doubts if isinstance(call, KernelCall) else ():
-            self.found.doubt(doubt, {id: (assigned[id], before.get(id)) for id in doubt.variables})
-        self._variables.assigned |= assigned
+            self.found.doubt(doubt, {id: (assigned[id].array, before[id].array) for id in doubt.variables})
+        self._variables.assign(assigned)
         if not self._outline.results:
             return
         for ref in (ref for application in applications for ref in application.read):
@@ -393,16 +362,16 @@ class Execution:
 
     def _run_rows(self, call: RowsCall) -> None:
         rows = call.rows
-        if call.is_keyed and self._rounds is not None:
+        if call.use.keyed and self._rounds is not None:
             assigned, ids = self._rounds.run(call, lambda ref: self._device.get(self._value(ref)))
         else:
-            missed = self._variables.make_up(call, self._kernels)
+            deferred = self._variables.defer(call.use, call.refs, call.ids, self._kernels)
             self._variables.set_aside(call.assigned, call.ids)
-            assigned, ids = call.run(self._value, missed), call.ids
-            self._variables.assigned |= assigned
+            assigned, ids = call.run(self._value, deferred), call.ids
+            self._variables.assign({id: self._variables.written(id, array) for id, array in assigned.items()})
         self.touched |= dict.fromkeys(call.assigned, ids)
         self.found.forget(assigned)
-        self.found.look_at_rows(call.reduction, rows, assigned, call.is_keyed)
+        self.found.look_at_rows(call.reduction, rows, assigned, call.use.keyed)
 
     # ---- Values ----
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from psserver.devices import ServerDevice
-from psserver.execution.step_variables import StepVariables
 from psserver.plans.round import ReadyRound
+from psserver.values.step import StepVariables
 from pswire.model.tensor import Array
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from psserver.devices import ServerDevice
 from psserver.execution.calls import Doubt
 from psserver.execution.contributions import Contributions
-from psserver.state.variables import take_rows
 from pswire.cluster import Task
 from pswire.model.finite import EXPONENTS, NO_SIGN, is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
@@ -87,7 +86,8 @@ class NonfiniteValues:
             return
         self.accuse(reduction)
         for id, array in assigned.items():
-            own = take_rows(array, rows.ids, np if keyed else self._device.xp)
+            xp = np if keyed else self._device.xp
+            own = xp.take(array, xp.asarray(rows.ids), axis=0)
             self.look(Ref("variable", id), self._device.put(own) if keyed else own)
 
     def doubt(self, doubt: Doubt, values: Mapping[int, tuple[Any, Any]]) -> None:

@@ -15,9 +15,8 @@ from psserver.plans.outline import Application, RowsUse
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import RowUpdate, resized
-from psserver.state.missed import MissedUpdates
+from psserver.values.deferred import DeferredUpdates
 from pswire.model.plan import Ref
-from pswire.model.program import Program
 from pswire.model.row_updates import table_shape
 from pswire.model.rows import Int64s, Rows, row_specs
 from pswire.model.tensor import DTYPES, Array, TensorSpec
@@ -35,9 +34,10 @@ class RowsCall:
         found: the rows by slots, and the number of all slots, where they are of a dynamic table; else None.
         on_trial: True if what it writes may come to nothing when all of the round has run.
 
-    If it has `tables`, it is given what rows of these have missed, and changes that and them in place.
+    If its use has `tables`, it is given the deferred updates of these, and changes that and them in place.
 
     Attributes:
+        use: the argument.
         numbers: as a range.
         rows: the rows of all members, one behind another.
         reduction: number of the reduction that they are of.
@@ -63,7 +63,7 @@ class RowsCall:
         else:
             self.rows = behind_another(contributions.rows(use.reduction), contributions.spec(use.reduction))
         self._application = application
-        self._use = use
+        self.use = use
         self._kernels = kernels
         self._total = contributions.total(use.reduction)
         self._update = RowUpdate(kernels, use.program, self.rows.ids, size)
@@ -71,32 +71,12 @@ class RowsCall:
         self._new: dict[int, Any] = {}
         self._on_trial, self._keeps_old = on_trial, False
         self._old: list[tuple[Any, Any, Any]] = []
-        self._noted: MissedUpdates | None = None
-
-    @property
-    def is_keyed(self) -> bool:
-        """True if its tables are dynamic: they are written in place, and old rows kept."""
-        return self._use.keyed
-
-    @property
-    def tables(self) -> tuple[int, ...]:
-        """Numbers of the variables of which other rows miss this update, in order; empty if they are not to have it."""
-        return self._use.tables
+        self._noted: DeferredUpdates | None = None
 
     @property
     def refs(self) -> Sequence[Ref]:
         """What its program is given."""
         return self._application.apply.args
-
-    @property
-    def program(self) -> Program:
-        """What it runs."""
-        return self._use.program
-
-    @property
-    def closed(self) -> bool:
-        """True if updates that rows have missed may be made up by a closed form."""
-        return self._use.closed
 
     @property
     def ids(self) -> Int64s:
@@ -115,7 +95,7 @@ class RowsCall:
             own: variables whose arrays nobody else holds.
             keeps_old: True if a later part of the round may fail.
         """
-        self._own, self._keeps_old = own | set(self.tables), keeps_old or self._on_trial
+        self._own, self._keeps_old = own | set(self.use.tables), keeps_old or self._on_trial
         specs = {id: (dtype, shape) for id, dtype, shape in self._application.variables}
         xp = self._kernels.device.xp
         with self._kernels.device.scope():
@@ -124,14 +104,14 @@ class RowsCall:
     @property
     def may_fail(self) -> bool:
         """True if it may refuse a value, or fail for want of memory; then it has changed nothing."""
-        return self._update.may_fail or self._use.program.may_refuse or bool(self.tables)
+        return self._update.may_fail or self.use.program.may_refuse or bool(self.use.tables)
 
-    def run(self, value: Callable[[Ref], Any], missed: MissedUpdates | None = None) -> dict[int, Array]:
+    def run(self, value: Callable[[Ref], Any], deferred: DeferredUpdates | None = None) -> dict[int, Array]:
         """Updates the rows, in place or in a copy.
 
         Args:
             value: returns a value of the round.
-            missed: what rows of `tables` have missed; nothing of these rows.
+            deferred: notes the update; these rows lack none.
 
         Returns:
             The variables that it has assigned.
@@ -145,19 +125,19 @@ class RowsCall:
                 new[...] = array
             written[id] = array if new is None else new
         inputs = [self._input(ref, value, written) for ref in refs]
-        if len(self._use.program.inputs) > len(refs):
-            inputs.append(xp.asarray(self._total, dtype=DTYPES[self._use.program.inputs[-1].spec.dtype]))
+        if len(self.use.program.inputs) > len(refs):
+            inputs.append(xp.asarray(self._total, dtype=DTYPES[self.use.program.inputs[-1].spec.dtype]))
         if self._keeps_old:
             ids = xp.asarray(self.ids)
             self._old = [(array, ids, array[ids]) for id, array in written.items() if id in self._own]
         self._update.run(inputs)
-        if missed is not None:
-            missed.note(self._update.scalars, self.ids)
-            self._noted = missed
+        if deferred is not None:
+            deferred.note(self._update.scalars, self.ids)
+            self._noted = deferred
         return written
 
     def _input(self, ref: Ref, value: Callable[[Ref], Any], written: dict[int, Any]) -> Any:
-        if ref == Ref("reduction", self._use.reduction):
+        if ref == Ref("reduction", self.use.reduction):
             return self._kernels.device.put(self.rows.values)
         if ref.kind == "variable" and ref.index in written:
             return written[ref.index]

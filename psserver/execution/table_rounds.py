@@ -16,9 +16,9 @@ from psserver.execution.row_calls import RowsCall, behind_another, undo
 from psserver.plans.outline import Application, RowsUse
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
-from psserver.programs.kernels.replay import Replay
-from psserver.state.key_tables import StoredTable, TableTensor
-from psserver.state.missed import MissedUpdates
+from psserver.values.deferred import DeferredUpdates
+from psserver.values.keyed import Keyed, StoredTable
+from psserver.values.step import deferred_by
 from pswire.model.plan import Ref
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tables import MAX_COUNT
@@ -39,7 +39,7 @@ class TableRounds:
     def __init__(
         self,
         prepared: PreparedPlan,
-        tensors: Mapping[int, TableTensor],
+        tensors: Mapping[int, Keyed],
         contributions: Contributions,
         kernels: Kernels,
         on_trial: bool,
@@ -93,8 +93,8 @@ class TableRounds:
         counts = [sum(each.shape[1] for each in part) for part in parts]
         cut = np.cumsum(counts)[:-1]
         self._slots |= {n: (stored, slots) for n, slots in zip(reductions, np.split(opened.slots, cut), strict=True)}
-        if stored.missed is not None:
-            stored.missed.begin(opened.new, len(table.arrays[0]))
+        if stored.deferred is not None:
+            stored.deferred.begin(opened.new, len(table.arrays[0]))
 
     # ---- Calls ----
 
@@ -122,24 +122,23 @@ class TableRounds:
             The tensors that it has assigned, by slots, and all keys that the round has for their table, as int64, each
             maybe several times.
         """
-        missed = self._make_up(call)
+        deferred = self._defer(call)
         self._calls.append(call)
-        return call.run(value, missed), self._keys[next(self._tensors[id].stored for id in call.assigned)]
+        return call.run(value, deferred), self._keys[next(self._tensors[id].stored for id in call.assigned)]
 
-    def _make_up(self, call: RowsCall) -> MissedUpdates | None:
-        """Makes the rows of a call have all updates before it; returns what it has to note itself in."""
-        stored = next(self._tensors[id].stored for id in call.assigned)
-        missed = stored.missed
-        if call.tables and (missed is None or not missed.is_of(call.program, call.tables, call.closed)):
-            stored.settle()
-            replay, size = Replay(self._kernels, call.program, call.closed), len(stored.table.arrays[0])
-            missed = stored.missed = MissedUpdates(replay, call.program, call.tables, size, MAX_COUNT)
-        stored.make_up(call.ids)
-        if missed is not None and call.tables:
-            stored.make_up(missed.make_room())
+    def _defer(self, call: RowsCall) -> DeferredUpdates | None:
+        """Applies the deferred updates of a call's rows; returns what notes the call, None if it is not deferred."""
+        stored, use = next(self._tensors[id].stored for id in call.assigned), call.use
+        deferred = stored.deferred
+        if use.tables and (deferred is None or not deferred.is_of(use.program, use.tables, use.closed)):
+            stored.flush()
+            deferred = stored.deferred = deferred_by(use, self._kernels, len(stored.table.arrays[0]), MAX_COUNT)
+        stored.apply(call.ids)
+        if deferred is not None and use.tables:
+            stored.apply(deferred.make_room())
             stored.table.forget_deletions(stored.table.round + 1)  # all rows change, most of them later
         stored.table.set_aside(call.ids)
-        return missed if call.tables else None
+        return deferred if use.tables else None
 
     def end(self, applied: bool) -> None:
         """Ends the rounds.
@@ -156,7 +155,7 @@ class TableRounds:
                 stored.table.undo()
             return
         for stored in begun:
-            stored.table.commit(self._contributions.seconds, stored.make_up)
+            stored.table.commit(self._contributions.seconds, stored.apply)
         for trim in self._prepared.trims:
             table = self._tensors[trim.variable].stored.table
             table.restrict(table.round + 1, trim.rows)

@@ -10,9 +10,9 @@ from psserver.effects import Effect, Fail, Reply, Run, Work
 from psserver.execution.execution import Execution
 from psserver.plans.round import Record
 from psserver.rounds.pending_round import Waiter
-from psserver.state.key_tables import TableTensor
-from psserver.state.missed import Unsettled, whole
-from psserver.state.variables import Store, take_rows
+from psserver.state.variables import Store
+from psserver.values.dense import Dense
+from psserver.values.value import Value
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import Fenced, PSError
 from pswire.model.plan import Ref
@@ -86,9 +86,9 @@ class Answers:
         unchanged = dict(zip(rest, self._store.views(rest), strict=True))
         return [Run(begun, (growing.payload,)), Run(self._put, (growing, unchanged))]
 
-    def _put(self, growing: GrowingAnswer, values: Mapping[int, Array | Unsettled]) -> None:
+    def _put(self, growing: GrowingAnswer, values: Mapping[int, Value]) -> None:
         """Begins an answer with the values that the round does not change."""
-        growing.put({id: self._store.device.get(whole(value)) for id, value in values.items()})
+        growing.put({id: self._store.device.get(value.whole()) for id, value in values.items()})
 
     def put(self, ready: Mapping[int | Ref, Array]) -> list[Effect]:
         """Adds values of the running round that are on the host."""
@@ -130,14 +130,14 @@ class Answers:
                 rows = (looked_up or {}).get(said.session) if said.lookups else ()
                 if said.lookups or said.want not in payloads:
                     missing = [id for id in said.want if id not in fresh]
-                    here = dict(zip(missing, self._store.views(missing), strict=True))
-                    behind = self._store.any_missed and any(isinstance(v, Unsettled) for v in here.values())
-                    if rows is None or behind or (here and self._store.device.gpu is not None):
-                        wanted = [fresh[id] if id in fresh else here[id] for id in said.want]
-                        tables = self._store.row_views(said.lookups)
+                    here = None if rows is None else self._store.at_hand(missing)
+                    if rows is None or here is None:
+                        views = dict(zip(missing, self._store.views(missing), strict=True))
+                        wanted = [Dense(fresh[id]) if id in fresh else views[id] for id in said.want]
+                        tables = self._store.views(read.variable for read in said.lookups)
                         answers.append(Work("arrays", self._fetch, (said, record, wanted, tables, over), future=future))
                         continue
-                    fresh.update((id, value) for id, value in here.items() if not isinstance(value, Unsettled))
+                    fresh.update(here.items())
                     payload = Payload.pack([*(fresh[id] for id in said.want), *record.given, *rows])
                     if not said.lookups:
                         payloads[said.want] = payload
@@ -152,8 +152,8 @@ class Answers:
         self,
         said: Contribution,
         record: Record,
-        wanted: Sequence[Array | Unsettled],
-        tables: Sequence[Array | Unsettled | TableTensor],
+        wanted: Sequence[Value],
+        tables: Sequence[Value],
         over: int,
     ) -> RoundReply:
         """Copies what a member wants to the host, for its answer; in the thread for arrays.
@@ -166,8 +166,8 @@ class Answers:
             over: as `replies` has it.
         """
         device = self._store.device
-        rows = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, said.lookups, strict=True)]
-        payload = Payload.pack([*map(device.get, map(whole, wanted)), *record.given, *map(device.get, rows)])
+        rows = [table.rows(read.numbers(), device.xp) for table, read in zip(tables, said.lookups, strict=True)]
+        payload = Payload.pack([*(device.get(view.whole()) for view in wanted), *record.given, *map(device.get, rows)])
         return _reply(said, record, payload, over)
 
 

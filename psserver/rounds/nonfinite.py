@@ -13,9 +13,9 @@ from psserver.plans.round import ReadyRound
 from psserver.rounds.participants import RoundParticipant
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
+from psserver.values.value import Value
 from pswire.cluster import Task
 from pswire.errors import NonfiniteError
-from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
 
@@ -46,7 +46,7 @@ class NonfiniteVariables(RoundParticipant):
         """Forgets all variables, as at the start of a job."""
         self.ids.clear()
 
-    def committed(self, job: ReadyRound, given: Mapping[int, Array]) -> Sequence[Effect]:
+    def committed(self, job: ReadyRound, given: Mapping[int, Value]) -> Sequence[Effect]:
         """Forgets variables that have a checkpoint's values: they are reported anew."""
         if self.ids:
             self.ids.difference_update(given)

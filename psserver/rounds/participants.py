@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from psserver.effects import Effect, Work
 from psserver.execution.execution import Execution
 from psserver.plans.round import ReadyRound
+from psserver.values.value import Value
 from pswire.errors import PSError
-from pswire.model.tensor import Array
 from pswire.servers.votes import Digest
 
 P = ParamSpec("P")
@@ -29,7 +29,7 @@ class RoundParticipant:
     def refuses(self, job: ReadyRound) -> PSError | None:
         """Returns the error of a round that has all contributions and is not to be applied; None if it may be."""
 
-    def assigns(self, job: ReadyRound) -> Mapping[int, Array]:
+    def assigns(self, job: ReadyRound) -> Mapping[int, Value]:
         """Returns values that a round assigns beside those that it computes, by the number of the variable.
 
         Raises:
@@ -41,7 +41,7 @@ class RoundParticipant:
         """Looks at a round that has run; returns warnings for its members."""
         return ()
 
-    def committed(self, job: ReadyRound, given: Mapping[int, Array]) -> Sequence[Effect]:
+    def committed(self, job: ReadyRound, given: Mapping[int, Value]) -> Sequence[Effect]:
         """The values of a round are the variables' values, and its members have no answer yet.
 
         Args:
@@ -69,9 +69,9 @@ class Hooks:
         self._participants = participants
         self.blocks: Hook[[ReadyRound], bool] = self._of(RoundParticipant.blocks)
         self.refuses: Hook[[ReadyRound], PSError | None] = self._of(RoundParticipant.refuses)
-        self.assigns: Hook[[ReadyRound], Mapping[int, Array]] = self._of(RoundParticipant.assigns)
+        self.assigns: Hook[[ReadyRound], Mapping[int, Value]] = self._of(RoundParticipant.assigns)
         self.warns: Hook[[Execution], Sequence[str]] = self._of(RoundParticipant.warns)
-        self.committed: Hook[[ReadyRound, Mapping[int, Array]], Sequence[Effect]]
+        self.committed: Hook[[ReadyRound, Mapping[int, Value]], Sequence[Effect]]
         self.committed = self._of(RoundParticipant.committed)
         self.closes: Hook[[Execution], Work | None] = self._of(RoundParticipant.closes)
         self.tells: Hook[[Sequence[int]], Mapping[int, Digest]] = self._of(RoundParticipant.tells)

@@ -254,7 +254,7 @@ class Runner:
             trial.ready = {}
         else:
             change = self._store.exchange if agreed.commit is Commit.PROGRESSIVE else self._store.commit
-            change(trial.assigned, trial.execution.missed)
+            change(trial.assigned)
         return [Run(trial.execution.close), *self._end(trial, None, self._tally.clock())]
 
     def _refused(self, job: ReadyRound, trial: Running | None) -> list[Effect] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from psserver.effects import Await, Effect, Run, Work
-from psserver.execution.execution import NO_TABLES, Execution, StepTables
+from psserver.execution.execution import Execution
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.rounds.answers import Answers
@@ -16,6 +16,7 @@ from psserver.rounds.participants import Hooks
 from psserver.rounds.pending_round import Waiter
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
+from psserver.values.value import Value
 from pswire.errors import PSError
 from pswire.model.plan import Ref
 from pswire.model.tensor import Array
@@ -42,8 +43,8 @@ class Running:
     on_trial: bool = False
     votes: int = 0
     awaits: Await | None = None
-    assigned: dict[int, Array] = field(default_factory=dict)
-    given: Mapping[int, Array] = field(default_factory=dict)
+    assigned: dict[int, Value] = field(default_factory=dict)
+    given: Mapping[int, Value] = field(default_factory=dict)
     ready: Mapping[int | Ref, Array] = field(default_factory=dict)
     dropped: bool = False
 
@@ -110,31 +111,25 @@ class StepRunner:
             self._store.note_tables(job.prepared.row_tables)
         # What may come to nothing writes nowhere.
         in_place = not (running.on_trial or job.skipped)
-        reads = self._store.beside(execution.reads(), job.plan.restore is not None)
+        reads = execution.reads()
+        if job.plan.restore is not None:  # after which all updates have been applied
+            reads = self._store.lazy().union(reads)
         then, brief = partial(self._commit, running), job.is_brief(self._kernels)
         return [Work("arrays", self._step, (running, reads, in_place), then=then, follows=follows, brief=brief)]
 
     def _step(
         self, running: Running, reads: Collection[int], in_place: bool
-    ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
-        """Runs one step: array work, without the lock. Drops the values afterwards: the next step may write in place.
+    ) -> tuple[dict[int, Value], dict[int | Ref, Array]]:
+        """Runs one step: array work, without the lock.
 
         Nobody else changes the values that it reads, or can get those that it writes: they are lent. This thread may
         have held some until now, to answer the round before.
         """
-        execution, began = running.execution, self._tally.clock()
-        alone = self._store.alone(reads) if in_place else frozenset[int]()  # before there is one who holds them
-        held = self._store.held_of(reads, alone) if in_place else {}
-        values = self._store.values_of(reads)
-        if running.assigned:
-            values |= {id: running.assigned[id] for id in running.assigned.keys() & values.keys()}
-        missed = self._store.missed_of(reads)
-        tensors = self._store.tables_of([*reads, *running.job.prepared.tables])
-        tables = StepTables(tensors, self._store.room(), not in_place) if tensors else NO_TABLES
+        execution, store, began = running.execution, self._store, self._tally.clock()
         try:
-            return execution.step(values, alone, self._store.take_spare, missed, held, tables)
+            variables = store.borrow(reads, in_place, running.assigned)
+            return execution.step(variables, store.take_spare, store.room, not in_place)
         finally:
-            values.clear()
             execution.ran += self._tally.ran(running.job, began)
 
     def _told(self, running: Running, _: None, error: PSError | None, now: float) -> list[Effect]:
@@ -145,7 +140,7 @@ class StepRunner:
     def _commit(
         self,
         running: Running,
-        made: tuple[Mapping[int, Array], Mapping[int | Ref, Array]] | None,
+        made: tuple[Mapping[int, Value], Mapping[int | Ref, Array]] | None,
         error: PSError | None,
         now: float,
     ) -> list[Effect]:
@@ -161,7 +156,7 @@ class StepRunner:
     def _take(
         self,
         running: Running,
-        assigned: Mapping[int, Array],
+        assigned: Mapping[int, Value],
         ready: Mapping[int | Ref, Array],
         error: PSError | None,
         now: float,
@@ -179,7 +174,7 @@ class StepRunner:
         elif job.skipped:
             ready = {}  # the variables stay, and what is given is in the record
         elif error is None:
-            self._store.commit(assigned, execution.missed)
+            self._store.commit(assigned)
         effects, running.ready = self._answers.put(ready), ready
         return effects + (self._over(running, error, now) if over else self.go_on(running, follows=True))
 

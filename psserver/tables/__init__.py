@@ -3,8 +3,9 @@
 table         a table, or the part of one on this server: rounds, lookups, checkpoints
 contents      all that a table has
 saving        a table as it is, for a checkpoint, and one made of a state again
-held          its rows, read later while rounds write them
-held_filters  what its filter has counted, likewise
+frozen        copy-on-write views: rows as they were, read while rounds write them
+frozen_tensors  the rows of a table, so
+frozen_counts   the keys that its filter has counted, likewise
 deletions     the rows that were dropped lately
 policies      who gets a row, and who loses it
 eviction      the choice of rows to evict

@@ -15,7 +15,7 @@ from itertools import count
 
 import numpy as np
 
-from psserver.tables.index import Rounds
+from psserver.tables.index import Index, Rounds
 from psserver.tables.index_functions import LOAD, PLACES
 from psserver.tables.native import IndexFunctions
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of
@@ -38,7 +38,7 @@ ANYWHERE = 0
 """The address of all memory."""
 
 
-class CellIndex:
+class CellIndex(Index):
     """An index of compiled functions; see `Index`.
 
     Args:
@@ -65,21 +65,17 @@ class CellIndex:
 
     @property
     def nbytes(self) -> int:
-        """See `Index.nbytes`."""
         return self._nbytes
 
     @property
     def used(self) -> Int64s:
-        """See `Index.used`."""
         return self._used.view(np.int64)
 
     def find(self, keys: Array) -> tuple[Hashes, Int64s]:
-        """See `Index.find`."""
         hashes = np.empty(keys.size, np.uint64)
         return hashes, self._find(True, address_of(keys), hashes)
 
     def entries(self, hashes: Hashes) -> Int64s:
-        """See `Index.entries`."""
         return self._find(False, ANYWHERE, np.ascontiguousarray(hashes))
 
     def _find(self, has_keys: bool, keys: int, hashes: Hashes) -> Int64s:
@@ -91,7 +87,6 @@ class CellIndex:
         return found
 
     def put(self, hashes: Hashes, entries: Int64s) -> None:
-        """See `Index.put`."""
         hashes, entries = np.ascontiguousarray(hashes), np.ascontiguousarray(entries)
         stopped = np.zeros(1, np.int64)
         while True:
@@ -104,12 +99,10 @@ class CellIndex:
             self._grow(hashes[stopped[0] :])
 
     def remove(self, hashes: Hashes) -> None:
-        """See `Index.remove`."""
         hashes = np.ascontiguousarray(hashes)
         self._functions.remove(hashes.size, address_of(hashes), self._table, address_of(self._used), ANYWHERE, ANYWHERE)
 
     def scan(self, lows: Hashes, highs: Hashes) -> tuple[Hashes, Int64s]:
-        """See `Index.scan`."""
         lows, highs = np.ascontiguousarray(lows), np.ascontiguousarray(highs)
         total, room = np.zeros(1, np.int64), 0
         while True:
@@ -123,7 +116,6 @@ class CellIndex:
             room = int(total[0])
 
     def follow(self, starts: Hashes, width: int, sign: int, round: int, last: Rounds) -> tuple[Hashes, Int64s]:
-        """See `Index.follow`."""
         starts = np.ascontiguousarray(starts)
         hashes, found = np.zeros((starts.size, width), np.uint64), np.zeros((starts.size, width), np.int64)
         self._functions.follow(
@@ -139,7 +131,6 @@ class CellIndex:
         self._rebuild(more, homes[more], _cells(homes[more]))
 
     def grow_ahead(self) -> None:
-        """See `Index.grow_ahead`."""
         loads = self.used / self._homes
         full = np.flatnonzero(loads > AHEAD_LOAD)
         if full.size:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from psserver.tables.cells import CellIndex
 from psserver.tables.deletions import Deletions
 from psserver.tables.eviction import Hands, in_buckets
-from psserver.tables.held_filters import HeldCounts, Holders
+from psserver.tables.frozen import Views
+from psserver.tables.frozen_counts import FrozenCounts
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
 from psserver.tables.native import Native
 from psserver.tables.policies import Judge, filter_of
@@ -42,8 +44,7 @@ class Contents:
         tier: where the rows lie; None for memory.
 
     Attributes:
-        index: from hashes to entries. What is not put or removed by this class is changed within `holders.noting`.
-        holders: those who read later what the index counts now.
+        index: from hashes to entries. What is not put or removed by this class is changed within `_noting`.
         rows: the rows.
         counts: int64[BUCKETS], the rows of each bucket.
         filter, judge, hands: who gets a row, who loses it, and where that was looked for last.
@@ -74,7 +75,7 @@ class Contents:
         self.changes += 1
         self.rows.clear()
         self.index: Index = SortedIndex(self.salt)
-        self.holders = Holders()
+        self._views = Views[FrozenCounts]()
         self.counts: Int64s = np.zeros(BUCKETS, np.int64)
         self.filter = filter_of(self.spec, self.buckets)
         self.judge = Judge(self.spec.eviction)
@@ -131,13 +132,18 @@ class Contents:
         """True if keys without a row are counted in the index."""
         return int(self.index.used.sum()) > self.rows.used
 
-    def hold_counts(self) -> HeldCounts | None:
+    def freeze_counts(self) -> FrozenCounts | None:
         """Returns what reads the keys later that are counted now and have no row; None without such."""
-        if not self.has_counted:
-            return None
-        held = HeldCounts(self.index, self.buckets)
-        self.holders.add(held)
-        return held
+        return self._views.add(FrozenCounts(self.index, self.buckets)) if self.has_counted else None
+
+    @contextmanager
+    def _noting(self, hashes: Hashes, before: Int64s) -> Iterator[None]:
+        """Around a change of the index: notes what was there, and keeps others from reading meanwhile."""
+        with ExitStack() as stack:
+            for view in self._views.living() if self._views else ():
+                stack.enter_context(view.lock)
+                view.note(hashes, before)
+            yield
 
     def rows_in_order(self) -> tuple[Hashes, Int64s]:
         """Returns the hashes that have rows, in order, and the slots of these."""
@@ -147,18 +153,18 @@ class Contents:
     def put(self, hashes: Hashes, entries: Int64s, before: Int64s) -> None:
         """Sets the entries of hashes, each given once, which were `before`."""
         self.changes += hashes.size > 0
-        with self.holders.noting(hashes, before):
+        with self._noting(hashes, before):
             self.index.put(hashes, entries)
 
     def remove(self, hashes: Hashes, before: Int64s) -> None:
         """Removes the entries of hashes, each given once, which were `before`."""
         self.changes += hashes.size > 0
-        with self.holders.noting(hashes, before):
+        with self._noting(hashes, before):
             self.index.remove(hashes)
 
     def grow_ahead(self) -> None:
         """See `Index.grow_ahead`."""
-        with self.holders.noting(_NO_HASHES, _NO_ENTRIES):
+        with self._noting(_NO_HASHES, _NO_ENTRIES):
             self.index.grow_ahead()
 
     def create(self, hashes: Hashes, before: Int64s) -> Int64s:

@@ -66,6 +66,7 @@ class Index(Protocol):
 
     def grow_ahead(self) -> None:
         """Does some of the growth that is to come, if there is any, so that little is left for one round."""
+        return
 
 
 def bucket_bounds(first: int, end: int) -> tuple[Hashes, Hashes]:
@@ -74,7 +75,7 @@ def bucket_bounds(first: int, end: int) -> tuple[Hashes, Hashes]:
     return lows, lows + np.uint64((1 << LOW_BITS) - 1)
 
 
-class SortedIndex:
+class SortedIndex(Index):
     """An index of two sorted arrays. Takes no compiled function; a change takes as long as the table is large.
 
     Args:
@@ -85,20 +86,21 @@ class SortedIndex:
         self._salt = salt
         self._hashes: Hashes = np.empty(0, np.uint64)
         self._entries: Int64s = np.empty(0, np.int64)
-        self.used: Int64s = np.zeros(BUCKETS, np.int64)
+        self._used: Int64s = np.zeros(BUCKETS, np.int64)
+
+    @property
+    def used(self) -> Int64s:
+        return self._used
 
     @property
     def nbytes(self) -> int:
-        """See `Index.nbytes`."""
         return self._hashes.nbytes + self._entries.nbytes
 
     def find(self, keys: Array) -> tuple[Hashes, Int64s]:
-        """See `Index.find`."""
         hashes = hashes_of(keys, self._salt)
         return hashes, self.entries(hashes)
 
     def entries(self, hashes: Hashes) -> Int64s:
-        """See `Index.entries`."""
         if not self._hashes.size:
             return np.zeros(hashes.size, np.int64)
         at = np.searchsorted(self._hashes, hashes)
@@ -106,7 +108,6 @@ class SortedIndex:
         return np.where(self._hashes[at] == hashes, self._entries[at], 0)
 
     def put(self, hashes: Hashes, entries: Int64s) -> None:
-        """See `Index.put`."""
         order = np.argsort(hashes)
         hashes, entries = hashes[order], entries[order]
         at = np.searchsorted(self._hashes, hashes)
@@ -117,23 +118,20 @@ class SortedIndex:
             new = hashes[~is_known]
             self._hashes = np.insert(self._hashes, at[~is_known], new)
             self._entries = np.insert(self._entries, at[~is_known], entries[~is_known])
-            self.used += np.bincount(buckets_of(new), minlength=BUCKETS)
+            self._used += np.bincount(buckets_of(new), minlength=BUCKETS)
 
     def remove(self, hashes: Hashes) -> None:
-        """See `Index.remove`."""
         gone = np.isin(self._hashes, hashes)
-        self.used -= np.bincount(buckets_of(self._hashes[gone]), minlength=BUCKETS)
+        self._used -= np.bincount(buckets_of(self._hashes[gone]), minlength=BUCKETS)
         self._hashes, self._entries = self._hashes[~gone], self._entries[~gone]
 
     def scan(self, lows: Hashes, highs: Hashes) -> tuple[Hashes, Int64s]:
-        """See `Index.scan`."""
         begins = np.searchsorted(self._hashes, lows)
         counts = np.searchsorted(self._hashes, highs, "right") - begins
         at = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         return self._hashes[at], self._entries[at]
 
     def follow(self, starts: Hashes, width: int, sign: int, round: int, last: Rounds) -> tuple[Hashes, Int64s]:
-        """See `Index.follow`."""
         hashes, found = np.zeros((starts.size, width), np.uint64), np.zeros((starts.size, width), np.int64)
         buckets = buckets_of(starts)
         for bucket in np.unique(buckets):
@@ -149,6 +147,3 @@ class SortedIndex:
                 at = np.searchsorted(inside, starts[these])[:, None] + np.arange(count)
                 hashes[these, :count], found[these, :count] = inside[at % inside.size], entries[at % inside.size]
         return hashes, found
-
-    def grow_ahead(self) -> None:
-        """See `Index.grow_ahead`."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from psserver.tables.held_filters import HeldCounters, Holders
+from psserver.tables.frozen import FrozenRows, Shown, Views
 from psserver.tables.rows import BOOK_BYTES, RowTensors
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.hashing import BUCKETS, GOLDEN, Hashes, buckets_of, combined, mixed
@@ -40,6 +39,9 @@ Bools = npt.NDArray[np.bool_]
 
 FINENESS = 1024
 """Steps in which a time to live is measured."""
+
+LINE = 64
+"""Counters of a `CBFFilter` that are set aside together."""
 
 INDEX_BYTES = 44
 """Most bytes of the index for each entry, as a bucket has them after it has grown."""
@@ -90,8 +92,8 @@ class Decision:
     entries: Int64s
 
 
-class Filter(Protocol):
-    """A filter before a table. `decide` changes nothing; `commit` keeps what the last `decide` has seen."""
+class Filter:
+    """A filter before a table; this one admits all. `decide` changes nothing; `commit` keeps what it has seen last."""
 
     def decide(self, round: int, hashes: Hashes, entries: Int64s, counts: Int64s) -> Decision:
         """Decides which keys get a row.
@@ -102,38 +104,24 @@ class Filter(Protocol):
             entries: int64[n], their entries, none positive.
             counts: int64[n], how often each came in the round.
         """
+        return Decision(np.ones(hashes.size, np.bool_), counts - entries, np.zeros_like(entries))
 
     def commit(self) -> None:
         """Makes the last decision part of the filter's state."""
 
 
-class Open:
-    """No filter: admits all."""
-
-    def decide(self, round: int, hashes: Hashes, entries: Int64s, counts: Int64s) -> Decision:
-        """See `Filter.decide`."""
-        return Decision(np.ones(hashes.size, np.bool_), counts - entries, np.zeros_like(entries))
-
-    def commit(self) -> None:
-        """See `Filter.commit`."""
-
-
-class Counter:
+class Counter(Filter):
     """Counts in the index: see `CounterFilter`."""
 
     def __init__(self, spec: CounterFilter) -> None:
         self._k = spec.k
 
     def decide(self, round: int, hashes: Hashes, entries: Int64s, counts: Int64s) -> Decision:
-        """See `Filter.decide`."""
         total = np.minimum(counts - entries, MAX_COUNT)
         return Decision(total >= self._k, total, -total)
 
-    def commit(self) -> None:
-        """See `Filter.commit`."""
 
-
-class Probability:
+class Probability(Filter):
     """Throws a die that is a hash: see `ProbabilityFilter`."""
 
     def __init__(self, spec: ProbabilityFilter, seed: int) -> None:
@@ -141,15 +129,11 @@ class Probability:
         self._seed = seed
 
     def decide(self, round: int, hashes: Hashes, entries: Int64s, counts: Int64s) -> Decision:
-        """See `Filter.decide`."""
         thrown = mixed(hashes ^ np.uint64(combined(self._seed, round))) >> np.uint64(11)
         return Decision(thrown < np.uint64(self._below), counts, np.zeros_like(entries))
 
-    def commit(self) -> None:
-        """See `Filter.commit`."""
 
-
-class Sketch:
+class Sketch(Filter):
     """Counts in a counting Bloom filter, one for each bucket: see `CBFFilter`.
 
     All keys of a round are measured by what was counted before it. Counts are halved in another round in each bucket;
@@ -167,13 +151,17 @@ class Sketch:
     def __init__(self, spec: CBFFilter, buckets: range) -> None:
         self._spec = spec
         self._buckets = buckets
-        self.counters = _counters(len(buckets), spec.width)
+        self._begin()
         self.halved: Int64s = np.zeros(len(buckets), np.int64)
         self._pending: tuple[Int64s, Int64s, Int64s, Int64s] | None = None
-        self._holders = Holders()
+
+    def _begin(self) -> None:
+        size, width = len(self._buckets), self._spec.width
+        self._lines = Shown(_counters(size, width))
+        self.counters = self._lines.array.reshape(-1)[: size * width].reshape(size, width)
+        self._views = Views[FrozenRows]()
 
     def decide(self, round: int, hashes: Hashes, entries: Int64s, counts: Int64s) -> Decision:
-        """See `Filter.decide`."""
         buckets = buckets_of(hashes)
         owners = buckets - self._buckets.start
         due = self._due(round, buckets)
@@ -186,7 +174,6 @@ class Sketch:
         return Decision(seen + counts >= self._spec.k, seen + counts, np.zeros_like(entries))
 
     def commit(self) -> None:
-        """See `Filter.commit`."""
         if self._pending is None:
             return
         (owners, due, at, counts), self._pending = self._pending, None
@@ -194,30 +181,36 @@ class Sketch:
         self.halved[owners] = np.maximum(due, old[owners])
         halved, width = np.flatnonzero(self.halved != old), self._spec.width
         if halved.size:
-            with self._noting((halved[:, None] * width + np.arange(width)).reshape(-1)):
-                for owner in halved:
-                    self.counters[owner] >>= min(int(self.halved[owner] - old[owner]), 8)
+            self._set_aside((halved[:, None] * width + np.arange(width)).reshape(-1))
+            for owner in halved:
+                self.counters[owner] >>= min(int(self.halved[owner] - old[owner]), 8)
         flat = self.counters.reshape(-1)
         places, inverse = np.unique(at, return_inverse=True)
         added = np.bincount(inverse.reshape(-1), np.repeat(counts, at.shape[1]), places.size).astype(np.int64)
-        with self._noting(places):
-            flat[places] = np.minimum(flat[places] + added, 255)
+        self._set_aside(places)
+        flat[places] = np.minimum(flat[places] + added, 255)
 
-    def hold(self) -> HeldCounters:
-        """Returns what reads the counters later as they are now."""
-        held = HeldCounters(self.counters)
-        self._holders.add(held)
-        return held
+    def freeze(self) -> FrozenRows:
+        """Returns what reads the counters later as they are now, in lines."""
+        return self._views.add(FrozenRows([self._lines]))
+
+    def counted(self, frozen: FrozenRows) -> Array:
+        """Returns the counters as they were when they were frozen."""
+        flat = np.concatenate([*frozen.pieces()]).reshape(-1)
+        return flat[: self.counters.size].reshape(self.counters.shape)
 
     def replace(self, counters: Array, halved: Int64s) -> None:
         """Takes over copies of other counters and numbers of halvings."""
-        self.counters, self.halved = counters.copy(), halved.copy()
+        self._begin()
+        self.counters[...], self.halved = counters, halved.copy()
 
-    def _noting(self, places: Int64s) -> AbstractContextManager[None]:
-        """Around a change of counters: tells those who hold them."""
-        if not self._holders:
-            return nullcontext()
-        return self._holders.noting(places, self.counters.reshape(-1)[places])
+    def _set_aside(self, places: Int64s) -> None:
+        """Called before counters are written, with their places among all of them, in order."""
+        if self._views:
+            lines = places // LINE
+            lines = lines[np.append(True, lines[1:] != lines[:-1])[: lines.size]]
+            for view in self._views.living():
+                view.set_aside(lines)
 
     def _due(self, round: int, buckets: Int64s) -> Int64s:
         decay = self._spec.decay
@@ -226,7 +219,7 @@ class Sketch:
 
 def _counters(buckets: int, width: int) -> Array:
     try:
-        return np.zeros((buckets, width), np.uint8)
+        return np.zeros((-(-buckets * width // LINE), LINE), np.uint8)
     except MemoryError:
         raise MemoryLimit(
             f"out of memory for the {buckets * width} bytes of a CBFFilter; lower its max_element_size, or add servers"
@@ -242,7 +235,7 @@ def filter_of(spec: TableSpec, buckets: range) -> Filter:
             return Sketch(sketch, buckets)
         case ProbabilityFilter() as probability:
             return Probability(probability, spec.seed)
-    return Open()
+    return Filter()
 
 
 class Judge:

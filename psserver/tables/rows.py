@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
+from psserver.tables.frozen import FrozenRows, Views
 from psserver.tables.reserved import ReservedArray
 from psserver.tiers.mapped import Use
 from psserver.tiers.tier import Tier
@@ -33,19 +32,6 @@ TRIM = 1 << 14
 """Least free slots for which the end of the rows is looked at."""
 
 
-class Holder(Protocol):
-    """Reads rows later as they are now.
-
-    Attributes:
-        tensors: number of the tensors that it reads.
-    """
-
-    tensors: int
-
-    def set_aside(self, slots: Int64s) -> None:
-        """Keeps the rows of some slots, each given once, which are going to be written."""
-
-
 class RowTensors:
     """The tensors of a table's rows, and what is known of each. Used by one thread at a time.
 
@@ -58,6 +44,7 @@ class RowTensors:
     Attributes:
         tensors: the weights, then the tensors beside them; each `.array` is (slots, *row shape).
         used: number of rows.
+        views: those who read the rows later as they are now.
     """
 
     def __init__(self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int, tier: Tier | None = None) -> None:
@@ -67,7 +54,7 @@ class RowTensors:
         self.tensors = [ReservedArray(row.shape, DTYPES[row.dtype], expected, tier=tier) for row in rows]
         self._values = [tensor.value for tensor in tensors]
         self._books = ReservedArray((WORDS,), np.dtype(np.uint32), expected)
-        self._holders: list[weakref.ref[Holder]] = []
+        self.views = Views[FrozenRows]()
         self._free = self._room = np.empty(0, np.int64)  # the free slots, and the array that they begin
         self._looked = TRIM
         self.used = 0
@@ -109,17 +96,17 @@ class RowTensors:
     @property
     def touched(self) -> int:
         """Bytes that the rows may have, of memory in whole pages, and of the disk in whole chunks."""
-        return sum(array.touched for array in self._arrays)
+        return sum(array.touched for array in self.arrays)
 
     @property
     def in_memory(self) -> int:
         """Bytes of memory that the rows may have, in whole pages, without those that a tier bounds."""
-        return sum(array.touched for array in self._arrays if array.tier is None)
+        return sum(array.touched for array in self.arrays if array.tier is None)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of memory that one more row takes, without those that a tier bounds."""
-        return sum(array.array.strides[0] for array in self._arrays if array.tier is None)
+        return sum(array.array.strides[0] for array in self.arrays if array.tier is None)
 
     def touch(self, slots: Int64s, use: Use, later: bool = False) -> None:
         """Rows are about to be used: begins to read what of them lies on a disk alone; see `ReservedArray.touch`.
@@ -141,24 +128,19 @@ class RowTensors:
                 tensor.hint(slots)
 
     @property
-    def _arrays(self) -> list[ReservedArray]:
+    def arrays(self) -> list[ReservedArray]:
+        """The tensors, then what is known of each row."""
         return [*self.tensors, self._books]
-
-    def hold(self, holder: Holder) -> None:
-        """Tells somebody of the rows that are going to be written, as long as he lives."""
-        self._holders.append(weakref.ref(holder))
 
     def set_aside(self, slots: Int64s, tensor: int = 0) -> None:
         """Called before rows are written, with their slots, and the number of the tensor if it is one alone."""
-        if self._holders:
+        if self.views:
             slots = np.sort(slots)  # np.unique takes several times as long
             slots = slots[np.append(True, slots[1:] != slots[:-1])[: slots.size]]
             self.touch(slots, Use.PASS)
-            living = [holder for holder in (ref() for ref in self._holders) if holder is not None]
-            for holder in living:
-                if tensor < holder.tensors:
-                    holder.set_aside(slots)
-            self._holders = list(map(weakref.ref, living))
+            for view in self.views.living():
+                if tensor < view.count - 1:  # else it was put beside the rows later
+                    view.set_aside(slots)
 
     def allocate(self, count: int) -> Int64s:
         """Takes slots, int64[count]; what is in them is not known.
@@ -172,10 +154,10 @@ class RowTensors:
         top = len(self.books)
         if missing:
             try:
-                for array in self._arrays:
+                for array in self.arrays:
                     array.resize(top + missing)
             except MemoryError:
-                for array in self._arrays:
+                for array in self.arrays:
                     array.resize(top)
                 raise
         self._free = self._free[:kept]
@@ -209,7 +191,7 @@ class RowTensors:
         is_free = np.zeros(top + 1, np.bool_)  # to sort millions of slots takes ten times as long
         is_free[self._free + 1] = True
         tail = int(np.argmin(is_free[::-1]))
-        for array in self._arrays if tail else ():
+        for array in self.arrays if tail else ():
             array.resize(top - tail)
         self._free = self._room = np.flatnonzero(is_free[1 : top + 1 - tail])[::-1].copy()
         self._looked = max(TRIM, self._free.size + (self._free.size >> 2))  # not again before there are many more
@@ -218,6 +200,6 @@ class RowTensors:
         """Drops all rows; the memory of those that somebody reads later stays as it is."""
         self.tensors = [array.renewed() for array in self.tensors]
         self._books = self._books.renewed()
-        self._holders.clear()
+        self.views = Views()
         self._free = self._room = np.empty(0, np.int64)
         self.used = 0

@@ -1,20 +1,17 @@
-"""Holds a table for a checkpoint, and makes one again of plain arrays: all of it, or what has changed since a round."""
+"""Freezes a table for a checkpoint, and makes one again of plain arrays: all, or what has changed since a round."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from psserver.tables.contents import Contents
 from psserver.tables.eviction import in_buckets
-from psserver.tables.held import HeldRows, Settle
+from psserver.tables.frozen_tensors import Flush, FrozenTensors
 from psserver.tables.native import Native
 from psserver.tables.policies import Counter, Sketch
-from psserver.tables.reserved import PIECE_BYTES
 from psserver.tables.rows import CHANGED, COUNT, LAST
-from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest
 from pswire.model.hashing import Hashes, hashes_of
 from pswire.model.rows import Int64s
@@ -22,16 +19,16 @@ from pswire.model.table_state import TableState, offsets_of
 from pswire.model.tensor import Array
 
 
-class HeldState:
+class FrozenState:
     """The state of a table as it was when this was made, or what had changed in it since a round.
 
-    To make it copies nothing that grows with the table: see `HeldRows`, `HeldCounts` and `HeldCounters`. One thread
-    reads it: `load`, then `pieces` of each tensor.
+    To make it copies nothing that grows with the table: see `FrozenRows` and `FrozenCounts`. One thread reads it:
+    `load`, then `pieces` of each tensor.
 
     Args:
         contents: the table, between two rounds.
         since: the round since which changes alone are wanted; -1 for all.
-        settle: see `HeldRows`.
+        flush: see `FrozenTensors`.
 
     Attributes:
         since: the round; -1 if all is here, as deletions since the round are not known any more.
@@ -39,31 +36,34 @@ class HeldState:
         rows: reads the rows.
     """
 
-    def __init__(self, contents: Contents, since: int, settle: Settle | None) -> None:
+    def __init__(self, contents: Contents, since: int, flush: Flush | None) -> None:
         self.since = since if contents.deletions.knows(since) and since <= contents.round else -1
         self.round = contents.round
         self._contents = contents
         self._deleted = contents.deletions.since(self.since) if self.since >= 0 else []
         self._hands = contents.hands.at.copy()
-        sketch = contents.filter if isinstance(contents.filter, Sketch) else None
-        self._sketch = sketch.hold() if sketch else None
+        self._filter = sketch = contents.filter if isinstance(contents.filter, Sketch) else None
+        self._sketch = sketch.freeze() if sketch else None
         self._halved = sketch.halved if sketch else np.zeros(len(contents.buckets), np.int64)
         self._ticks = np.array(contents.judge.ticks, np.float64).reshape(-1, 2)
         self._expired = contents.judge.expired
-        self._counted = contents.hold_counts()
-        self.rows = HeldRows(contents.rows, self.since, settle)
-        contents.rows.hold(self.rows)
+        self._counted = contents.freeze_counts()
+        self.rows = FrozenTensors(contents.rows, self.since, flush)
+        contents.rows.views.add(self.rows)
 
     @property
     def aside(self) -> int:
         """Bytes of what was set aside for it."""
-        return self.rows.aside + sum(notes.nbytes for notes in (self._counted, self._sketch) if notes)
+        counted, sketch = self._counted, self._sketch
+        return self.rows.aside + (counted.nbytes if counted else 0) + (sketch.aside if sketch else 0)
 
     def load(self) -> TableState:
         """Returns all but the tensors, of which there is none in it."""
         contents, (hashes, books) = self._contents, self.rows.load()
         counted, entries = self._counted.load() if self._counted else (np.empty(0, np.uint64), np.empty(0, np.int64))
-        sketch = self._sketch.load() if self._sketch else np.empty((len(contents.buckets), 0), np.uint8)
+        sketch = np.empty((len(contents.buckets), 0), np.uint8)
+        if self._filter is not None and self._sketch is not None:
+            sketch = self._filter.counted(self._sketch)
         deleted = np.unique(np.concatenate([np.empty(0, np.uint64), *self._deleted]))
         return TableState(
             salt=contents.salt,
@@ -91,12 +91,6 @@ class HeldState:
     def pieces(self, number: int) -> Iterator[Array]:
         """Yields a tensor, in pieces of some rows; 0 is the weights."""
         return self.rows.pieces(number)
-
-    def whole(self) -> TableState:
-        """Returns all, as new arrays."""
-        state = self.load()
-        tensors = (np.concatenate([*self.pieces(number)]) for number in range(self.rows.tensors))
-        return replace(state, tensors=tuple(tensors))
 
 
 def _offsets(contents: Contents, hashes: Hashes) -> Int64s:
@@ -127,35 +121,9 @@ def place(contents: Contents, state: TableState, native: Native) -> Int64s:
     return slots
 
 
-def restore_into(contents: Contents, state: TableState, native: Native) -> None:
-    """Replaces all that is there by a state of the same buckets, with its tensors.
-
-    Raises:
-        InvalidRequest, MemoryLimit: as of `place`; the first also if the tensors do not fit.
-    """
-    _check_rows(contents, state.tensors)
-    _write_rows(contents, place(contents, state, native), state.tensors)
-
-
 def _check(contents: Contents, state: TableState) -> None:
     if state.salt != contents.salt or state.buckets != contents.buckets:
         raise InvalidRequest("the state belongs to a table with another seed, whose keys are in other buckets")
-
-
-def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:
-    own = [tensor.array for tensor in contents.rows.tensors]
-    given = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors]
-    if given != [(array.dtype, array.shape[1:]) for array in own]:
-        raise InvalidRequest(f"rows of {given} do not fit into a table of {[(a.dtype, a.shape[1:]) for a in own]}")
-
-
-def _write_rows(contents: Contents, slots: Int64s, tensors: tuple[Array, ...]) -> None:
-    for tensor, values in zip(contents.rows.tensors, tensors, strict=True):
-        step = max(1, PIECE_BYTES // max(values[:1].nbytes, 1))
-        for first in range(0, len(slots), step):
-            some = slots[first : first + step]
-            tensor.touch(some, Use.PASS)
-            tensor.array[some] = values[first : first + step]
 
 
 def _write_books(contents: Contents, slots: Int64s, state: TableState) -> None:

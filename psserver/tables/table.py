@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 
 import numpy as np
 
 from psserver.tables.contents import Contents
 from psserver.tables.eviction import above, condemned, in_buckets
-from psserver.tables.held import Settle
+from psserver.tables.frozen_tensors import Flush
 from psserver.tables.index import bucket_bounds
 from psserver.tables.located import LocatedKeys
 from psserver.tables.marks import mark
 from psserver.tables.native import Native
 from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
-from psserver.tables.saving import HeldState, place, restore_into
+from psserver.tables.saving import FrozenState, place
 from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of
 from pswire.model.rows import Int64s
-from pswire.model.table_state import TableState, joined
+from pswire.model.table_state import TableState
 from pswire.model.tables import MAX_COUNT, SlotTensor, TableSpec
 from pswire.model.tensor import Array
 
@@ -46,22 +45,6 @@ class OpenedTable:
 
     slots: Int64s
     new: Int64s
-
-    @property
-    def created(self) -> int:
-        """Number of rows that were made."""
-        return self.new.size
-
-    @cached_property
-    def refused(self) -> int:
-        """Number of keys, of those given, that are refused: their gradients are to be dropped."""
-        return int(np.count_nonzero(self.slots < 0))
-
-    @cached_property
-    def touched(self) -> Int64s:
-        """The slots of all keys that are not refused, each once, in increasing order."""
-        found = np.unique(self.slots)
-        return found[found >= 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,37 +204,34 @@ class Table:
     def arrays(self) -> list[Array]:
         """The weights (slots, *row shape), then the tensors beside them, to be read and written by slot.
 
-        Good until the next `begin`, `remove`, `restrict` or `restore`.
+        Good until the next `begin`, `restrict` or `place`.
         """
         return [tensor.array for tensor in self._contents.rows.tensors]
 
-    def lookup(self, keys: Array, tensor: int = 0, out: Array | None = None) -> Array:
-        """Returns the rows of some keys. Nothing changes.
-
-        Args:
-            keys: [n], of the dtype of keys; one may be given several times.
-            tensor: 0 for the weights, or the number of a tensor beside them, counted from 1.
-            out: the array to write them to, C-contiguous; None for a new one.
-
-        Returns:
-            (n, *row shape). A key without a row has its first value; zeros if the spec says so and has a filter.
+    def find(self, keys: Array) -> Int64s:
+        """Returns the slot of each of some keys, [n]; -1 for a key without a row.
 
         Raises:
             InvalidRequest: the keys are of another dtype or shape, or of a bucket that is not held.
         """
-        return self.rows_at(self.find(keys), keys, tensor, out)
-
-    def find(self, keys: Array) -> Int64s:
-        """Returns the slot of each of some keys, [n]; -1 for a key without a row. Raises as `lookup`."""
         return np.maximum(self._located.look_up(keys), 0) - 1
 
-    def rows_at(self, slots: Int64s, keys: Array, tensor: int = 0, out: Array | None = None) -> Array:
-        """Returns the rows of some keys, of which `find` has returned the slots; else as `lookup`."""
+    def rows_at(self, slots: Int64s, keys: Array, tensor: int = 0) -> Array:
+        """Returns the rows of some keys, as a new array. Nothing changes.
+
+        Args:
+            slots: int64[n], as `find` has returned them.
+            keys: [n], of the dtype of keys; one may be given several times.
+            tensor: 0 for the weights, or the number of a tensor beside them, counted from 1.
+
+        Returns:
+            (n, *row shape). A key without a row has its first value; zeros if the spec says so and has a filter.
+        """
         if tensor > len(self.tensors):
             raise InvalidRequest(f"tensor {tensor} does not belong to the rows yet")
         self._contents.rows.touch(slots, Use.LOOKUP)
         table = self._contents.rows.tensors[tensor].array
-        found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
+        found = np.empty((keys.size, *table.shape[1:]), table.dtype)
         if len(table):
             table.take(slots, axis=0, out=found, mode="clip")  # without a row, any
         unknown = np.flatnonzero(slots < 0)
@@ -423,29 +403,11 @@ class Table:
             left = in_buckets(hashes) > 0
             contents.drop(hashes, entries)
 
-    def remove(self, round: int, keys: Array) -> int:
-        """Drops the rows, and the counts, of some keys between two rounds; returns how many rows.
-
-        Args:
-            round: the round after which they are gone, not before the last one; deltas know it.
-            keys: [n], of the dtype of keys; one without a row is passed over.
-
-        Raises:
-            InvalidRequest: as of `begin`.
-        """
-        self._check_idle(round)
-        hashes, entries = self._contents.find(keys)
-        there = entries != 0
-        hashes, at = np.unique(hashes[there], return_index=True)
-        self._contents.round, before = round, len(self)
-        self._contents.drop(hashes, entries[there][at])
-        return before - len(self)
-
     def restrict(self, round: int, rows: int) -> int:
         """Drops rows until no bucket has more than its share of a number; the worst by the policy go first.
 
         Args:
-            round: as of `remove`.
+            round: the round after which they are gone, not before the last one; deltas know it.
             rows: the number, of the whole table.
 
         Returns:
@@ -474,7 +436,7 @@ class Table:
     def assign(self, tensor: int, keys: Array, rows: Array) -> None:
         """Writes a tensor between two rounds; in all other rows it has its first value then.
 
-        Whoever holds the table gets a copy of all rows, unless the tensor was put beside them later.
+        Whoever has frozen the table gets a copy of all rows, unless the tensor was put beside them later.
 
         Args:
             tensor: the number of a tensor beside the rows, counted from 1.
@@ -482,7 +444,7 @@ class Table:
             rows: (n, *row shape).
 
         Raises:
-            InvalidRequest: as of `lookup`.
+            InvalidRequest: as of `find`.
         """
         self._check_idle(self.round)
         slots, array = np.maximum(self._contents.find(keys)[1], 0) - 1, self.arrays[tensor]
@@ -497,48 +459,18 @@ class Table:
         self._contents.rows.touch(slots, Use.PASS)
         self._contents.rows.set_aside(slots)
 
-    def hold(self, since: int = -1, settle: Settle | None = None) -> HeldState:
-        """Holds the state between two rounds, for one thread that reads it while rounds go on. Copies no row.
+    def freeze(self, since: int = -1, flush: Flush | None = None) -> FrozenState:
+        """Freezes the state between two rounds, for one thread that reads it while rounds go on. Copies no row.
 
         Args:
             since: the round since which changes alone are wanted; -1 for all.
-            settle: makes up updates that rows have missed, in the thread that reads; None where they have missed none.
+            flush: applies the updates of rows that are deferred, in the thread that reads; None where there are none.
 
         Returns:
             The state; its `since` is -1 if all of it has to be saved, as what has changed is not known any more.
         """
         self._check_idle(self.round)
-        return HeldState(self._contents, since, settle)
-
-    def state(self) -> TableState:
-        """Returns the state between two rounds, as new arrays."""
-        return self.hold().whole()
-
-    def delta(self, since: int) -> TableState:
-        """Returns what has changed after a round, between two rounds, as new arrays.
-
-        Raises:
-            InvalidRequest: what has changed since then is not known: it is before a restore, too long ago, or to come.
-        """
-        if since > self.round:
-            raise InvalidRequest(f"nothing has changed since round {since}: the table is of round {self.round}")
-        held, known = self.hold(since), self._contents.deletions.known_after
-        if held.since < 0:
-            raise InvalidRequest(f"deletions are known after round {known}, not since {since}; save the whole table")
-        return held.whole()
-
-    def restore(self, states: Sequence[TableState]) -> None:
-        """Replaces everything by states that were taken of this table, whatever buckets each of them has.
-
-        Args:
-            states: whole, of one round, which hold all buckets of this part; they may hold more.
-
-        Raises:
-            InvalidRequest: a bucket is missing, or the states are of different rounds, of another table, or changes.
-            MemoryLimit: there is no memory. The table is empty then.
-        """
-        self._check_idle(self.round)
-        restore_into(self._contents, joined(states, self.buckets), self._native)
+        return FrozenState(self._contents, since, flush)
 
     def place(self, state: TableState) -> list[Array]:
         """Replaces everything by a state of the same buckets, whose tensors the caller has to write then.
@@ -550,7 +482,8 @@ class Table:
             The weights (n, *row shape), then the tensors beside them, in the order of the state's keys.
 
         Raises:
-            InvalidRequest, MemoryLimit: as of `restore`.
+            InvalidRequest: the state is of another table, or has changes alone.
+            MemoryLimit: there is no memory. The table is empty then.
         """
         self._check_idle(self.round)
         place(self._contents, state, self._native)

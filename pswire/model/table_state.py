@@ -6,12 +6,10 @@ servers they lie: the states of the parts, joined, are the state of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from pswire.errors import InvalidRequest
 from pswire.model.hashing import Hashes
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -70,108 +68,6 @@ class TableState:
     def is_whole(self) -> bool:
         """True if all of each bucket is here."""
         return bool((self.since < 0).all())
-
-    def cut(self, buckets: range) -> TableState:
-        """Returns the state of some of the buckets; its arrays are views."""
-        first, end = buckets.start - self.buckets.start, buckets.stop - self.buckets.start
-        rows = slice(self.offsets[first], self.offsets[end])
-        counted = slice(self.counted_offsets[first], self.counted_offsets[end])
-        deleted = slice(self.deleted_offsets[first], self.deleted_offsets[end])
-        return replace(
-            self,
-            buckets=buckets,
-            offsets=self.offsets[first : end + 1] - self.offsets[first],
-            keys=self.keys[rows],
-            tensors=tuple(tensor[rows] for tensor in self.tensors),
-            count=self.count[rows],
-            last=self.last[rows],
-            changed=self.changed[rows],
-            counted_offsets=self.counted_offsets[first : end + 1] - self.counted_offsets[first],
-            counted_keys=self.counted_keys[counted],
-            counted=self.counted[counted],
-            hands=self.hands[first:end],
-            sketch=self.sketch[first:end],
-            halved=self.halved[first:end],
-            since=self.since[first:end],
-            deleted_offsets=self.deleted_offsets[first : end + 1] - self.deleted_offsets[first],
-            deleted_keys=self.deleted_keys[deleted],
-        )
-
-    def equals(self, other: TableState) -> bool:
-        """Returns True if all is the same, to the last bit."""
-        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-
-
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return one == other
-
-
-def covering(parts: Sequence[TableState], buckets: range) -> list[tuple[TableState, range]]:
-    """Returns parts of a table with the buckets that each gives, so that each bucket of a range is given once.
-
-    Raises:
-        InvalidRequest: a bucket is in none of them.
-    """
-    found = []
-    at = buckets.start
-    while at < buckets.stop:
-        holder = next((part for part in parts if part.buckets.start <= at < part.buckets.stop), None)
-        if holder is None:
-            raise InvalidRequest(f"bucket {at} of the table is not in any of its {len(parts)} parts")
-        end = min(holder.buckets.stop, buckets.stop)
-        found.append((holder, range(at, end)))
-        at = end
-    return found
-
-
-def joined(states: Sequence[TableState], buckets: range) -> TableState:
-    """Returns the state of a range of buckets, from states that hold all of them.
-
-    Args:
-        states: states of one table at one round, in any order; buckets that several hold are taken from one of them.
-        buckets: the range.
-
-    Raises:
-        InvalidRequest: a bucket is missing, or the states are of different tables or rounds.
-    """
-    parts = [state.cut(held) for state, held in covering(states, buckets)]
-    one = parts[0]
-    if len(parts) == 1:
-        return one
-    for part in parts[1:]:
-        if (part.salt, part.round, part.expired) != (one.salt, one.round, one.expired):
-            raise InvalidRequest("the parts of the table belong to different jobs or rounds")
-
-    def together(name: str) -> Array:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    def offsets(name: str) -> Int64s:
-        counts = np.concatenate([np.diff(getattr(part, name)) for part in parts])
-        return offsets_of(counts)
-
-    return replace(
-        one,
-        buckets=buckets,
-        offsets=offsets("offsets"),
-        keys=together("keys"),
-        tensors=tuple(np.concatenate(each) for each in zip(*(part.tensors for part in parts), strict=True)),
-        count=together("count"),
-        last=together("last"),
-        changed=together("changed"),
-        counted_offsets=offsets("counted_offsets"),
-        counted_keys=together("counted_keys"),
-        counted=together("counted"),
-        hands=together("hands"),
-        sketch=together("sketch"),
-        halved=together("halved"),
-        since=together("since"),
-        deleted_offsets=offsets("deleted_offsets"),
-        deleted_keys=together("deleted_keys"),
-    )
 
 
 def offsets_of(counts: Int64s) -> Int64s:

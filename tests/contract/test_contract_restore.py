@@ -326,7 +326,7 @@ def test_who_restores_something_else_diverges(job, worker):
     for future in futures:
         with pytest.raises(Diverged, match=r"restore 'run'.*restore 'run/ckpt-1'"):
             future.result(SOON)
-    assert int(job.servers.cores[0].machine.store.value(variable.id)) == 11
+    assert int(job.servers.cores[0].machine.store.find(variable.id).array) == 11
 
 
 def test_a_member_that_is_lost_is_not_waited_for(job, worker):

@@ -46,7 +46,6 @@ from tests.kit.internals import (
     await_listening,
     buckets_of,
     hashes_of,
-    joined,
     start_server,
 )
 from tests.kit.internals import manifest_of as assembled
@@ -66,6 +65,7 @@ from tests.kit.rig import (
     together,
 )
 from tests.kit.storage import BUCKET, object_store
+from tests.kit.table_states import joined, state_of
 
 DYING = Path(__file__).parent.parent / "kit" / "faulty_servers.py"
 CALM = Timeouts(session_timeout=60.0, call_timeout=10.0, round_timeout=180.0)
@@ -614,7 +614,9 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
         train(range(300), 1.0)
         train(range(100), 2.0)
         job.save(worker, "run/ckpt-1")
-        expected = joined([core.machine.store.tables()[0].table.state() for core in servers.cores], range(BUCKETS))
+        expected = joined(
+            [state_of(core.machine.store.tables()[0].freeze(-1)) for core in servers.cores], range(BUCKETS)
+        )
     with processes(root, {task: point}) as (servers, started):
         job, worker, train = job_with_a_table(servers)
         job.restore(worker, "run")
@@ -625,6 +627,6 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
     with serving("core", 1, root) as servers:
         job, worker, train = job_with_a_table(servers)
         assert job.restore(worker, "run").path == "run/ckpt-1"
-        assert servers.cores[0].machine.store.tables()[0].table.state().equals(expected)
+        assert state_of(servers.cores[0].machine.store.tables()[0].freeze(-1)).equals(expected)
         job.save(worker, "run/ckpt-3")
     assert files(root) == whole(1) | whole(3, 1)

@@ -101,7 +101,7 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_excluded(stack, name):
         guest.say(3, 1, header, size=len(parts[0][1]), place=0)
     else:
         guest.say(3, 1, header, data=parts[0][1])
-    eventually(lambda: site.core.machine.store.value(site.variables[0].id)[0] == 102)
+    eventually(lambda: site.core.machine.store.find(site.variables[0].id).array[0] == 102)
     guest.sock.close()
     site.job.close([worker.member for worker in others])
     for answer in answers:

@@ -111,16 +111,18 @@ import sys
 args = sys.orig_argv
 if "psserver" in args and args[args.index("--task") + 1] == "{server}":
     from psserver.state.variables import Store
+    from psserver.values.dense import Dense
 
     commit = Store.commit
 
-    def failing(self, values, *rest):
-        commit(self, values, *rest)
+    def failing(self, values):
+        commit(self, values)
         for id in values:
             name = self.variables[id].spec.name
             mark = os.path.join("{directory}", name.replace("/", "-"))
             if os.path.exists(mark):
-                value = self._values[id] = self._values[id].copy()
+                value = self._values[id].array.copy()
+                self._values[id] = Dense(value)
                 if {always}:
                     value.reshape(-1)[0] *= 1.001
                 else:

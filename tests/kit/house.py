@@ -40,23 +40,26 @@ psserver.programs           5  pswire wire.model psserver
 psserver.tiers              5  pswire wire.model
 psserver.tables             6  pswire wire.model psserver.programs psserver.tiers
 psserver.plans              6  pswire wire.model wire.servers wire.network psserver.programs wire.api
-psserver.state              7  pswire wire.model wire.security wire.telemetry psserver wire.network
-                                psserver.programs wire.api psserver.plans psserver.tables
+psserver.values             7  pswire wire.model wire.api psserver.programs psserver.plans psserver.tables
 psserver.network            7  pswire wire.servers wire.model wire.security wire.telemetry psserver
                                 wire.network wire.api wire.encoding
-psserver.execution          8  pswire wire.model psserver psserver.programs psserver.plans psserver.state
-psserver.rounds             9  pswire wire.servers wire.model psserver wire.network psserver.programs wire.api
-                                psserver.plans psserver.state psserver.execution
-psserver.checkpoints       10  pswire wire.model psserver psserver.tables psserver.plans wire.checkpoint
-                                psserver.state psserver.rounds
-psserver.core              11  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
+psserver.state              8  pswire wire.model wire.security wire.telemetry psserver wire.network
+                                wire.api psserver.plans psserver.tables psserver.values
+psserver.execution          9  pswire wire.model psserver psserver.programs psserver.plans psserver.state
+                                psserver.values
+psserver.rounds            10  pswire wire.servers wire.model psserver wire.network psserver.programs wire.api
+                                psserver.plans psserver.state psserver.execution psserver.values
+psserver.checkpoints       11  pswire wire.model psserver psserver.tables psserver.plans wire.checkpoint
+                                psserver.state psserver.rounds psserver.values
+psserver.core              12  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
                                 wire.network psserver.programs wire.api psserver.plans psserver.tables psserver.tiers
                                 wire.checkpoint psserver.state psserver.checkpoints psserver.execution psserver.rounds
-psserver.telemetry         12  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
+                                psserver.values
+psserver.telemetry         13  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
                                 psserver.tables psserver.state psserver.core
-psserver.cli               13  pswire wire.model wire.security wire.telemetry psserver psserver.network psserver.core
+psserver.cli               14  pswire wire.model wire.security wire.telemetry psserver psserver.network psserver.core
                                 psserver.telemetry
-psserver.__main__          14  psserver.cli
+psserver.__main__          15  psserver.cli
 psclient.ops                2  wire.model
 src.arrays                  2  pswire wire.model
 src.interpreter             2
@@ -141,7 +144,7 @@ def _whole(name: str) -> str:
 
 ROOMS = {room.name: room for room in _rooms()}
 
-RESERVED = {"psclient._src.rows": 7, "psserver.replication": 11}
+RESERVED = {"psclient._src.rows": 7, "psserver.replication": 12}
 """Rooms that are not built yet, with their floors. No room imports `psclient.torch` or `psclient.jax`."""
 
 

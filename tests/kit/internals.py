@@ -51,7 +51,7 @@ from pswire.model.tensor import align, Array, as_bytes, DTYPES, portable, spec_o
 # ---- Tables ----
 
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
-from pswire.model.table_state import joined, TableState
+from pswire.model.table_state import TableState
 from pswire.model.tables import (
     CBFFilter, Constant, CounterFilter, GlobalStepEvict, L2WeightEvict, LFU, LRU, MIN_CAPACITY, Normal,
     ProbabilityFilter, ROWS, SlotTensor, TablePart, TableSpec, TimeToLive, TruncatedNormal, Uniform, Zeros,
@@ -108,6 +108,7 @@ from psserver.rounds.digests import ROUNDS as DIGEST_ROUNDS
 from psserver.core.waiting import HeldCall, MAX_CALLS, Read, Watch
 from psserver.effects import Others, Peer
 from psserver.registry import Registry
+from psserver.values.dense import Dense
 from psserver.telemetry import MetricsPort, Rim, ROWS as SERVER_METRICS
 from psserver.network.server import ServerThread
 

@@ -17,6 +17,8 @@ from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.programs import interpreter
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
+from psserver.values.dense import Dense
+from psserver.values.step import StepVariables
 from pswire.model.row_updates import ALONG_ROWS, refusal, row_shape
 from tests.conftest import KERNELS
 from tests.kit import internals as inside
@@ -102,12 +104,21 @@ class Outcome:
     found: NonfiniteValues
 
 
+def step(
+    execution: Execution, values: Mapping[int, Array], alone: Set[int] = frozenset()
+) -> tuple[dict[int, Array], dict[Any, Array]]:
+    """Runs the next step of a round; returns the arrays that it assigns, and what is ready."""
+    before = {id: Dense(values[id]) if id in values else None for id in execution.reads()}
+    made, ready = execution.step(StepVariables(before, alone, alone), lambda id: None)
+    return {id: value.array for id, value in made.items()}, ready
+
+
 def run(
     job: inside.ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: Set[int] = frozenset()
 ) -> Outcome:
     """Runs a round that commits all at the end; kernels may write into the arrays of variables that are `alone`."""
     execution = Execution(job, kernels)
-    assigned, ready = execution.step({id: values.get(id) for id in execution.reads()}, alone, lambda id: None)
+    assigned, ready = step(execution, values, alone)
     assert execution.done
     wanted = {id: array for id, array in ready.items() if isinstance(id, int)}
     return Outcome(assigned, list(execution.given.arrays), wanted, execution.found)

@@ -413,10 +413,11 @@ class World:
         store = self.servers[server.index].core.machine.store
         commit = store.commit
 
-        def failing(values: Mapping[int, Any], *rest: Any) -> None:
-            commit(values, *rest)
+        def failing(values: Mapping[int, Any]) -> None:
+            commit(values)
             if variable in values:
-                value = store._values[variable] = np.array(store._values[variable])
+                value = store.find(variable).array.copy()
+                store._values[variable] = inside.Dense(value)
                 value.view("uint64")[0] ^= 1 << 40
                 if not always:
                     store.commit = commit  # type: ignore[method-assign]
@@ -519,7 +520,7 @@ class World:
             held = [n for n, (_, where) in enumerate(self.cluster.workload.created) if server.index in where]
             status = server.core.status()
             if server.alive and not server._paused and status.incarnation in status.incarnations:
-                found = {float(x) for n in held for x in np.asarray(server.core.machine.store.value(n))}
+                found = {float(x) for n in held for x in np.asarray(server.core.machine.store.find(n).array)}
                 assert found == {total}, f"server {server.index} holds {found}, and workers have seen {total}"
         counted = []
         for task in self.members:

@@ -16,10 +16,8 @@ import numpy as np
 import psclient as ps
 from psserver.checkpoints.tables import FrozenPart, Wanted, restored
 from psserver.programs.kernels.compiler import Compiler
-from psserver.state.missed import whole
 from psserver.state.variables import Store
 from psserver.tables.native import Native
-from psserver.tables.table import Table
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint.writer import Frozen, write_manifest, write_shard
 from tests.kit import internals as inside
@@ -27,6 +25,7 @@ from tests.kit.internals import BUCKETS, Array, Input, Node, Plan, Ref, Rows, Sa
 from tests.kit.internals import ServerDevice as Device
 from tests.kit.rig import adding
 from tests.kit.strategies import patient
+from tests.kit.table_states import Table, joined, state_of
 
 NAME = "users"
 SLOTS = (inside.SlotTensor("adam/users/m", "float64", (), 0.5), inside.SlotTensor("adam/users/v", "float32", (2,)))
@@ -64,7 +63,7 @@ class Servers:
         for part in self.parts:
             opened = part.begin(part.round + 1, keys[(buckets >= part.buckets.start) & (buckets < part.buckets.stop)])
             for array in part.arrays:
-                array[opened.touched] += value
+                array[np.unique(opened.slots[opened.slots >= 0])] += value
             part.commit(float(part.round + 1))
 
     def train(self, rng: np.random.Generator, rounds: int = 5, many: int = 5000, count: int = 800) -> None:
@@ -81,7 +80,7 @@ class Servers:
         place, shards = inside.storage_at(self.root), []
         self.rounds[name] = [part.round for part in self.parts]
         for number, (part, round) in enumerate(zip(self.parts, since, strict=True)):
-            held = FrozenPart(NAME, part, part.hold(round), bool(base))
+            held = FrozenPart(NAME, part, part.freeze(round), bool(base))
             frozen = Frozen(order, number, 7, (), {} if number else {**self.values}, tables={NAME: held})
             shards.append(write_shard(place, frozen, lambda value: (value,), lambda name: None))
         write_manifest(place, frozen, inside.manifest_of(shards, order).text())
@@ -101,7 +100,7 @@ class Servers:
 
     def state(self) -> inside.TableState:
         """The state of the whole."""
-        return inside.joined([part.state() for part in self.parts], range(BUCKETS))
+        return joined([state_of(part.freeze()) for part in self.parts], range(BUCKETS))
 
 
 @cache
@@ -171,11 +170,11 @@ class Job:
         stored = [core.machine.store.tables()[0] for core in self.cluster.cores]
         states = []
         for each in stored:
-            held = each.hold(-1).whole()
+            held = state_of(each.freeze(-1))
             order = np.argsort([slot.name for slot in each.table.tensors])
             weights, *beside = held.tensors
             states.append(replace(held, tensors=(weights, *(beside[number] for number in order))))
-        return inside.joined(states, range(BUCKETS))
+        return joined(states, range(BUCKETS))
 
     def numbers(self):
         return {v.name: v.numpy().tobytes() for v in (self.bias, *self.optimizer.variables) if not v.shape}
@@ -315,7 +314,7 @@ class Tables:
         for kind in KINDS:
             variable = self.variable(kind, server)
             if store.initialized(variable):
-                found = whole(store.views([variable])[0])
+                found = store.views([variable])[0].whole()
                 assert np.array_equal(found, self._states[server][-1][kind]), "a row is not the sum of its rounds"
 
     def check_given(self, name: Name, plan: Plan, counted: Collection[int], given: Sequence[Array]) -> None:

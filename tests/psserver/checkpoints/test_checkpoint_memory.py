@@ -116,7 +116,7 @@ def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
         (worker,) = job.join(WORKERS[0])
         store = servers.cores[0].machine.store
         a, b, c = variables(job, worker, 3)
-        old = [weakref.ref(store.value(v.id)) for v in (a, c)]
+        old = [weakref.ref(store.find(v.id).array) for v in (a, c)]
         _, shard = order(job, worker)
         together(adding(job, worker, a, c))
         assert store.alone([b.id]) == set()

@@ -22,6 +22,7 @@ from pswire.model.tables import Constant, SlotTensor, TableSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, eventually, together
+from tests.kit.table_states import remove, state_of
 from tests.psserver.checkpoints.test_checkpoint_memory import Gate, job_on
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))
@@ -121,7 +122,7 @@ def test_a_bug_in_holding_a_table_fails_its_checkpoint_alone(tmp_path, monkeypat
             raise ZeroDivisionError("as a bug would")
 
         with monkeypatch.context() as patch:
-            patch.setattr(job.stored, "hold", broken)
+            patch.setattr(job.stored, "freeze", broken)
             plan, shard = job.order("ckpt-1")
         with pytest.raises(CheckpointError, match=r"internal error: ZeroDivisionError.*see the server's log"):
             shard.result(SOON)
@@ -204,7 +205,7 @@ def test_only_as_many_bases_as_are_remembered(tmp_path):
     with trained(tmp_path) as job:
         for number in range(20):
             job.train([number])
-            job.stored.table.remove(job.stored.table.round + 1, np.array([100 + number]))
+            remove(job.stored.table, job.stored.table.round + 1, np.array([100 + number]))
             job.save(f"ckpt-{number}")
         deletions = job.stored.table._contents.deletions
         assert deletions.known_after > 1
@@ -240,12 +241,12 @@ def test_parts_of_asynchronous_jobs_may_be_of_different_rounds(tmp_path):
         assert [shard.tables[0].round for shard in first] == [5, 2]
         saved = SavedCheckpoint.at(storage_at(tmp_path), "run/ckpt-1")
         assert saved.manifest.tables["users"].round == 5
-        before = [each.table.state() for each in stored]
+        before = [state_of(each.freeze(-1)) for each in stored]
         train(1, 4)
         job.restore(worker, "run/ckpt-1")
         assert [each.table.round for each in stored] == [5, 5]
         for each, old in zip(stored, before, strict=True):
-            found = each.table.state()
+            found = state_of(each.freeze(-1))
             assert (found.keys.tolist(), found.tensors[0].tolist()) == (old.keys.tolist(), old.tensors[0].tolist())
         train(1, 1)
         plan = checkpoint("run/ckpt-2", (0, 1), json.dumps({"base": "ckpt-1"}), worker.round)

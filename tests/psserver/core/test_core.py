@@ -391,7 +391,7 @@ def test_a_round_waits_for_all_its_members(told):
     assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
     answer = RoundReply(0, told.machine.rounds.generation, False, (), replies[0].value.payload, ())
     assert replies == [Reply(first, answer), Reply(second, answer)]
-    assert told.machine.store.value(0).tolist() == [2, 2]
+    assert told.machine.store.find(0).array.tolist() == [2, 2]
 
 
 def test_a_push_that_is_on_its_way_is_looked_at_again(told):
@@ -495,7 +495,7 @@ def test_work_that_fails_ends_its_round_for_all(told):
         (first, InvalidRequest, "no"),
         (second, InvalidRequest, "no"),
     ]
-    assert told.machine.store.value(0).tolist() == [0, 0]
+    assert told.machine.store.find(0).array.tolist() == [0, 0]
     told.push(told.a, round=1)
     assert kinds(told.push(told.b, round=1)[1]) == [Work]
 

@@ -14,6 +14,7 @@ from psserver.core.waiting import MAX_CALLS, Ahead, HeldCall, Owed, Read, Waiter
 from psserver.devices import ServerDevice
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.rounds.clocks import Clocks
+from psserver.values.dense import Dense
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, PullRequest
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, ServerLost
@@ -33,10 +34,9 @@ class Table:
         value = np.ones(1, "float32")
         self.store = SimpleNamespace(
             lent=set(),
-            value=lambda id: value,
-            views=lambda ids: [value for _ in ids],
+            find=lambda id: Dense(value),
+            views=lambda ids: [Dense(value) for _ in ids],
             check_rows=lambda reads: None,
-            row_views=lambda reads: [],
             ask=lambda reads: [],
             device=ServerDevice.parse("cpu"),
         )

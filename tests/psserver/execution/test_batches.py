@@ -25,7 +25,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.cases import search
-from tests.kit.programs import job_of, kept_kernels, run, same_bits
+from tests.kit.programs import job_of, kept_kernels, run, same_bits, step
 
 RATE = TensorSpec("float32", ())
 POWER = Program(
@@ -227,7 +227,7 @@ def streamed(kernels, sizes):
 def advance(stream, values):
     made = []
     while not (stream.done or stream.awaits()):
-        assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values), lambda id: None)
+        assigned, _ = step(stream, values, frozenset(values))
         values |= assigned
         made.append(len(assigned))
     return made
@@ -260,8 +260,7 @@ def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
     sizes = [8, 9]
     job = replace(job_for(descents(sizes), [arrays(sizes)]), commit=Commit.PROGRESSIVE)
     stream = Execution(job, kernels)
-    stream.reads()
-    stream.step(fresh(sizes), frozenset(), lambda id: None)
+    step(stream, fresh(sizes))
     monkeypatch.setattr(kernels, "stages", None)
     assert stream.reads() <= {0, 1}
 

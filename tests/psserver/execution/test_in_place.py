@@ -17,6 +17,7 @@ from psserver.execution.execution import Execution
 from psserver.programs.interpreter import Script
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from psserver.state.variables import Store
+from psserver.values.dense import Dense
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
@@ -67,7 +68,7 @@ def test_what_somebody_holds_is_not_alone(holder):
     """However it is held; once it is let go it is. Only memory of its own is alone: of a view nobody can say who else
     looks at it; what may not be written, or lies otherwise, is not either."""
     held = store(np.zeros(64))
-    kept = HOLDERS[holder](held.value(0))
+    kept = HOLDERS[holder](held.find(0).array)
     assert held.alone([0]) == frozenset()
     del kept
     assert held.alone([0]) == {0}
@@ -204,7 +205,7 @@ def job(tmp_path: Path):
 
 def address(job, variable):
     with job.servers.cores[0]._lock:
-        return job.servers.cores[0].machine.store.value(variable.id).__array_interface__["data"][0]
+        return job.servers.cores[0].machine.store.find(variable.id).array.__array_interface__["data"][0]
 
 
 def turn(worker, plan, values, want=()):
@@ -449,11 +450,11 @@ def test_a_small_round_fails_as_any_other(job, monkeypatch):
     variable = job.variable(worker, np.array(1))
     plan = job.approve(sum_into(variable), worker)
     _turn(plan, worker)
-    job.servers.cores[0].machine.store.commit({variable.id: np.zeros(2)})
+    job.servers.cores[0].machine.store.commit({variable.id: Dense(np.zeros(2))})
     with pytest.raises(ProgramError, match="must have a value of int64"):
         worker.push(plan, [1]).result(SOON)
     worker.round += 1
-    job.servers.cores[0].machine.store.commit({variable.id: np.array(5)})
+    job.servers.cores[0].machine.store.commit({variable.id: Dense(np.array(5))})
     _turn(plan, worker)
     assert int(job.value(worker, variable)) == 6
     names = _threads(monkeypatch)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from psserver.devices import ServerDevice
-from psserver.execution.execution import Execution, StepTables
-from psserver.state import missed as module
-from psserver.state.missed import pieces, whole
+from psserver.execution.execution import Execution
 from psserver.state.variables import Store
 from psserver.tables.native import Native
+from psserver.values import deferred as module
 from pswire.api import RowRead
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
@@ -111,13 +110,10 @@ class Arrays(Server):
 
     def step(self, execution, alone=True, commit=True):
         store = self.store
-        reads = frozenset(store.missed_of(execution.reads())).union(execution.reads())
-        free = store.alone(reads) if alone else frozenset()
-        held = store.held_of(reads, free) if alone else {}
         store.note_tables(execution.job.prepared.row_tables)
-        assigned, _ = execution.step(store.values_of(reads), free, store.take_spare, store.missed_of(reads), held)
+        assigned, _ = execution.step(store.borrow(execution.reads(), alone, {}), store.take_spare)
         if commit:
-            store.commit(assigned, execution.missed)
+            store.commit(assigned)
         return commit
 
     def update(self, plan, heavy, ids, given, rate):
@@ -137,7 +133,7 @@ class Arrays(Server):
 
     def look(self):
         for id, value in enumerate(self.store.views([0, 1])):
-            assert same_bits(np.asarray(whole(value)), self.dense[id])
+            assert same_bits(np.asarray(value.whole()), self.dense[id])
 
     def row(self, key):
         return self.dense[0][key]
@@ -155,19 +151,19 @@ class Arrays(Server):
         elif what == "held":
             views, values = self.store.views([0, 1]), [self.dense[id].copy() for id in (0, 1)]
             self.go(plan, ids, rate)
-            assert all(same_bits(np.asarray(whole(view)), value) for view, value in zip(views, values, strict=True))
+            assert all(same_bits(np.asarray(view.whole()), value) for view, value in zip(views, values, strict=True))
         else:
             self.go(plan, ids, rate)  # which the tables are noted by
-            before, places = [self.dense[n].copy() for n in (0, 1)], [id(self.store.value(n)) for n in (0, 1)]
-            held = self.store.hold([0, 1])
+            before, places = [self.dense[n].copy() for n in (0, 1)], [id(self.store.find(n).array) for n in (0, 1)]
+            held = self.store.freeze([0, 1])
             for _ in range(2):
                 self.go(plan, self.keys(rng, 0), rng.random())
-            assert places == [id(self.store.value(n)) for n in (0, 1)]
-            assert all(map(same_bits, [np.concatenate(list(pieces(value))) for value in held], before))
+            assert places == [id(self.store.find(n).array) for n in (0, 1)]
+            assert all(map(same_bits, [np.concatenate(list(value.pieces())) for value in held], before))
 
     @property
     def missed(self):
-        return self.store.missed_of([0])[0]
+        return self.store.find(0).group.updates
 
 
 class Keyed(Server):
@@ -185,19 +181,18 @@ class Keyed(Server):
 
     @property
     def table(self):
-        return self.store.tables_of([0])[0].stored.table
+        return self.store.tables()[0].table
 
     def step(self, execution, trial=None):
-        store, reads = self.store, execution.reads()
-        tables = StepTables(store.tables_of([*reads, *execution.job.prepared.tables]), -1, trial is not None)
-        alone = frozenset() if trial is not None else store.alone(reads)
-        assigned, _ = execution.step(store.values_of(reads), alone, store.take_spare, tables=tables)
+        store, on_trial = self.store, trial is not None
+        variables = store.borrow(execution.reads(), not on_trial, {})
+        assigned, _ = execution.step(variables, store.take_spare, on_trial=on_trial)
         assert execution.open == (trial is not None)
         assert not assigned.keys() & {0, 1}
         if trial is not None:
             execution.finish(trial)
         if trial is not False:
-            store.commit(assigned, execution.missed)
+            store.commit(assigned)
         return trial is not False
 
     def update(self, plan, heavy, ids, given, rate):
@@ -227,7 +222,7 @@ class Keyed(Server):
         assert {*self.table.keys().tolist()} == self.rows.keys()
         keys = np.array(sorted(self.rows), np.int64)
         for id in (0, 1):
-            found = self.store.tables_of([id])[id].rows(keys)
+            found = self.store.find(id).rows(keys, np)
             assert same_bits(found, np.array([self.rows[key][id] for key in keys.tolist()], "f4").reshape(-1, 2))
 
     def row(self, key):
@@ -244,7 +239,7 @@ class Keyed(Server):
 
     @property
     def missed(self):
-        return self.store.tables_of([0])[0].stored.missed
+        return self.store.tables()[0].deferred
 
 
 def evicting(policy):
@@ -279,10 +274,10 @@ def test_whatever_becomes_of_rounds(kernels, kind, seed):
         if what in server.others:
             server.other(what, plans(heavy), ids, rate, rng)
         elif what == "fails":
-            plan, before = plans(heavy, fails=True), server.table and server.table.state().keys.tolist()
+            plan, before = plans(heavy, fails=True), server.table and server.table.keys().tolist()
             with pytest.raises(ProgramError):
                 server.go(plan, ids, rate, power=-1)
-            assert before is None or server.table.state().keys.tolist() == before
+            assert before is None or server.table.keys().tolist() == before
             server.go(plan, ids, rate, power=1)
         elif what in ("halve", "lazy"):
             server.go(plans(halved, sparse="lazy" if what == "lazy" else "exact"), ids, rate)

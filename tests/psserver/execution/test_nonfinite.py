@@ -27,7 +27,7 @@ from pswire.network.payload import Payload
 from pswire.network.traffic import traffic
 from pswire.telemetry import prometheus
 from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
-from tests.kit.programs import job_of, kept_kernels, plan_of, run, same_bits, traced
+from tests.kit.programs import job_of, kept_kernels, plan_of, run, same_bits, step, traced
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, serving, sgd, sum_into, together
 from tests.kit.telemetry import Page
 
@@ -443,7 +443,7 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
             if chunk:
                 part.payload.add(end, memoryview(chunk))
         while not (stream.done or stream.awaits()):
-            assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values), lambda id: None)
+            assigned, _ = step(stream, values, frozenset(values))
             values |= assigned
             found.append(list(stream.found.contributions))
     assert stream.done

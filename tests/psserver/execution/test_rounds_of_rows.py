@@ -20,7 +20,7 @@ from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.cases import search
 from tests.kit.contributions import round_of, rows, share
-from tests.kit.programs import kept_kernels, run, same_bits
+from tests.kit.programs import kept_kernels, run, same_bits, step
 from tests.kit.rig import adding
 
 TABLE, WIDE, NUMBER = TensorSpec("float32", (6, 2)), TensorSpec("float32", (4096,)), TensorSpec("int64", (6, 2))
@@ -280,8 +280,7 @@ def test_reduced_rows_are_given_and_looked_up(kernels):
     ]
     said = replace(shares[0].said, lookups=(RowRead.of(0, np.array([0, 1], np.int64)),))
     execution = Execution(round_of(plan, replace(shares[0], said=said), shares[1]), kernels)
-    execution.reads()
-    execution.step({0: np.ones(TABLE.shape, "float32")}, frozenset({0}), lambda id: None)
+    step(execution, {0: np.ones(TABLE.shape, "float32")}, {0})
     ids, values = execution.given.arrays
     assert (ids.tolist(), values[:, 0].tolist(), list(execution.given.rows)) == ([1, 3, 5], [1, 6, 8], [3])
     assert execution.lookups.found[1][0].tolist() == [[1, 1], [2, 2]]

@@ -31,7 +31,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.network.parts import parts_of
 from pswire.network.payload import EMPTY, Payload
 from tests.kit.contributions import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
-from tests.kit.programs import run, same_bits
+from tests.kit.programs import run, same_bits, step
 from tests.kit.rig import (
     SOON,
     WORKERS,
@@ -583,7 +583,7 @@ def again(job):
 def test_a_stream_is_thrown_away(job, two, three, plan, begins):
     """Who was in it is told, and what still comes changes nothing."""
     sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
-    old = job.servers.cores[0].machine.store.value(three[1].id)
+    old = job.servers.cores[0].machine.store.find(three[1].id).array
     job.begin() if begins else job.servers.cores[0].close()
     for sending in sent:
         assert isinstance(failure(sending.reply), ServerLost)
@@ -749,7 +749,7 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
                 offset, buffers = rest[place].pop(0)
                 parts[place].payload.add(offset, memoryview(b"".join(buffers)))
             continue
-        assigned, fresh = stream.step({id: values[id] for id in stream.reads()}, frozenset(), lambda id: None)
+        assigned, fresh = step(stream, values)
         values |= assigned
         assert not ready.keys() & {key for key in fresh if isinstance(key, int)}, "a variable is delivered twice"
         ready |= fresh
@@ -781,11 +781,11 @@ def test_a_stream_writes_where_the_variables_are(tmp_path):
 
         def held():
             with core._lock:
-                return [weakref.ref(core.machine.store.value(v.id)) for v in variables]
+                return [weakref.ref(core.machine.store.find(v.id).array) for v in variables]
 
         def same(before):
             with core._lock:
-                return [ref() is core.machine.store.value(v.id) for ref, v in zip(before, variables, strict=True)]
+                return [ref() is core.machine.store.find(v.id).array for ref, v in zip(before, variables, strict=True)]
 
         for _ in range(4):
             turn()

@@ -10,6 +10,7 @@ import pytest
 from psserver.effects import Work
 from psserver.rounds import backlog, digests
 from psserver.rounds.digests import MAX_NAMES
+from psserver.values.dense import Dense
 from pswire.errors import CheckpointError, PSError, ServerGone
 from pswire.model.log import GenerationClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
@@ -51,7 +52,7 @@ class Copies(Voters):
 
     def turn(self, server, variable):
         """Turns a bit of a variable over on one server, which no sum of these tests rounds away."""
-        value = self.cores[server].machine.store.value(self.variables[variable].id)
+        value = self.cores[server].machine.store.find(self.variables[variable].id).array
         value.view("uint32")[0] ^= 1 << 20
 
     def compared(self):
@@ -123,7 +124,7 @@ def test_one_bit_is_found_by_both_and_said_once(copies, caplog, server):
         "machines compute differently, or one has faulty memory"
         for n in (0, 1)
     ]
-    one, other = (each.machine.store.value(copies.variables[1].id) for each in copies.cores)
+    one, other = (each.machine.store.find(copies.variables[1].id).array for each in copies.cores)
     one[:] = other
     copies.rounds(5 * ROUNDS + 1)
     assert copies.found() == [[], []], "what is the same again differs no more"
@@ -291,7 +292,7 @@ def come_back(copies):
     for one in (*others, new):
         have = one.status().log
         one.approve(copies.job.token, have, [*log[have:], GenerationClosed(generation)])
-    held = {id: value.copy() for one in others for id, value in one.machine.store.values().items()}
+    held = {id: Dense(value.copy()) for one in others for id, value in one.machine.store.values().items()}
     new.open(WORKERS[0], 1, copies.worker.session, False)
     copies.cores[1] = copies.job.verbs[1] = new
     copies.worker.generation, copies.job.generation = number, generation

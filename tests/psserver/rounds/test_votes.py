@@ -160,7 +160,7 @@ def powers(two, exponents):
 
 
 def numbers(two, variables):
-    return [int(one.machine.store.value(v.id)) for one, v in zip(two.cores, variables, strict=True)]
+    return [int(one.machine.store.find(v.id).array) for one, v in zip(two.cores, variables, strict=True)]
 
 
 def test_a_value_that_one_server_refuses_changes_none(two):
@@ -280,7 +280,7 @@ def addresses(two, rounds):
         assert errors(*futures) == [type(None)] * 4
         for worker in (two.a, two.b):
             worker.round += 1
-        found.append(two.cores[0].machine.store.value(two.variables[0].id).ctypes.data)
+        found.append(two.cores[0].machine.store.find(two.variables[0].id).array.ctypes.data)
     return found
 
 
@@ -290,7 +290,7 @@ def test_streams_write_into_two_arrays_by_turns(compiled):
     one, other, *later = addresses(compiled, 6)
     assert one != other
     assert later == [one, other] * 2
-    read = compiled.cores[0].machine.store.value(compiled.variables[0].id)
+    read = compiled.cores[0].machine.store.find(compiled.variables[0].id).array
     before = read.copy()
     assert read.ctypes.data not in addresses(compiled, 4)
     np.testing.assert_array_equal(read, before)

@@ -78,7 +78,7 @@ class Server:
                     effect.future.set_exception(effect.error)
 
     def value(self, id: int) -> Any:
-        return self.store.value(id).tolist()
+        return self.store.find(id).array.tolist()
 
 
 def packed(values: Sequence[Array]) -> bytes:
@@ -106,7 +106,7 @@ def test_values_are_as_they_were_sent(step, eager):
     server.do()
     assert future.result().payload.size == 0
     assert [server.value(id) for id in range(4)] == [value.tolist() for value in VALUES]
-    assert all(server.store.value(id).flags.owndata for id in range(4)), "rounds write into them"
+    assert all(server.store.find(id).array.flags.owndata for id in range(4)), "rounds write into them"
     assert server.first_values.sessions() == ()
 
 

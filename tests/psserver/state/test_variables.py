@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gc
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from psserver.devices import ServerDevice, owned
-from psserver.state import held as module
-from psserver.state.held import HeldTable
 from psserver.state.variables import Store
+from psserver.tables import frozen as module
 from psserver.tables import policies
 from psserver.tables.native import Native
 from psserver.tiers.paging import PAGE
+from psserver.values.dense import Dense, FrozenDense
 from pswire.api import TableRead
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.limits import MAX_BESIDE, MAX_PARTS
@@ -93,14 +92,14 @@ def test_the_first_value_stays_until_a_round():
     assert not held.initialized(0)
     for number, name in ((0, "'v0'"), (7, "variable 7")):
         with pytest.raises(InvalidRequest, match=f"{name} has no value"):
-            held.value(number)
+            held.find(number)
     first = np.array([1, 2], "int8")
     held.initialize(0, first)
     held.initialize(0, np.array([3, 4], "int8"))
-    assert held.value(0) is first
+    assert held.find(0).array is first
     before = held.values()
-    held.commit({0: np.array([5, 6], "int8")})
-    assert held.value(0).tolist() == [5, 6]
+    held.commit({0: Dense(np.array([5, 6], "int8"))})
+    assert held.find(0).array.tolist() == [5, 6]
     assert before[0] is first
 
 
@@ -122,7 +121,7 @@ def test_what_was_replaced_is_kept_for_the_next_such_round(next_round, kept):
         held.declare(variable(id, 2))
         held.initialize(id, np.full(2, id, "int8"))
     held.lend([0], exchanges=True)
-    held.exchange({0: np.full(2, 5, "int8")})
+    held.exchange({0: Dense(np.full(2, 5, "int8"))})
     held.lend([1], exchanges=False)  # a round that writes in place, or is small
     held.lend(next_round, exchanges=True)
     spare = held.take_spare(0)
@@ -138,60 +137,50 @@ def _small(monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 12 * 64)
 
 
-def table():
+def rows():
     return np.arange(3000, dtype="float32").reshape(SHAPE).copy()
 
 
-def write(held, array, ids):
-    held.set_aside(array, ids)
-    array[ids] += 1
+def frozen(table):
+    return table.freeze(True, {})
+
+
+def read(frozen):
+    return np.concatenate(list(frozen.pieces()))
+
+
+def write(table, ids):
+    table.set_aside(ids)
+    table.array[ids] += 1
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_read_is_what_was_there(seed):
     """Whatever is written meanwhile, before and behind the place that is read, also several times."""
-    rng, array = np.random.default_rng(seed), table()
-    held, found = HeldTable(array), []
-    for piece in held.pieces():
+    rng, table = np.random.default_rng(seed), Dense(rows())
+    found = []
+    for piece in frozen(table).pieces():
         found.append(piece)
         for _ in range(rng.integers(0, 3)):
-            write(held, array, rng.choice(1000, rng.integers(0, 200), replace=False))
-    np.testing.assert_array_equal(np.concatenate(found), table())
-    assert (array != table()).any()
+            write(table, rng.choice(1000, rng.integers(0, 200), replace=False))
+    np.testing.assert_array_equal(np.concatenate(found), rows())
+    assert (table.array != rows()).any()
 
 
 def test_two_checkpoints_read_one_table():
     """Each has its own time, and what is set aside for one is let go of as it is read."""
-    array = table()
-    first = HeldTable(array)
-    write(first, array, np.array([1, 500]))
-    later, second = array.copy(), HeldTable(array)
-    for held in (first, second):
-        held.set_aside(array, np.array([500, 700]))
-    array[[500, 700]] = -1
-    assert first.aside == 12 * 3
-    for held, expected in ((first, table()), (second, later)):
-        np.testing.assert_array_equal(np.concatenate(list(held.pieces())), expected)
-        assert (held.array, held.aside) == (None, 0)
-
-
-def test_rows_are_set_aside_by_another_thread():
-    """A round that writes and a checkpoint that reads do not meet halfway."""
-    array, stop = table(), threading.Event()
-    held, rng = HeldTable(array), np.random.default_rng(0)
-
-    def rounds():
-        while not stop.is_set():
-            write(held, array, rng.choice(1000, 100, replace=False))
-
-    thread = threading.Thread(target=rounds)
-    thread.start()
-    try:
-        found = np.concatenate(list(held.pieces()))
-    finally:
-        stop.set()
-        thread.join()
-    np.testing.assert_array_equal(found, table())
+    table = Dense(rows())
+    first = frozen(table)
+    write(table, np.array([1, 500]))
+    later, second = table.array.copy(), frozen(table)
+    table.set_aside(np.array([500, 700]))
+    table.array[[500, 700]] = -1
+    assert sorted(first.memory().values()) == [12 * 3, table.nbytes]
+    for held, expected in ((first, rows()), (second, later)):
+        assert table.is_frozen
+        np.testing.assert_array_equal(read(held), expected)
+        assert list(held.memory().values()) == [0]
+    assert not table.is_frozen
 
 
 def test_only_tables_are_held_so():
@@ -199,23 +188,29 @@ def test_only_tables_are_held_so():
     store = Store(0, ServerDevice(), 0)
     for id in range(2):
         store.declare(PlacedVariable(id, VariableSpec(f"v{id}", TensorSpec("float32", SHAPE), True), (0,)))
-        store.initialize(id, table())
+        store.initialize(id, rows())
     store.note_tables([1])
-    values = store.hold([0, 1])
-    assert values[0] is store.value(0)
-    assert isinstance(values[1], HeldTable)
-    assert store.held_of({0, 1}, frozenset()).keys() == {1}
-    reader = store.value(1)
-    assert not store.held_of({0, 1}, frozenset())
+
+    def borrowed():
+        found = store.borrow({0, 1}, True, {})
+        return found.alone, found.own_rows
+
+    assert borrowed() == ({0, 1}, {0, 1})
+    values = store.freeze([0, 1])
+    assert [type(value) for value in values] == [Dense, FrozenDense]
+    assert borrowed() == (set(), {1})
+    reader = store.find(1).array
+    assert borrowed() == (set(), set())
     del reader
-    second = store.hold([1])
-    assert [len(found) for found in store.held_of({0, 1}, frozenset()).values()] == [2]
-    store.commit({1: table()})  # a round that replaces it
-    assert not store.held_of({0, 1}, frozenset())
-    np.testing.assert_array_equal(np.concatenate(list(second[0].pieces())), table())
+    second = store.freeze([1])
+    assert borrowed() == (set(), {1})
+    store.commit({1: Dense(rows())})  # a round that replaces it
+    assert borrowed() == ({1}, {1})
+    np.testing.assert_array_equal(read(second[0]), rows())
+    store.freeze([1])  # of which nobody is told any more
     del values, second
     gc.collect()
-    assert not store.held_of({0, 1}, frozenset())
+    assert borrowed() == ({0, 1}, {0, 1})
 
 
 SPEC = TableSpec((2,), initializer=Constant(1.0))
@@ -363,7 +358,7 @@ def test_what_is_forgotten_takes_what_lies_beside_it_along():
     with pytest.raises(InvalidRequest, match="'users' is a part of a dynamic table, which begins empty"):
         held.initialize(0, np.zeros((1 << 24, 2), "float32"))
     with pytest.raises(InvalidRequest, match="has no size; look its rows up"):
-        held.value(0)
+        held.find(0).whole()
     held.declare(part_of(1, SPEC, buckets=HALF, slot=SLOT))
     assert held.rivals(part_of(2, SPEC)) == [0]
     assert held.rivals(part_of(2, SPEC, buckets=HALF, slot=SLOT)) == [1]
@@ -383,7 +378,7 @@ def test_what_lies_beside_many_rows_is_not_made_for_an_answer():
     held = store_of(512 << 20)
     held.declare(part_of(0, SPEC))
     held.declare(part_of(1, SPEC, slot=SlotTensor("wide", "float32", (1 << 18,))))
-    table = held.tables_of([0])[0].stored.table
+    table = held.tables()[0].table
     table.begin(1, np.arange(1000))
     table.commit()
     (_,) = held.ask([TableRead(1, "keys", 0, BUCKETS)])

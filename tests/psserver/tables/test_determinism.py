@@ -11,18 +11,17 @@ from copy import copy
 import numpy as np
 import pytest
 
-from psserver.tables import held as module
-from psserver.tables.held import HeldRows
-from psserver.tables.held_filters import HeldCounters, HeldCounts
+from psserver.tables import frozen, frozen_tensors
+from psserver.tables.frozen import FrozenRows
+from psserver.tables.frozen_counts import FrozenCounts
+from psserver.tables.frozen_tensors import FrozenTensors
 from psserver.tables.native import Native
 from psserver.tables.rows import BOOK_BYTES
-from psserver.tables.saving import HeldState
-from psserver.tables.table import Table
+from psserver.tables.saving import FrozenState
 from psserver.tiers import paging
 from psserver.tiers.paging import PAGE
 from psserver.tiers.tier import Tier
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
-from pswire.model.table_state import TableState, joined
 from pswire.model.tables import (
     LFU,
     LRU,
@@ -39,6 +38,7 @@ from pswire.model.tables import (
 )
 from pswire.model.tensor import address_of
 from tests.kit.storage import disk, on_small_disk
+from tests.kit.table_states import State, Table, joined, state_of
 from tests.kit.tables import compiled
 
 TENSORS = (SlotTensor("accumulator", "float32", (2,), 0.1),)
@@ -78,7 +78,7 @@ class Parts:
         for part in self.parts:
             part.restore(states[::-1])
 
-    def state(self) -> TableState:
+    def state(self) -> State:
         return joined([part.state() for part in self.parts], range(BUCKETS))
 
 
@@ -193,15 +193,16 @@ class Job:
         table.commit(float(table.round + 1))
 
 
-def read_beside(monkeypatch: pytest.MonkeyPatch, held: HeldState, between: object) -> object:
+def read_beside(monkeypatch: pytest.MonkeyPatch, held: FrozenState, between: object) -> object:
     """Reads what is held, with something else before each piece."""
-    for owner, name in ((HeldRows, "_load"), (HeldRows, "_take"), (HeldCounts, "_part"), (HeldCounters, "_part")):
+    for owner, name in ((FrozenTensors, "_load"), (FrozenRows, "take"), (FrozenCounts, "_part")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *args, real=real: (between(), real(self, *args))[1])
-    monkeypatch.setattr(module, "PIECE_SLOTS", 500)
-    monkeypatch.setattr(module, "PIECE_BYTES", 4000)
+    monkeypatch.setattr(frozen_tensors, "PIECE_SLOTS", 500)
+    for module in (frozen, frozen_tensors):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4000)
     try:
-        return held.whole()
+        return state_of(held)
     finally:
         monkeypatch.undo()
 
@@ -217,7 +218,7 @@ def test_it_is_read_as_it_was(monkeypatch, name, changes):
     for _ in range(5):
         job.step()
     since = base if changes else -1
-    expected, held = job.table.hold(since).whole(), job.table.hold(since)
+    expected, held = state_of(job.table.freeze(since)), job.table.freeze(since)
     assert held.since == since
     for _ in range(3):
         job.step()
@@ -236,7 +237,7 @@ def test_rounds_go_on_in_a_thread_of_their_own(name):
         job.step()
     holds = []
     for _ in range(2):
-        holds.append((job.table.state(), job.table.hold()))
+        holds.append((job.table.state(), job.table.freeze()))
         job.step()
     ended = threading.Event()
 
@@ -248,7 +249,7 @@ def test_rounds_go_on_in_a_thread_of_their_own(name):
     thread.start()
     try:
         for expected, held in holds:
-            assert held.whole().equals(expected)
+            assert state_of(held).equals(expected)
     finally:
         ended.set()
         thread.join()
@@ -256,14 +257,14 @@ def test_rounds_go_on_in_a_thread_of_their_own(name):
 
 def test_a_round_sets_its_own_rows_aside_alone(monkeypatch):
     """Each once; none that was made since, none that is read already, and none of what is not to be read."""
-    monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(frozen_tensors, "PIECE_BYTES", 20_000)
     table = made(HELD["plain"])
     row = 8 + 8 + 8
     table.begin(1, np.arange(10_000))
     table.commit()
     table.begin(2, np.arange(100))
     table.commit()
-    whole, changes = table.hold(), table.hold(1)
+    whole, changes = table.freeze(), table.freeze(1)
     for _ in range(2):
         table.begin(table.round + 1, np.arange(50, 250))
         table.commit()
@@ -296,19 +297,19 @@ def test_who_has_let_go_costs_nothing():
     table = made(HELD["plain"])
     table.begin(1, np.arange(1000))
     table.commit()
-    held = table.hold()
+    held = table.freeze()
     table.set_aside(np.arange(10))
     assert held.rows.aside > 0
     del held
     gc.collect()
     table.set_aside(np.arange(10))
-    assert table._contents.rows._holders == []
+    assert not table._contents.rows.views
     table = made(HELD["evicting"])
-    held = table.hold()
+    held = table.freeze()
     table.begin(1, np.arange(5).repeat(2))
     table.commit()
-    assert held.whole().equals(made(HELD["evicting"]).state())
-    changes = table.hold(1).whole()
+    assert state_of(held).equals(made(HELD["evicting"]).state())
+    changes = state_of(table.freeze(1))
     assert (changes.keys.size, changes.is_whole) == (0, False)
 
 
@@ -317,16 +318,16 @@ def test_memory_that_is_given_back_or_left_was_read_before():
     table = Table(TableSpec((64,)), native=compiled())
     table.begin(1, np.arange(60_000))
     table.commit()
-    expected, held, again = table.state(), table.hold(), table.hold()
+    expected, held, again = table.state(), table.freeze(), table.freeze()
     table.remove(2, np.arange(500, 60_000))
     assert len(table.arrays[0]) < 60_000
     table.begin(3, np.arange(100_000, 160_000))
     table.commit()
-    assert held.whole().equals(expected)
+    assert state_of(held).equals(expected)
     table.restore([table.state()])
     table.begin(4, np.arange(60_000))
     table.commit()
-    assert again.whole().equals(expected)
+    assert state_of(again).equals(expected)
 
 
 def test_updates_that_were_missed_are_made_up_in_copies():
@@ -336,13 +337,13 @@ def test_updates_that_were_missed_are_made_up_in_copies():
     table.commit()
     calls = []
 
-    def settle(tensors, slots):
+    def flush(tensors, slots):
         calls.append(slots)
         return [tensors[0] + slots[:, None].astype("f4"), tensors[1] + slots, tensors[2] + tensors[0]]
 
     expected = table.state()
     slots = table.find(expected.keys)
-    found = table.hold(settle=settle).whole()
+    found = state_of(table.freeze(flush=flush))
     assert found.tensors[0].tolist() == (expected.tensors[0] + slots[:, None].astype("f4")).tolist()
     assert found.tensors[1].tolist() == (expected.tensors[1] + slots).tolist()
     assert found.tensors[2].tolist() == (expected.tensors[2] + expected.tensors[0]).tolist()
@@ -356,12 +357,12 @@ def test_what_changes_all_rows_leaves_no_changes_alone():
     for _ in range(3):
         job.step()
     base = job.table.round
-    assert job.table.hold(base).since == base
+    assert job.table.freeze(base).since == base
     job.step()
     job.table.forget_deletions(job.table.round)
-    assert job.table.hold(base).since == -1
-    assert job.table.hold(job.table.round).since == job.table.round
-    assert job.table.hold(job.table.round + 1).since == -1
+    assert job.table.freeze(base).since == -1
+    assert job.table.freeze(job.table.round).since == job.table.round
+    assert job.table.freeze(job.table.round + 1).since == -1
 
 
 BOUND = 256 << 10
@@ -446,7 +447,7 @@ class Twins:
             rounds = self.tables[0].round
             for table in self.tables:
                 table.forget_deletions(0)
-            one, other = (table.hold(max(rounds - 3, 0)).whole() for table in self.tables)
+            one, other = (state_of(table.freeze(max(rounds - 3, 0))) for table in self.tables)
             assert one.equals(other)
         if what == 7:
             self.each(lambda table: table.lookup(keys, int(seed % (len(table.tensors) + 1))))
@@ -473,9 +474,9 @@ def test_it_is_held_while_rounds_go_on(tier):
     twins = Twins(TIERED["plain"], tier, compiled())
     for _ in range(20):
         twins.round()
-    expected, held = twins.tables[0].state(), twins.tables[1].hold()
+    expected, held = twins.tables[0].state(), twins.tables[1].freeze()
     found = []
-    reader = threading.Thread(target=lambda: found.append(held.whole()))
+    reader = threading.Thread(target=lambda: found.append(state_of(held)))
     reader.start()
     for _ in range(10):
         twins.round()

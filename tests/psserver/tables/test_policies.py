@@ -9,7 +9,6 @@ import pytest
 
 from psserver.tables import eviction
 from psserver.tables.policies import limit_of, powers, shares_of
-from psserver.tables.table import Table
 from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS
 from pswire.model.tables import (
@@ -30,6 +29,7 @@ from pswire.model.tables import (
     Uniform,
     Zeros,
 )
+from tests.kit.table_states import Table
 from tests.kit.tables import compiled
 
 NONE = np.zeros(0, np.int64)

@@ -16,7 +16,6 @@ import pytest
 from psserver.tables import reserved
 from psserver.tables.native import Native
 from psserver.tables.reserved import CHUNK, ReservedArray
-from psserver.tables.table import Table
 from psserver.tiers import paging
 from psserver.tiers.mapped import STEP, DiskFull, MappedFile, Use
 from psserver.tiers.paging import PAGE
@@ -26,6 +25,7 @@ from pswire.errors import ConfigError
 from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import address_of
 from tests.kit.storage import disk, on_small_disk
+from tests.kit.table_states import Table
 from tests.kit.transports import eventually
 
 ROWS, WIDTH = 40_000, 300

@@ -1,48 +1,42 @@
-"""Updates that rows of tables have missed, and that are made up when a row is touched or read.
+"""Updates of rows of tables that are deferred until a row is touched or read.
 
 An update with the gradient of some rows would change all others as well, as momentum does. Instead the numbers that the
 update takes are kept, and it is counted for each row which updates it has had. So the value of a row is a function of
-its array, of that count, and of what is kept; who makes updates up changes no value.
+its array, of that count, and of what is kept; applying deferred updates changes no value.
 
-By a closed form the last bits depend on when updates are made up. The rounds alone say that, so values are the same
+By a closed form the last bits depend on when updates are applied. The rounds alone say that, so values are the same
 wherever the same rounds are made.
-
-    MissedUpdates  what rows of some tables have missed
-    Unsettled      a variable as it is with all updates, for whoever reads it later
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from psserver.programs.kernels.replay import Replay
-from psserver.state.held import HeldTable
 from psserver.tables.reserved import ReservedArray
 from pswire.model.program import Program
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
 RING = 1 << 16
-"""Updates whose numbers are kept. Before these are full each row has been made up, a few of them with each update."""
+"""Updates whose numbers are kept. Before these are full each row has had them, a few rows with each update."""
 
 FIRST = 1 << 8
 """Updates that there is room for at first."""
 
 PIECE = 1 << 16
-"""Rows of a whole table that are made up at a time."""
+"""Rows of a whole table to which updates are applied at a time."""
 
 
-class MissedUpdates:
-    """What rows of the tables of one program have missed. Used by one thread at a time.
-
-    Nothing of it changes while somebody else holds one of the arrays: then it is copied, with them.
+class DeferredUpdates:
+    """The updates that rows of the tables of one program lack. Used by one thread at a time.
 
     Args:
-        replay: makes updates up.
+        replay: applies updates.
         program: the updates' program.
         tables: numbers of the variables, in the order of the replay's tables.
         size: rows of each table.
@@ -64,9 +58,9 @@ class MissedUpdates:
         self._kept: list[Array] = []
         self._hand = 0
 
-    def copy(self) -> MissedUpdates:
+    def copy(self) -> DeferredUpdates:
         """Returns another one, which changes by itself."""
-        found = MissedUpdates(self._replay, self.program, self.tables, 0)
+        found = DeferredUpdates(self._replay, self.program, self.tables, 0)
         found.count, found.last, found._hand = self.count, self.last.copy(), self._hand
         found._kept = list(self._kept)  # what is kept of an update never changes
         return found
@@ -78,13 +72,17 @@ class MissedUpdates:
 
     @property
     def behind(self) -> bool:
-        """True if some row has missed an update."""
+        """True if some row lacks an update."""
         return bool(self.count) and int(self.last.min(initial=self.count)) < self.count
+
+    def have_all(self, ids: Int64s) -> bool:
+        """Returns True if some rows lack no update."""
+        return bool((self.last[ids] == self.count).all())
 
     # ---- Updates ----
 
     def note(self, scalars: Sequence[Any], ids: Int64s) -> None:
-        """An update was made, of these rows, which had missed none.
+        """An update was made, of these rows, which lacked none.
 
         Args:
             scalars: the numbers that it took, in the order of `RowUpdate.scalars`.
@@ -101,7 +99,7 @@ class MissedUpdates:
         self.last[ids] = self.count
 
     def begin(self, ids: Int64s, size: int) -> None:
-        """Rows were made, which have missed nothing.
+        """Rows were made, which lack nothing.
 
         Args:
             ids: the rows.
@@ -119,10 +117,10 @@ class MissedUpdates:
         self.count -= 1
         self.last[ids] = self.count
 
-    # ---- Making them up ----
+    # ---- Application ----
 
-    def make_up(self, arrays: Sequence[Any], ids: Int64s) -> None:
-        """Makes rows have all updates, in place.
+    def apply(self, arrays: Sequence[Any], ids: Int64s) -> None:
+        """Applies all updates that rows lack, in place.
 
         Args:
             arrays: the tables, in order.
@@ -137,16 +135,17 @@ class MissedUpdates:
         self._replay.run(arrays, self._kept, ids, first.astype(np.int64), self.count)
         self.last[ids] = self.count
 
-    def make_up_all(self, arrays: Sequence[Any]) -> None:
-        """Makes all rows have all updates, in place."""
+    def apply_all(self, apply: Callable[[Int64s], object]) -> None:
+        """Calls a function that applies updates to rows with all rows, some at a time."""
         for at in range(0, len(self.last), PIECE):
-            self.make_up(arrays, np.arange(at, min(at + PIECE, len(self.last))))
+            apply(np.arange(at, min(at + PIECE, len(self.last))))
 
     def make_room(self) -> Int64s:
-        """Makes room for one more update: forgets those that no row has missed.
+        """Makes room for one more update: forgets those that no row lacks.
 
         Returns:
-            A few rows, which have to be made up as well. Each row's turn comes in half of the updates that are kept.
+            A few rows, to which updates have to be applied as well. Each row's turn comes in half of the updates that
+            are kept.
         """
         if self.count >= RING:
             done = int(self.last.min(initial=self.count))
@@ -158,7 +157,7 @@ class MissedUpdates:
         self._hand = self._hand + rows if self._hand + rows < len(self.last) else 0
         return turn
 
-    def settled(self, rows: Sequence[Any], ids: Int64s) -> list[Any]:
+    def applied(self, rows: Sequence[Any], ids: Int64s) -> list[Any]:
         """Returns rows of all tables with all updates, as new arrays.
 
         Args:
@@ -181,12 +180,12 @@ class MissedUpdates:
         found = self._replay.rows(arrays, self._kept, places, first, self.count)[place]
         return xp.take(found, xp.asarray(inverse), axis=0)
 
-    def wholes(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns copies of all tables with all updates; a `HeldTable` is read by that."""
+    def wholes(self, reads: Sequence[Callable[[int, int], Any]]) -> list[Any]:
+        """Returns copies of all tables with all updates; `reads` return rows of each, from one to before another."""
         size, found = len(self.last), list[Any]()
         for at in range(0, max(size, 1), PIECE):
             ids = np.arange(at, min(at + PIECE, size))
-            own = [a.read(at, at + len(ids)) if isinstance(a, HeldTable) else a[at : at + len(ids)] for a in arrays]
+            own = [read(at, at + len(ids)) for read in reads]
             first = self.last[ids].astype(np.int64)
             made = self._replay.rows(own, self._kept, ids - at, first, self.count)
             if size <= PIECE:
@@ -196,76 +195,3 @@ class MissedUpdates:
                     found.append(self._replay.xp.empty((size, *rows.shape[1:]), dtype=rows.dtype))
                 found[place][at : at + len(ids)] = rows
         return found
-
-
-class DeferredUpdates:
-    """The tables of some missed updates as they are at one time, for who reads them later.
-
-    Args:
-        missed: what their rows have missed; nobody changes it.
-        arrays: the tables, in order: arrays that do not change as long as they are held, or `HeldTable`s.
-    """
-
-    def __init__(self, missed: MissedUpdates, arrays: Sequence[Any]) -> None:
-        self.missed = missed
-        self.arrays = tuple(arrays)
-        self._wholes: dict[int, Any] | None = None
-
-    def whole(self, place: int) -> Any:
-        """Returns one of the tables with all updates; computes all of them with the first, and lets each go once."""
-        if self._wholes is None or place not in self._wholes:
-            self._wholes = dict(enumerate(self.missed.wholes(self.arrays)))
-            self.arrays = tuple(array for array in self.arrays if not isinstance(array, HeldTable))
-        return self._wholes.pop(place)
-
-
-class Unsettled:
-    """A variable of which rows have missed updates.
-
-    Args:
-        group: its table and those beside it.
-        place: which of them it is.
-
-    Attributes:
-        shape, dtype, nbytes: the variable's.
-    """
-
-    def __init__(self, group: DeferredUpdates, place: int) -> None:
-        self._group = group
-        self._place = place
-
-        array = group.arrays[place]
-        self.shape: tuple[int, ...] = tuple(array.shape)
-        self.dtype: np.dtype[Any] = array.dtype
-        self.nbytes = int(array.nbytes)
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """All arrays that it holds."""
-        return self._group.arrays
-
-    def whole(self) -> Any:
-        """Returns the variable with all updates, on its device."""
-        return self._group.whole(self._place)
-
-    def rows(self, ids: Int64s) -> Any:
-        """Returns rows with all updates, on their device."""
-        return self._group.missed.rows(self._group.arrays, self._place, ids)
-
-
-def arrays(value: Any) -> tuple[Any, ...]:
-    """Returns the arrays, and the `HeldTable`s, that a variable's value holds."""
-    return value.arrays if isinstance(value, Unsettled) else (value,)
-
-
-def pieces(value: Any) -> Iterator[Any]:
-    """Yields a variable's value, on its device, in pieces one behind another; a `HeldTable` is read by that."""
-    if isinstance(value, HeldTable):
-        yield from value.pieces()
-    else:
-        yield whole(value)
-
-
-def whole(value: Any) -> Any:
-    """Returns a variable's array, on its device."""
-    return value.whole() if isinstance(value, Unsettled) else value

@@ -1,27 +1,27 @@
-"""Dynamic tables among a server's variables: what rounds and readers get in place of an array.
+"""Dynamic tables among a server's variables, whose rows are found by keys.
 
 A part of a table is a variable, and so is each tensor beside its rows; all of them share one `Table`. Tables lie in
 host memory, whatever the server's device is, and belong to the thread for array work, but for their sizes.
 
-    StoredTable  a part of a table, and what its rows have missed
-    TableTensor  one of its tensors, as the value of a variable
+    StoredTable  a part of a table, and the updates that its rows lack
+    Keyed        one of its tensors, as the value of a variable
     KeyedRows    rows by keys, which a tensor takes when it gets its place
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from psserver.effects import Effect, Work
-from psserver.state.missed import PIECE, MissedUpdates
 from psserver.tables.native import Native
-from psserver.tables.saving import HeldState
+from psserver.tables.saving import FrozenState
 from psserver.tables.table import Table
-from pswire.api import RowRead, TableRead
+from psserver.values.deferred import DeferredUpdates
+from psserver.values.value import Memo, Value
+from pswire.api import TableRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
@@ -44,21 +44,6 @@ class KeyedRows:
     rows: Array
 
 
-def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead], hint: bool = False) -> list[Effect]:
-    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk.
-
-    With `hint` they are wanted after the next round, and others first.
-    """
-    wanted = [(tensors[read.variable].stored, read) for read in reads if read.variable in tensors]
-    wanted = [(stored, read) for stored, read in wanted if stored.table.tier is not None]
-    return [Work("arrays", _read_ahead, (wanted, hint))] if wanted else []
-
-
-def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]], hint: bool) -> None:
-    for stored, read in wanted:
-        stored.table.read_ahead(stored.keys(read.numbers()), hint)
-
-
 class StoredTable:
     """A part of a dynamic table on this server.
 
@@ -72,7 +57,8 @@ class StoredTable:
         name: the variable's name, for messages.
         table: its rows.
         tensors: its tensors, by the numbers of their variables.
-        missed: what its rows have missed; None for nothing.
+        deferred: the updates that its rows lack; None for none.
+        task: this server's task, for messages.
     """
 
     def __init__(self, variable: PlacedVariable, part: TablePart, native: Native, task: Task) -> None:
@@ -80,9 +66,9 @@ class StoredTable:
         self.name = variable.spec.name
         self.part = part
         self.table = Table(part.spec, buckets=part.buckets, native=native)
-        self.tensors: dict[int, TableTensor] = {}
-        self.missed: MissedUpdates | None = None
-        self._task = task
+        self.tensors: dict[int, Keyed] = {}
+        self.deferred: DeferredUpdates | None = None
+        self.task = str(task)
         self._dtype = DTYPES[part.spec.key_dtype]
 
     @property
@@ -90,9 +76,9 @@ class StoredTable:
         """The tensors beside its rows, also those that have no place yet."""
         return tuple(tensor.slot for tensor in self.tensors.values() if tensor.slot is not None)
 
-    def put(self, variable: PlacedVariable, part: TablePart) -> TableTensor:
+    def put(self, variable: PlacedVariable, part: TablePart) -> Keyed:
         """Makes a variable one of its tensors; its place beside the rows is taken when a round first needs it."""
-        made = self.tensors[variable.id] = TableTensor(self, variable, part)
+        made = self.tensors[variable.id] = Keyed(self, variable, part)
         return made
 
     # ---- Keys ----
@@ -112,7 +98,7 @@ class StoredTable:
             raise InvalidRequest(
                 f"key {self.keys(bits)[bad[0]]} of table {self.part.table!r} is in bucket {buckets[bad[0]]}, but "
                 f"{self.name!r} has buckets {held.start} to {held.stop - 1}",
-                str(self._task),
+                self.task,
             )
 
     def answer(self, asked: TableRead) -> tuple[int, list[Array]]:
@@ -128,15 +114,15 @@ class StoredTable:
             raise InvalidRequest(
                 f"{asked.count} buckets from {asked.first} on are not all in {self.name!r}, which has buckets "
                 f"{held.start} to {held.stop - 1}",
-                str(self._task),
+                self.task,
             )
         keys = self.table.keys(range(asked.first, asked.first + asked.count)).view(np.int64)
-        return keys.size, [keys] if asked.what == "keys" else [keys, self.tensors[asked.variable].rows(keys)]
+        return keys.size, [keys] if asked.what == "keys" else [keys, self.tensors[asked.variable].rows(keys, np)]
 
     # ---- Checkpoints; while the thread for arrays does nothing else ----
 
-    def hold(self, since: int) -> HeldState:
-        """Holds it as it is after a round, for one thread that reads it while rounds go on.
+    def freeze(self, since: int) -> FrozenState:
+        """Freezes it as it is after a round, for one thread that reads it while rounds go on.
 
         Args:
             since: the round since which changes alone are wanted; -1 for all.
@@ -147,49 +133,46 @@ class StoredTable:
         for tensor in self.tensors.values():
             if tensor.begins is not None:
                 _ = tensor.number  # takes what it begins with
-        if self.missed is None or not self.missed.behind:
-            return self.table.hold(since)
-        missed = self.missed.copy()
-        places = [self.tensors[id].number for id in missed.tables]
+        if self.deferred is None or not self.deferred.behind:
+            return self.table.freeze(since)
+        deferred = self.deferred.copy()
+        places = [self.tensors[id].number for id in deferred.tables]
 
-        def settle(tensors: list[Array], slots: Int64s) -> list[Array]:
+        def flush(tensors: list[Array], slots: Int64s) -> list[Array]:
             found = [*tensors]
-            for place, rows in zip(places, missed.settled([tensors[place] for place in places], slots), strict=True):
+            for place, rows in zip(places, deferred.applied([tensors[place] for place in places], slots), strict=True):
                 found[place] = rows
             return found
 
-        return self.table.hold(since, settle)
+        return self.table.freeze(since, flush)
 
     def replace(self, table: Table) -> None:
         """Puts another table in place of what is there."""
-        self.table, self.missed = table, None
+        self.table, self.deferred = table, None
         for tensor in self.tensors.values():
             tensor.begins = None
 
-    # ---- Updates that rows have missed ----
+    # ---- Deferred updates ----
 
     def arrays(self, ids: Sequence[int]) -> list[Array]:
         """Returns the tensors of variables, by slots; good until the next round of the table."""
         return [self.tensors[id].array for id in ids]
 
-    def make_up(self, slots: Int64s) -> None:
-        """Makes rows have all updates, in place; their slots are given once each."""
-        missed = self.missed
-        if missed is not None:
+    def apply(self, slots: Int64s) -> None:
+        """Applies the deferred updates of rows, in place; their slots are given once each."""
+        if self.deferred is not None:
             self.table.set_aside(slots)
-            missed.make_up(self.arrays(missed.tables), slots)
+            self.deferred.apply(self.arrays(self.deferred.tables), slots)
 
-    def settle(self) -> None:
-        """Makes all rows have all updates, as something else is about to update the table."""
-        if self.missed is not None:
-            size = len(self.missed.last)
-            for first in range(0, size, PIECE):
-                self.make_up(np.arange(first, min(first + PIECE, size)))
-            self.missed = None
+    def flush(self) -> None:
+        """Applies all deferred updates, as something else is about to update the table."""
+        if self.deferred is not None:
+            self.deferred.apply_all(self.apply)
+            self.deferred = None
 
 
-class TableTensor:
-    """One tensor of a table, as the value of a variable.
+class Keyed(Value):
+    """One tensor of a table; see `Value`. It is its own view: a read has the rows as they are then.
 
     Args:
         stored: the table.
@@ -204,13 +187,16 @@ class TableTensor:
         dtype, shape: as programs have them: a table has no size.
     """
 
+    is_plain = False
+
     def __init__(self, stored: StoredTable, variable: PlacedVariable, part: TablePart) -> None:
         self.stored = stored
         self.slot = part.slot
         self.reserved = part.nbytes
         self.begins: KeyedRows | None = None
-        self.dtype: np.dtype[Any] = DTYPES[variable.spec.tensor.dtype]
+        self.dtype = DTYPES[variable.spec.tensor.dtype]
         self.shape = variable.spec.tensor.shape
+        self._name = variable.spec.name
 
     @property
     def nbytes(self) -> int:
@@ -225,7 +211,7 @@ class TableTensor:
         number = self.stored.table.put_beside(self.slot)
         if self.begins is not None:
             begins, self.begins = self.begins, None
-            self.stored.settle()
+            self.stored.flush()
             self.stored.table.assign(number, begins.keys, begins.rows)
         return number
 
@@ -237,22 +223,42 @@ class TableTensor:
 
     @property
     def array(self) -> Array:
-        """The tensor by slots; good until the next round of the table."""
         return self.stored.table.arrays[self.number]
 
-    def begin(self, value: Table | KeyedRows) -> None:
+    def begin(self, first: Any) -> bool:
         """Takes what a checkpoint has for it, before anybody uses it: as the rows a table, else rows by keys."""
-        if isinstance(value, Table):
-            self.stored.replace(value)
+        if isinstance(first, Table):
+            self.stored.replace(first)
+        elif isinstance(first, KeyedRows):
+            self.begins = first
         else:
-            self.begins = value
+            raise InvalidRequest(f"variable {self._name!r} is a part of a dynamic table, which begins empty")
+        return True
 
-    def rows(self, bits: Int64s) -> Array:
-        """Returns rows by keys, which travel as int64, as a new array; of a key without a row the first value."""
-        table, keys = self.stored.table, self.stored.keys(bits)
+    def whole(self) -> NoReturn:
+        raise InvalidRequest(
+            f"variable {self._name!r} is a part of a dynamic table, which has no size; look its rows up",
+            self.stored.task,
+        )
+
+    def check_rows(self, ids: Int64s, name: str, task: str) -> None:
+        self.stored.check_keys(ids)
+
+    def read_ahead(self, ids: Int64s, hint: bool) -> None:
+        self.stored.table.read_ahead(self.stored.keys(ids), hint)
+
+    def view(self, memo: Memo) -> Keyed:
+        return self
+
+    def rows(self, ids: Int64s, xp: Any) -> Array:
+        """See `Value.rows`; of a key without a row the first value."""
+        table, keys = self.stored.table, self.stored.keys(ids)
         slots = table.find(keys)
-        if self.stored.missed is not None:
-            self.stored.make_up(np.unique(slots[slots >= 0]))
+        if self.stored.deferred is not None:
+            self.stored.apply(np.unique(slots[slots >= 0]))
         if self.slot is not None and self.slot not in table.tensors and self.begins is None:
-            return np.full((bits.size, *self.shape[1:]), self.slot.value, self.dtype)
+            return np.full((ids.size, *self.shape[1:]), self.slot.value, self.dtype)
         return table.rows_at(slots, keys, self.number)
+
+    def freeze(self, by_rows: bool, memo: Memo) -> NoReturn:
+        self.whole()  # a table is frozen as such, with all its tensors
