@@ -229,8 +229,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             await leave_nothing(GRACE)
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
-    moved = f"and has moved to {core.machine.moved_to}" if core.machine.moved_to else f"it held {held}"
-    _say(f"psserver {config.task} ended; {moved}")
+    moved_to = core.machine.standbys.moved_to
+    _say(f"psserver {config.task} ended; " + (f"and has moved to {moved_to}" if moved_to else f"it held {held}"))
     return core.machine.outlived
 
 

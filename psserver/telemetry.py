@@ -76,21 +76,21 @@ def _compiled(seen: Seen) -> Values:
 
 def _tables(value: Callable[[Table], float]) -> Callable[[Seen], Values]:
     """Returns a function that returns a number of each dynamic table of which a part is here."""
-    return lambda seen: {(one.part.table,): value(one.table) for one in seen.core.machine.store.tables()}
+    return lambda seen: {(one.part.table,): value(one.table) for one in seen.core.machine.job.store.tables()}
 
 
 def _tier_moves(seen: Seen) -> Values:
-    tier = seen.core.machine.store.native.tier
+    tier = seen.core.machine.job.store.native.tier
     return {("in",): tier.came, ("out",): tier.left} if tier else {("in",): 0, ("out",): 0}
 
 
 def _tier_hits(seen: Seen) -> Values:
-    tier = seen.core.machine.store.native.tier
+    tier = seen.core.machine.job.store.native.tier
     return {ALL: tier.hit_rate if tier else 1.0}
 
 
 def _tier_pages(seen: Seen) -> Values:
-    tier = seen.core.machine.store.native.tier
+    tier = seen.core.machine.job.store.native.tier
     return _by_label(tier.outcomes if tier else {"hinted": 0, "hit": 0, "waited": 0})
 
 
@@ -455,7 +455,7 @@ def _source(core: Core, task: Task, rim: Rim) -> PageSource:
         return [Looked(task, rim.address, status, recent=tuple(rim.events()))], ()
 
     def read(index: int) -> tuple[LogEntry | None, Sequence[LogEntry]]:
-        entries = core.machine.log.entries  # without the lock: a new job between the two is seen at the next look
+        entries = core.machine.job.log.entries  # without the lock: a new job between the two is seen at the next look
         return next(iter(entries[:1]), None), entries[index:]
 
     return PageSource(task, f"Job as seen by {task}; the chief's page shows all servers.", look, read, alone=True)

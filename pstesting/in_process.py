@@ -76,7 +76,7 @@ class InProcessCluster:
                     kernel_cache=kernel_cache(),
                 )
                 core = Core(config, secrets.randbits(64), time.monotonic, submit)
-                if (tier := core.machine.store.native.tier) is not None:
+                if (tier := core.machine.job.store.native.tier) is not None:
                     stack.callback(tier.close)
                 stack.callback(core.close)
                 thread = stack.enter_context(ServerThread(core, config, grace=0.0))

@@ -120,7 +120,7 @@ class Replay:
                 self._take(self.machine.asked, self._work[work.queue][0], *args)
             case _:
                 with suppress(PSError):  # whoever called was told
-                    self._take(getattr(self.machine, step.name), *map(self._stand_in, step.args))
+                    self._take(self.machine.verb(step.name), *map(self._stand_in, step.args))
                     self._carry_out(self.machine.progress(self.time))
         return step
 

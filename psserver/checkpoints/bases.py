@@ -15,10 +15,6 @@ class Bases:
     def __init__(self) -> None:
         self._rounds: dict[str, dict[str, int]] = {}
 
-    def clear(self) -> None:
-        """Forgets all."""
-        self._rounds.clear()
-
     def note(self, path: str, rounds: Mapping[str, int]) -> None:
         """Remembers a checkpoint that is complete, with the round of each table on this server."""
         path = str(PurePosixPath(path))

@@ -109,13 +109,9 @@ class Restores(RoundParticipant):
         self._late: DeferredRestore | None = None
         self.begun: set[int] = set()
 
-    def clear(self) -> list[Future[RestoreReply]]:
-        """Forgets all restores; returns the futures of their answers."""
-        told = [future for _, future in self._told.values()]
-        self._told.clear()
-        self._preparing = self._prepared = self._committed = self._late = None
-        self.begun.clear()
-        return told
+    def abandon(self, error: PSError) -> list[Effect]:
+        """Fails all calls that wait for a restore."""
+        return [Fail(future, error) for _, future in self._told.values()]
 
     # ---- Reading ----
 

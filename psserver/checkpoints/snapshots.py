@@ -93,6 +93,9 @@ class Snapshots(RoundParticipant):
         place: the storage of checkpoints.
         limit: bytes of old values that may be held for checkpoints being written; 0 for no limit.
         tally: counts shards and bytes.
+
+    Attributes:
+        saves: the checkpoints, by the ids of the plans that order them.
     """
 
     def __init__(
@@ -112,25 +115,23 @@ class Snapshots(RoundParticipant):
         self._place = place
         self.limit = limit
         self._tally = tally
-        self._saves: dict[bytes, _Save] = {}
+        self.saves: dict[bytes, _Save] = {}
         self._excess = 0  # bytes by which the waiting round would exceed the limit
 
     def __len__(self) -> int:
-        return len(self._saves)
+        return len(self.saves)
 
-    def clear(self) -> list[Future[Shard]]:
-        """Forgets all saves; returns the futures of their callers."""
-        waiting = [future for save in self._saves.values() for future in (save.shard, save.manifest) if future]
-        self._saves.clear()
-        self._bases.clear()
-        return waiting
+    def abandon(self, error: PSError) -> list[Effect]:
+        """Gives up all saves, and fails the calls that wait for them."""
+        saves, self.saves = self.saves, {}
+        return [Fail(future, error) for save in saves.values() for future in (save.shard, save.manifest) if future]
 
     # ---- From the order to the end ----
 
     def order(self, plan: Plan) -> None:
         """Registers the checkpoint that an approved plan orders, if it orders one."""
         if plan.snapshot is not None:
-            self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
+            self.saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
     def committed(self, job: ReadyRound, given: Mapping[int, Value]) -> Sequence[Effect]:
         """Freezes the values after a round whose plan orders a checkpoint. Costs no copy.
@@ -138,7 +139,7 @@ class Snapshots(RoundParticipant):
         Held arrays never change, and of held tables rounds set aside the rows that they write. Where there are dynamic
         tables, the thread for arrays does nothing else meanwhile.
         """
-        save = self._saves.get(job.plan.id) if self._saves else None
+        save = self.saves.get(job.plan.id) if self.saves else None
         if save is None:
             return ()  # no checkpoint ordered, or it has failed on another server already
         try:
@@ -191,7 +192,7 @@ class Snapshots(RoundParticipant):
             return {}
         base, found = base_of(save.order), dict[str, FrozenTable]()
         path = str(PurePosixPath(save.order.path).with_name(base)) if base else ""
-        earlier = [other.rounds for other in self._saves.values() if other.frozen is not None]
+        earlier = [other.rounds for other in self.saves.values() if other.frozen is not None]
         for stored in tables:
             key, table = stored.part.key, stored.table
             least = [self._bases.least(key, table.round), *(rounds[key] for rounds in earlier if key in rounds)]
@@ -207,7 +208,7 @@ class Snapshots(RoundParticipant):
         Args:
             server: its number.
         """
-        return [effect for save in self._saves.values() for effect in self._stand_in(save, server)]
+        return [effect for save in self.saves.values() for effect in self._stand_in(save, server)]
 
     def _stand_in(self, save: _Save, server: int) -> list[Effect]:
         frozen, spare, led = save.frozen, save.spare, self._led(save)
@@ -251,7 +252,7 @@ class Snapshots(RoundParticipant):
 
     def settle(self, entry: Snapshotted) -> list[Effect]:
         """Drops a checkpoint that is complete or failed; removes the shard of a failed one."""
-        save = self._saves.pop(entry.plan_id, None)
+        save = self.saves.pop(entry.plan_id, None)
         if save is None:
             return []
         effects: list[Effect] = [Work("files", self._remove, (older,)) for older in save.older]
@@ -266,9 +267,7 @@ class Snapshots(RoundParticipant):
 
     def hopeless(self) -> list[Effect]:
         """Fails the saves whose round will not come."""
-        if not self._saves:
-            return []
-        found = ((save.shard, self._why_never(plan_id, save)) for plan_id, save in self._saves.items())
+        found = ((save.shard, self._why_never(plan_id, save)) for plan_id, save in self.saves.items())
         return [Fail(shard, error) for shard, error in found if error is not None]
 
     def _error(self, why: str) -> CheckpointError:
@@ -312,13 +311,13 @@ class Snapshots(RoundParticipant):
 
         What is held for the loss of a server is given up before that.
         """
-        if not (self.limit and self._saves):
+        if not (self.limit and self.saves):
             self._excess = 0
             return False
         blocked, ids = self._excess > 0, job.prepared.replaces
         self._excess = self._held(ids) - self.limit
-        if self._excess > 0 and any(save.spare for save in self._saves.values()):
-            for save in self._saves.values():
+        if self._excess > 0 and any(save.spare for save in self.saves.values()):
+            for save in self.saves.values():
                 save.spare = None
             self._excess = self._held(ids) - self.limit
         if self._excess > 0 and not blocked:
@@ -329,7 +328,7 @@ class Snapshots(RoundParticipant):
         """Returns the bytes of frozen values that no variable has any more once the `replaced` ones have new values."""
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
-        holding = [one for save in self._saves.values() for one in (save.frozen, save.spare, *save.older) if one]
+        holding = [one for save in self.saves.values() for one in (save.frozen, save.spare, *save.older) if one]
         memory: dict[int, int] = {}
         for value in (value for frozen in holding for value in frozen.values.values()):
             memory |= value.memory()
@@ -337,7 +336,7 @@ class Snapshots(RoundParticipant):
         return held + sum(table.aside for frozen in holding for table in frozen.tables.values())
 
     def _frozen(self) -> Iterator[Frozen]:
-        return (save.frozen for save in self._saves.values() if save.frozen is not None)
+        return (save.frozen for save in self.saves.values() if save.frozen is not None)
 
     # ---- For the chief ----
 
@@ -346,7 +345,7 @@ class Snapshots(RoundParticipant):
 
         A resend gets the same answer.
         """
-        save = self._saves.get(plan_id)
+        save = self.saves.get(plan_id)
         if save is None or (manifest and save.frozen is None):
             return [Fail(future, self._error("this server is not writing the checkpoint that was asked for"))]
         if not manifest:
@@ -362,7 +361,7 @@ class Snapshots(RoundParticipant):
 
     def _let_go(self, save: _Save, frozen: Frozen, name: str) -> tuple[None, bool]:
         """Releases the array of a variable whose bytes are written; answers True if a waiting round may run."""
-        if save not in self._saves.values():
+        if save not in self.saves.values():
             raise CheckpointError(
                 "the checkpoint is no longer wanted, because it was cancelled or the job was restarted"
             )
@@ -379,7 +378,7 @@ class Snapshots(RoundParticipant):
         return []
 
     def _needed(self, but: _Save) -> tuple[Needed, bool]:
-        others = {str(PurePosixPath(save.order.path)) for save in self._saves.values() if save is not but}
+        others = {str(PurePosixPath(save.order.path)) for save in self.saves.values() if save is not but}
         return Needed(others, self._restores.needed), False
 
     # ---- In the thread for files ----

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from psserver.core.log import Log
+from psserver.core.job import Job
 from psserver.registry import Registry
-from psserver.rounds.rounds import Rounds
-from psserver.rounds.runner import Runner
 from psserver.state.sessions import Membership
 from pswire.cluster import Task
-from pswire.errors import PSError, ServerLost
+from pswire.errors import Fenced, PSError, ServerLost
 from pswire.telemetry import logging_setup
 
 
@@ -19,42 +17,43 @@ class Admission:
         task: this server.
         registry: the sessions that were opened here.
         members: on the server that keeps them, which of them are open.
-        rounds: which of them a generation has ended.
-        runner: whether a round has failed halfway.
-        log: which server keeps the sessions.
+        job: the job as it is now: which server keeps them, and which of them a generation has ended.
 
     Attributes:
-        seen: what `ends` was when `changed` was asked last.
+        job: that job.
     """
 
-    def __init__(
-        self, task: Task, registry: Registry, members: Membership, rounds: Rounds, runner: Runner, log: Log
-    ) -> None:
+    def __init__(self, task: Task, registry: Registry, members: Membership, job: Job) -> None:
+        self.job = job
         self._task = task
-        self._log = log
         self._registry = registry
         self._members = members
-        self._rounds = rounds
-        self._runner = runner
-        self.seen: tuple[object, ...] = ()
+        self._admitted: dict[int, None] = {}  # the sessions that have called, and have not ended
+        self._looked: tuple[object, ...] = ()  # what ends sessions, when they were looked at
 
-    def changed(self) -> bool:
-        """Returns True if a session may have ended since the last time that this was asked."""
-        ends = self.ends
-        changed, self.seen = ends != self.seen, ends
-        return changed
-
-    @property
-    def ends(self) -> tuple[object, ...]:
-        """What changes where a session may have ended; not where one is opened."""
-        return (
-            self._log.keeps,
+    def ends(self) -> list[tuple[int, PSError]]:
+        """Returns the sessions that have ended since this was asked last, each with the reason."""
+        look = (
+            self.job.log.keeps,
             self._members.ends,
-            self._rounds.generation,
-            len(self._rounds.fenced),
-            self._runner.broken,
+            self.job.rounds.generation,
+            len(self.job.rounds.fenced),
+            self.job.runner.broken,
             self._registry.ends,
         )
+        if look == self._looked:
+            return []
+        self._looked = look
+        known = self._admitted | dict.fromkeys(self.job.rounds.clocks.sessions)
+        found = [(session, error) for session in known if (error := self.ended(session)) is not None]
+        for session, _ in found:
+            self._admitted.pop(session, None)
+        return found
+
+    @property
+    def admitted(self) -> tuple[int, ...]:
+        """The sessions that have called, and have not ended; 0 for callers without one."""
+        return (0, *self._admitted)
 
     def check(self, session: int, now: float) -> None:
         """Raises why a session may do nothing here; else the call is a sign of its life."""
@@ -62,6 +61,7 @@ class Admission:
         error = self.ended(session)
         if error is not None:
             raise error
+        self._admitted[session] = None
         self._members.touch(session, now)
 
     def check_reader(self, session: int, now: float) -> None:
@@ -73,24 +73,21 @@ class Admission:
 
     def ended(self, session: int) -> PSError | None:
         """Returns why a session may do nothing here; None if it may."""
+        job = self.job
         try:
-            if self._log.keeps:
+            if job.log.keeps:
                 self._members.check(session)
             else:
-                self._registry.check(session, self._rounds.generation)
-            self._rounds.check(session)
-            self.check_unbroken()
+                self._registry.check(session, job.rounds.generation)
+            if session in job.rounds.fenced:
+                raise Fenced("this process is not a member of the new generation; restart it to take part again")
+            if job.runner.broken is not None:
+                self.check_unbroken()
         except PSError as error:
             return error
         return None
 
-    def stop_clocks(self) -> None:
-        """Nobody waits for the clock of a session that has ended."""
-        for session in self._rounds.clocks.sessions:
-            if self.ended(session) is not None:
-                self._rounds.clocks.leave(session)
-
     def check_unbroken(self) -> None:
         """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
-        if self._runner.broken:
-            raise ServerLost(self._runner.broken.message, str(self._task))
+        if self.job.runner.broken:
+            raise ServerLost(self.job.runner.broken.message, str(self._task))

@@ -210,7 +210,7 @@ class Core(ParameterServer):
         """Lets the machine take a request by its method of the verb's name; see `ParameterServer`."""
         own: Any = self._own.get(type(request))
         if own is None:
-            own = partial(self._await if request.waits else self._enter, getattr(self.machine, request.method))
+            own = partial(self._await if request.waits else self._enter, self.machine.verb(request.method))
         answer: R = own(request)
         return answer
 
@@ -230,7 +230,7 @@ class Core(ParameterServer):
         for variable in needing:
             try:
                 # Without the lock: this may read a file.
-                value = self.machine.restores.first_value(variable)
+                value = self.machine.job.restores.first_value(variable)
             except PSError as failure:
                 found, error = found[: found.index(variable)], failure
                 break
@@ -294,15 +294,15 @@ class Core(ParameterServer):
 
     def introduce(self, server: int, incarnation: int) -> None:
         """Lets another server vote here."""
-        self._enter(self.machine.introduce, server, incarnation)
+        self._enter(self.machine.verb("introduce"), server, incarnation)
 
     def hear(self, server: int, said: Vote | Testimony) -> None:
         """Takes in a vote or a testimony of another server."""
-        self._enter(self.machine.hear if isinstance(said, Vote) else self.machine.testify, server, said)
+        self._enter(self.machine.verb("hear" if isinstance(said, Vote) else "testify"), server, said)
 
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""
-        self._enter(self.machine.meet, server)
+        self._enter(self.machine.verb("meet"), server)
 
     def outlive(self, error: ServerGone) -> None:
         """Another server says that the job goes on without this one."""
@@ -310,14 +310,14 @@ class Core(ParameterServer):
 
     def miss(self, server: int, reason: str) -> None:
         """Another server is not connected, or no more."""
-        self._enter(self.machine.miss, server, reason)
+        self._enter(self.machine.verb("miss"), server, reason)
 
     # ---- What is there, and the end ----
 
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not used yet."""
-        return self.seen(lambda now: self.machine.rounds.in_flight)
+        return self.seen(lambda now: self.machine.job.rounds.in_flight)
 
     def close(self) -> None:
         """Fails all calls that wait, and closes the kernels. Answered calls lose nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from psserver.checkpoints.restores import Restores
-from psserver.core.log import Log
+from psserver.services.log import Log
 from psserver.state.variables import FirstValue, Store
 from pswire.api import CreateBatchReply
 from pswire.cluster import Task

@@ -6,46 +6,30 @@ came, and carries out the effects. Two machines that are given the same stimuli 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from psserver.checkpoints.bases import Bases
-from psserver.checkpoints.handover import Handover
-from psserver.checkpoints.restores import Restores
-from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
 from psserver.core.admission import Admission
-from psserver.core.chunks import ChunkStimuli
-from psserver.core.closures import ClosureStimuli
-from psserver.core.creation import VariableCreation
-from psserver.core.joins import Indices, JoinStimuli
-from psserver.core.links import Links
-from psserver.core.log import Log
-from psserver.core.peers import PeerStimuli
-from psserver.core.places import PlaceStimuli
-from psserver.core.status import Looks
-from psserver.core.waiting import HeldCall, Owed, Read, Waiters, Watch
+from psserver.core.job import Job
+from psserver.core.service_verbs import ServiceVerbs
+from psserver.core.status import status_of
 from psserver.effects import Await, Effect, Fail, Outcome, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
-from psserver.rounds.digests import Digests
-from psserver.rounds.nonfinite import NonfiniteVariables
-from psserver.rounds.rounds import Rounds
-from psserver.rounds.runner import Runner
-from psserver.state.closures import Closures
+from psserver.services.standbys import Standbys
+from psserver.services.watches import Watches
 from psserver.state.counters import ServerCounters
-from psserver.state.first_values import FirstValueUploads
-from psserver.state.sessions import DRAWN, Membership
-from psserver.state.standbys import Standbys
-from psserver.state.variables import FirstValue, Store
+from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
+from psserver.state.variables import FirstValue
 from psserver.tables.native import Native
 from psserver.tiers.tier import Tier
 from pswire.api import (
-    WATCHED,
     ApproveRequest,
     Begun,
     Contribution,
@@ -62,12 +46,12 @@ from pswire.api import (
     Watched,
     WatchRequest,
 )
-from pswire.checkpoint.storage import storage_at
-from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerGone, ServerLost
 from pswire.limits import WINDOW
 from pswire.model.log import Member
 from pswire.model.plan import PlacedVariable
 from pswire.model.saved import RestoreReply, Shard
+from pswire.model.status import ServerStatus
 from pswire.network.payload import Payload
 from pswire.servers.checkpoints import RestoreRequest, SnapshotRequest
 
@@ -85,7 +69,7 @@ def _tier_of(config: ServerConfig) -> Tier | None:
     return Tier(config.tier_path, config.tier_memory) if config.tier_path else None
 
 
-class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
+class Machine:
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -98,71 +82,61 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         began: the time at which it was made, in monotonic seconds.
         done: answered once the job has ended and everybody has left, or goes on without this server.
         left: answered in the second case.
+        outlived: why the job goes on without this server; None if it does not.
         registry: its sessions, which the rims may look up.
-        store, rounds, members, closures, log, waiters, runner, snapshots, restores, tally: its parts.
+        job: the state of the job; a new one with each job.
+        members, watches, tally: what outlives jobs: sessions, the calls that watch them, counters.
     """
 
     def __init__(self, config: ServerConfig, incarnation: int, kernels: Kernels, clock: Callable[[], float]) -> None:
         self.task, self.server = config.task, config.task.index
         self.incarnation = incarnation
+        self.outlived: ServerLost | None = None
         self._domain = config.domain
         self.done: Future[None] = Future()
         self.left: Future[None] = Future()
-        root, timeouts = storage_at(config.checkpoint_root), config.timeouts
-        native = Native(kernels.on_host.compiler, _tier_of(config))
-        self.store = Store(self.server, kernels.device, config.memory_limit, native)
-        self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
-        self.first_values = FirstValueUploads(self.store)
+        self._config, self._kernels = config, kernels
+        self._native = Native(kernels.on_host.compiler, _tier_of(config))
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
-        self.members = Membership(
-            self.registry,
-            timeouts.session_timeout,
-            timeouts.heartbeat_interval,
-            incarnation,
-            lambda: self.rounds.generation,
-            self._holds_job,
-            lambda: self.rounds.generations,
+        held, pauses = self._holds_job, (config.timeouts.session_timeout, config.timeouts.heartbeat_interval)
+        generation, generations = lambda: self.job.rounds.generation, lambda: self.job.rounds.generations
+        self.members = Membership(self.registry, *pauses, incarnation, generation, held, generations)
+        self.watches = Watches(self.members)
+        self.standbys = Standbys(self.task, lambda: self.job.log, self._check_token, self._go)
+        self.job: Job = self._new_job(None)
+        self._admission = Admission(self.task, self.registry, self.members, self.job)
+        self._verbs = ServiceVerbs(
+            self.task, self.registry, self._admission, lambda: (*self.job.services, self.standbys)
         )
-        bases = Bases()
-        self.restores = Restores(self.store, bases, root, self.tally)
-        self.snapshots = Snapshots(
-            self.store, self.rounds, self.restores, bases, root, config.snapshot_limit, self.tally
-        )
-        self.log = Log(self.store, self.rounds, self.snapshots, incarnation, config.addresses)
-        self._handover = Handover(self.store, self.restores, root, self.rounds, self._cannot_read)
-        self.closures = Closures()
-        self._creation = VariableCreation(self.store, self.log, self.restores)
-        self._indices = Indices(timeouts.session_timeout, config.max_sessions)
-        self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
-        nonfinite = self._nonfinite = NonfiniteVariables(self.store, self.tally)
-        self.digests = Digests(self.store, self.tally, nonfinite)
-        participants = nonfinite, self.restores, self.snapshots, self.digests
-        self.runner = Runner(self.store, self.rounds, kernels, self.tally, self.waiters.hold, participants)
-        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
-        self._links = Links(self.task, self.rounds)
-        self._standbys = Standbys(self.task, self.log.moved)
-        self._token = self._job = 0
+        self._token = 0
+        self._looked = (-1, 0)  # the version of the sessions, and the length of the log, at the last look for news
         self.began = self._ticked = clock()
+
+    def _new_job(self, before: Job | None) -> Job:
+        outlive = self._kernels, self._native, self.registry, self.members, self.tally
+        return Job(self._config, self.incarnation, *outlive, self._cannot_read, before)
 
     def progress(self, now: float) -> list[Effect]:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
-        if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
-            for session in {*self.rounds.sessions(), *self.first_values.sessions(), *self.closures.sessions}:
-                if (error := self._admission.ended(session)) is not None:
-                    effects += self._heard(self.rounds.fail_session(session, error))
-                    effects += self.first_values.fail(session, error)
-                    effects += self.closures.end(session, error)
-            self._admission.stop_clocks()
-        effects += self.first_values.next()
-        effects += self.waiters.due(self._admission.ended, self._admission.seen)  # before a round lends what they hold
-        effects += self.runner.next()
-        effects += self.waiters.answers(now, self._admission.ended, self._admission.ends)
-        effects += self.snapshots.hopeless()
-        if self._is_done:
-            effects.append(Reply(self.done, None))
+        for session, error in self._admission.ends():
+            effects += [*self.job.session_ended(session, error), *self.watches.session_ended(session, error)]
+        effects += self.job.progress()
+        look = self.members.version, len(self.job.log.entries)
+        if look != self._looked:
+            self._looked = look
+            effects += self.watches.answers(self.job.log, now)
+            if self._is_done:
+                effects.append(Reply(self.done, None))
         return effects
+
+    def verb(self, name: str) -> Callable[..., Outcome[Any]]:
+        """Returns the stimulus of a name: the machine's method, or the verb of a service."""
+        found: Callable[..., Outcome[Any]] = getattr(self, name, None) or self._verbs.stimulus(name)
+        return found
+
+    # ---- Time and work ----
 
     def look(self, now: float) -> Outcome[None]:
         """Looks again: a payload has arrived up to an awaited offset."""
@@ -199,7 +173,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """
         session, drives, job, term = asked.session, asked.drives, asked.job, asked.term
         opens = Member(asked.task, 0, asked.replicas, asked.consistency)
-        if self.log.keeps:
+        if self.job.log.keeps:
             session, token = self.members.open(opens, drives, session, now, job, term, drawn)
         else:
             self.registry.enter(session, opens.task)
@@ -207,12 +181,12 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
             token = max(self.members.term, self._token >> DRAWN, term) + 1 << DRAWN | drawn if drives else 0
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
-        here, tiers = str(self.store.device), self.store.native.tier is not None
+        here, tiers = str(self._kernels.device), self._native.tier is not None
         return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain, tiers), []
 
     def _holds_job(self) -> bool:
         """Returns True if there is a job with variables that is not over."""
-        return bool(self.log.entries and self.store.variables) and not self.log.over
+        return bool(self.job.log.entries and self.job.store.variables) and not self.job.log.over
 
     def heartbeat(self, now: float, asked: HeartbeatRequest) -> Outcome[bool | PSError]:
         """Renews a session's lease and notes what it says of itself.
@@ -221,21 +195,21 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """
         session, pace = asked.session, asked.pace
         error = self._admission.ended(session)
-        if error is None and self.log.keeps:
-            self.members.heartbeat(session, (asked.round, asked.plan_id), now, self.log.describe, pace)
+        if error is None and self.job.log.keeps:
+            self.members.heartbeat(session, (asked.round, asked.plan_id), now, self.job.log.describe, pace)
             error = self._admission.ended(session)
         elif error is None:
             self.members.touch(session, now, pace)
         if error is None and pace is not None:
-            self.rounds.clocks.tell(session, asked.clock)
+            self.job.rounds.clocks.tell(session, asked.clock)
         self.tally.signs += error is None
-        drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
+        drives = self.job.log.keeps and self.job.log.lost is None and self.members.is_to_drive(session, now)
         return error or drives, UNCHANGED if pace is None else []
 
     def leave(self, now: float, asked: LeaveRequest) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
         self.members.leave(asked.session, asked.error)
-        return None, self._left(asked.session, asked.error)
+        return None, [] if asked.error else self._verbs.task_left(asked.session)
 
     def tick(self, now: float) -> Outcome[None]:
         """Ends the sessions whose lease is over."""
@@ -243,7 +217,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         gap, self._ticked = now - self._ticked, now
         if gap > self.members.lease / 4:
             self.members.forgive(gap)
-        for task in self.members.expire(now) if self.log.keeps else ():
+        for task in self.members.expire(now) if self.job.log.keeps else ():
             self.tally.lost += 1
             log.warning("removed %s: no heartbeat for %.0f s (PS_SESSION_TIMEOUT)", task, self.members.lease)
         return None, []
@@ -256,26 +230,26 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         Answers with what is known of them, with those that need a first value here, and with the job.
         """
         self._admission.check(asked.session, now)
-        reply, needing = self._creation.create_batch(self.registry.task(asked.session), asked.variables)
-        return (reply, needing, self._job), []
+        reply, needing = self.job.creation.create_batch(self.registry.task(asked.session), asked.variables)
+        return (reply, needing, self.job.number), []
 
     def initialize_batch(
         self, now: float, variables: Batch, job: int, saved: Mapping[int, FirstValue], error: PSError | None
     ) -> Outcome[CreateBatchReply]:
         """Gives variables of a job the values that a checkpoint has for them, by number."""
-        self._check_job(job)
-        return self._creation.initialize_batch(variables, saved, error), []
+        if job != self.job.number:
+            raise self._restarted()
+        return self.job.creation.initialize_batch(variables, saved, error), []
 
-    def _check_job(self, job: int) -> None:
-        if job != self._job:
-            raise ServerLost("the job was restarted; restart this process", str(self.task))
+    def _restarted(self) -> ServerLost:
+        return ServerLost("the job was restarted; restart this process", str(self.task))
 
     def pull(self, now: float, asked: PullRequest, future: Future[PullReply]) -> Outcome[None]:
         """Adds a read of variables, and of rows, after a round. Readers without a session may call it as well."""
         self._admission.check_reader(asked.session, now)
-        self.waiters.add(Read(asked.session, future, asked))
-        self.tally.read(asked.session, self.rounds.last)
-        return None, []
+        effects = self.job.reads.add(asked, future)
+        self.tally.read(asked.session, self.job.rounds.last)
+        return None, effects
 
     # ---- The log ----
 
@@ -288,14 +262,14 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         self._admission.check(session, now)
         if prepared is not None or start is not None:
             self.members.check_part(session)
-        if prepared is not None and self.log.propose(prepared, asked.trace):
+        if prepared is not None and self.job.log.propose(prepared, asked.trace):
             self.members.version += 1
         if asked.join_point:
             self.members.enter(session, asked.join_point)
         try:
             if start is not None:
-                self.log.start(start)
-                self.members.take_part(self.rounds.generations[start.generation].members, start.round)
+                self.job.log.start(start)
+                self.members.take_part(self.job.rounds.generations[start.generation].members, start.round)
         except Diverged as error:
             self.members.fail_all(error)
         return self._admission.ended(session), []
@@ -303,9 +277,7 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
     def watch(self, now: float, asked: WatchRequest, future: Future[Watched]) -> Outcome[None]:
         """Adds a watch of the log and the sessions. Readers without a session may call it as well."""
         self._admission.check_reader(asked.session, now)
-        kind = HeldCall if asked.version in WATCHED else Watch
-        self.waiters.add(kind(asked.session, future, asked.after, asked.version))
-        return None, []
+        return None, self.watches.add(asked, future, self.job.log, now)
 
     def part(self, now: float, session: int) -> Outcome[None]:
         """Notes that a watching connection was cut: maybe its process has ended."""
@@ -321,30 +293,31 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
         """Appends entries of the chief's log; answers with the length up to which the two logs agree."""
         token, index, entries = asked.token, asked.index, asked.entries
         self._check_token(token)
-        effects = self._restart() if self.log.begins_anew(entries) else []
+        effects = self._restart() if self.job.log.begins_anew(entries) else []
         self._admission.check_unbroken()
-        if ends := self._left_behind(now, index, entries):
-            return index, effects + ends
-        kept = self.log.keeps
-        agreed, follows = self.log.append(index, entries, prepared)
-        effects += [*self._heard(follows), *self._handover.follow(self.log.entries, now)]
-        if self.log.keeps and not kept:
+        if reason := self.job.log.removed_by(index, entries):  # the chief tells one that answers still
+            why = f"the job goes on without this server, because it {reason}"
+            return index, effects + self.outlive(now, ServerGone(why, str(self.task)))[1]
+        kept = self.job.log.keeps
+        agreed, follows = self.job.log.append(index, entries, prepared)
+        effects += [*self._heard(follows), *self.job.handover.follow(self.job.log.entries, now)]
+        if self.job.log.keeps and not kept:
             self.members.take_over(token, now)
-        for vote in self.rounds.votes.unopened(self.rounds.strands[None].last):
-            self.rounds.open(vote, now)
-        if (generation := self.rounds.generation) is not None and generation.start is not None:
+        for vote in self.job.rounds.votes.unopened(self.job.rounds.strands[None].last):
+            self.job.rounds.open(vote, now)
+        if (generation := self.job.rounds.generation) is not None and generation.start is not None:
             self.members.take_part(generation.members, -1)
         if generation is not None and generation.members:
             self.members.move(generation.members[0])
-        self.members.exclude(self.rounds.fenced)
-        if self.log.lost is not None:
-            self.members.fail_all(self.log.lost)
+        self.members.exclude(self.job.rounds.fenced)
+        if self.job.log.lost is not None:
+            self.members.fail_all(self.job.log.lost)
         return agreed, effects
 
     def _check_token(self, token: int) -> None:
         # Server 0 gives the tokens; the other servers learn a new one from the new chief.
         # One that is new, and has given none, is told by the log that another one does.
-        gives = self.log.keeps and (self.members.token or self.log.entries)
+        gives = self.job.log.keeps and (self.members.token or self.job.log.entries)
         newest = self.members.token if gives else max(self._token, token)
         if token != newest or token == 0:
             raise Fenced("a newer chief has taken over the job, so this chief must end")
@@ -352,15 +325,35 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
 
     def _restart(self) -> list[Effect]:
         """Begins a new job: drops the state of the last one, and fails the calls that still wait in it."""
-        error = ServerLost("the job was restarted; restart this process", str(self.task))
-        ended = {member.session for member in self.rounds.generation.members} if self.rounds.generation else set()
-        effects = self._abandon(error, lambda session: session in ended)
-        self._job += 1
+        error, generation = self._restarted(), self.job.rounds.generation
+        ended = {member.session for member in generation.members} if generation else set[int]()
+        effects = self.job.abandon(error, self._admission.admitted)
+        effects += [effect for session in ended for effect in self.watches.session_ended(session, error)]
+        self.job.runner.drop()
+        self.tally.forget()
         self.members.begin_anew(ended)
-        parts = self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._indices
-        for part in (*parts, self.digests, self._nonfinite):
-            part.clear()
+        held = bool(self.job.store.variables)
+        self.job = self._admission.job = self._new_job(self.job)
+        if held:
+            gc.collect()  # the new one needs the memory of the old one, whose parts hold each other
         return effects
+
+    # ---- A job that goes on without this server ----
+
+    def outlive(self, now: float, error: ServerGone) -> Outcome[None]:
+        """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
+        log.error("%s ends: %s", self.task, error.message)
+        self.outlived = self.job.runner.broken = ServerLost(error.message, str(self.task))
+        return None, self._go()
+
+    def _go(self) -> list[Effect]:
+        """The job goes on without this server."""
+        return [Reply(self.left, None), Reply(self.done, None)]
+
+    def _cannot_read(self, now: float, error: PSError) -> list[Effect]:
+        """Ends this server, which the others count on, and which could not read its variables."""
+        why = f"it could not read its variables: {error.message}"
+        return self.outlive(now, ServerGone(why, str(self.task)))[1]
 
     # ---- Rounds ----
 
@@ -369,52 +362,67 @@ class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, Jo
     ) -> Outcome[None]:
         """Takes a contribution to a round, or a resend of one."""
         whole = payload.whole  # else it may become so unseen before somebody waits for it
-        self._admission.check(contribution.session, now)
-        if contribution.first_values:
-            return None, self.first_values.push(contribution.session, contribution.first_values, payload, future)
-        record, effects = self.rounds.recorded(contribution), list[Effect]()
-        if record is not None:
-            self.waiters.add(Owed(contribution.session, future, record, contribution))
-        elif len(set(contribution.want)) != len(contribution.want):
+        said, job, effects = contribution, self.job, list[Effect]()
+        self._admission.check(said.session, now)
+        if said.first_values:
+            return None, job.first_values.push(said.session, said.first_values, payload, future)
+        if (record := job.rounds.recorded(said)) is not None:
+            job.late.add(said, future, record)
+        elif len(set(said.want)) != len(said.want):
             raise InvalidRequest("a variable is requested twice")
         else:
-            reads = (*contribution.lookups, *contribution.hints)
+            reads = said.lookups or said.hints
             if reads:
-                self.store.check_rows(contribution.lookups, contribution.hints)
-                effects += self.store.read_ahead(contribution.lookups)  # at once: the round may wait for others
-            effects += self._heard(self.rounds.push(contribution, payload, future, now))
-            if not any(isinstance(each, Fail) and each.future is future for each in effects):
+                job.store.check_rows(said.lookups, said.hints)
+                effects += job.store.read_ahead(said.lookups)  # at once: the round may wait for others
+            pushed = self._heard(job.rounds.push(said, payload, future, now))
+            effects += pushed
+            if not (pushed and any(isinstance(each, Fail) and each.future is future for each in pushed)):
                 if begun is not None:
-                    effects += self.runner.listen(contribution, future, begun)
+                    effects += job.runner.listen(said, future, begun)
                 if reads:
-                    effects += self.store.read_ahead(contribution.hints, hint=True)  # behind the round
+                    effects += job.store.read_ahead(said.hints, hint=True)  # behind the round
         return None, effects if whole else [*effects, Await(payload, payload.size)]
-
-    def _reply(self, owed: Owed) -> list[Effect]:
-        return self.runner.replies(owed.record, [(owed.said, owed.future)])
 
     # ---- Checkpoints ----
 
     def snapshot(self, now: float, asked: SnapshotRequest, future: Future[Shard]) -> Outcome[None]:
         """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest."""
         self._check_token(asked.token)
-        return None, self.snapshots.ask(asked.plan_id, asked.manifest, future)
+        return None, self.job.snapshots.ask(asked.plan_id, asked.manifest, future)
 
     def restore(self, now: float, asked: RestoreRequest, future: Future[RestoreReply]) -> Outcome[Future[RestoreReply]]:
         """Begins a stage of a restore; answers with the future of its reply."""
         self._admission.check(asked.session, now)
-        if self.log.keeps and asked.order.stage != "look":
+        if self.job.log.keeps and asked.order.stage != "look":
             self.members.check_part(asked.session)
-        return self.restores.ask(asked.session, asked.path, asked.turn, asked.order, future)
+        return self.job.restores.ask(asked.session, asked.path, asked.turn, asked.order, future)
 
-    # ---- The end ----
+    # ---- What is there, and the end; looks change nothing ----
+
+    @property
+    def _is_done(self) -> bool:
+        """True once the job has ended, and the chief has told everybody."""
+        return self.job.log.over and (not self.job.log.keeps or self.members.chief_left())
+
+    def well(self, now: float) -> bool:
+        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
+        return now - self._ticked < STILL_SECONDS and self.job.runner.broken is None
+
+    def leaving(self, now: float) -> bool | None:
+        """Returns True while a process of the job leaves that was told to end; None while one may be told so yet."""
+        return False if self._is_done else self.members.leave_now(now)
+
+    def untold(self, now: float) -> bool:
+        """Returns True while a process waits for a place that does not know yet that the job is over."""
+        return self._is_done and self.standbys.untold(now)
+
+    def status(self, now: float) -> ServerStatus:
+        """Returns the server's status: its state, and the open rounds with the members they wait for."""
+        standbys = self.standbys.waiting(now)
+        return status_of(self.incarnation, self._domain, self.tally, self.members, self.job, standbys, now)
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""
-        return None, self._abandon(ServerLost("the server is shutting down", str(self.task)), lambda session: True)
-
-    def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
-        """Fails all calls that wait; a watch only if `watches` holds for its session."""
-        waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
-        parts = (self.rounds, self.first_values, self.closures)
-        return [effect for part in parts for effect in part.abandon(error)] + [Fail(f, error) for f in waiting]
+        error = ServerLost("the server is shutting down", str(self.task))
+        return None, self.job.abandon(error, self._admission.admitted) + self.watches.fail_all(error)

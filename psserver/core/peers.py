@@ -1,128 +1,127 @@
-"""The stimuli of other servers: what they vote, and which of them are gone."""
+"""Other servers of a job, as far as rounds depend on them: what they vote, and which of them this one reaches."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from psserver.core.links import Links
-from psserver.core.log import Log
-from psserver.effects import Effect, Outcome, Reply
+from psserver.effects import Outcome
 from psserver.registry import Registry
 from psserver.rounds.digests import Digests
 from psserver.rounds.rounds import Rounds
-from psserver.rounds.runner import Runner
+from psserver.services.log import Log
+from psserver.services.service import Service
 from psserver.state.counters import ServerCounters
+from psserver.state.variables import Store
 from pswire.cluster import Task
-from pswire.errors import InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
-from pswire.model.log import Gone, LogEntry
+from pswire.errors import InvalidRequest, ServerGone, Unreachable
+from pswire.model.status import MissedPeer
 from pswire.servers.votes import Testimony, Vote
 
 log = logging.getLogger("psserver")
 
 
-class PeerStimuli:
-    """The part of a server's state machine that other servers concern.
+@dataclass
+class _Missed:
+    """A server that is not reached: since when, why, and whether the log says so."""
 
-    Attributes:
-        outlived: why the job goes on without this server; None if it does not.
+    since: float
+    reason: str
+    told: bool = False
+
+
+class VotingPeers(Service):
+    """What other servers say, and the connections on which this server votes.
+
+    Args:
+        store: the variables.
+        log: the log of the job, which tells of servers that are gone.
+        rounds: the rounds, with the votes that other servers may not have heard.
+        digests: compares what rounds have made.
+        registry: has the incarnations of servers beside the sessions.
+        tally: counts votes.
     """
 
-    task: Task
-    server: int
-    registry: Registry
-    rounds: Rounds
-    log: Log
-    runner: Runner
-    digests: Digests
-    tally: ServerCounters
-    done: Future[None]
-    left: Future[None]
-    outlived: ServerLost | None = None
-    _links: Links
+    verbs = frozenset(("introduce", "hear", "testify", "meet", "miss"))
+
+    def __init__(
+        self, store: Store, log: Log, rounds: Rounds, digests: Digests, registry: Registry, tally: ServerCounters
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._rounds = rounds
+        self._digests = digests
+        self._registry = registry
+        self._tally = tally
+        self._missed: dict[int, _Missed] = {}
 
     def introduce(self, now: float, server: int, incarnation: int) -> Outcome[None]:
         """Lets another server vote here: its incarnation names it as a session names a client.
 
         A process in the place of one that is gone may know before this server that the job has taken it back.
         """
-        if incarnation in self.log.lost_incarnations:
+        if incarnation in self._log.lost_incarnations:
             self._check_there(server)
             raise ServerGone("another process has replaced this server in the job", str(Task("ps", server)))
-        if server in self.log.gone:
-            raise Unreachable(f"it does not know yet that {Task('ps', server)} was readmitted", str(self.task))
-        if server == self.server:
+        if server in self._log.gone:
+            raise Unreachable(f"it does not know yet that {Task('ps', server)} was readmitted", str(self._store.task))
+        if server == self._store.server:
             raise InvalidRequest(
-                f"another server introduces itself as {self.task}, which is this server", str(self.task)
+                f"another server introduces itself as {self._store.task}, which is this server", str(self._store.task)
             )
-        self.registry.enter(incarnation, Task("ps", server))
+        self._registry.enter(incarnation, Task("ps", server))
         return None, []
 
     def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
         """Another server has voted."""
         self._check_there(server)
-        self.tally.votes["received"] += 1
+        self._tally.votes["received"] += 1
         if vote.digest is not None:
-            if vote.job == self.rounds.votes.job:
-                self.digests.hear(server, vote.digest)
+            if vote.job == self._rounds.votes.job:
+                self._digests.hear(server, vote.digest)
             vote = replace(vote, digest=None)  # it is no part of what is kept
-        self.rounds.votes.hear(server, vote, self.rounds.strands[None].last)
+        self._rounds.votes.hear(server, vote, self._rounds.strands[None].last)
         self._open((vote,), now)
         return None, []
 
     def testify(self, now: float, server: int, testimony: Testimony) -> Outcome[None]:
         """Another server has said what it has heard of one that is gone."""
-        self.rounds.votes.testify(server, testimony, self.rounds.strands[None].last)
+        self._rounds.votes.testify(server, testimony, self._rounds.strands[None].last)
         self._open(testimony.votes, now)
         return None, []
 
     def _open(self, votes: Iterable[Vote], now: float) -> None:
         """Opens the rounds that others have voted in, where they are of this job."""
         for vote in votes:
-            if vote.job == self.rounds.votes.job:
-                self.rounds.open(vote, now)
+            if vote.job == self._rounds.votes.job:
+                self._rounds.open(vote, now)
 
     def _check_there(self, server: int) -> None:
         """Raises `ServerGone` for a server without which the job goes on."""
-        if server in self.log.gone:
+        if server in self._log.gone:
             raise ServerGone(
-                f"the job goes on without this server, because it {self.log.gone[server]}", str(Task("ps", server))
+                f"the job goes on without this server, because it {self._log.gone[server]}", str(Task("ps", server))
             )
 
-    def outlive(self, now: float, error: ServerGone) -> Outcome[None]:
-        """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
-        log.error("%s ends: %s", self.task, error.message)
-        self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
-        return None, [Reply(self.left, None), Reply(self.done, None)]
-
-    def _cannot_read(self, now: float, error: PSError) -> list[Effect]:
-        """Ends this server, which the others count on, and which could not read its variables."""
-        why = f"it could not read its variables: {error.message}"
-        return self.outlive(now, ServerGone(why, str(self.task)))[1]
-
-    def _left_behind(self, now: float, index: int, entries: Sequence[LogEntry]) -> list[Effect]:
-        """Takes entries of the log from `index` on that say that this server, as it is, is gone; it ends then.
-
-        So the chief tells one that answers still.
-        """
-
-        def gone(log: Sequence[LogEntry]) -> list[Gone]:
-            return [entry for entry in log if isinstance(entry, Gone) and entry.server == self.server]
-
-        new = gone(entries)[len(gone(self.log.entries[index:])) :]
-        if not new or not self.log.incarnations or self.log.away:
-            return []  # it is a new process, and the log tells of those before
-        return self.outlive(
-            now, ServerGone(f"the job goes on without this server, because it {new[-1].reason}", str(self.task))
-        )[1]
-
     def meet(self, now: float, server: int) -> Outcome[None]:
-        """Another server is connected anew: what was said to it may be lost."""
-        return None, self._links.meet(server)
+        """Another server is connected anew: says again what it may not have heard."""
+        self._missed.pop(server, None)
+        return None, [*self._rounds.votes.repeat(server)]
 
     def miss(self, now: float, server: int, reason: str) -> Outcome[None]:
-        """Another server is not connected."""
-        self._links.miss(server, reason, now)
+        """Another server is not connected; the server's log says so once if a round waits for it."""
+        missed = self._missed.setdefault(server, _Missed(now, reason))
+        missed.reason = reason
+        if not missed.told and self._rounds.votes.kept(server) > self._rounds.strands[None].last:
+            missed.told = True
+            log.warning("rounds wait, because %s cannot reach %s (%s)", self._store.task, Task("ps", server), reason)
         return None, []
+
+    def missed(self, now: float) -> tuple[MissedPeer, ...]:
+        """Returns the servers for which there are votes and no connection."""
+        return tuple(
+            MissedPeer(server, round, now - missed.since, missed.reason)
+            for server, missed in sorted(self._missed.items())
+            if (round := self._rounds.votes.kept(server)) >= 0
+        )

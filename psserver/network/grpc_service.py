@@ -72,7 +72,7 @@ def _watched(asked: WatchRequest, watched: Watched) -> Message:
 # ---- The service ----
 
 
-class Service(grpc.GenericRpcHandler):
+class GrpcService(grpc.GenericRpcHandler):
     """Answers every verb over a core. All methods but `close` are called by gRPC, on its event loop.
 
     Args:

@@ -15,7 +15,7 @@ import grpc
 
 from psserver.config import ServerConfig
 from psserver.network.access import Access
-from psserver.network.grpc_service import Service
+from psserver.network.grpc_service import GrpcService
 from psserver.network.health import Health
 from psserver.network.peers import Peers
 from psserver.network.served import Served
@@ -63,7 +63,7 @@ class Server:
         self._health = Health(well)
         access = Access(config.task, config.security, core.registry)
         self._transports = TransportServer(core, config, access)
-        self._service = Service(core, config.task, core.incarnation, self._transports, access)
+        self._service = GrpcService(core, config.task, core.incarnation, self._transports, access)
         self._peers = core.others = Peers(core, config)
         self._server: grpc.aio.Server | None = None
         self._looks: asyncio.Task[None] | None = None

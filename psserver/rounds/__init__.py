@@ -10,7 +10,7 @@ votes           agreement of the servers of a plan on the contributions of a rou
 changes         what a new generation changes
 plan_errors     members whose plans differ, in words
 runner          runs the round that can run; answers its members
-answers         the payloads of answers
+answers         the payloads of answers; late_answers wait for slower workers
 steps           the steps of the round that runs
 backlog         rounds that a server has agreed on, and makes once it has its variables
 participants    what features have to say to a round: nonfinite and digests here, restores and snapshots elsewhere

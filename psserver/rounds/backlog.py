@@ -28,10 +28,6 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets everything, as at the start of a job."""
         self.awaits = self._read = 0
         self._waiting: ReadyRound | None = None  # until all before it are made
         self._rounds = deque[ReadyRound]()

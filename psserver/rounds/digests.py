@@ -88,10 +88,6 @@ class Digests(RoundParticipant):
         self._store = store
         self._nonfinite = nonfinite
         self._tally = tally
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets everything, as at the start of a job."""
         self._pairs: dict[int, _Pair] = {}
         self._inexact = set[int]()
 

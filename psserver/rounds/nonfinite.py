@@ -42,10 +42,6 @@ class NonfiniteVariables(RoundParticipant):
         self._tally = tally
         self.ids: set[int] = set()
 
-    def clear(self) -> None:
-        """Forgets all variables, as at the start of a job."""
-        self.ids.clear()
-
     def committed(self, job: ReadyRound, given: Mapping[int, Value]) -> Sequence[Effect]:
         """Forgets variables that have a checkpoint's values: they are reported anew."""
         if self.ids:

@@ -87,11 +87,6 @@ class PendingRound:
         """The contributions that have come by themselves, and the sums; not what is within one."""
         return [part for part in self.parts.values() if part.within is None]
 
-    @property
-    def sessions(self) -> set[int]:
-        """The sessions that wait for it."""
-        return {said.session for said, _ in self.waiters} | {push.said.session for push in self.doubtful}
-
     def differs(self, said: Contribution) -> bool:
         """Returns True if a contribution has another plan or generation than this round, which has not failed."""
         return self.error is None and (self.plan_id, self.generation) != (said.plan_id, said.generation)

@@ -33,7 +33,6 @@ from psserver.rounds.sequences import (
 )
 from psserver.rounds.sums import check_sum
 from psserver.rounds.votes import Votes
-from psserver.state.chunks import ChunkQueue
 from psserver.state.sessions import diverged
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
@@ -58,10 +57,10 @@ class Rounds:
 
     Args:
         describe: returns a plan in words, approved or not, for messages.
-        server: the number of this server.
+        votes: the votes by which the servers of a plan agree on the contributions of a round.
+        applied: is told of each round that was applied.
 
     Attributes:
-        votes: the votes by which the servers of a plan agree on the contributions of a round.
         backlog: rounds that are over here, and are made later.
         last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
             one.
@@ -69,18 +68,15 @@ class Rounds:
         strands: all strands, with their rounds.
         generations: all of them that are known here, by number.
         clocks: how far the workers with bounded staleness are.
-        chunks: the batches that are handed out, and done by rounds.
     """
 
-    def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
+    def __init__(
+        self, describe: Callable[[bytes], str], votes: Votes, applied: Callable[[ReadyRound], None] = lambda job: None
+    ) -> None:
         self._describe = describe
         self._errors = PlanErrors(describe)
-        self.votes = Votes(server)
+        self.votes = votes
         self.backlog = Backlog()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets everything, as at the start of a job."""
         self.plans: dict[bytes, PreparedPlan] = {}
         self.generation: Generation | None = None
         self.last, self.closed = -1, 0
@@ -95,8 +91,7 @@ class Rounds:
         self._running: tuple[Key, int] | None = None
         self._turns = FairQueue()
         self._closures = ClosuresOver()
-        self.backlog.clear()
-        self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
+        self._applied = applied
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -148,11 +143,6 @@ class Rounds:
         for push in self._parked.take():
             self._try(push)
         return self._take_effects()
-
-    def check(self, session: int) -> None:
-        """Raises `Fenced` for a session that a generation has left out."""
-        if session in self.fenced:
-            raise Fenced("this process is not a member of the new generation; restart it to take part again")
 
     def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> list[Effect]:
         """Takes a contribution at time `now`. Its future is answered when the round is over, or fails at once."""
@@ -357,7 +347,7 @@ class Rounds:
             warnings: warnings for people.
         """
         record = Record.of(job, self.generation, given, dropped, warnings)
-        self.chunks.applied(job)
+        self._applied(job)
         return record, self._close(job.strand, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
@@ -408,24 +398,21 @@ class Rounds:
         self._turns.over(key, strand)
         return waiters
 
-    def abandon(self, error: PSError) -> list[Effect]:
-        """Fails all calls that wait."""
-        return [effect for session in self.sessions() for effect in self.fail_session(session, error)]
-
-    def fail_session(self, session: int, error: PSError) -> list[Effect]:
-        """Fails the calls of a session that wait."""
+    def session_ended(self, session: int, error: PSError) -> list[Effect]:
+        """Fails the calls of a session; nobody waits for its clock."""
+        self.clocks.leave(session)
         effects = [effect for _, pending in self._open() for effect in pending.fail_session(session, error)]
-        return effects + self._parked.fail_session(session, error) + self.chunks.end(session)
-
-    def sessions(self) -> set[int]:
-        """Returns the sessions whose calls wait, or which have batches that were handed out."""
-        return self._parked.sessions.union(self.chunks.sessions, *(pending.sessions for _, pending in self._open()))
+        return effects + self._parked.fail_session(session, error)
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief; without those of one worker beside those of all."""
         found = shared_rounds(self.strands)
         told = (w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in found)
         return (*told, *self._parked.waiting)
+
+    def contributes(self, session: int) -> bool:
+        """Returns whether a session has contributed to a round that is open: it may still be applied."""
+        return any(session in pending.parts for _, pending in self._open())
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """Returns all open rounds, with their numbers."""

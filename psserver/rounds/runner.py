@@ -112,13 +112,7 @@ class Runner:
         self._phase: Phase | None = None
         self.broken: PSError | None = None
 
-    def clear(self) -> None:
-        """Forgets the running round; its results are dropped."""
-        self._tally.forget()
-        self._drop()
-        self.broken = None
-
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Leaves a round; nothing of it counts."""
         if isinstance(self._phase, Running):
             self._phase.dropped = True
@@ -282,7 +276,7 @@ class Runner:
             agreed: the sessions that its votes have left; None where anybody may count.
         """
         self._store.end_loan()
-        self._drop()
+        self.drop()
         log.debug("round %d is repeated, because a worker was lost during it", job.round)
         ends = [] if ran is None else [Run(ran.execution.close)]
         return [*self._rounds.again(job, attempt, agreed), *ends, *self.next()]

@@ -75,11 +75,6 @@ class Parked:
         return [Fail(push.future, error) for push in found]
 
     @property
-    def sessions(self) -> set[int]:
-        """The sessions that wait."""
-        return {session for session, _ in self._pushes}
-
-    @property
     def waiting(self) -> tuple[OpenRound, ...]:
         """The rounds of the pushes, for people; as `shared_rounds`."""
         shared = [pushes for (_, alone), pushes in self._pushes.items() if not alone]

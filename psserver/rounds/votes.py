@@ -55,31 +55,28 @@ class Votes:
 
     Args:
         server: the number of this server.
+        before: those of the job before, where other servers may have voted in this one already; None for none.
 
     Attributes:
         job: whose votes count.
     """
 
-    def __init__(self, server: int) -> None:
+    def __init__(self, server: int, before: Votes | None = None) -> None:
         self._server = server
         self.job = 0
         self._gone: dict[int, set[int]] = {}  # servers that are gone, with those that have not said what they heard
         self._losses = Counter[int]()  # how often each was lost
         # Who has said it before it was known here, by the job, the server, and how often that was lost before.
-        self._early: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        self._early: dict[tuple[int, int, int], set[int]] = before._early if before else defaultdict(set)
         self._testimonies: dict[int, Testimony] = {}  # what this server has said of them
         self._cast: dict[tuple[int, int], tuple[Vote, tuple[int, ...], ByServer]] = {}
-        self._heard: dict[tuple[int, int, int], dict[int, Vote]] = defaultdict(dict)  # by job, round and attempt
+        # By job, round and attempt.
+        self._heard: dict[tuple[int, int, int], dict[int, Vote]] = before._heard if before else defaultdict(dict)
         self._closed: dict[int, int] = defaultdict(lambda: -1)
 
     def begin(self, job: int) -> None:
-        """Another job begins: forgets what was said of others. Votes of it may have come before it is known here."""
+        """The job begins: forgets the votes of others. Some of its own may have come before it was known here."""
         self.job = job
-        self._gone.clear()
-        self._losses.clear()
-        self._testimonies.clear()
-        self._cast.clear()
-        self._closed.clear()
         for key in [key for key in self._heard if key[0] != job]:
             del self._heard[key]
 
@@ -166,6 +163,8 @@ class Votes:
 
         That is the last round that another one has had a part in, also if it is long ago.
         """
+        if not self._heard:
+            return
         self._forget(last)
         kept = {round for round, _ in self._cast}
         for key in [key for key in self._heard if key[0] == self.job and key[1] <= last and key[1] not in kept]:

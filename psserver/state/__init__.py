@@ -2,8 +2,6 @@
 
 sessions      leases, members, and the token of the newest chief
 changes       changes of the job's consistency, and processes that do not come to one
-closures      closures of a coordinator, and who runs them
-chunks        batches of datasets that are handed out to whoever asks
 variables     the values of variables
 first_values  the first ones, on their way here
 counters      counts of all that happens, for the metrics

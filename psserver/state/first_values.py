@@ -99,15 +99,14 @@ class FirstValueUploads:
 
     Args:
         store: the variables.
+
+    Attributes:
+        arrivals: what comes, by session: each waits for the answer before it sends more.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._arrivals: dict[int, Arrival] = {}  # of each session one: it waits for the answer
-
-    def sessions(self) -> tuple[int, ...]:
-        """Returns the sessions whose values are on their way."""
-        return tuple(self._arrivals)
+        self.arrivals: dict[int, Arrival] = {}
 
     def push(self, session: int, ids: tuple[int, ...], payload: Payload, future: Future[RoundReply]) -> list[Effect]:
         """Takes the first values of some variables that live here, or a resend of them.
@@ -117,7 +116,7 @@ class FirstValueUploads:
         Raises:
             InvalidRequest: a variable is not known, or lives elsewhere; the payload is of another size.
         """
-        known = self._arrivals.get(session)
+        known = self.arrivals.get(session)
         if known is not None and known.ids == ids:
             known.futures.append(future)
             return [Run(known.payload.follow, (payload,))]
@@ -127,13 +126,14 @@ class FirstValueUploads:
                 f"a payload of {payload.size} bytes does not hold the initial values of {len(ids)} variables",
                 str(self._store.task),
             )
-        effects = [] if known is None else self.fail(session, InvalidRequest("newer initial values have arrived"))
+        newer = InvalidRequest("newer initial values have arrived")
+        effects = [] if known is None else self.session_ended(session, newer)
         wanted = {id for id in ids if not self._store.initialized(id)}
         if not wanted:
             return [*effects, Run(payload.discard), Reply(future, TAKEN)]
         if not payload.whole:
             payload.reader = PART_BYTES
-        self._arrivals[session] = Arrival(variables, wanted, payload, future, self._store.device.put)
+        self.arrivals[session] = Arrival(variables, wanted, payload, future, self._store.device.put)
         return effects
 
     def _known(self, ids: Sequence[int]) -> list[PlacedVariable]:
@@ -146,7 +146,7 @@ class FirstValueUploads:
     def next(self) -> list[Effect]:
         """Begins to copy what has come."""
         effects: list[Effect] = []
-        for session, arrival in self._arrivals.items():
+        for session, arrival in self.arrivals.items():
             if arrival.busy:
                 continue
             end = arrival.payload.end
@@ -163,27 +163,23 @@ class FirstValueUploads:
         self, session: int, arrival: Arrival, end: int, _: object, error: PSError | None, now: float
     ) -> list[Effect]:
         arrival.busy, arrival.copied = False, end
-        if self._arrivals.get(session) is not arrival:
+        if self.arrivals.get(session) is not arrival:
             return []  # it was given up
         if error is not None:
-            return self.fail(session, error)
+            return self.session_ended(session, error)
         effects: list[Effect] = [Run(arrival.payload.release, (end,))]
         if end == arrival.payload.size:
-            del self._arrivals[session]
+            del self.arrivals[session]
             for id, array in arrival.take().items():
                 self._store.initialize(id, array)  # unless it has a value by now
             effects += [Reply(future, TAKEN) for future in arrival.futures]
         return effects
 
-    def fail(self, session: int, error: PSError) -> list[Effect]:
+    def session_ended(self, session: int, error: PSError) -> list[Effect]:
         """Gives up what a session sends, if anything, and tells it why."""
-        arrival = self._arrivals.pop(session, None)
+        arrival = self.arrivals.pop(session, None)
         return (
             []
             if arrival is None
             else [Run(arrival.payload.discard), *(Fail(future, error) for future in arrival.futures)]
         )
-
-    def abandon(self, error: PSError) -> list[Effect]:
-        """Gives up all that is on its way."""
-        return [effect for session in self.sessions() for effect in self.fail(session, error)]

@@ -76,21 +76,6 @@ class Store:
         self.losses: list[int] = []
         self.copied = False
 
-    def clear(self) -> None:
-        """Drops all variables."""
-        self.variables.clear()
-        self._values.clear()
-        self._spares.clear()
-        self._row_tables.clear()
-        self._frozen.clear()
-        self._keyed.clear()
-        self._known.clear()
-        self._declared = 0
-        self.lent = frozenset()
-        self.gone.clear()
-        self.losses.clear()
-        self.copied = False
-
     def leads(self, servers: Iterable[int]) -> bool:
         """Returns whether this server alone, of these, does what one has to do.
 

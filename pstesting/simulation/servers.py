@@ -178,7 +178,7 @@ class SimulatedServer:
 
     def run(self, piece: Callable[[], object], brief: bool) -> None:
         """Runs array work of the core, as its `ArrayQueue` does."""
-        phase, seconds = self.core.machine.runner.phase, self.costs.call
+        phase, seconds = self.core.machine.job.runner.phase, self.costs.call
         if isinstance(phase, Running):
             contributions = sum(part.within is None for part in phase.job.parts)
             brief = brief and contributions * self.share.pushed <= BRIEF_BYTES
@@ -453,7 +453,7 @@ class Line(ParameterServer):
     def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
         seconds, generation = (
             self._transport.piece + nbytes * self._transport.receive_byte,
-            self._server.core.machine.rounds.generation,
+            self._server.core.machine.job.rounds.generation,
         )
         members = len(generation.members) if generation else 0
         self._up(nbytes, seconds, self._server.streamed, self, round, piece, members)

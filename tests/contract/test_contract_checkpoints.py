@@ -88,12 +88,12 @@ def told(future):
 
 def forgotten(job):
     """Nothing is held or waited for on any server."""
-    return all(not server.machine.snapshots and server.status().snapshot_bytes == 0 for server in job.servers.cores)
+    return all(not one.machine.job.snapshots and one.status().snapshot_bytes == 0 for one in job.servers.cores)
 
 
 def asked(job, plan):
     """A process waits for the first server's shard."""
-    return job.servers.cores[0].machine.snapshots._saves[plan.id].shard._done_callbacks
+    return job.servers.cores[0].machine.job.snapshots.saves[plan.id].shard._done_callbacks
 
 
 # ---- What is saved ----
@@ -442,7 +442,7 @@ def stateful(number, path="run/ckpt"):
 
 
 def log_of(job, server=0):
-    return job.servers.cores[server].machine.log.entries
+    return job.servers.cores[server].machine.job.log.entries
 
 
 def test_the_state_goes_when_the_save_is_over(job, worker):
@@ -455,7 +455,7 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
         kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, Approved)]
         assert [plan.snapshot.state for plan in kept] == ["", "", STATE]
         assert [plan.id for plan in kept] == [plan.id for plan in plans]
-        assert [job.servers.cores[server].machine.rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
+        assert [job.servers.cores[server].machine.job.rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
             "",
             "",
             STATE,
@@ -470,8 +470,8 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
 
 def test_saves_are_no_sections_of_many_shapes(job, worker, monkeypatch):
     """However many there were; those that nobody completes are bounded, and one more is possible when one is over."""
-    monkeypatch.setattr("psserver.core.log.MAX_PLANS", 2)
-    monkeypatch.setattr("psserver.core.log.MAX_SAVES", 3)
+    monkeypatch.setattr("psserver.services.log.MAX_PLANS", 2)
+    monkeypatch.setattr("psserver.services.log.MAX_SAVES", 3)
     assert MAX_SAVES < MAX_PLANS
     plans = [job.approve(stateful(number), worker) for number in range(2)]
     job.verbs[0].propose(worker.session, stateful(2), "", None)

@@ -28,7 +28,6 @@ from tests.kit.internals import (
     Position,
     Program,
     ProgramError,
-    Read,
     Reduction,
     Ref,
     ServerLost,
@@ -38,7 +37,6 @@ from tests.kit.internals import (
     Started,
     TensorSpec,
     VariableSpec,
-    Watch,
 )
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, create, eventually, reduce_only, sum_into
 
@@ -49,7 +47,7 @@ PAIR = TensorSpec("float64", (2,))
 
 def log(job, server=0):
     """The whole log of a server; only server 0 has one to be watched."""
-    return list(job.servers.cores[server].machine.log.entries)
+    return list(job.servers.cores[server].machine.job.log.entries)
 
 
 # ---- Approve ----
@@ -131,20 +129,15 @@ def test_a_new_job_drops_everything(job, worker):
     (absent,) = job.join(C)
     worker.generation = absent.generation
     other = job.open(B)
-    core = job.servers.cores[0]
     waiting = [
         job.verbs[0].pull(worker.session, [variable.id], 5),
         job.verbs[0].watch(worker.session, len(log(job)), -1),
         worker.push(plan, [1]),
     ]
     news = job.verbs[0].watch(other.session, len(log(job)), -1)
-    eventually(
-        lambda: (
-            core.machine.waiters.rows[Read]
-            and len(core.machine.waiters.rows[Watch]) == 2
-            and core.machine.rounds.sessions()
-        )
-    )
+    machine = job.servers.cores[0].machine
+    old = machine.job
+    eventually(lambda: old.reads.calls and len(machine.watches.news) == 2 and old.rounds.waiting())
     begin = job.begin()
     for future in waiting:
         with pytest.raises(ServerLost, match="job was restarted"):
@@ -300,10 +293,10 @@ def test_an_generation_that_is_not_there_begins_nowhere(job, generation):
 
 def watching(job, session, length, version=-1):
     """A watch that has come."""
-    rows = job.servers.cores[0].machine.waiters.rows[Watch]
+    rows = job.servers.cores[0].machine.watches.news
     there = len(rows)
     future = job.verbs[0].watch(session, length, version)
-    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == there + 1)
+    eventually(lambda: len(job.servers.cores[0].machine.watches.news) == there + 1)
     return future
 
 

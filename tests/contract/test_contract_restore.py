@@ -38,7 +38,7 @@ def add(job, worker, *variables):
     """A round for each variable, which adds ten."""
     for variable in variables:
         plan = sum_into(variable)
-        if plan.id not in job.servers.cores[0].machine.rounds.plans:
+        if plan.id not in job.servers.cores[0].machine.job.rounds.plans:
             job.approve(plan, worker)
         worker.make(plan, [10], server=variable.servers[0])
 
@@ -326,7 +326,7 @@ def test_who_restores_something_else_diverges(job, worker):
     for future in futures:
         with pytest.raises(Diverged, match=r"restore 'run'.*restore 'run/ckpt-1'"):
             future.result(SOON)
-    assert int(job.servers.cores[0].machine.store.find(variable.id).array) == 11
+    assert int(job.servers.cores[0].machine.job.store.find(variable.id).array) == 11
 
 
 def test_a_member_that_is_lost_is_not_waited_for(job, worker):
@@ -385,7 +385,7 @@ def test_what_an_asynchronous_process_gives_up_is_not_held(job):
     flip(shard_of(job, 1))
     with pytest.raises(CheckpointError, match="cannot be read"):
         job.restore(one)
-    restores = job.servers.cores[0].machine.restores
+    restores = job.servers.cores[0].machine.job.restores
     add(job, two, variables[0])
     assert restores._prepared is not None
     add(job, one, variables[0])

@@ -15,11 +15,9 @@ from tests.kit.internals import (
     Fenced,
     Generation,
     GenerationClosed,
-    HeldCall,
     InvalidRequest,
     JobStarted,
     Lost,
-    Read,
     ServerLost,
     Session,
     Task,
@@ -27,7 +25,6 @@ from tests.kit.internals import (
     TensorSpec,
     Timeouts,
     Turn,
-    Watch,
     count_of,
 )
 from tests.kit.rig import (
@@ -91,7 +88,7 @@ def test_a_process_that_goes_away_is_noticed(serve):
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session
     held = verb.watch(session, 0, UNTIL_ENDED)
-    eventually(lambda: len(servers.cores[0].machine.waiters.rows[HeldCall]) == 1)
+    eventually(lambda: len(servers.cores[0].machine.watches.ends) == 1)
     if servers.remote:
         verb.close()  # type: ignore[attr-defined]
     else:
@@ -199,8 +196,8 @@ def test_what_waits_ends_with_its_server(job):
         server.snapshot(job.token, order.id, ""),
     ]
     job.arrived(one)
-    eventually(lambda: machine.waiters.rows[Read] and machine.waiters.rows[Watch])
-    eventually(lambda: machine.snapshots._saves[order.id].shard._done_callbacks)
+    eventually(lambda: machine.job.reads.calls and machine.watches.news)
+    eventually(lambda: machine.job.snapshots.saves[order.id].shard._done_callbacks)
     job.servers.cores[0].close()
     for future in waiting:
         with pytest.raises(ServerLost, match="server is shutting down") as told:

@@ -142,7 +142,7 @@ def test_a_slot_takes_its_place_where_there_is_room(job, two):
     slot = table_of(job, two[0], slot=SlotTensor("adam/users/m", "float32", (2,), 0.25))
     assert looked_up(job, two[0], slot, 1, 10_000) == [0.25, 0.25]
     momentum = job.approve(momentum_of(table, slot), two[0])
-    store = job.servers.cores[0].machine.store
+    store = job.servers.cores[0].machine.job.store
 
     def pushed(room):
         store.memory_limit = store.nbytes + room

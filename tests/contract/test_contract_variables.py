@@ -15,7 +15,6 @@ from tests.kit.internals import (
     Payload,
     PlacedVariable,
     PSError,
-    Read,
     TensorSpec,
     VariableMismatch,
     VariableSpec,
@@ -200,7 +199,7 @@ def test_a_read_waits_for_its_round(job, worker):
     variable, plan = job.adder(worker, [10, 20])
     before = job.value(worker, variable)
     reading = job.verbs[0].pull(worker.session, [variable.id], 0)
-    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Read])
+    eventually(lambda: job.servers.cores[0].machine.job.reads.calls)
     with pytest.raises(InvalidRequest, match="variable 5 has no value"):
         job.verbs[0].pull(worker.session, [5], 3).result(SOON)
     assert not reading.done()

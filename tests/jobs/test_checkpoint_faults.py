@@ -615,7 +615,7 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
         train(range(100), 2.0)
         job.save(worker, "run/ckpt-1")
         expected = joined(
-            [state_of(core.machine.store.tables()[0].freeze(-1)) for core in servers.cores], range(BUCKETS)
+            [state_of(core.machine.job.store.tables()[0].freeze(-1)) for core in servers.cores], range(BUCKETS)
         )
     with processes(root, {task: point}) as (servers, started):
         job, worker, train = job_with_a_table(servers)
@@ -627,6 +627,6 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
     with serving("core", 1, root) as servers:
         job, worker, train = job_with_a_table(servers)
         assert job.restore(worker, "run").path == "run/ckpt-1"
-        assert state_of(servers.cores[0].machine.store.tables()[0].freeze(-1)).equals(expected)
+        assert state_of(servers.cores[0].machine.job.store.tables()[0].freeze(-1)).equals(expected)
         job.save(worker, "run/ckpt-3")
     assert files(root) == whole(1) | whole(3, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -175,7 +176,8 @@ def test_a_full_server_is_passed_over(ps_strategy):
     """What does not fit on one goes to another, by either strategy; what fits on none is refused, with the limit."""
     with InProcessCluster(2) as cluster:
         for core in cluster.cores:
-            core.machine.store.memory_limit = 8000
+            machine = core.machine
+            machine._config = replace(machine._config, memory_limit=8000)
         options = {"cluster_resolver": cluster.resolver(), "ps_strategy": ps_strategy}
         with ps.ParameterServerStrategy(**options) as strategy, strategy.scope():
             made = [ps.Variable(np.zeros(size), name=f"v{size}") for size in (800, 500, 400, 150, 100)]

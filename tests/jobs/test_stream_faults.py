@@ -120,7 +120,7 @@ class Streams(Site):
     def stored(self):
         """What the variables are at this moment, which no client can see."""
         with self.core._lock:
-            values = [self.core.machine.store.find(variable.id).array for variable in self.variables]
+            values = [self.core.machine.job.store.find(variable.id).array for variable in self.variables]
         assert all((value == value[0]).all() for value in values)
         return [float(value[0]) for value in values]
 

@@ -234,7 +234,7 @@ def test_a_server_reads_what_it_is_told(directory):
             optimizer.build([table])
         for first in range(0, many, 4000):
             train(strategy, table, optimizer, [np.arange(first, first + 4000)])
-        tier = cluster.cores[0].machine.store.native.tier
+        tier = cluster.cores[0].machine.job.store.native.tier
         tier.settle()
         rows = list(np.arange(0, many, 50).reshape(-1, 40))  # a page each
         table.prefetch(rows[0])

@@ -101,7 +101,7 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_excluded(stack, name):
         guest.say(3, 1, header, size=len(parts[0][1]), place=0)
     else:
         guest.say(3, 1, header, data=parts[0][1])
-    eventually(lambda: site.core.machine.store.find(site.variables[0].id).array[0] == 102)
+    eventually(lambda: site.core.machine.job.store.find(site.variables[0].id).array[0] == 102)
     guest.sock.close()
     site.job.close([worker.member for worker in others])
     for answer in answers:
@@ -232,7 +232,7 @@ def test_a_push_that_is_sent_again_is_bounded_too(stack, name):
     site = limited(stack, name, elements=1 << 18, variables=12)
     here, other = site.workers
     second = site.push(other, 2)
-    (waiting,) = eventually(lambda: [*site.core.machine.rounds.strands[None].open.values()])
+    (waiting,) = eventually(lambda: [*site.core.machine.job.rounds.strands[None].open.values()])
     payload = waiting.parts[other.session].payload
     held = rests(lambda: payload.end - payload.begin)
     assert 0 < held <= IN_FLIGHT + PART_BYTES

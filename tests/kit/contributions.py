@@ -177,7 +177,7 @@ def full(*values: float) -> list[Array]:
 
 def stored(job: Job, *variables: PlacedVariable) -> list[float]:
     """What a server has of variables at this moment, which no client can see; each must have one number throughout."""
-    values = [job.servers.cores[0].machine.store.find(variable.id).array for variable in variables]
+    values = [job.servers.cores[0].machine.job.store.find(variable.id).array for variable in variables]
     assert all((value == value[0]).all() or np.isnan(value).all() for value in values)
     return [float(value[0]) for value in values]
 
@@ -256,7 +256,9 @@ class Voters:
     @property
     def values(self) -> list[float]:
         """What is in the variable of each server."""
-        return [float(one.machine.store.find(v.id).array[0]) for one, v in zip(self.cores, self.variables, strict=True)]
+        return [
+            float(one.machine.job.store.find(v.id).array[0]) for one, v in zip(self.cores, self.variables, strict=True)
+        ]
 
     @property
     def lasts(self) -> list[int]:

@@ -51,15 +51,17 @@ psserver.rounds            10  pswire wire.servers wire.model psserver wire.netw
                                 psserver.plans psserver.state psserver.execution psserver.values
 psserver.checkpoints       11  pswire wire.model psserver psserver.tables psserver.plans wire.checkpoint
                                 psserver.state psserver.rounds psserver.values
-psserver.core              12  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
+psserver.services          12  pswire wire.model wire.servers wire.api psserver psserver.plans psserver.state
+                                psserver.rounds psserver.checkpoints
+psserver.core              13  pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver
                                 wire.network psserver.programs wire.api psserver.plans psserver.tables psserver.tiers
                                 wire.checkpoint psserver.state psserver.checkpoints psserver.execution psserver.rounds
-                                psserver.values
-psserver.telemetry         13  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
+                                psserver.services psserver.values
+psserver.telemetry         14  pswire wire.model wire.telemetry wire.views wire.page psserver wire.network
                                 psserver.tables psserver.state psserver.core
-psserver.cli               14  pswire wire.model wire.security wire.telemetry psserver psserver.network psserver.core
+psserver.cli               15  pswire wire.model wire.security wire.telemetry psserver psserver.network psserver.core
                                 psserver.telemetry
-psserver.__main__          15  psserver.cli
+psserver.__main__          16  psserver.cli
 psclient.ops                2  wire.model
 src.arrays                  2  pswire wire.model
 src.interpreter             2
@@ -304,8 +306,8 @@ BRIEF: dict[str, str] = {
     "psserver.network.transport_connection.Connection.close": "no wait: a socket's shutdown",
     "psserver.network.transport_connection.Connection._answer_round": OVER,
     "psserver.network.transport_connection.Connection._answer_pull": OVER,
-    "psserver.network.grpc_service.Service._wait": OVER,
-    "psserver.network.grpc_service.Service._send_answer": OVER,
+    "psserver.network.grpc_service.GrpcService._wait": OVER,
+    "psserver.network.grpc_service.GrpcService._send_answer": OVER,
     "psserver.checkpoints.snapshots._follow": OVER,
     "psserver.state.counters.ServerCounters.written": OVER,
     "psserver.tiers.tier.Tier.__init__": "makes what its thread waits for",

@@ -105,7 +105,7 @@ from psserver.cli import command as psserver_command, OUTLIVED
 from psserver.config import LEAST_IN_FLIGHT, server_config, ServerConfig
 from psserver.core.core import Core
 from psserver.rounds.digests import ROUNDS as DIGEST_ROUNDS
-from psserver.core.waiting import HeldCall, MAX_CALLS, Read, Watch
+from psserver.calls import MAX_CALLS
 from psserver.effects import Others, Peer
 from psserver.registry import Registry
 from psserver.values.dense import Dense

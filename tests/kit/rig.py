@@ -402,7 +402,7 @@ class JobWithValues(Job):
         for server in {0, *servers}:
             create(self.verbs[server], creator.session, variable.id, spec, servers)
         for server in servers:
-            self.servers.cores[server].machine.store.initialize(variable.id, np.array(value))
+            self.servers.cores[server].machine.job.store.initialize(variable.id, np.array(value))
         self.variables.append(variable)
         return variable
 

@@ -410,7 +410,7 @@ class World:
 
     def fail(self, server: Task, variable: int, always: bool = False) -> None:
         """The memory of a server fails: the next value of a variable has another bit; or every one, from now on."""
-        store = self.servers[server.index].core.machine.store
+        store = self.servers[server.index].core.machine.job.store
         commit = store.commit
 
         def failing(values: Mapping[int, Any]) -> None:
@@ -520,7 +520,7 @@ class World:
             held = [n for n, (_, where) in enumerate(self.cluster.workload.created) if server.index in where]
             status = server.core.status()
             if server.alive and not server._paused and status.incarnation in status.incarnations:
-                found = {float(x) for n in held for x in np.asarray(server.core.machine.store.find(n).array)}
+                found = {float(x) for n in held for x in np.asarray(server.core.machine.job.store.find(n).array)}
                 assert found == {total}, f"server {server.index} holds {found}, and workers have seen {total}"
         counted = []
         for task in self.members:

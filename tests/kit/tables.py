@@ -167,7 +167,7 @@ class Job:
     def state(self) -> inside.TableState:
         """The state of all parts, with the tensors beside the rows in the order of their names."""
         self.table.size()  # all rounds are over then, on all servers
-        stored = [core.machine.store.tables()[0] for core in self.cluster.cores]
+        stored = [core.machine.job.store.tables()[0] for core in self.cluster.cores]
         states = []
         for each in stored:
             held = state_of(each.freeze(-1))

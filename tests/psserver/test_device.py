@@ -63,10 +63,11 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job on a server whose variables are elsewhere, and whose rounds stream."""
     streaming(monkeypatch)
     one = core()
-    one.machine.store.device = Elsewhere(0)
     monkeypatch.setattr(Elsewhere, "core", one, raising=False)
     monkeypatch.setattr(Elsewhere, "brought", 0)
-    return JobWithValues(Servers([one], [one], Clock(), Path("nowhere"), False))
+    found = JobWithValues(Servers([one], [one], Clock(), Path("nowhere"), False))
+    one.machine.job.store.device = Elsewhere(0)
+    return found
 
 
 def test_a_resend_is_answered_with_values_brought_without_the_lock(job: Job) -> None:

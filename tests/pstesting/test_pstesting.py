@@ -326,10 +326,10 @@ def test_a_run_can_be_replayed(tmp_path, kind, streams, monkeypatch, stack):
     replay = Replay(recording)
     replay.run()
     assert replay.machine.status(clock()) == one.status()
-    mine, theirs = replay.machine.store.values(), one.machine.store.values()
+    mine, theirs = replay.machine.job.store.values(), one.machine.job.store.values()
     assert mine.keys() == theirs.keys()
     assert all((mine[id] == theirs[id]).all() for id in theirs)
-    assert replay.machine.log.entries == one.machine.log.entries
+    assert replay.machine.job.log.entries == one.machine.job.log.entries
     answered = {arg for step in steps if not isinstance(step, Grown) for arg in step.args if isinstance(arg, Future)}
     assert len(answered) > 40
     assert all(same(replay.futures[future], future) for future in answered)

@@ -84,9 +84,9 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
     attacker.server.leave(attacker.session, "")
     core = site.core
     eventually(lambda: not site.thread._server._service._bells)
-    assert all(len(core.machine.waiters.rows[kind]) <= inside.MAX_CALLS for kind in (inside.HeldCall, inside.Watch))
-    assert len(core.machine.waiters.rows[inside.Read]) <= inside.MAX_CALLS
-    assert core.machine.rounds.sessions() == set()
+    watches = core.machine.watches
+    assert all(len(calls) <= inside.MAX_CALLS for calls in (watches.ends, watches.news, core.machine.job.reads.calls))
+    assert core.machine.job.rounds.waiting() == ()
     site.round()
 
 

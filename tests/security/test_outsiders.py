@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from psserver import registry
-from psserver.core import waiting
+from psserver.calls import MAX_CALLS
 from psserver.plans import memory
 from psserver.rounds import sequences
 from pstesting.clock import Clock
@@ -107,12 +107,12 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
 def test_what_an_outsider_says_is_refused(two: Two, case: str) -> None:
     """The log stays as it is, and members go on and restore as if nobody had asked."""
     says, words = REFUSED[case]
-    before, log = [one.status() for one in two.cores], list(two.cores[0].machine.log.entries)
+    before, log = [one.status() for one in two.cores], list(two.cores[0].machine.job.log.entries)
     with pytest.raises(inside.InvalidRequest, match=words):
         says(two)
     assert [one.status() for one in two.cores] == before
-    assert two.cores[0].machine.log.entries == log
-    assert not two.cores[0].machine.log.proposed
+    assert two.cores[0].machine.job.log.entries == log
+    assert not two.cores[0].machine.job.log.proposed
     assert [state.join_point for state in two.cores[0].machine.members.states(0.0)] == ["", "", ""]
     two.round()
     worker = two.members[0]
@@ -194,9 +194,9 @@ WAITING: dict[str, Callable[[Two, int], Any]] = {
 @pytest.mark.parametrize("kind", WAITING)
 def test_what_one_session_waits_for_is_bounded(two: Two, kind: str) -> None:
     """The oldest of too many end: their clients have gone away, or make more than anybody needs."""
-    waits = [WAITING[kind](two, two.session) for _ in range(waiting.MAX_CALLS + 10)]
+    waits = [WAITING[kind](two, two.session) for _ in range(MAX_CALLS + 10)]
     other = WAITING[kind](two, two.members[0].session)
-    assert [future.done() for future in waits] == [True] * 10 + [False] * waiting.MAX_CALLS
+    assert [future.done() for future in waits] == [True] * 10 + [False] * MAX_CALLS
     with pytest.raises(inside.InvalidRequest, match="later calls"):
         waits[0].result(SOON)
     two.job.variable(two.members[0], np.zeros(4, "float32"))
@@ -300,4 +300,4 @@ def test_who_only_looks_is_told_at_once() -> None:
     """Also where nothing has happened yet: nobody would know that it is gone, and has not to be waited for."""
     with closing(core()) as one:
         assert one.watch(0, 0, 0).done()
-        assert len(one.machine.waiters.rows[waiting.Watch]) == 0
+        assert len(one.machine.watches.news) == 0

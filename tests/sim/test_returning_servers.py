@@ -116,7 +116,7 @@ def test_a_full_disk_while_a_server_comes_back_is_named(caplog):
     with World() as job:
         job.rounds(5)
         lose(job, PS1)
-        place = job.servers[0].core.machine.snapshots._place
+        place = job.servers[0].core.machine.job.snapshots._place
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(place, "put", full)
             job.start(PS1)

@@ -65,7 +65,7 @@ def test_tables_and_deltas_of_format_4_are_restored(tmp_path, servers):
                 keys = np.array(list(rows))
                 assert np.asarray(users.lookup(keys)).tolist() == [*map(list, rows.values())]
                 assert sorted(users.keys().tolist()) == sorted(rows)
-                stored = [core.machine.store.tables() for core in cluster.cores]
+                stored = [core.machine.job.store.tables() for core in cluster.cores]
                 counted = {each.part.table: 0 for tables in stored for each in tables}
                 for each in (each for tables in stored for each in tables):
                     counted[each.part.table] += each.table.counted

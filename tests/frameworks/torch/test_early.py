@@ -65,7 +65,7 @@ def test_a_server_updates_a_layer_before_backward_ends(transport):
         module = Wide()
         optimizer = sgd(strategy, module)
         handle = optimizer.variables["layers.3.weight"].handle
-        stored = cluster.cores[0].machine.store
+        stored = cluster.cores[0].machine.job.store
         trained(module, optimizer, 1)
         before, seen = stored.value(handle.id).copy(), []
 

@@ -366,7 +366,8 @@ def joiner(*addresses, name="", wanted=None):
 
 def kept(job):
     """The indices that are kept, and when they were asked for last."""
-    places = job.servers.cores[0].machine._indices._kept
+    *_, joining = job.servers.cores[0].machine.job.services
+    places = joining._kept
     return {index: place.seen for index, place in places.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from inspect import currentframe
 from itertools import pairwise
 
@@ -147,7 +148,8 @@ def test_an_interrupt_loses_nothing(cluster, monkeypatch):
 def test_no_room_is_told_where_the_variable_is_created():
     """At once, with its line, and the script may go on with a smaller one."""
     with InProcessCluster() as cluster:
-        cluster.cores[0].machine.store.memory_limit = 1000
+        machine = cluster.cores[0].machine
+        machine._config = replace(machine._config, memory_limit=1000)
         with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy, strategy.scope():
             first = ps.Variable(np.zeros(200, "float32"))
             line = f"{__file__}:{currentframe().f_lineno + 2}"

@@ -218,7 +218,7 @@ def test_an_asynchronous_worker_waits_at_no_boundary(job):
         one.add(plan, 2)
         assert (one.group.round, one.session.waits) == (2, (-1, b""))
         assert int(one.exchange.reads.read(one.exchange._variables[0], now=True)) == 3
-        assert other.session.number in job.servers.cores[0].machine.rounds.fenced
+        assert other.session.number in job.servers.cores[0].machine.job.rounds.fenced
 
 
 def test_a_server_is_told_of_rounds_that_do_not_come_to_it(job):

@@ -119,11 +119,11 @@ def test_a_round_that_fails_later_ends_the_session_and_names_its_line(alone):
     job, one, plan = alone
     other = sum_into(one.create("u", 1))
     job.append(Approved(other))
-    job.servers.cores[1].machine.rounds.refuse(PreparedPlan(other, 1), MemoryLimit("it does not fit"))
+    job.servers.cores[1].machine.job.rounds.refuse(PreparedPlan(other, 1), MemoryLimit("it does not fit"))
     with pytest.raises(MemoryLimit, match=r"it does not fit$"):
         send(one, other, 1)
     assert value_of(one, send(one, plan, 2)) == 2
-    job.servers.cores[0].machine.rounds.refuse(PreparedPlan(plan, 0), MemoryLimit("it does not fit any more"))
+    job.servers.cores[0].machine.job.rounds.refuse(PreparedPlan(plan, 0), MemoryLimit("it does not fit any more"))
     line = f"{Path(__file__).name}:"
     refused = send(one, plan, 1)
     for look in (lambda: value_of(one, refused), one.exchange.window.settle, lambda: send(one, plan, 2)):

@@ -60,7 +60,7 @@ def job_on(root, copied=False, **keys) -> Iterator[tuple[Job, Servers]]:
         one = core(root=root, files=files.submit, **keys)
         servers = Servers([one], [one], Clock(), root, False)
         job = Job(servers)
-        one.machine.store.copied = copied
+        one.machine.job.store.copied = copied
         yield job, servers
         one.close()
 
@@ -76,7 +76,7 @@ def order(job, worker, path="ckpt-1"):
 def adding(job, worker, *variables):
     """Begins a round that adds one to some variables."""
     plan = sum_into(*variables, returned=False)
-    if plan.id not in job.servers.cores[0].machine.rounds.plans:
+    if plan.id not in job.servers.cores[0].machine.job.rounds.plans:
         job.approve(plan, worker)
     future = worker.push(plan, [np.ones(SIZE) for _ in variables])
     worker.round += 1
@@ -114,7 +114,7 @@ def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with job_on(tmp_path) as (job, servers):
         (worker,) = job.join(WORKERS[0])
-        store = servers.cores[0].machine.store
+        store = servers.cores[0].machine.job.store
         a, b, c = variables(job, worker, 3)
         old = [weakref.ref(store.find(v.id).array) for v in (a, c)]
         _, shard = order(job, worker)
@@ -174,7 +174,7 @@ def test_a_round_that_waits_is_looked_at_when_it_may_run(tmp_path, monkeypatch):
     with job_on(tmp_path, snapshot_limit=1) as (job, servers):
         (worker,) = job.join(WORKERS[0])
         many = variables(job, worker, 40)
-        snapshots = servers.cores[0].machine.snapshots
+        snapshots = servers.cores[0].machine.job.snapshots
         held, looks = snapshots._held, []
         _, shard = order(job, worker)
         waits = adding(job, worker, *many)

@@ -51,7 +51,7 @@ class Job1:
     @property
     def stored(self):
         """The table as its server has it."""
-        return self.job.servers.cores[0].machine.store.tables()[0]
+        return self.job.servers.cores[0].machine.job.store.tables()[0]
 
     def add(self, keys, value=1.0):
         """Begins a round that adds a number to rows."""
@@ -137,7 +137,7 @@ def test_a_round_writes_its_own_rows_aside(tmp_path, monkeypatch):
     with trained(tmp_path) as job:
         plan, shard = job.order("ckpt-1")
         held = lambda: job.job.verbs[0].status().snapshot_bytes  # noqa: E731
-        eventually(lambda: job.job.servers.cores[0].machine.snapshots.saving[0].nbytes == 8000)
+        eventually(lambda: job.job.servers.cores[0].machine.job.snapshots.saving[0].nbytes == 8000)
         assert held() == 0
         for _ in range(3):
             job.train(range(100))
@@ -226,7 +226,7 @@ def test_parts_of_asynchronous_jobs_may_be_of_different_rounds(tmp_path):
             for number, half in enumerate(halves)
         ]
         plans = [job.approve(by_keys(part), worker) for part in parts]
-        stored = [one.machine.store.tables()[0] for one in cores]
+        stored = [one.machine.job.store.tables()[0] for one in cores]
 
         def train(server, count):
             for _ in range(count):

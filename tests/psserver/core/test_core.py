@@ -34,7 +34,18 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
-from pswire.model.log import Approved, Done, Generation, GenerationClosed, Gone, JobStarted, Member, Return, Start
+from pswire.model.log import (
+    Approved,
+    Done,
+    Generation,
+    GenerationClosed,
+    Gone,
+    JobStarted,
+    Member,
+    Return,
+    Snapshotted,
+    Start,
+)
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, Turn, VariableSpec
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
@@ -149,7 +160,7 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     (one,) = job.join(A)
     variables = [job.variable(one, np.array(value)) for value in (1, 5)]
     plan = job.approve(sum_into(variables[0]), one)
-    monkeypatch.setattr(job.servers.cores[0].machine.store, "device", SimpleNamespace(gpu=0, get=np.copy))
+    monkeypatch.setattr(job.servers.cores[0].machine.job.store, "device", SimpleNamespace(gpu=0, get=np.copy))
     answer = one.push(plan, [3], want=tuple(variable.id for variable in variables))
     late.queue.popleft()()
     assert (answer.done(), len(late.queue)) == (False, 1)
@@ -177,7 +188,7 @@ def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
     with pytest.raises(MemoryLimit) as told:
         create(job.verbs[1], one.session, 0, spec, (1,))
     assert told.value.task == "/job:ps/task:1"
-    assert cores[0].machine.log.entries == cores[1].machine.log.entries
+    assert cores[0].machine.job.log.entries == cores[1].machine.job.log.entries
 
 
 def test_leases_end_by_ticks_alone(job):
@@ -297,20 +308,21 @@ class Told:
         self.close(Member(A, self.a, 1), Member(B, self.b, 1))
         self.variable = PlacedVariable(0, VariableSpec("v", VALUE), (0,))
         self.tell("create_batch", CreateBatchRequest(self.a, (self.variable,)))
-        self.machine.store.initialize(0, np.zeros(2, "float32"))
+        self.machine.job.store.initialize(0, np.zeros(2, "float32"))
         self.plan = self.approve(sum_into(self.variable, returned=False))
 
     def tell(self, name, *args):
         """Lets a stimulus in; returns its answer, and what is to be done."""
-        answer, effects = getattr(self.machine, name)(self.now, *args)
+        answer, effects = self.machine.verb(name)(self.now, *args)
         return answer, [*effects, *self.machine.progress(self.now)]
 
     def append(self, *entries):
         prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
-        return self.tell("approve", ApproveRequest(self.token, len(self.machine.log.entries), entries), prepared)[1]
+        entry = ApproveRequest(self.token, len(self.machine.job.log.entries), entries)
+        return self.tell("approve", entry, prepared)[1]
 
     def close(self, *members):
-        number = self.machine.rounds.generation.number + 1 if self.machine.rounds.generation else 1
+        number = self.machine.job.rounds.generation.number + 1 if self.machine.job.rounds.generation else 1
         return self.append(GenerationClosed(Generation(number, members, start=Start(number, 0))))
 
     def approve(self, plan):
@@ -368,13 +380,25 @@ def test_who_is_back_makes_no_round_of_before(told):
     begin(told, 99)
     told.append(Gone(0, "was lost"), Gone(2, "was lost"))
     plan = reduce_only(VALUE)
-    vote = Vote(told.machine.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
+    vote = Vote(told.machine.job.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
     told.append(Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
     told.tell("testify", 1, said_by_servers.Testimony(vote.job, 2, (vote,), 0))
-    assert [open.round for open in told.machine.rounds.waiting()] == [3]
+    assert [open.round for open in told.machine.job.rounds.waiting()] == [3]
     told.append(back(0, 100, 5))
-    assert not told.machine.rounds.waiting()
-    assert told.machine.rounds.last == 4
+    assert not told.machine.job.rounds.waiting()
+    assert told.machine.job.rounds.last == 4
+
+
+def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(told):
+    """A server that is back reads its variables while another job begins, whose variables have the same numbers."""
+    begin(told, 99)
+    saving = replace(reduce_only(VALUE), snapshot=SnapshotOrder("x", (0, 1, 2), returns=1))
+    told.append(Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
+    (reading,) = (effect for effect in told.append(Snapshotted(saving.id, 4, "x")) if isinstance(effect, Work))
+    begin(told, 100)
+    read = SimpleNamespace(arrays={0: np.ones(2, "float32")}, tables=[])
+    told.tell("worked", reading, (read, lambda: None), None)
+    assert not told.machine.job.store.initialized(0)
 
 
 def kinds(effects):
@@ -389,9 +413,9 @@ def test_a_round_waits_for_all_its_members(told):
     assert (step.queue, step.follows, step.future) == ("arrays", False, None)
     run, *replies, counted = told.made(step)
     assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
-    answer = RoundReply(0, told.machine.rounds.generation, False, (), replies[0].value.payload, ())
+    answer = RoundReply(0, told.machine.job.rounds.generation, False, (), replies[0].value.payload, ())
     assert replies == [Reply(first, answer), Reply(second, answer)]
-    assert told.machine.store.find(0).array.tolist() == [2, 2]
+    assert told.machine.job.store.find(0).array.tolist() == [2, 2]
 
 
 def test_a_push_that_is_on_its_way_is_looked_at_again(told):
@@ -449,7 +473,7 @@ def test_a_new_job_fails_all_that_waits(told):
 def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
     """It may come behind a newer one. Until a session has said what it does, one is refused."""
     clocks = []
-    monkeypatch.setattr(told.machine.rounds.clocks, "tell", lambda *said: clocks.append(said))
+    monkeypatch.setattr(told.machine.job.rounds.clocks, "tell", lambda *said: clocks.append(said))
     with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
         told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))
     told.tell("heartbeat", HeartbeatRequest(told.a, 5, told.plan.id, Pace(steps=3), 7))
@@ -464,7 +488,7 @@ def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(to
 def test_a_lease_that_ends_is_news(told):
     watch = Future()
     version = told.machine.members.version
-    assert told.tell("watch", WatchRequest(told.a, len(told.machine.log.entries), version), watch)[1] == []
+    assert told.tell("watch", WatchRequest(told.a, len(told.machine.job.log.entries), version), watch)[1] == []
     effects = []
     while told.now <= told.machine.members.lease:
         assert effects == []
@@ -495,7 +519,7 @@ def test_work_that_fails_ends_its_round_for_all(told):
         (first, InvalidRequest, "no"),
         (second, InvalidRequest, "no"),
     ]
-    assert told.machine.store.find(0).array.tolist() == [0, 0]
+    assert told.machine.job.store.find(0).array.tolist() == [0, 0]
     told.push(told.a, round=1)
     assert kinds(told.push(told.b, round=1)[1]) == [Work]
 

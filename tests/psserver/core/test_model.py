@@ -374,7 +374,7 @@ class Driver:
     def resume(self, times: int) -> None:
         """Goes on for some calls; if there is a newer chief, it decides nothing."""
         for _ in range(times):
-            log = self.model.cores[0].machine.log.entries
+            log = self.model.cores[0].machine.job.log.entries
             before, token = len(log), self.session.token
             replaced = 0 < token < self.model.cores[0].machine.members.token
             ended = self.model.over
@@ -613,7 +613,7 @@ class Model(RuleBasedStateMachine):
 
     @property
     def over(self) -> bool:
-        return self.cores[0].machine.log.over
+        return self.cores[0].machine.job.log.over
 
     def lost(self) -> ServerLost:
         (server,) = self.dead
@@ -867,7 +867,7 @@ class Model(RuleBasedStateMachine):
         """Takes in what the servers did, and checks it."""
         self._check_log()
         for number, one in enumerate(self.cores):
-            for key, strand in one.machine.rounds.strands.items():
+            for key, strand in one.machine.job.rounds.strands.items():
                 for round in sorted(strand.records):
                     if isinstance(key, OwnStrand):
                         self.own.recorded(number, key.session, round, strand.records[round])
@@ -878,28 +878,28 @@ class Model(RuleBasedStateMachine):
                 "one waits for another"
             )
             # What several servers vote on changes nothing before; else, amid a round, nobody sees what is there.
-            phase = one.machine.runner.phase
+            phase = one.machine.job.runner.phase
             on_trial = isinstance(phase, Deciding) or (isinstance(phase, Running) and phase.on_trial)
-            if on_trial or not one.machine.store.lent:
+            if on_trial or not one.machine.job.store.lent:
                 assert self._values(number) == (self.totals[number], self.counts[number], self.seconds[number]), (
                     "a variable is not the sum of its rounds, or a round was not counted once"
                 )
-                self.tables.check(number, one.machine.store)
-                self.own.check(number, one.machine.store.values())
+                self.tables.check(number, one.machine.job.store)
+                self.own.check(number, one.machine.job.store.values())
             self.tables.looked_at(number)
         for message in self.messages:
             self._check_answers(message)
 
     def _values(self, number: int) -> tuple[int, ...]:
-        values = self.cores[number].machine.store.values()
+        values = self.cores[number].machine.job.store.values()
         return tuple(int(values.get(place * len(self.cores) + number, 0)) for place in range(3))
 
     def _check_log(self) -> None:
         """One log, and generations in order. Before server 0 has a job, a chief that was killed may have begun
         others."""
-        log = self.cores[0].machine.log.entries
+        log = self.cores[0].machine.job.log.entries
         for one in self.cores[1:] if log else ():
-            assert one.machine.log.entries == log[: len(one.machine.log.entries)], "two logs differ"
+            assert one.machine.job.log.entries == log[: len(one.machine.job.log.entries)], "two logs differ"
         closed = [entry.generation for entry in log if isinstance(entry, GenerationClosed)]
         assert [generation.number for generation in closed] == list(range(1, len(closed) + 1))
         self.generations = {generation.number: generation for generation in closed}
@@ -1106,7 +1106,7 @@ class Model(RuleBasedStateMachine):
             replay = Replay(recording)
             replay.run()
             assert replay.machine.status(self.clock()) == one.status()
-            found, values = replay.machine.store.values(), one.machine.store.values()
+            found, values = replay.machine.job.store.values(), one.machine.job.store.values()
             assert found.keys() == values.keys()
             assert all(np.array_equal(found[id], value) for id, value in values.items())
 
@@ -1142,7 +1142,7 @@ class Mortal(Model):
         if not self.drivers or self.drivers[-1].strand.over:
             self.new_chief()
             self.go_on(12)
-        server, log = which % len(self.cores), self.cores[0].machine.log.entries
+        server, log = which % len(self.cores), self.cores[0].machine.job.log.entries
         if log and not self.over and self.drivers[-1].session.token and not self.drivers[-1].strand.over:
             self.dead.add(server)
             self.votes[:] = [found for found in self.votes if found[1] != server and (said or found[0] != server)]

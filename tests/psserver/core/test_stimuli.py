@@ -14,10 +14,16 @@ import numpy as np
 import pytest
 
 from psserver.core.machine import Machine
+from psserver.core.peers import VotingPeers
 from psserver.core.stimuli import KEPT, LONGEST, QUIET, Stimuli, Stimulus, told
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
+from psserver.services.chunks import ChunkQueue
+from psserver.services.closures import Closures
+from psserver.services.joining import JoiningWorkers
+from psserver.services.service import Service
+from psserver.services.standbys import Standbys
 from pswire import api
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -166,6 +172,14 @@ def registry() -> Registry:
     return registry
 
 
+SERVICES: tuple[type[Service], ...] = (Closures, ChunkQueue, JoiningWorkers, Standbys, VotingPeers)
+
+
+def serving(name: str) -> type[Service] | None:
+    """The service that has a verb of this name."""
+    return next((service for service in SERVICES if name in service.verbs), None)
+
+
 def stimuli_of(machine: type[Machine]) -> set[str]:
     """The stimuli of a machine: what takes the time first and answers with effects."""
     methods = inspect.getmembers(machine, inspect.isfunction)
@@ -189,14 +203,16 @@ def only(stimuli: Stimuli, registry: Registry) -> Happened:
 
 def test_every_stimulus_has_words() -> None:
     """A new method of the machine is told to people, too, or is one of those that say nothing."""
-    assert stimuli_of(Machine) == {*WORDS} | WORDLESS
-    assert stimuli_of(Machine) >= QUIET >= WORDLESS
+    known = stimuli_of(Machine).union(*(service.verbs for service in SERVICES))
+    assert known == {*WORDS} | WORDLESS
+    assert known >= QUIET >= WORDLESS
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REQUESTS.values() if kind not in LOOKS])
 def test_every_request_is_a_stimulus(kind: type[ServerRequest[Any]]) -> None:
     """The machine has a method of the verb's name, which takes the request, and answers as the request says."""
-    hints = get_type_hints(getattr(Machine, kind.method))
+    service = serving(kind.method)
+    hints = get_type_hints(getattr(service or Machine, kind.method))
     assert hints["asked"] is kind
     if kind.waits:
         assert hints["future"] == Future[kind.answer]  # type: ignore[name-defined]
@@ -209,7 +225,9 @@ def test_every_request_is_a_stimulus(kind: type[ServerRequest[Any]]) -> None:
 def test_a_stimulus_in_words(registry: Registry, name: str, args: tuple[Any, ...], words: str) -> None:
     """By whom and about what; the arguments are those that the machine takes. No secret is in the words: neither a
     chief's token, nor a transport's, nor what was drawn by lot, nor the whole number of a session."""
-    inspect.signature(getattr(Machine, name)).bind(None, 0.0, *args)
+    service = serving(name)
+    first = W0 if service is not None and service.for_sessions else 0.0
+    inspect.signature(getattr(service or Machine, name)).bind(None, first, *args)
     happened = only(kept(name, *args), registry)
     assert (happened.seconds, happened.what, happened.refused) == (2.5, name, "")
     assert happened.said == words

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Ahead, HeldCall, Owed, Read, Waiters, Watch
+from psserver.calls import MAX_CALLS
+from psserver.core.reads import Reads
 from psserver.devices import ServerDevice
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.rounds.clocks import Clocks
+from psserver.rounds.late_answers import LateAnswers
+from psserver.services.watches import Watches
 from psserver.values.dense import Dense
-from pswire.api import UNTIL_ENDED, UNTIL_GONE, PullRequest
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, PullRequest, WatchRequest
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, ServerLost
 from pswire.model.consistency import Consistency
@@ -26,38 +29,56 @@ ONE, TWO = 1, 2
 
 
 class Table:
-    """Waiters, and what they wait for: a log, a round that may write, rounds that are complete."""
+    """Calls, and what they wait for: a log, a round that may write, rounds that are complete."""
 
     def __init__(self):
         self.log = SimpleNamespace(entries=[], losses=[], proposed={}, traces={})
         self.members = SimpleNamespace(version=0, states=lambda now: ())
         value = np.ones(1, "float32")
         self.store = SimpleNamespace(
-            lent=set(),
+            lent=frozenset(),
             find=lambda id: Dense(value),
             views=lambda ids: [Dense(value) for _ in ids],
             check_rows=lambda reads: None,
             ask=lambda reads: [],
             device=ServerDevice.parse("cpu"),
         )
-        self.rounds = SimpleNamespace(last=-1, clocks=Clocks(), backlog=SimpleNamespace(behind=False, awaits=0))
-        self.ended = {}
-        self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self.reply)
+        backlog = SimpleNamespace(behind=False, awaits=0)
+        self.rounds = SimpleNamespace(last=-1, clocks=Clocks(), backlog=backlog, generation=None)
+        self.replied = []
+        self.watches = Watches(self.members)
+        self.reads = Reads(self.store, self.rounds)
+        self.late = LateAnswers(self.store, self.rounds, str, self.reply)
+        self.calls = {
+            "news": self.watches.news,
+            "losses": self.watches.losses,
+            "ends": self.watches.ends,
+            "reads": self.reads.calls,
+            "owed": self.late.owed,
+            "ahead": self.late.ahead,
+        }
 
-    def reply(self, row):
-        return [Reply(row.future, "the answer")]
+    def reply(self, record, waiters):
+        return [Reply(future, "the answer") for _, future in waiters]
 
     def add(self, kind, session=ONE, after=0, alone=False):
         """The future of a call that waits; `after` is the round of one that is owed, `alone` one that is no step."""
         future = Future()
-        said = SimpleNamespace(session=session, round=after, want=(), lookups=(), alone=alone)
-        watch, read = {Watch: (after, -1), HeldCall: (after, UNTIL_GONE)}, (PullRequest(session, (0,), after),)
-        more = {**watch, Read: read, Owed: ("record", said)}[kind]
-        self.waiters.add(kind(session, future, *more))
+        if kind in WATCHED:
+            asked = WatchRequest(session, after, WATCHED[kind])
+            self.carry_out(self.watches.add(asked, future, self.log, 0.0))
+        elif kind == "reads":
+            self.carry_out(self.reads.add(PullRequest(session, (0,), after), future))
+        else:
+            said = SimpleNamespace(session=session, round=after, want=(), lookups=(), alone=alone)
+            self.late.add(said, future, "record")
         return future
 
     def progress(self):
-        for effect in self.waiters.answers(0.0, self.ended.get, len(self.ended)):
+        self.carry_out([*self.late.due(), *self.reads.answers(), *self.watches.answers(self.log, 0.0)])
+
+    def carry_out(self, effects):
+        for effect in effects:
             match effect:
                 case Reply(future, value):
                     settle(future, value)
@@ -66,25 +87,30 @@ class Table:
                 case Work(queue="arrays", call=call, args=args, future=future):
                     settle(future, *attempt(lambda call=call, args=args: call(*args)))
 
+    def end(self, session, error):
+        for calls in (self.watches, self.reads.calls, self.late):
+            self.carry_out(calls.session_ended(session, error))
+
     def let_all(self):
         """All that is waited for has come."""
         self.log.entries.append("an entry")
         self.log.losses.append("a loss")
-        self.rounds.last, self.store.lent = 0, set()
+        self.rounds.last, self.store.lent = 0, frozenset()
         self.progress()
 
-    def waiting(self):
-        return tuple(len(self.waiters.rows[kind]) for kind in KINDS)
+    def waiting(self, kind):
+        return len(list(self.calls[kind]))
 
 
-KINDS = (Watch, HeldCall, Read, Owed)
+WATCHED = {"news": -1, "losses": UNTIL_GONE, "ends": UNTIL_ENDED}
+KINDS = ("news", "losses", "reads", "owed")
 
 
 @pytest.fixture
 def table():
     """A round writes, and nothing has happened so far."""
     found = Table()
-    found.store.lent = {0}
+    found.store.lent = frozenset({0})
     return found
 
 
@@ -97,20 +123,20 @@ def test_a_call_waits_until_there_is_what_it_waits_for(table, kind):
     """And is answered once."""
     future = table.add(kind)
     table.progress()
-    assert (done(future), sum(table.waiting())) == ([False], 1)
+    assert (done(future), table.waiting(kind)) == ([False], 1)
     table.let_all()
-    assert (done(future), future.exception(), sum(table.waiting())) == ([True], None, 0)
+    assert (done(future), future.exception(), table.waiting(kind)) == ([True], None, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ends"])
 def test_whose_session_has_ended_is_told_why(table, kind):
     """Whatever it waits for has come or not; the others wait on."""
     mine, other = table.add(kind), table.add(kind, TWO)
-    table.ended[ONE] = Fenced("it was ended")
-    table.members.version += 1
+    error = Fenced("it was ended")
+    table.end(ONE, error)
     table.progress()
     assert done(mine, other) == [True, False]
-    assert mine.exception() is table.ended[ONE]
+    assert mine.exception() is error
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,40 +153,27 @@ def test_calls_of_one_session_are_bounded(table, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_whose_caller_has_gone_away_waits_no_more(table, kind):
     table.add(kind).cancel()
-    table.members.version += 1
-    table.progress()
-    assert not any(table.waiting())
-
-
-def test_all_are_given_up_together(table):
-    futures = [table.add(kind, session) for kind in KINDS for session in (ONE, TWO)]
-    assert set(table.waiters.drop(lambda session: session == TWO)) == {futures[1], *futures[3:]}
-    assert table.waiting() == (1, 1, 0, 0)
+    table.let_all()
+    assert not table.waiting(kind)
 
 
 def test_who_comes_looks_at_nobody_else(table):
-    """Of a thousand processes each holds a call, and each that comes must not look at those of all others."""
-    held = [table.add(HeldCall, session) for session in range(ONE, 50)]
-    looked = []
-    ends = 0
-    assert not table.waiters.answers(0.0, looked.append, ends)
-    looked.clear()
-    table.add(HeldCall, 50)
-    assert not table.waiters.answers(0.0, looked.append, ends)
-    assert looked == [50]
-    table.members.version += 1
-    assert not table.waiters.answers(0.0, looked.append, ends)
-    assert looked == [50]
-    table.waiters.answers(0.0, looked.append, ends + 1)
-    assert len(looked) == len(held) + 2
+    """Of a thousand processes each holds calls, and each that comes must not look at those of all others."""
+    held = [table.add(kind, session) for session in range(ONE, 50) for kind in ("losses", "news")]
+    table.progress()
+    held[0].cancel()  # which a look at it would find out
+    table.add("losses", 50)
+    assert table.waiting("losses") == 50
+    table.log.losses.append("a loss")
+    table.progress()
+    assert done(*held) == [True, False] * 49
 
 
 def test_who_waits_for_the_end_hears_no_news(table):
     """And who has no session waits for nothing."""
-    until, looking, reading = Future(), Future(), Future()
-    table.waiters.add(HeldCall(ONE, until, 0, UNTIL_ENDED))
-    table.waiters.add(Watch(0, looking, 0, 0))
-    table.waiters.add(Read(0, reading, PullRequest(0, (5,), 9)))
+    until, looking, reading = table.add("ends"), Future(), table.add("reads", 0, 9)
+    table.carry_out(table.watches.add(WatchRequest(0, 0, 0), looking, table.log, 0.0))
+    table.store.lent = frozenset()
     table.progress()
     assert done(until, looking, reading) == [False, True, True]
     table.let_all()
@@ -171,11 +184,11 @@ def test_a_variable_that_is_written_is_not_read(table):
     table.rounds.last = 0
     futures = [Future(), Future()]
     for id, future in enumerate(futures):
-        table.waiters.add(Read(ONE, future, PullRequest(ONE, (id,), 0)))
+        table.reads.add(PullRequest(ONE, (id,), 0), future)
     table.progress()
     assert done(*futures) == [False, True]
     with pytest.raises(InvalidRequest, match="twice"):
-        table.waiters.add(Read(ONE, Future(), PullRequest(ONE, (1, 1), 0)))
+        table.reads.add(PullRequest(ONE, (1, 1), 0), Future())
 
 
 def bounded(table, workers):
@@ -184,7 +197,7 @@ def bounded(table, workers):
         Member(Task("worker", each), each + 1, 1, Consistency("bounded", staleness=1)) for each in range(workers)
     )
     table.rounds.clocks.close_generation(None, Generation(1, members))
-    table.store.lent = set()
+    table.store.lent = frozenset()
 
 
 def test_an_answer_ahead_waits_until_the_last_has_come_near(table):
@@ -193,14 +206,14 @@ def test_an_answer_ahead_waits_until_the_last_has_come_near(table):
     clocks = table.rounds.clocks
     for session in (ONE, TWO):
         clocks.over(session, 1, False)
-    futures = [table.add(Owed, session, 1) for session in (ONE, TWO)]
+    futures = [table.add("owed", session, 1) for session in (ONE, TWO)]
     table.progress()
-    assert (done(*futures), len(table.waiters.rows[Ahead])) == ([False, False], 2)
-    table.store.lent = {0}
+    assert (done(*futures), table.waiting("ahead")) == ([False, False], 2)
+    table.store.lent = frozenset({0})
     clocks.over(3, 0, False)
     table.progress()
-    assert (done(*futures), table.waiting()) == ([False, False], (0, 0, 0, 2))
-    table.store.lent = set()
+    assert (done(*futures), table.waiting("ahead"), table.waiting("owed")) == ([False, False], 0, 2)
+    table.store.lent = frozenset()
     table.progress()
     assert done(*futures) == [True, True]
 
@@ -209,9 +222,9 @@ def test_a_round_that_counts_as_no_step_waits_for_no_clock(table):
     """Its number says nothing of how far its worker is."""
     bounded(table, 2)
     table.rounds.clocks.over(ONE, 1, False)
-    futures = [table.add(Owed, ONE, 1), table.add(Owed, ONE, 7, alone=True)]
+    futures = [table.add("owed", ONE, 1), table.add("owed", ONE, 7, alone=True)]
     said = SimpleNamespace(session=ONE, round=7, alone=True)
-    assert table.waiters.hold("record", [(said, futures[1])]) == [(said, futures[1])]
+    assert table.late.hold("record", [(said, futures[1])]) == [(said, futures[1])]
     table.progress()
     assert done(*futures) == [False, True]
 
@@ -219,34 +232,30 @@ def test_a_round_that_counts_as_no_step_waits_for_no_clock(table):
 def test_who_is_ahead_is_looked_at_when_the_last_moves(table):
     """Of a thousand workers most may be ahead, and each push of another one must not look at them all."""
     bounded(table, 50)
-    clocks, looked = table.rounds.clocks, []
+    clocks = table.rounds.clocks
     for session in range(1, 49):
         clocks.over(session, 1, False)
-        table.add(Owed, session, 1)
+    futures = [table.add("owed", session, 1) for session in range(1, 49)]
     table.progress()
-    for _ in range(3):
-        table.waiters.answers(0.0, looked.append, 0)
+    futures[0].cancel()  # which a look at it would find out
     clocks.over(49, 0, False)  # one of the last two
-    looked.clear()
-    table.waiters.answers(0.0, looked.append, 0)
-    assert not looked
+    table.progress()
+    assert table.waiting("ahead") == 48
     clocks.over(50, 0, False)
-    assert len(table.waiters.answers(0.0, looked.append, 0)) == 48
+    table.progress()
+    assert done(*futures) == [True] * 48
 
 
-def test_who_is_ahead_is_given_up_with_all(table):
-    """When a job begins anew; one whose session has ended is told why, though nobody else moves."""
+def test_who_is_ahead_is_told_that_its_session_has_ended(table):
+    """Though nobody else moves."""
     bounded(table, 2)
     table.rounds.clocks.over(ONE, 1, False)
-    future = table.add(Owed, ONE, 1)
+    future = table.add("owed", ONE, 1)
     table.progress()
-    table.ended[ONE] = Fenced("it was ended")
-    table.progress()
-    assert future.exception(0) is table.ended[ONE]
-    assert not table.waiters.rows[Ahead]
-    future = table.add(Owed, ONE, 1)
-    assert table.waiters.drop(lambda session: True) == [future]
-    assert not table.waiters.rows[Ahead]
+    error = Fenced("it was ended")
+    table.end(ONE, error)
+    assert future.exception(0) is error
+    assert not table.waiting("ahead")
 
 
 def test_answers_of_two_threads_do_not_disturb_each_other() -> None:

@@ -205,7 +205,7 @@ def job(tmp_path: Path):
 
 def address(job, variable):
     with job.servers.cores[0]._lock:
-        return job.servers.cores[0].machine.store.find(variable.id).array.__array_interface__["data"][0]
+        return job.servers.cores[0].machine.job.store.find(variable.id).array.__array_interface__["data"][0]
 
 
 def turn(worker, plan, values, want=()):
@@ -450,11 +450,11 @@ def test_a_small_round_fails_as_any_other(job, monkeypatch):
     variable = job.variable(worker, np.array(1))
     plan = job.approve(sum_into(variable), worker)
     _turn(plan, worker)
-    job.servers.cores[0].machine.store.commit({variable.id: Dense(np.zeros(2))})
+    job.servers.cores[0].machine.job.store.commit({variable.id: Dense(np.zeros(2))})
     with pytest.raises(ProgramError, match="must have a value of int64"):
         worker.push(plan, [1]).result(SOON)
     worker.round += 1
-    job.servers.cores[0].machine.store.commit({variable.id: Dense(np.array(5))})
+    job.servers.cores[0].machine.job.store.commit({variable.id: Dense(np.array(5))})
     _turn(plan, worker)
     assert int(job.value(worker, variable)) == 6
     names = _threads(monkeypatch)

@@ -583,7 +583,7 @@ def again(job):
 def test_a_stream_is_thrown_away(job, two, three, plan, begins):
     """Who was in it is told, and what still comes changes nothing."""
     sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
-    old = job.servers.cores[0].machine.store.find(three[1].id).array
+    old = job.servers.cores[0].machine.job.store.find(three[1].id).array
     job.begin() if begins else job.servers.cores[0].close()
     for sending in sent:
         assert isinstance(failure(sending.reply), ServerLost)
@@ -781,11 +781,13 @@ def test_a_stream_writes_where_the_variables_are(tmp_path):
 
         def held():
             with core._lock:
-                return [weakref.ref(core.machine.store.find(v.id).array) for v in variables]
+                return [weakref.ref(core.machine.job.store.find(v.id).array) for v in variables]
 
         def same(before):
             with core._lock:
-                return [ref() is core.machine.store.find(v.id).array for ref, v in zip(before, variables, strict=True)]
+                return [
+                    ref() is core.machine.job.store.find(v.id).array for ref, v in zip(before, variables, strict=True)
+                ]
 
         for _ in range(4):
             turn()

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from psserver.config import ServerConfig
 from psserver.network import health, server
-from psserver.network.grpc_service import Context, Handler, Method, Service
+from psserver.network.grpc_service import Context, GrpcService, Handler, Method
 from psserver.network.server import Server
 from psserver.state import sessions
 from pswire.cluster import Task
@@ -97,7 +97,7 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
     """Half a push, some signs of life, then silence: the connection is closed, and nothing waits for the other half."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    class Observed(Service):
+    class Observed(GrpcService):
         def _told(self, verb: Verb, handler: Handler) -> Method:
             method = super()._told(verb, handler)
 
@@ -122,7 +122,7 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
             await ended.wait()
 
     monkeypatch.setattr(server, "KEEPALIVE_MS", 300)
-    monkeypatch.setattr(server, "Service", Observed)
+    monkeypatch.setattr(server, "GrpcService", Observed)
     run(scenario)
 
 
@@ -238,7 +238,7 @@ def test_a_core_with_half_a_round_is_not_well(tmp_path, monkeypatch):
         assert not one.well()
         one.tick()
         assert one.well()
-        monkeypatch.setattr(one.machine.store, "commit", lambda *args: 1 / 0)
+        monkeypatch.setattr(one.machine.job.store, "commit", lambda *args: 1 / 0)
         with pytest.raises(ServerLost):
             worker.push(plan, [np.ones(2, "float32")]).result(SOON)
         assert not one.well()

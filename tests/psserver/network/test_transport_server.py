@@ -24,7 +24,6 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from psserver.core.waiting import Read
 from psserver.network import transport_connection as connection_of
 from psserver.network import transport_server as server_transports
 from psserver.network import unix_socket
@@ -284,7 +283,7 @@ def test_what_comes_while_a_server_ends_is_refused(stack: ExitStack, name: str) 
     guest = member(stack, site, name)
     late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
     guest.say(MessageKind.PULL, 1, late.SerializeToString())
-    eventually(lambda: site.core.machine.waiters.rows[Read])
+    eventually(lambda: site.core.machine.job.reads.calls)
     site.thread._loop.call_soon_threadsafe(site.thread._server._service.close)
     header, parts = guest.push(site, worker, 2)
     for call in (1, 2):
@@ -424,7 +423,7 @@ def test_who_looks_at_an_answer_does_not_hold_the_variable(stack: ExitStack) -> 
     site.round()
     value = site.pulled(site.workers[0])
     ids = [variable.id for variable in site.variables]
-    eventually(lambda: site.core.machine.store.alone(ids) == frozenset(ids))
+    eventually(lambda: site.core.machine.job.store.alone(ids) == frozenset(ids))
     site.round()
     assert (value == 3.0).all()
 

@@ -52,7 +52,7 @@ class Copies(Voters):
 
     def turn(self, server, variable):
         """Turns a bit of a variable over on one server, which no sum of these tests rounds away."""
-        value = self.cores[server].machine.store.find(self.variables[variable].id).array
+        value = self.cores[server].machine.job.store.find(self.variables[variable].id).array
         value.view("uint32")[0] ^= 1 << 20
 
     def compared(self):
@@ -124,7 +124,7 @@ def test_one_bit_is_found_by_both_and_said_once(copies, caplog, server):
         "machines compute differently, or one has faulty memory"
         for n in (0, 1)
     ]
-    one, other = (each.machine.store.find(copies.variables[1].id).array for each in copies.cores)
+    one, other = (each.machine.job.store.find(copies.variables[1].id).array for each in copies.cores)
     one[:] = other
     copies.rounds(5 * ROUNDS + 1)
     assert copies.found() == [[], []], "what is the same again differs no more"
@@ -186,13 +186,13 @@ def test_a_variable_that_one_server_alone_tells_of_is_not_compared(copies):
     without = Digest(ROUNDS, (), ())
     for said, wanted in ((without, (1, 0)), (extra, (0, 1))):
         machine = copies.cores[0].machine
-        machine.digests.clear()
+        machine.job.digests._pairs.clear()
         copies.cores[0].tally.digests.clear()
         before = copies.worker.round
         copies.rounds(before | (ROUNDS - 1))
         copies.rounds(copies.worker.round)
         said = replace(said, round=copies.worker.round - 1)
-        machine.digests.hear(1, said)
+        machine.job.digests.hear(1, said)
         tally = copies.cores[0].tally.digests
         assert (tally["equal"], tally["different"]) == wanted
         copies.rounds(copies.worker.round + 2)
@@ -231,7 +231,7 @@ def test_no_round_begins_while_values_are_hashed(copies, tmp_path):
     pieces = []
     one = copies.cores[0]
     carried = one._arrays.run
-    hashes = one.machine.digests._hash
+    hashes = one.machine.job.digests._hash
 
     def run(piece, brief):
         (effect,) = piece.args[0]
@@ -288,11 +288,11 @@ def come_back(copies):
         copies.job.generation, number=number, returns=Return(1, 777, number, True, copies.worker.round)
     )
     others = [one for one in copies.cores if one.server != 1]
-    log = [*others[0].machine.log.entries]
+    log = [*others[0].machine.job.log.entries]
     for one in (*others, new):
         have = one.status().log
         one.approve(copies.job.token, have, [*log[have:], GenerationClosed(generation)])
-    held = {id: Dense(value.copy()) for one in others for id, value in one.machine.store.values().items()}
+    held = {id: Dense(value.copy()) for one in others for id, value in one.machine.job.store.values().items()}
     new.open(WORKERS[0], 1, copies.worker.session, False)
     copies.cores[1] = copies.job.verbs[1] = new
     copies.worker.generation, copies.job.generation = number, generation
@@ -300,8 +300,8 @@ def come_back(copies):
 
 
 def read(copies, new, held):
-    new.machine.store.commit(held)
-    new.machine.rounds.backlog.has_read(copies.job.generation.number)
+    new.machine.job.store.commit(held)
+    new.machine.job.rounds.backlog.has_read(copies.job.generation.number)
     new.tick()
 
 
@@ -363,7 +363,7 @@ class Back(Copies):
         self.new, self.held = come_back(self)
 
     def values(self, server):
-        return [value.tolist() for _, value in sorted(self.cores[server].machine.store.values().items())]
+        return [value.tolist() for _, value in sorted(self.cores[server].machine.job.store.values().items())]
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ def test_rounds_are_made_once_the_variables_are_there(back):
     back.rounds(last)
     status = back.new.status()
     assert (status.round, status.recovering) == (last, True)
-    assert not back.new.machine.store.values()
+    assert not back.new.machine.job.store.values()
     read(back, back.new, back.held)
     eventually(lambda: not back.new.status().recovering)
     back.rounds(last + 1)

@@ -55,7 +55,7 @@ class World(Voters):
         self.calls: dict[str, Future[Any]] = {}
         self.held = True
         if kind == "behind":
-            self.core.machine.rounds.backlog.begin(AWAITED)
+            self.core.machine.job.rounds.backlog.begin(AWAITED)
 
     def _submit(self, work: Callable[[], object]) -> None:
         if self.held:
@@ -96,13 +96,13 @@ class World(Voters):
     def phase(self) -> str:
         """The phase of round 0 on server 0."""
         machine = self.core.machine
-        runner, strand = machine.runner, machine.rounds.strands.get(self.strand)
+        runner, strand = machine.job.runner, machine.job.rounds.strands.get(self.strand)
         if strand is None:
             return "unknown"
         if (record := strand.records.get(0)) is not None:
             if record.error is not None:
                 return f"failed: {type(record.error).__name__}"
-            behind = ", not made" if len(machine.rounds.backlog) else ""
+            behind = ", not made" if len(machine.job.rounds.backlog) else ""
             return "over" + behind + "".join(f", without {task}" for task in record.excluded)
         if 0 not in strand.open:
             return "unknown"
@@ -209,7 +209,7 @@ def vote(*names: str) -> Callable[[World], None]:
 
 def break_work(world: World) -> None:
     """A bug in array work."""
-    if isinstance(phase := world.core.machine.runner.phase, Running):
+    if isinstance(phase := world.core.machine.job.runner.phase, Running):
         phase.execution.step = _bug  # type: ignore[method-assign]
     world.run()
 
@@ -274,7 +274,7 @@ def _refuse(world: World) -> Callable[..., Any]:
     def refuse(now: float) -> Any:
         machine = world.core.machine
         prepared = world.core._prepared(world.plan)
-        return None, machine.rounds.refuse(prepared, PSError("it cannot run here"))
+        return None, machine.job.rounds.refuse(prepared, PSError("it cannot run here"))
 
     return refuse
 
@@ -289,7 +289,7 @@ NEVER = {
 
 def _has_read(world: World) -> Callable[..., Any]:
     def has_read(now: float) -> Any:
-        world.core.machine.rounds.backlog.has_read(AWAITED)
+        world.core.machine.job.rounds.backlog.has_read(AWAITED)
         return None, []
 
     return has_read

@@ -16,6 +16,7 @@ from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
 from psserver.plans.round import ReturnedValues
 from psserver.rounds.rounds import Rounds
 from psserver.rounds.sequences import RECORDS, RESENDS
+from psserver.rounds.votes import Votes
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.limits import WINDOW
@@ -40,7 +41,7 @@ class Told:
     """
 
     def __init__(self, describe):
-        self.rounds = Rounds(describe)
+        self.rounds = Rounds(describe, Votes(0))
         self.effects = []
 
     def __getattr__(self, name):
@@ -52,8 +53,8 @@ class Told:
 
         return call
 
-    approve, refuse, close_generation, push, fail_session, abandon = map(
-        _keep, ("approve", "refuse", "close_generation", "push", "fail_session", "abandon")
+    approve, refuse, close_generation, push, session_ended = map(
+        _keep, ("approve", "refuse", "close_generation", "push", "session_ended")
     )
 
     def failed(self):
@@ -62,14 +63,18 @@ class Told:
         return found
 
 
-@pytest.fixture
-def rounds():
+def begun(members):
     """Two plans approved, two members."""
     found = Told(lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
     found.approve(PreparedPlan(PLAN, 0))
     found.approve(PreparedPlan(OTHER, 0))
-    found.close_generation(Generation(1, MEMBERS[:2]))
+    found.close_generation(Generation(1, members))
     return found
+
+
+@pytest.fixture
+def rounds():
+    return begun(MEMBERS[:2])
 
 
 def push(rounds, session, round=0, plan=PLAN, generation=1, value=None, positions=(), start=-1, previous=-1):
@@ -163,8 +168,7 @@ def test_an_generation_completes_what_is_open(rounds):
     rounds.close_generation(Generation(3, MEMBERS[1:2]))
     job = rounds.next_job()
     assert (sessions(job), job.excluded) == ([1], ())
-    with pytest.raises(Fenced):
-        rounds.check(1)
+    assert 1 in rounds.fenced
 
 
 def test_a_round_that_is_forgotten_leaves_no_position(rounds):
@@ -346,7 +350,6 @@ def test_what_is_pushed_too_soon_is_kept(rounds):
     """Until its generation is here; strangers are told then."""
     early = [push(rounds, session, generation=2) for session in (1, 2, 3)]
     assert rounds.next_job() is None
-    assert rounds.sessions() == {1, 2, 3}
     assert [waiting.approved for waiting in rounds.waiting()] == [False] * 3
     rounds.close_generation(Generation(2, MEMBERS[:2]))
     assert isinstance(failed(rounds)[early[2]], Fenced)
@@ -428,15 +431,17 @@ def test_what_is_remembered_of_contributions_is_bounded(rounds):
 def test_a_session_that_ends_waits_no_more(rounds):
     """What it gave stays in the round; when everything ends all futures get the error, parked or open."""
     gone = push(rounds, 1)
-    rounds.fail_session(1, Fenced("gone"))
+    rounds.session_ended(1, Fenced("gone"))
     assert isinstance(failed(rounds)[gone], Fenced)
-    assert rounds.sessions() == set()
+    rounds.session_ended(1, Fenced("gone"))
+    assert failed(rounds) == {}
     push(rounds, 2)
     job = rounds.next_job()
     assert sessions(job) == [1, 2]
     assert finish(rounds, job) == [2]
     futures = {push(rounds, 1, 1), push(rounds, 1, 1), push(rounds, 2, generation=5)}
-    rounds.abandon(PSError("the server ends"))
+    for session in (1, 2):
+        rounds.session_ended(session, PSError("the server ends"))
     assert set(failed(rounds)) == futures
 
 
@@ -455,12 +460,8 @@ ONE, TWO, THREE = WORKERS[:3]
 
 
 @pytest.fixture
-def alone(rounds):
-    rounds.clear()
-    rounds.approve(PreparedPlan(PLAN, 0))
-    rounds.approve(PreparedPlan(OTHER, 0))
-    rounds.close_generation(Generation(1, LONERS[:2]))
-    return rounds
+def alone():
+    return begun(LONERS[:2])
 
 
 def test_a_push_is_a_round_of_its_own(alone):
@@ -545,8 +546,7 @@ def test_what_a_dead_worker_left_whole_counts(alone):
     push(alone, 1, 3, positions=(here,))
     alone.close_generation(Generation(2, LONERS[1:2]))
     assert alone.places == (WorkerProgress(ONE, 3, (here,)),)
-    with pytest.raises(Fenced):
-        alone.check(1)
+    assert alone.fenced == {1}
     back = Member(ONE, 9, 1, ASYNC)
     alone.close_generation(Generation(3, (back, LONERS[1])))
     push(alone, 9, 4, generation=3, positions=(later,))
@@ -645,7 +645,6 @@ def test_of_newcomers_that_differ_the_members_tell_who_is_wrong(joined, right):
         PLAN: push(joined, 3, 3, PLAN, generation=3, start=3),
         OTHER: push(joined, 4, 3, OTHER, generation=3, start=3),
     }
-    assert joined.sessions() == {3, 4}
     assert failed(joined) == {}
     push(joined, 1, 3, right, generation=3, start=0)
     wrong = new.pop(PLAN if right is OTHER else OTHER)
@@ -662,9 +661,8 @@ def test_an_ended_newcomer_waits_no_more(joined):
     joined.close_generation(Generation(3, (*MEMBERS, Member(WORKERS[3], 4, 1)), "dataset:0"))
     push(joined, 3, 3, PLAN, generation=3, start=3)
     doubtful = push(joined, 4, 3, OTHER, generation=3, start=3)
-    joined.fail_session(4, Fenced("it ended"))
+    joined.session_ended(4, Fenced("it ended"))
     assert list(failed(joined)) == [doubtful]
-    assert joined.sessions() == {3}
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["where all begin together", "after its first round"])

@@ -115,7 +115,7 @@ def test_a_sum_counts_as_all_of_its_senders(hosts):
 
 
 def record(hosts, server=0, round=0):
-    return hosts.cores[server].machine.rounds.strands[None].records[round]
+    return hosts.cores[server].machine.job.rounds.strands[None].records[round]
 
 
 def test_a_mean_is_over_the_weights_of_all_senders(tmp_path):
@@ -124,7 +124,7 @@ def test_a_mean_is_over_the_weights_of_all_senders(tmp_path):
     hosts.push(hosts.d, weight=5.0)
     parts = (hosts.said(hosts.a, weight=2.0), hosts.said(hosts.b, weight=0.0), hosts.said(hosts.c, weight=3.0))
     hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts, data=hosts.data([hosts.a, hosts.c]))
-    assert hosts.cores[0].machine.store.find(0).array.tolist() == [pytest.approx(1101 / 10)] * 2
+    assert hosts.cores[0].machine.job.store.find(0).array.tolist() == [pytest.approx(1101 / 10)] * 2
 
 
 def test_a_sum_that_is_sent_again_counts_once(hosts):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.links import Links
+from psserver.core.peers import VotingPeers
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
 from pswire.cluster import Task
@@ -92,7 +92,7 @@ def test_a_vote_does_not_change_when_a_member_is_lost_later(two):
     two.lose(two.a)
     two.hear()
     assert two.values == [2, 2]
-    assert [one.machine.rounds.strands[None].records[0].excluded for one in two.cores] == [(), ()]
+    assert [one.machine.job.rounds.strands[None].records[0].excluded for one in two.cores] == [(), ()]
 
 
 def test_a_round_of_which_a_server_knows_nothing_is_void(two):
@@ -124,7 +124,7 @@ def test_different_operands_fail_a_round_before_any_server_applies_it(two):
     assert errors(*futures) == [Diverged] * 4
     assert "lr must be equal on all workers" in str(futures[0].exception())
     assert (two.values, two.lasts) == ([0, 0], [0, 0])
-    assert [one.machine.runner.broken for one in two.cores] == [None, None]
+    assert [one.machine.job.runner.broken for one in two.cores] == [None, None]
 
 
 def test_a_round_that_fails_on_one_server_fails_on_all(tmp_path):
@@ -160,7 +160,7 @@ def powers(two, exponents):
 
 
 def numbers(two, variables):
-    return [int(one.machine.store.find(v.id).array) for one, v in zip(two.cores, variables, strict=True)]
+    return [int(one.machine.job.store.find(v.id).array) for one, v in zip(two.cores, variables, strict=True)]
 
 
 def test_a_value_that_one_server_refuses_changes_none(two):
@@ -187,7 +187,7 @@ def test_a_trial_is_made_again_without_who_is_excluded(two):
 
 
 def record_of(one):
-    return one.machine.rounds.strands[None].records[0].excluded
+    return one.machine.job.rounds.strands[None].records[0].excluded
 
 
 def test_votes_that_are_lost_are_said_again(two):
@@ -217,15 +217,15 @@ def test_a_vote_is_kept_until_its_peers_have_closed_the_round(two):
         two.hear()
         for worker in (two.a, two.b):
             worker.round += 1
-    assert all(len(one.machine.rounds.votes._cast) <= 2 for one in two.cores)
-    assert all(len(one.machine.rounds.votes._heard) <= 2 for one in two.cores)
+    assert all(len(one.machine.job.rounds.votes._cast) <= 2 for one in two.cores)
+    assert all(len(one.machine.job.rounds.votes._heard) <= 2 for one in two.cores)
 
 
 def test_a_snapshot_has_whole_rounds_only(two):
     """The round that orders it is decided before anything is frozen."""
     plan = two.job.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0, 1), 0)), two.a)
     futures = [worker.push(plan, [], server=n) for worker in (two.a, two.b) for n in (0, 1)]
-    assert all(one.machine.snapshots.saving == () for one in two.cores)
+    assert all(one.machine.job.snapshots.saving == () for one in two.cores)
     two.hear()
     assert all(future.done() for future in futures)
 
@@ -280,7 +280,7 @@ def addresses(two, rounds):
         assert errors(*futures) == [type(None)] * 4
         for worker in (two.a, two.b):
             worker.round += 1
-        found.append(two.cores[0].machine.store.find(two.variables[0].id).array.ctypes.data)
+        found.append(two.cores[0].machine.job.store.find(two.variables[0].id).array.ctypes.data)
     return found
 
 
@@ -290,7 +290,7 @@ def test_streams_write_into_two_arrays_by_turns(compiled):
     one, other, *later = addresses(compiled, 6)
     assert one != other
     assert later == [one, other] * 2
-    read = compiled.cores[0].machine.store.find(compiled.variables[0].id).array
+    read = compiled.cores[0].machine.job.store.find(compiled.variables[0].id).array
     before = read.copy()
     assert read.ctypes.data not in addresses(compiled, 4)
     np.testing.assert_array_equal(read, before)
@@ -321,7 +321,7 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
     assert errors(half) == [Fenced]
     rest = Payload((), ONE.nbytes)
     again = [two.cores[0].push(replace(said, session=two.a.session), rest)]
-    assert two.cores[0].machine.runner.phase is None
+    assert two.cores[0].machine.job.runner.phase is None
     rest.add(0, memoryview(ONE.tobytes()))
     two.hear()
     assert errors(first[1]) == [PushAgain], "it had run with both"
@@ -523,11 +523,14 @@ def test_rows_that_are_looked_up_are_those_of_the_verdict(tabled):
     assert other.done()
 
 
-def test_a_new_job_counts_anew_for_how_long_a_server_is_not_reached():
-    """What was there before is another process."""
-    rounds = SimpleNamespace(votes=SimpleNamespace(kept=lambda server: 3), strands={None: SimpleNamespace(last=5)})
-    links = Links(Task("ps", 0), rounds)
-    links.miss(1, "refused", 10.0)
-    links.clear()
-    links.miss(1, "no route", 50.0)
-    assert links.missed(60.0) == (MissedPeer(1, 3, 10.0, "no route"),)
+def test_status_tells_for_how_long_a_server_is_not_reached():
+    """And why, as the last attempt has found; one that is connected again is not told of."""
+    rounds = SimpleNamespace(
+        votes=SimpleNamespace(kept=lambda server: 3, repeat=lambda server: []), strands={None: SimpleNamespace(last=5)}
+    )
+    peers = VotingPeers(SimpleNamespace(task=Task("ps", 0)), None, rounds, None, None, None)
+    peers.miss(10.0, 1, "refused")
+    peers.miss(50.0, 1, "no route")
+    assert peers.missed(60.0) == (MissedPeer(1, 3, 50.0, "no route"),)
+    peers.meet(60.0, 1)
+    assert peers.missed(60.0) == ()

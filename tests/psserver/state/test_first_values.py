@@ -61,7 +61,7 @@ class Server:
             self.progress()
 
     def end(self, session: int) -> None:
-        self._take(self.first_values.fail(session, Fenced("it ended")))
+        self._take(self.first_values.session_ended(session, Fenced("it ended")))
 
     def _take(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -107,7 +107,7 @@ def test_values_are_as_they_were_sent(step, eager):
     assert future.result().payload.size == 0
     assert [server.value(id) for id in range(4)] == [value.tolist() for value in VALUES]
     assert all(server.store.find(id).array.flags.owndata for id in range(4)), "rounds write into them"
-    assert server.first_values.sessions() == ()
+    assert server.first_values.arrivals == {}
 
 
 def test_the_first_values_count():

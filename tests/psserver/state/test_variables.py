@@ -36,7 +36,7 @@ def store(limit: int = 0) -> Store:
 
 def test_what_fits_exactly_is_held():
     """And not a byte more, each variable once; a refused one leaves no trace. A variable that alone is more than the
-    limit fits on no server: another one is advised only where it would help. A new job begins empty."""
+    limit fits on no server: another one is advised only where it would help."""
     held = store(100)
     for _ in range(3):
         held.declare(variable(0, 60))
@@ -47,10 +47,6 @@ def test_what_fits_exactly_is_held():
     with pytest.raises(MemoryLimit, match=r"'v2' int8\[1\] needs 1 bytes.*holds 100 bytes.*limit of 100 bytes"):
         held.declare(variable(2, 1))
     assert (held.nbytes, sorted(held.variables)) == (100, [0, 1])
-    held.initialize(0, np.zeros(60, "int8"))
-    held.clear()
-    held.declare(variable(0, 9))
-    assert (held.nbytes, held.initialized(0)) == (9, False)
     unlimited = store()
     unlimited.declare(variable(0, 1 << 40))  # memory is taken by values
     assert unlimited.nbytes == 1 << 40
@@ -369,8 +365,6 @@ def test_what_is_forgotten_takes_what_lies_beside_it_along():
     held.declare(part_of(2, counting(9)))
     held.declare(part_of(1, counting(9), slot=SLOT))
     assert [len(table.tensors) for table in held.tables()] == [2]
-    held.clear()
-    held.declare(KNOWN)
 
 
 def test_what_lies_beside_many_rows_is_not_made_for_an_answer():

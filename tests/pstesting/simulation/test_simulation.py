@@ -39,7 +39,7 @@ ROUNDS = 12
 def values(job: SimulatedJob) -> list[float]:
     """The first number of each server's variable, on the servers that live."""
     living = [server for server in job.servers if server.alive]
-    return [float(np.asarray(server.core.machine.store.find(server.index).array)[0]) for server in living]
+    return [float(np.asarray(server.core.machine.job.store.find(server.index).array)[0]) for server in living]
 
 
 def trained(cluster: Cluster, rounds: int = ROUNDS) -> Any:
@@ -200,7 +200,7 @@ def test_a_job_with_copies_outlives_a_server(lost: int) -> None:
     for server in job.servers:
         if server.alive:
             held = [index for index, (_, where) in enumerate(job.cluster.workload.created) if server.index in where]
-            store = server.core.machine.store
+            store = server.core.machine.job.store
             assert [float(np.asarray(store.find(index).array)[0]) for index in held] == [450.0] * 2
 
 

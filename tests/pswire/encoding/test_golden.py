@@ -83,7 +83,7 @@ def serve(stack: ExitStack, core: samples.Fixed, in_flight: int = samples.IN_FLI
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     # Of the registry alone: the name of the Unix socket is from chance as ever, else tests at a time would share it.
     patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: samples.TRANSPORT_TOKEN[:count]))
-    patch.setattr(grpc_service.Service, "process", lambda self: samples.PROCESS)
+    patch.setattr(grpc_service.GrpcService, "process", lambda self: samples.PROCESS)
     stack.callback(setattr, spoken(), "version", spoken().version)
     spoken().version = "1.2.3"
     config = ServerConfig(samples.PS, security=SECURITY, shared_memory=samples.IN_FLIGHT, in_flight=in_flight)

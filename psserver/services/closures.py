@@ -10,9 +10,12 @@ from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from math import inf
+from typing import Literal
 
+from psserver.calls import Call, Calls
 from psserver.effects import Effect, Fail, Reply
+from psserver.services.service import Service
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, MemoryLimit, PSError
 from pswire.limits import CLOSURE_BYTES, CLOSURE_LOSSES, MAX_FUNCTIONS, MAX_NAME, MAX_QUEUED, PIECE_BYTES
@@ -27,10 +30,8 @@ from pswire.model.closures import (
     Piece,
     Taken,
 )
+from pswire.servers.closures import FetchRequest, ScheduleRequest, TakeRequest
 from pswire.sizes import human
-
-MAX_FETCHES = 256
-"""Calls of one session that wait for results; the oldest beyond fail: their callers may be gone."""
 
 MAX_TEXT = 20_000
 """Characters that are kept of an error's text."""
@@ -38,8 +39,6 @@ MAX_TEXT = 20_000
 State = Literal["coming", "queued", "running", "done", "failed", "cancelled"]
 OVER: dict[str, ClosureState] = {"done": "done", "failed": "failed", "cancelled": "cancelled"}
 """The states in which a closure is over."""
-
-Q = TypeVar("Q")
 
 
 @dataclass
@@ -126,62 +125,18 @@ class _Coordinator:
     functions: tuple[str, ...]
 
 
-class _Calls(Generic[Q]):
-    """Calls of one kind that wait: of which session, what they ask, and their futures."""
+class Closures(Service):
+    """All closures of a job.
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, Q, Future[Any]]] = []
+    Args:
+        learn: is told which closures are over: the version, the newest that was assigned, and those under way.
+    """
 
-    @property
-    def sessions(self) -> set[int]:
-        return {session for session, _, _ in self._rows}
+    verbs = frozenset(("schedule", "take", "fetch"))
+    for_sessions = "schedules closures"
 
-    def add(self, session: int, asked: Q, future: Future[Any], limit: int = 0) -> list[Effect]:
-        """Adds a call; fails the oldest of its session beyond a limit, 0 for none."""
-        mine = [row for row in self._rows if row[0] == session]
-        self._rows.append((session, asked, future))
-        gone = mine[: max(len(mine) - limit + 1, 0)] if limit else []
-        for row in gone:
-            self._rows.remove(row)
-        return [
-            Fail(
-                row[2],
-                InvalidRequest(f"this process already has {limit} later calls that wait; make fewer calls at a time"),
-            )
-            for row in gone
-        ]
-
-    def fail(self, error: PSError, session: int | None = None) -> list[Effect]:
-        """Fails the calls of a session, or all."""
-        failed = [row for row in self._rows if session in (None, row[0])]
-        self._rows = [row for row in self._rows if session not in (None, row[0])]
-        return [Fail(row[2], error) for row in failed]
-
-    def answer(self, answer: Callable[[Q], object]) -> list[Effect]:
-        """Answers what can be, in order; a call that gets None waits on."""
-        effects: list[Effect] = []
-        waiting, self._rows = self._rows, []
-        for row in waiting:
-            try:
-                answered = answer(row[1])
-            except PSError as error:
-                effects.append(Fail(row[2], error))
-            else:
-                if answered is None:
-                    self._rows.append(row)
-                else:
-                    effects.append(Reply(row[2], answered))
-        return effects
-
-
-class Closures:
-    """All closures of a job. Guarded by the core's lock. Methods return effects."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets everything, as at the start of a job."""
+    def __init__(self, learn: Callable[[int, int, frozenset[int]], None]) -> None:
+        self._learn = learn
         self._coordinator: _Coordinator | None = None
         self._over = False
         self._workers: dict[int, _Worker] = {}
@@ -195,28 +150,18 @@ class Closures:
         self._failures = self._nbytes = 0
         self._failure: Failure | None = None
         self._refusal: ConfigError | None = None
-        self._scheduling: _Calls[ClosureOrder] = _Calls()
-        self._fetching: _Calls[tuple[int, int]] = _Calls()
-
-    @property
-    def sessions(self) -> set[int]:
-        """The sessions whose end matters here."""
-        found = {*self._workers, *self._scheduling.sessions, *self._fetching.sessions}
-        return found if self._coordinator is None else found | {self._coordinator.session}
-
-    @property
-    def view(self) -> tuple[int, int, frozenset[int]]:
-        """The version, the newest closure that was handed out, and those that were and are not over."""
-        return self._version, self._newest, frozenset(self._begun)
+        self._scheduling: Calls[ClosureOrder] = Calls(inf)  # its coordinator bounds what it schedules
+        self._fetching: Calls[tuple[int, int]] = Calls()
 
     # ---- The coordinator ----
 
-    def schedule(self, session: int, task: Task, order: ClosureOrder, future: Future[ClosureQueue]) -> list[Effect]:
+    def schedule(self, task: Task, asked: ScheduleRequest, future: Future[ClosureQueue]) -> list[Effect]:
         """Takes what a coordinator schedules; its future is answered as `ParameterServer.schedule` says.
 
         Raises:
             PSError: why the order is refused.
         """
+        session, order = asked.session, asked.order
         if task.job != "chief":
             raise InvalidRequest(f"{task} cannot schedule closures; only the chief can, and it runs the script")
         if order.functions:
@@ -306,28 +251,21 @@ class Closures:
 
     # ---- Workers ----
 
-    def take(
-        self,
-        session: int,
-        task: Task,
-        functions: Sequence[str],
-        result: ClosureResult | None,
-        offset: int,
-        future: Future[Taken],
-    ) -> list[Effect]:
+    def take(self, task: Task, asked: TakeRequest, future: Future[Taken]) -> list[Effect]:
         """Takes what a worker says of its closure; its future is answered once there is another.
 
         Raises:
             PSError: why it is refused.
         """
+        session, result, offset = asked.session, asked.result, asked.offset
         if task.job != "worker":
             raise InvalidRequest(f"{task} is not a worker, so it cannot run closures")
-        checked = _checked(functions)
+        checked = _checked(asked.functions)
         worker = self._workers.pop(session, None) or _Worker(task, ())  # to the end of the line
         worker.functions = checked
         self._workers[session] = worker
         if self._coordinator is not None and (error := self._differs(worker)) is not None:
-            return [Fail(future, error), *self.end(session, error)]
+            return [Fail(future, error), *self.session_ended(session, error)]
         held = self._closures.get(worker.closure)
         if result is not None and held is not None and held.number == result.number:
             if not self._finished(worker, held, result):
@@ -404,20 +342,21 @@ class Closures:
 
     # ---- Results ----
 
-    def fetch(self, session: int, number: int, offset: int, future: Future[Fetched]) -> list[Effect]:
+    def fetch(self, task: Task, asked: FetchRequest, future: Future[Fetched]) -> list[Effect]:
         """Waits for a result.
 
         Raises:
             InvalidRequest: there is none.
         """
+        number = asked.number
         if number not in self._closures:
             raise InvalidRequest(f"closure {number} has no result: it was dropped, or its coordinator was lost")
-        return self._fetching.add(session, (number, offset), future, MAX_FETCHES) + self._answers()
+        return self._fetching.add(asked.session, (number, asked.offset), future) + self._answers()
 
     # ---- Ends ----
 
-    def end(self, session: int, error: PSError) -> list[Effect]:
-        """A session has ended: what it ran is run by another, and what it scheduled is dropped."""
+    def session_ended(self, session: int, error: PSError) -> list[Effect]:
+        """What a session ran is run by another, and what it scheduled is dropped."""
         effects: list[Effect] = []
         worker = self._workers.pop(session, None)
         if worker is not None:
@@ -425,7 +364,8 @@ class Closures:
                 effects.append(Fail(worker.waits, error))
             if (closure := self._closures.get(worker.closure)) is not None:
                 self._lose(closure, worker.task)
-        effects += self._scheduling.fail(error, session) + self._fetching.fail(error, session)
+        effects += self._scheduling.session_ended(session, error)
+        effects += self._fetching.session_ended(session, error)
         if self._coordinator is not None and self._coordinator.session == session:
             effects += self._forsake(error)
         return effects + self._answers()
@@ -453,16 +393,12 @@ class Closures:
         for closure in list(self._closures.values()):
             self._drop(closure)
         self._open.clear()
-        return self._fetching.fail(error) + self._scheduling.fail(error)
+        return self._fetching.fail_all(error) + self._scheduling.fail_all(error)
 
-    def leave(self) -> list[Effect]:
-        """The chief has done its part: there will be no closures any more."""
-        self._over = True
+    def task_left(self, task: Task) -> list[Effect]:
+        """After a chief there will be no closures any more."""
+        self._over = self._over or task.job == "chief"
         return self._answers()
-
-    def abandon(self, error: PSError) -> list[Effect]:
-        """Fails all calls that wait."""
-        return [effect for session in self.sessions for effect in self.end(session, error)]
 
     # ---- What can be answered now ----
 
@@ -473,20 +409,23 @@ class Closures:
         while before != len(effects):  # what one answer makes room for another takes
             before = len(effects)
             effects += self._assign_batches()
-            effects += self._scheduling.answer(self._answer_order)
-        return effects + self._fetching.answer(self._fetched)
+            effects += self._scheduling.serve(self._answer_order)
+        self._learn(self._version, self._newest, frozenset(self._begun))
+        return effects + self._fetching.serve(self._fetched)
 
-    def _answer_order(self, order: ClosureOrder) -> ClosureQueue | None:
+    def _answer_order(self, call: Call[ClosureOrder]) -> Sequence[Effect] | None:
         if self._refusal is not None:
             raise self._refusal
-        return self._state() if self._take_in(order) else None
+        return [Reply(call.future, self._state())] if self._take_in(call.asked) else None
 
-    def _fetched(self, wanted: tuple[int, int]) -> Fetched | None:
-        closure = self._closures.get(wanted[0])
+    def _fetched(self, call: Call[tuple[int, int]]) -> Sequence[Effect] | None:
+        number, offset = call.asked
+        closure = self._closures.get(number)
         if closure is None:
-            raise InvalidRequest(f"the result of closure {wanted[0]} was dropped")
-        state = OVER.get(closure.state)
-        return None if state is None else Fetched(state, closure.result.piece(wanted[1]), closure.failure)
+            raise InvalidRequest(f"the result of closure {number} was dropped")
+        if (state := OVER.get(closure.state)) is None:
+            return None
+        return [Reply(call.future, Fetched(state, closure.result.piece(offset), closure.failure))]
 
     def _assign_batches(self) -> list[Effect]:
         effects: list[Effect] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
 from heapq import heappop, heappush
 
 import numpy as np
@@ -11,17 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psserver.state.chunks import MAX_NUMBER, ChunkQueue
+from psserver.effects import Reply
+from psserver.services.chunks import MAX_NUMBER, ChunkQueue
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.log import Approved, Examples, Position
+from pswire.servers.chunks import AssignBatchesRequest
 from tests.kit import rig
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS
 
 COUNT = 6
+GONE = Fenced("its lease ended")
 
 
 def whole(index: int) -> Examples:
@@ -37,10 +41,15 @@ class Server:
     def ask(self, session: int, epoch: int = 0, count: int = COUNT, **said) -> Chunks:
         number = self.last[session].number + 1 if session in self.last else 1
         self.last[session] = ChunkAsk(0, number, epoch, count, **{"want": 1, "needs": True, "restores": 1, **said})
-        return self.queue.assign_batches(session, Task("worker", session), self.last[session])
+        return self.resend(session)
 
     def resend(self, session: int) -> Chunks:
-        return self.queue.assign_batches(session, Task("worker", session), self.last[session])
+        return self.assign(session, self.last[session])
+
+    def assign(self, session: int, ask: ChunkAsk) -> Chunks:
+        (reply,) = self.queue.assign_batches(Task("worker", session), AssignBatchesRequest(session, ask), Future())
+        assert isinstance(reply, Reply)
+        return reply.value
 
     def look(self, session: int = 99, **said) -> tuple[Position, ...]:
         return self.ask(session, want=0, needs=False, looks=True, **said).positions
@@ -71,7 +80,7 @@ def test_batches_come_in_order_and_the_end_waits_for_nobody(server):
     older = server.last[3]
     assert places(server.ask(3, 1)) == [(1, 0)]
     with pytest.raises(InvalidRequest, match="request 1 for dataset 0 arrived after request 2"):
-        server.queue.assign_batches(3, Task("worker", 3), older)
+        server.assign(3, older)
 
 
 def test_what_is_not_done_at_a_sessions_end_is_handed_out_again(server):
@@ -79,7 +88,7 @@ def test_what_is_not_done_at_a_sessions_end_is_handed_out_again(server):
     what is missing before it, whoever has it."""
     first = server.ask(1)
     server.ask(1, done=(ticket(first),))
-    server.queue.end(1)
+    server.queue.session_ended(1, GONE)
     again = server.ask(2)
     assert places(again) == [(0, 1)]
     assert places(server.ask(2)) == [(0, 2)]
@@ -94,7 +103,7 @@ def test_a_batch_comes_back_in_a_later_pass(server):
     done = tuple(ticket(server.ask(2)) for _ in range(COUNT - 1))
     assert server.ask(2, done=done).over
     assert places(server.ask(2, 1)) == [(1, 0)]
-    server.queue.end(1)
+    server.queue.session_ended(1, GONE)
     assert server.look(epoch=1)[0] == Position(0, 0, COUNT, (whole(0),))
     assert places(server.ask(2, 1)) == [(0, 0)]
     assert places(server.ask(2, 1)) == [(1, 1)]
@@ -106,7 +115,7 @@ def test_a_ticket_counts_for_who_has_it(server):
     first = server.ask(1)
     server.ask(2, done=(ticket(first),))
     server.busy.add(1)
-    server.queue.end(1)
+    server.queue.session_ended(1, GONE)
     assert places(server.ask(3)) == [(0, 2)]
     server.busy.clear()
     assert places(server.ask(2)) == [(0, 0)]
@@ -120,7 +129,7 @@ def test_what_a_worker_has_ahead_goes_back(server):
     server.ask(1, 1, back=(ticket(ahead),))
     assert places(server.ask(2)) == [(0, 0)]
     assert places(server.ask(2, 1)) == [(1, 1)]
-    server.queue.end(2)
+    server.queue.session_ended(2, GONE)
     assert places(server.ask(1, 1)) == [(1, 1)]
     assert server.look(epoch=1) == (Position(0, 1, 2, (whole(0), whole(1))),)
 
@@ -310,7 +319,7 @@ class Model(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(sorted(self.epoch)))
         if session in self.server.last:
             self.server.ask(session, self.epoch[session], want=0, done=tuple(self.told[session]))
-        self.server.queue.end(session)
+        self.server.queue.session_ended(session, GONE)
         for rows in (self.epoch, self.has, self.told):
             rows.pop(session)
 

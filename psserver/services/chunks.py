@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from psserver.effects import Effect
+from psserver.effects import Effect, Reply
 from psserver.plans.round import ReadyRound
+from psserver.services.service import Service
 from pswire.cluster import Task
-from pswire.errors import ConfigError, InvalidRequest
+from pswire.errors import ConfigError, InvalidRequest, PSError
 from pswire.limits import MAX_CHUNKS, MAX_DATASETS, MAX_HELD
 from pswire.model.chunks import Chunk, ChunkAsk, Chunks
 from pswire.model.log import Examples, Position
+from pswire.servers.chunks import AssignBatchesRequest
 
 log = logging.getLogger("psserver")
 
@@ -157,12 +160,15 @@ class _Worker:
     answers: dict[int, tuple[int, Chunks]] = field(default_factory=dict)
 
 
-class ChunkQueue:
-    """All chunks of a job. Guarded by the core's lock.
+class ChunkQueue(Service):
+    """All chunks of a job.
 
     Args:
         busy: returns whether a session has contributed to a round that is open: it may still be applied.
     """
+
+    verbs = frozenset(("assign_batches",))
+    for_sessions = "assigns batches"
 
     def __init__(self, busy: Callable[[int], bool]) -> None:
         self._busy = busy
@@ -171,17 +177,15 @@ class ChunkQueue:
         self._ended: dict[int, _Worker] = {}  # what they held is not handed out again yet
         self._ticket = 0
 
-    @property
-    def sessions(self) -> set[int]:
-        """The sessions whose end matters here."""
-        return set(self._workers)
-
-    def assign_batches(self, session: int, task: Task, ask: ChunkAsk) -> Chunks:
+    def assign_batches(self, task: Task, asked: AssignBatchesRequest, future: Future[Chunks]) -> list[Effect]:
         """Answers a worker, as `ParameterServer.assign_batches` says.
 
         Raises:
             PSError: why it is refused.
         """
+        return [Reply(future, self._assign(asked.session, task, asked.ask))]
+
+    def _assign(self, session: int, task: Task, ask: ChunkAsk) -> Chunks:
         worker = self._workers.setdefault(session, _Worker(task))
         number, answer = worker.answers.get(ask.dataset, (0, Chunks()))
         if ask.number == number:
@@ -278,7 +282,7 @@ class ChunkQueue:
             found.out -= 1
             insort(found.back, held.examples, key=_place)
 
-    def end(self, session: int) -> list[Effect]:
+    def session_ended(self, session: int, error: PSError) -> list[Effect]:
         """A session has ended: what it holds is handed out again, once no round of it can be applied any more."""
         worker = self._workers.pop(session, None)
         if worker is not None and worker.held:

@@ -88,14 +88,18 @@ class Log:
         """Returns True if these entries are of another job than the log's."""
         return bool(entries) and isinstance(entries[0], JobStarted) and entries[0] not in self.entries[:1]
 
-    def clear(self) -> None:
-        """Forgets a job: its entries, its names, its proposals."""
-        for table in (self.entries, self.proposed, self._names, self._creators, self.lost_incarnations, self.moved):
-            table.clear()
-        self.traces.clear()
-        self.incarnations = ()
-        self._ordered, self.over, self.lost = 0, False, None
-        self.keeps = self._store.server == 0
+    def removed_by(self, index: int, entries: Sequence[LogEntry]) -> str:
+        """Returns why the job goes on without this server, as it is, by new entries of the log from an index on.
+
+        It is "" where they say nothing of that, or tell a new process of those before it.
+        """
+        mine = self._store.server
+        told, known = (
+            [entry for entry in log if isinstance(entry, Gone) and entry.server == mine]
+            for log in (entries, self.entries[index:])
+        )
+        new = told[len(known) :]
+        return new[-1].reason if new and self.incarnations and not self.away else ""
 
     @property
     def away(self) -> bool:

@@ -1,4 +1,4 @@
-"""Workers that join a running job: which index each of them has, and the stimulus by which it asks for one.
+"""Workers that join a running job: which index each of them has.
 
 The server that keeps the sessions gives the indices. One is kept for a lease, or as long as a session of its task
 is open, whichever is longer; then it is free again.
@@ -10,8 +10,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 from itertools import count
 
-from psserver.core.log import Log
 from psserver.effects import Outcome
+from psserver.services.log import Log
+from psserver.services.service import Service
 from psserver.state.sessions import Membership
 from pswire.api import Enlisted, EnlistRequest
 from pswire.cluster import Task
@@ -27,24 +28,48 @@ class _Kept:
     seen: float
 
 
-class Indices:
-    """The indices that processes have which join a job. A plain state machine, without a clock.
+class JoiningWorkers(Service):
+    """The indices that processes have which join a job.
 
     Args:
+        task: this server, for messages.
         lease: seconds for which an index is kept that its process does not ask for again.
         limit: the most indices that are kept.
+        members: the sessions.
+        log: the log of the job.
     """
 
-    def __init__(self, lease: float, limit: int) -> None:
+    verbs = frozenset(("enlist",))
+
+    def __init__(self, task: Task, lease: float, limit: int, members: Membership, log: Log) -> None:
+        self._task = str(task)
+        self._members = members
+        self._log = log
         self._lease = lease
         self._limit = limit
         self._kept: dict[int, _Kept] = {}
 
-    def clear(self) -> None:
-        """Forgets all of them: another job begins."""
-        self._kept.clear()
+    def enlist(self, now: float, asked: EnlistRequest) -> Outcome[Enlisted]:
+        """Gives a process that joins the job the task that it is to be, or keeps that for it."""
+        task, key = asked.task, asked.key
+        if task is not None and task.job != WORKER:
+            raise InvalidRequest(f"{task} is not a worker; only workers can join a running job", self._task)
+        if not key:
+            raise InvalidRequest("a process that joins a job must identify itself by a random number", self._task)
+        self._check_joinable()
+        states = self._members.states(now)
+        open = {each.member.task.index for each in states if each.state == "open" and each.member.task.job == WORKER}
+        workers, wanted = self._log.started.workers, None if task is None else task.index
+        index = self._give(key, wanted, len(workers), open, now)
+        return Enlisted(Task(WORKER, index), index in open), []
 
-    def take(self, key: int, wanted: int | None, first: int, open: Set[int], now: float) -> int:
+    def _check_joinable(self) -> None:
+        if self._log.servers and not self._log.keeps:
+            raise InvalidRequest("this server does not keep the sessions, so workers cannot join here", self._task)
+        if self._log.over or self._log.lost is not None:
+            raise InvalidRequest("the job is over, so workers cannot join it", self._task)
+
+    def _give(self, key: int, wanted: int | None, first: int, open: Set[int], now: float) -> int:
         """Gives an index to a process, and keeps it; gives it the same one again.
 
         Args:
@@ -89,33 +114,3 @@ class Indices:
                 str(task),
             )
         return wanted
-
-
-class JoinStimuli:
-    """The part of a server's state machine that lets workers join."""
-
-    task: Task
-    log: Log
-    members: Membership
-    _indices: Indices
-
-    def enlist(self, now: float, asked: EnlistRequest) -> Outcome[Enlisted]:
-        """Gives a process that joins the job the task that it is to be, or keeps that for it."""
-        task, key = asked.task, asked.key
-        if task is not None and task.job != WORKER:
-            raise InvalidRequest(f"{task} is not a worker; only workers can join a running job", str(self.task))
-        if not key:
-            raise InvalidRequest("a process that joins a job must identify itself by a random number", str(self.task))
-        self._check_joinable()
-        states = self.members.states(now)
-        open = {each.member.task.index for each in states if each.state == "open" and each.member.task.job == WORKER}
-        workers, wanted = self.log.started.workers, None if task is None else task.index
-        index = self._indices.take(key, wanted, len(workers), open, now)
-        return Enlisted(Task(WORKER, index), index in open), []
-
-    def _check_joinable(self) -> None:
-        log, here = self.log, str(self.task)
-        if log.servers and not log.keeps:
-            raise InvalidRequest("this server does not keep the sessions, so workers cannot join here", here)
-        if log.over or log.lost is not None:
-            raise InvalidRequest("the job is over, so workers cannot join it", here)

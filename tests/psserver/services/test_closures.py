@@ -16,8 +16,9 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import ReturnedValues
 from psserver.rounds.rounds import Rounds
 from psserver.rounds.sequences import RECORDS
-from psserver.state import closures as module
-from psserver.state.closures import Closures
+from psserver.rounds.votes import Votes
+from psserver.services import closures as module
+from psserver.services.closures import Closures
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit, ProgramError, PushAgain
@@ -27,6 +28,7 @@ from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation, Member
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
+from pswire.servers.closures import FetchRequest, ScheduleRequest, TakeRequest
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS, payload, reduce_only
 
@@ -41,7 +43,7 @@ def piece(data: bytes, first: int = 0, last: int | None = None) -> Piece:
 
 class Server:
     def __init__(self) -> None:
-        self.closures = Closures()
+        self.closures = Closures(lambda *view: None)
 
     def carry_out(self, effects):
         for effect in effects:
@@ -52,21 +54,22 @@ class Server:
 
     def schedule(self, order, session=1, task=CHIEF):
         future = Future()
-        self.carry_out(self.closures.schedule(session, task, order, future))
+        self.carry_out(self.closures.schedule(task, ScheduleRequest(session, order), future))
         return future
 
     def take(self, session, result=None, offset=0, functions=FUNCTIONS):
         future = Future()
-        self.carry_out(self.closures.take(session, Task("worker", session - 10), functions, result, offset, future))
+        asked = TakeRequest(session, functions, result, offset)
+        self.carry_out(self.closures.take(Task("worker", session - 10), asked, future))
         return future
 
     def fetch(self, number, offset=0, session=1):
         future = Future()
-        self.carry_out(self.closures.fetch(session, number, offset, future))
+        self.carry_out(self.closures.fetch(CHIEF, FetchRequest(session, number, offset), future))
         return future
 
     def end(self, session):
-        self.carry_out(self.closures.end(session, GONE))
+        self.carry_out(self.closures.session_ended(session, GONE))
 
     def begin(self, session=1, functions=FUNCTIONS):
         return self.schedule(ClosureOrder(functions=functions), session)
@@ -257,7 +260,7 @@ def test_who_may_do_what(server):
     with pytest.raises(InvalidRequest, match="has not registered"):
         server.schedule(ClosureOrder(1, "f"), session=2)
     with pytest.raises(InvalidRequest, match="is not a worker"):
-        server.closures.take(1, CHIEF, FUNCTIONS, None, 0, Future())
+        server.closures.take(CHIEF, TakeRequest(1, FUNCTIONS), Future())
     with pytest.raises(InvalidRequest, match="scheduled after closure 0"):
         server.add(2)
     with pytest.raises(InvalidRequest, match="closure 7 has no result"):
@@ -280,9 +283,9 @@ def test_a_coordinator_that_is_gone(server):
     assert server.add(4, session=2).result().number == 4
     assert number_of(waiting) == 4
     assert not server.finish(10, 1).done()
-    server.carry_out(server.closures.leave())
+    server.carry_out(server.closures.task_left(CHIEF))
     assert server.finish(11, 4).result().over
-    assert server.closures.view[2] == frozenset()
+    assert server.closures._begun == set()
 
 
 class Walk(RuleBasedStateMachine):
@@ -381,7 +384,7 @@ class Walk(RuleBasedStateMachine):
         if self.waiting:
             ready = [n for n, needs in self.needs.items() if all(self.state[need] in over for need in needs)]
             assert all(self.state[number] != "queued" for number in ready)
-        _, newest, begun = closures.view
+        newest, begun = closures._newest, closures._begun
         assert begun == {n for n in self.newest if self.state[n] not in over}
         assert newest == max(self.newest, default=0)
         here = closures._closures.values()
@@ -404,7 +407,7 @@ class Walk(RuleBasedStateMachine):
         if done:
             assert (answer.result().failure is not None) == self.failed
         else:
-            self.server.closures._scheduling.fail(GONE)
+            self.server.closures._scheduling.fail_all(GONE)
 
 
 Walk.TestCase.settings = search(1.5)
@@ -419,7 +422,7 @@ FIRST, SECOND = ClosureName(5, 1, 5, (5,)), ClosureName(5, 2, 5, (5,))
 
 class Maker:
     def __init__(self):
-        self.rounds = Rounds(str)
+        self.rounds = Rounds(str, Votes(0))
         self.rounds.approve(PreparedPlan(PLAN, 0))
         self.rounds.approve(PreparedPlan(OTHER, 0))
         self.rounds.close_generation(Generation(1, MEMBERS))
