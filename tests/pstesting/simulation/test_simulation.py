@@ -19,6 +19,7 @@ from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
+from pswire.api import LeaveRequest, StatusRequest
 from tests.kit.fixtures import Calls
 from tests.kit.internals import ConfigError, Consistency, Core, ServerLost, Task, Timeouts
 from tests.kit.simulated import FREE
@@ -72,11 +73,11 @@ def test_a_thousand_workers_ask_servers_for_their_state_seldom(calls_of: Callabl
 
     Here the first worker takes seconds until it gives its own.
     """
-    workers, calls = 20, calls_of("status", Core)
+    workers, calls = 20, calls_of("call", Core)
     job = SimulatedJob(Cluster(workers, Workload(2), COSTS, slow={0: 1e5}), 1)
     with pytest.raises(RuntimeError, match="10 s have passed"):
         job.train(10.0)
-    asked = Counter(core.task.index for (core,) in calls)
+    asked = Counter(core.task.index for core, request in calls if isinstance(request, StatusRequest))
     assert 0 < max(asked.values()) < 30 * workers
 
 
@@ -164,9 +165,9 @@ def test_who_leaves_is_told_nothing_of_an_end_that_others_saw_first(calls_of: Ca
     Where the chief saw it there first, it closed a generation without the worker; others then took it for one that
     hangs.
     """
-    calls, workers = calls_of("leave", Core), 3
+    calls, workers = calls_of("call", Core), 3
     SimulatedJob(Cluster(workers, Workload(3, copies=1), COSTS), ROUNDS).train()
-    left = [(session, core.task.index) for core, session, _ in calls]
+    left = [(asked.session, core.task.index) for core, asked in calls if isinstance(asked, LeaveRequest)]
     told = Counter(session for session, _ in left)
     of_all = [[at for session, at in left if session == each] for each, count in told.items() if count == 3]
     assert len(of_all) >= workers
