@@ -37,17 +37,17 @@ STEPS = 8
 T = TypeVar("T")
 
 MODES = {
-    "asynchronous": r"(^|_)async(_|$|hronous)|^Async|(^|_)alone(_|$)|[Ss]trand|(^|_)own_round",
-    "replication": r"replicat|replicas_of|[Ss]tandby|(^|_)copies(_|$)|[Hh]andover|(^|_)recover",
-    "bounded staleness": r"[Bb]ounded|[Ss]taleness|(^|_)clocks?(_of)?$|^Clocks?$|(^|_)ahead(_|$)",
-    "host sums": r"(^|_)sums?_of|(^|_)sums$|^Sums?([A-Z]|$)|host_sum|local_reduction|(^|_)summed",
+    "asynchronous": r"(^|_)async$|asynchronous|^Async$|(^|_)alone(_|$)|[Ss]trand|(^|_)own_round|SessionSequence",
+    "replication": r"replicat|replicas_of|[Ss]tandby|(^|_)copied$|[Hh]andover|(^|_)recover",
+    "bounded staleness": r"[Bb]ounded(?!Semaphore)|[Ss]taleness|(^|_)[Cc]locks$",
+    "host sums": r"host_sum|local_reduction|(^|_)summed$|shares_of|check_sum|by_host",
     "backup workers": r"backup",
 }
 """What an identifier looks like that belongs to a mode."""
 
 OWN = {
     "asynchronous": r"rounds/sequences",
-    "replication": r"state/standbys|rounds/backlog|checkpoints/handover|servers/|core/places|network/joining",
+    "replication": r"services/standbys|rounds/(backlog|digests)|checkpoints/handover|servers/|network/joining",
     "bounded staleness": r"rounds/clocks",
     "host sums": r"rounds/sums",
     "backup workers": r"plans/policy",

@@ -186,7 +186,7 @@ class Restores(RoundParticipant):
         if prepared is not None and prepared.wish.turn == commit.turn:
             return prepared.values.arrays
         # Every asynchronous process runs this round, and only the first restores: later ones must not undo pushes.
-        if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
+        if job.sequence is not None and self._committed is not None and commit.turn <= self._committed:
             return {}
         raise InvalidRequest(f"the restore of {commit.path!r} was not prepared on this server", str(self._store.task))
 
@@ -214,7 +214,7 @@ class Restores(RoundParticipant):
             self._prepared = None
             if wish.order.damaged and self._store.leads(commit.servers):
                 return [Work("files", set_aside, (self._place, prepared.saved.path, wish.order.damaged))]
-        elif (job.strand is None and job.round >= wish.turn.round) or wish.session in _makers(job):
+        elif (job.sequence is None and job.round >= wish.turn.round) or wish.session in _makers(job):
             self._prepared = None
         return ()
 

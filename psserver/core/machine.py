@@ -303,7 +303,7 @@ class Machine:
         effects += [*self._heard(follows), *self.job.handover.follow(self.job.log.entries, now)]
         if self.job.log.keeps and not kept:
             self.members.take_over(token, now)
-        for vote in self.job.rounds.votes.unopened(self.job.rounds.strands[None].last):
+        for vote in self.job.rounds.votes.unopened(self.job.rounds.sequences[None].last):
             self.job.rounds.open(vote, now)
         if (generation := self.job.rounds.generation) is not None and generation.start is not None:
             self.members.take_part(generation.members, -1)

@@ -81,13 +81,13 @@ class VotingPeers(Service):
             if vote.job == self._rounds.votes.job:
                 self._digests.hear(server, vote.digest)
             vote = replace(vote, digest=None)  # it is no part of what is kept
-        self._rounds.votes.hear(server, vote, self._rounds.strands[None].last)
+        self._rounds.votes.hear(server, vote, self._rounds.sequences[None].last)
         self._open((vote,), now)
         return None, []
 
     def testify(self, now: float, server: int, testimony: Testimony) -> Outcome[None]:
         """Another server has said what it has heard of one that is gone."""
-        self._rounds.votes.testify(server, testimony, self._rounds.strands[None].last)
+        self._rounds.votes.testify(server, testimony, self._rounds.sequences[None].last)
         self._open(testimony.votes, now)
         return None, []
 
@@ -113,7 +113,7 @@ class VotingPeers(Service):
         """Another server is not connected; the server's log says so once if a round waits for it."""
         missed = self._missed.setdefault(server, _Missed(now, reason))
         missed.reason = reason
-        if not missed.told and self._rounds.votes.kept(server) > self._rounds.strands[None].last:
+        if not missed.told and self._rounds.votes.kept(server) > self._rounds.sequences[None].last:
             missed.told = True
             log.warning("rounds wait, because %s cannot reach %s (%s)", self._store.task, Task("ps", server), reason)
         return None, []

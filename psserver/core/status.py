@@ -69,6 +69,6 @@ def _explained(of: Job) -> tuple[OpenRound, ...]:
     """Returns the open rounds, that one of them waits for a checkpoint, and the answers that are held."""
     phase, why = of.runner.phase, "waits until more of a checkpoint is written"
     blocked = phase.job if isinstance(phase, Blocked) else None
-    held = blocked.round if blocked is not None and not isinstance(blocked.strand, SessionSequence) else None
+    held = blocked.round if blocked is not None and not isinstance(blocked.sequence, SessionSequence) else None
     waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in of.rounds.waiting()]
     return (*waiting, *of.late.held)

@@ -23,7 +23,7 @@ class _Times:
     """The times of the round that runs.
 
     Attributes:
-        of: the round's strand and number.
+        of: the round's sequence and number.
         steps: when steps of its execution ran.
         sums: when contributions were summed apart from kernels.
         votes: when this server had voted, and the round was decided.
@@ -52,7 +52,7 @@ class RoundTraces:
 
     def _of(self, job: ReadyRound) -> _Times | None:
         """Returns where the times of a round are noted; None where nobody traces it."""
-        of = job.strand, job.round
+        of = job.sequence, job.round
         if self._times is None or self._times.of != of:
             self._times = _Times(of)
         return self._times if any(part.said.trace for part in job.parts) else None

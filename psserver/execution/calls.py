@@ -63,7 +63,7 @@ class KernelCall:
         self._application = application
         self._args = application.apply.args
         self._kernels = kernels
-        found = {number: part for number, index in application.alone if (part := parts(index)) is not None}
+        found = {number: part for number, index in application.unshared if (part := parts(index)) is not None}
         sums = {number: part.combined for number, part in found.items()}
         program = application.program
         self.stages = (
@@ -271,7 +271,7 @@ class Ready:
 
     @classmethod
     def of(
-        cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[MemberInput], alone: Set[int]
+        cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[MemberInput], exclusive: Set[int]
     ) -> Ready | None:
         """Returns some of a batch's applications as one call; None if they cannot run together.
 
@@ -279,10 +279,10 @@ class Ready:
             batch: the batch.
             at, stop: the range of their numbers, among those of the server.
             senders: the contributors.
-            alone: variables whose arrays nobody else holds.
+            exclusive: variables whose arrays nobody else holds.
         """
         ready = cls(batch, slice(at - batch.first, stop - batch.first))
-        return ready if alone >= set(ready.assigned) and ready._take(senders) else None
+        return ready if exclusive >= set(ready.assigned) and ready._take(senders) else None
 
     def _take(self, senders: Sequence[MemberInput]) -> bool:
         """Writes the addresses of the contributions into the table; returns False if some are not in one piece."""

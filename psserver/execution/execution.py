@@ -290,18 +290,18 @@ class Execution:
 
     def _calls(self, at: int, stop: int, spare: Spare) -> list[Call]:
         """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
-        alone, own = self._variables.alone, self._variables.own_rows
-        calls = list(self._cut(at, stop, alone))
-        if not reserve(calls, not self._progressive, alone, own, spare):
+        exclusive, own = self._variables.exclusive, self._variables.own_rows
+        calls = list(self._cut(at, stop, exclusive))
+        if not reserve(calls, not self._progressive, exclusive, own, spare):
             calls = list(self._cut(at, stop, frozenset()))
-            reserve(calls, not self._progressive, alone, own, spare)
+            reserve(calls, not self._progressive, exclusive, own, spare)
         return calls
 
-    def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call]:
+    def _cut(self, at: int, stop: int, exclusive: Set[int]) -> Iterator[Call]:
         excluded = [n for n in sorted(self._outline.optional) if at <= n < stop and self._is_excluded(n)]
         for end in (*excluded, stop):
             while at < end:
-                call = self._call(at, end, alone)
+                call = self._call(at, end, exclusive)
                 yield call
                 at = call.numbers.stop
             at = end + 1
@@ -310,7 +310,7 @@ class Execution:
         """Returns whether nobody contributes to an application that may be left out."""
         return not any(map(self.contributions.is_given, self._outline.applications[number].needs))
 
-    def _call(self, at: int, stop: int, alone: Set[int]) -> Call:
+    def _call(self, at: int, stop: int, exclusive: Set[int]) -> Call:
         application, batch = self._outline.applications[at], self._batches.get(at)
         if application.rows is not None:
             if self._rounds is not None and application.rows.keyed:
@@ -318,7 +318,7 @@ class Execution:
             return RowsCall(at, application, application.rows, self._kernels, self.contributions)
         if application.measured is not None:
             return RowsMeasurement(at, application, self.contributions)
-        ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
+        ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, exclusive) if batch else None
         return ready or KernelCall(at, application, self._kernels, self.contributions.parts)
 
     def _run(self, call: Call) -> None:

@@ -10,13 +10,13 @@ from psserver.execution.row_calls import RowsCall, RowsMeasurement
 Call = KernelCall | Ready | RowsCall | RowsMeasurement
 
 
-def reserve(calls: Sequence[Call], atomic: bool, alone: Set[int], own_rows: Set[int], spare: Spare) -> bool:
+def reserve(calls: Sequence[Call], atomic: bool, exclusive: Set[int], own_rows: Set[int], spare: Spare) -> bool:
     """Makes all calls decide where they write, and take the memory that they need.
 
     Args:
         calls: the calls, in order.
         atomic: True if the step leaves nothing behind when a part of it fails.
-        alone: variables whose arrays nobody else holds.
+        exclusive: variables whose arrays nobody else holds.
         own_rows: variables of which rows may be written in place.
         spare: returns an array for the new value of a variable, or None.
 
@@ -34,7 +34,7 @@ def reserve(calls: Sequence[Call], atomic: bool, alone: Set[int], own_rows: Set[
     at, fresh = 0, set[int]()
     for call in calls:
         if isinstance(call, KernelCall):
-            call.reserve(risky - at, alone, fresh, spare)
+            call.reserve(risky - at, exclusive, fresh, spare)
             fresh |= call.assigned
         elif isinstance(call, RowsCall):
             call.reserve(own_rows | fresh, keeps_old=at < risky)

@@ -129,7 +129,8 @@ def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kerne
     """
     summed = count <= MAX_PARTS
     sums = [
-        {number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone if summed} for a in applications
+        {number: SumTerm(plan.reductions[index].op, count) for number, index in a.unshared if summed}
+        for a in applications
     ]
     # First: a kernel that is compiled meanwhile would be in the batches of some applications, and of others not.
     settled = all(
@@ -173,8 +174,8 @@ def _stage(application: Application, kernels: Kernels, sums: Mapping[int, SumTer
     if application.rows is not None:
         return None
     first, *others = kernels.stages(application.program, application.reduced, sums)
-    alone = set(first.parts.values()).issuperset(application.reduced)
-    return first if alone and first.kernel and not (others or first.step.kept) else None
+    unshared = set(first.parts.values()).issuperset(application.reduced)
+    return first if unshared and first.kernel and not (others or first.step.kept) else None
 
 
 class _Successive:

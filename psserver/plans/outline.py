@@ -49,7 +49,7 @@ class Application:
         reduced: indices of its inputs that are reductions.
         needs: the numbers of these reductions.
         assigned: the numbers of the variables that it assigns.
-        alone: inputs that are reductions with no other reader in the plan, each with the reduction's number.
+        unshared: inputs that are reductions with no other reader in the plan, each with the reduction's number.
         read: inputs that are results of other applications.
         made: its results.
         rows: the rows on which it runs; None if it runs on whole variables.
@@ -63,7 +63,7 @@ class Application:
     reduced: tuple[int, ...]
     needs: tuple[int, ...]
     assigned: tuple[int, ...]
-    alone: tuple[tuple[int, int], ...]
+    unshared: tuple[tuple[int, int], ...]
     read: tuple[Ref, ...]
     made: tuple[Ref, ...]
     rows: RowsUse | None = None

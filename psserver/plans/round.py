@@ -33,16 +33,16 @@ BRIEF_INTERPRETED_BYTES = 1 << 18
 class SessionSequence(NamedTuple):
     """The key of the rounds of one session alone, in a job whose members make rounds together.
 
-    They update variables that are `alone`. The strand is the session's and no task's: a process that comes back begins
-    another one, from 0, and nobody has to be asked how far the one before it had come.
+    They update variables that are `alone`. The sequence is the session's and no task's: a process that comes back
+    begins another one, from 0, and nobody has to be asked how far the one before it had come.
     """
 
     session: int
 
 
 Key = Task | int | SessionSequence | None
-"""The key of a strand: the task of an asynchronous worker, or the number of the closure that it runs, or the session of
-a synchronous member for its own rounds; None for the strand of all synchronous members."""
+"""The key of a sequence: the task of an asynchronous worker, or the number of the closure that it runs, or the session
+of a synchronous member for its own rounds; None for the sequence of all synchronous members."""
 
 
 class Commit(Enum):
@@ -100,7 +100,7 @@ class ReadyRound:
         parts: the members' contributions, in task order.
         excluded: members without a whole contribution.
         section: returns the plan in words.
-        strand: the key of its strand.
+        sequence: the key of its sequence.
         commit: the time at which assigned values become readable.
         since: the time of its first contribution, in monotonic seconds.
         generation: the number of the generation in its contributions.
@@ -118,7 +118,7 @@ class ReadyRound:
     parts: tuple[MemberShare, ...]
     excluded: tuple[Task, ...]
     section: Callable[[], str]
-    strand: Key = None
+    sequence: Key = None
     commit: Commit = Commit.ATOMIC
     since: float = 0.0
     generation: int = 0
@@ -140,7 +140,7 @@ class ReadyRound:
         return frozenset([part.said.session for part in self.parts])
 
     def is_of(self, said: Contribution) -> bool:
-        """Returns whether a contribution is one to this round; numbers alone are of one strand."""
+        """Returns whether a contribution is one to this round; numbers alone are of one sequence."""
         return (self.round, self.plan.id) == (said.round, said.plan_id)
 
     def only(self, sessions: Set[int]) -> ReadyRound:
@@ -185,7 +185,7 @@ class ReadyRound:
         settled = self.prepared.settled(kernels, len(self.contributors))
         if settled is None:
             return False
-        most = BRIEF_BYTES if self.strand is None else BRIEF_ALONE_BYTES
+        most = BRIEF_BYTES if self.sequence is None else BRIEF_ALONE_BYTES
         most = BRIEF_INTERPRETED_BYTES if settled.interpreted else most
         return self.prepared.computed + sum([part.payload.size for part in self.parts]) <= most
 

@@ -59,7 +59,7 @@ class Backlog:
         A round that saves, restores, or changes dynamic tables waits for those before it.
         """
         prepared, plan = job.prepared, job.plan
-        if job.strand is not None or not job.voters or plan.snapshot is not None:
+        if job.sequence is not None or not job.voters or plan.snapshot is not None:
             return False
         if prepared.may_refuse or prepared.tables or prepared.given_rows:
             return False

@@ -17,31 +17,31 @@ def excluded(before: Generation | None, generation: Generation) -> set[int]:
 
 
 def go_on(
-    strands: dict[Key, RoundSequence], before: Generation | None, generation: Generation, running: object
+    sequences: dict[Key, RoundSequence], before: Generation | None, generation: Generation, running: object
 ) -> list[Effect]:
-    """Strands go on from the round of a change, which all members make next; returns the effects.
+    """Sequences go on from the round of a change, which all members make next; returns the effects.
 
     What is open is of members that are gone: those who are here have all their answers. None of it is applied any more,
     but for the round that runs.
 
     Args:
-        strands: all strands.
+        sequences: all sequences.
         before: the generation before the change.
         generation: the one that begins with it.
-        running: the key of the strand whose round runs, and its number; None for none.
+        running: the key of the sequence whose round runs, and its number; None for none.
     """
     change, effects = change_of(generation), list[Effect]()
     if change is None:
         return effects
-    for key, strand in strands.items():
-        for number in [number for number in strand.open if (key, number) != running]:
-            effects += strand.open.pop(number).fail(
+    for key, sequence in sequences.items():
+        for number in [number for number in sequence.open if (key, number) != running]:
+            effects += sequence.open.pop(number).fail(
                 Fenced("the job changed its consistency without this process; restart the process")
             )
     turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in generation.members)
     for key in (None, *(member.task for member in generation.members)):
-        strand = strands.setdefault(key, RoundSequence())
-        strand.last = max(strand.last, change.round - 1)
+        sequence = sequences.setdefault(key, RoundSequence())
+        sequence.last = max(sequence.last, change.round - 1)
         if turned:
-            strand.settled = generation.start.positions if generation.start else ()
+            sequence.settled = generation.start.positions if generation.start else ()
     return effects

@@ -1,6 +1,6 @@
 """The rounds of closures: whichever workers run a closure, one after another, each of its rounds is made once.
 
-A closure has a strand of its own on each server, and its answers are kept there until it is over. Who runs it after
+A closure has a sequence of its own on each server, and its answers are kept there until it is over. Who runs it after
 another gets the answers to what that has made, and makes the rest.
 """
 
@@ -37,16 +37,16 @@ class ClosuresOver:
         """Returns True for a closure that is known to be over; no worker has it any more."""
         return number <= self._newest and number not in self._begun
 
-    def forget(self, strands: MutableMapping[Key, RoundSequence]) -> None:
-        """Removes the strands of closures that are over, if that is news."""
+    def forget(self, sequences: MutableMapping[Key, RoundSequence]) -> None:
+        """Removes the sequences of closures that are over, if that is news."""
         if self._learned:
             self._learned = False
-            for key in [key for key in strands if isinstance(key, int) and self.over(key)]:
-                if not strands[key].open:
-                    del strands[key]
+            for key in [key for key in sequences if isinstance(key, int) and self.over(key)]:
+                if not sequences[key].open:
+                    del sequences[key]
 
     def check(
-        self, name: ClosureName, said: Contribution, member: Member, strands: MutableMapping[Key, RoundSequence]
+        self, name: ClosureName, said: Contribution, member: Member, sequences: MutableMapping[Key, RoundSequence]
     ) -> None:
         """Checks a push of a closure, and takes in what it says of others.
 
@@ -57,18 +57,18 @@ class ClosuresOver:
         if member.consistency != ASYNC or name.number <= 0:
             raise InvalidRequest("only asynchronous workers run closures, which are numbered from 1")
         self.learn(name.version, name.newest, name.begun)
-        self.forget(strands)
+        self.forget(sequences)
         if self.over(name.number):
             raise Fenced(f"another worker has already run closure {name.number}; restart the process")
         if not 0 <= said.round < CLOSURE_ROUNDS:
             raise InvalidRequest(f"a closure can run at most {CLOSURE_ROUNDS} rounds; split the function")
 
 
-def take_over(strand: RoundSequence, push: Push, member: Member, runs: bool, effects: list[Effect]) -> bool:
+def take_over(sequence: RoundSequence, push: Push, member: Member, runs: bool, effects: list[Effect]) -> bool:
     """Takes the place of a worker that had a closure before, and was lost: of each round one contribution counts.
 
     Args:
-        strand: the closure's.
+        sequence: the closure's.
         push, member: the push of the worker that has it now; one of no closure takes nobody's place.
         runs: True if the push's own round runs now.
         effects: gets what becomes of the other's calls.
@@ -83,7 +83,7 @@ def take_over(strand: RoundSequence, push: Push, member: Member, runs: bool, eff
     name = push.said.closure
     if name is None:
         return False
-    for number, pending in list(strand.open.items()):
+    for number, pending in list(sequence.open.items()):
         if pending.members == (member,):
             continue
         others = [part.said.closure for part in pending.parts.values()]
@@ -94,7 +94,7 @@ def take_over(strand: RoundSequence, push: Push, member: Member, runs: bool, eff
             pending.waiters.append((push.said, push.future))
             return True
         effects += pending.fail(Fenced(f"closure {name.number} was assigned to another worker"))
-        del strand.open[number]
+        del sequence.open[number]
     return False
 
 

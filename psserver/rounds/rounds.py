@@ -65,7 +65,7 @@ class Rounds:
         last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
-        strands: all strands, with their rounds.
+        sequences: all sequences, with their rounds.
         generations: all of them that are known here, by number.
         clocks: how far the workers with bounded staleness are.
     """
@@ -80,7 +80,7 @@ class Rounds:
         self.plans: dict[bytes, PreparedPlan] = {}
         self.generation: Generation | None = None
         self.last, self.closed = -1, 0
-        self.strands: dict[Key, RoundSequence] = {None: RoundSequence()}
+        self.sequences: dict[Key, RoundSequence] = {None: RoundSequence()}
         self.clocks = Clocks()
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
@@ -96,12 +96,12 @@ class Rounds:
     @property
     def positions(self) -> tuple[Position, ...]:
         """Positions of the synchronous members' datasets."""
-        return self.strands[None].positions
+        return self.sequences[None].positions
 
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
         """Last round, dataset positions and clock of each task that makes rounds of its own, in task order."""
-        return places_of(self.strands, self.clocks.all)
+        return places_of(self.sequences, self.clocks.all)
 
     @property
     def in_flight(self) -> int:
@@ -134,10 +134,10 @@ class Rounds:
         One that begins with a change fences nobody: who is not in it waits to be taken in.
         """
         if (change := change_of(generation)) is not None:
-            self._effects += go_on(self.strands, self.generation, generation, self._running)
+            self._effects += go_on(self.sequences, self.generation, generation, self._running)
             self.last, self.clocks = change.round - 1, Clocks()
         self.fenced |= excluded(self.generation, generation)
-        forget_own(self.strands, self.fenced)
+        forget_own(self.sequences, self.fenced)
         self.clocks.close_generation(self.generation if change is None else None, generation)
         self.generation = self.generations[generation.number] = generation
         for push in self._parked.take():
@@ -174,21 +174,21 @@ class Rounds:
             raise Fenced(f"this process is not a member of generation {said.generation}; restart it")
         key = _key(member, said)
         if said.closure is not None:
-            self._closures.check(said.closure, said, member, self.strands)
-        strand = self.strands.setdefault(key, RoundSequence())
-        strand.check_open(said)
-        if take_over(strand, push, member, self._running == (key, said.round), self._effects):
+            self._closures.check(said.closure, said, member, self.sequences)
+        sequence = self.sequences.setdefault(key, RoundSequence())
+        sequence.check_open(said)
+        if take_over(sequence, push, member, self._running == (key, said.round), self._effects):
             return
         senders = _senders(generation, push.said, member)
-        if (pending := strand.open.get(said.round)) is None:
+        if (pending := sequence.open.get(said.round)) is None:
             members, behind = (member,) if key else generation.members, self.backlog.behind
             pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
         for part, each in senders:
-            self._check_order(strand, part, each)
-        self._turns.come(key, strand)
-        strand.open[said.round] = pending
+            self._check_order(sequence, part, each)
+        self._turns.come(key, sequence)
+        sequence.open[said.round] = pending
         if pending.differs(said):
             if joins(said, self.generations) and only_newcomers(pending, self.generations):
                 pending.doubtful.append(push)
@@ -197,7 +197,7 @@ class Rounds:
         if (differ := different_batches(pending, senders)) is not None:
             raise self._fail(pending, differ)
         for part, _ in senders:
-            strand.came(part)
+            sequence.came(part)
         shares, effects = pending.take(push, [each for _, each in senders], self._running == (key, said.round))
         self._effects += effects
         if (plan := self.plans.get(said.plan_id)) is not None:
@@ -209,7 +209,7 @@ class Rounds:
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
         """Takes in which closures are over: the answers to their rounds are needed no more."""
         self._closures.learn(version, newest, begun)
-        self._closures.forget(self.strands)
+        self._closures.forget(self.sequences)
 
     def _refuse_or_evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Decides who is wrong where members of a round have different plans; a lone member's error is its own.
@@ -238,14 +238,14 @@ class Rounds:
         for push in doubtful:
             self._try(push)
 
-    def _check_order(self, strand: RoundSequence, said: Contribution, member: Member) -> None:
+    def _check_order(self, sequence: RoundSequence, said: Contribution, member: Member) -> None:
         """Checks that a worker makes all rounds, and has not too many under way.
 
         Rounds arrive in any order, and each names the one before it: one in between, which others make, is left out.
         """
-        check_window(strand.under_way(said.session), said.round)
+        check_window(sequence.under_way(said.session), said.round)
         before, here = max(said.previous, said.start - 1), self.generations[said.generation].members
-        for number, pending in strand.open.items():
+        for number, pending in sequence.open.items():
             if before < number < said.round and pending.error is None and member in pending.missing(self.fenced):
                 raise self._fail(pending, self._errors.diverged(number, pending, member, LATER))
             ahead = pending.passed(said.round, here, self.fenced) if number > said.round else []
@@ -276,9 +276,9 @@ class Rounds:
         """
         generation = self.generations.get(said.generation)
         member = _member(generation, said) if generation else None
-        strand = self.strands.get(_key(member, said)) if generation else None
-        record = strand.records.get(said.round) if strand else None
-        if generation is None or strand is None or record is None or record.error is not None:
+        sequence = self.sequences.get(_key(member, said)) if generation else None
+        record = sequence.records.get(said.round) if sequence else None
+        if generation is None or sequence is None or record is None or record.error is not None:
             return record
         if same_closure(record.plan_id, said):
             return record
@@ -291,17 +291,17 @@ class Rounds:
         if not all(record.is_for(part.session) for part in said.parts):
             raise PushAgain(f"round {said.round} lacks some workers of the sum; each worker must push by itself")
         for part in said.parts or (said,):
-            strand.came(part)
+            sequence.came(part)
         return record
 
     def next_job(self) -> ReadyRound | None:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
-        return self.backlog.next(lambda: None if self._running else self._turns.first(self.strands, self._first))
+        return self.backlog.next(lambda: None if self._running else self._turns.first(self.sequences, self._first))
 
-    def _first(self, key: Key, strand: RoundSequence) -> ReadyRound | None:
-        """Returns the first round of a strand, if it can run."""
-        while strand.open:
-            number, pending = min(strand.open.items())
+    def _first(self, key: Key, sequence: RoundSequence) -> ReadyRound | None:
+        """Returns the first round of a sequence, if it can run."""
+        while sequence.open:
+            number, pending = min(sequence.open.items())
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
             policy = plan.policy(pending.consistency) if plan else ALONE
@@ -310,17 +310,17 @@ class Rounds:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
             elif pending.error is None and (
-                plan is None or pending.awaits(policy, self.fenced, strand.last, strand.is_near, called)
+                plan is None or pending.awaits(policy, self.fenced, sequence.last, sequence.is_near, called)
             ):
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan and (job := pending.ready(number, plan, policy, self.fenced, self._describe, key, strand.last)):
+            elif plan and (job := pending.ready(number, plan, policy, self.fenced, self._describe, key, sequence.last)):
                 self._running = key, number
                 return job
             else:
                 # All its members are gone without a contribution; it must not block later rounds.
-                del strand.open[number]
+                del sequence.open[number]
         return None
 
     def open(self, vote: Vote, now: float) -> None:
@@ -328,12 +328,12 @@ class Rounds:
 
         Once its plan is known here, by which this server takes part in it, or does not.
         """
-        known, strand = self.generations.get(vote.generation), self.strands[None]
+        known, sequence = self.generations.get(vote.generation), self.sequences[None]
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
-        if plan is not None and plan.server in plan.plan.servers and known is not None and vote.round > strand.last:
+        if plan is not None and plan.server in plan.plan.servers and known is not None and vote.round > sequence.last:
             pending = PendingRound(vote.plan_id, vote.generation, known.members, now, whole=self.backlog.behind)
-            self._turns.come(None, strand)
-            strand.open.setdefault(vote.round, pending)
+            self._turns.come(None, sequence)
+            sequence.open.setdefault(vote.round, pending)
 
     def complete(
         self, job: ReadyRound, given: ReturnedValues, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
@@ -348,13 +348,13 @@ class Rounds:
         """
         record = Record.of(job, self.generation, given, dropped, warnings)
         self._applied(job)
-        return record, self._close(job.strand, job.round, record)
+        return record, self._close(job.sequence, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
         """Ends a round that could not run and applied nothing; returns its record and its waiters."""
         # A new error: the traceback of the old one holds the round's arrays.
         record = Record(job.plan.id, error=type(error)(error.message, error.task))
-        return record, self._close(job.strand, job.round, record)
+        return record, self._close(job.sequence, job.round, record)
 
     def again(self, job: ReadyRound, attempt: int, agreed: Set[int] | None) -> list[Effect]:
         """A round that has run, of which nothing counts, waits for its contributions once more.
@@ -365,7 +365,7 @@ class Rounds:
             agreed: the sessions that the votes so far have left; None where anybody may count.
         """
         self._running = None
-        return self.strands[job.strand].open[job.round].again(attempt, agreed)
+        return self.sequences[job.sequence].open[job.round].again(attempt, agreed)
 
     def gather(self, job: ReadyRound, attempt: int) -> None:
         """A round whose servers have too few contributions in common waits for more.
@@ -374,14 +374,14 @@ class Rounds:
             job: the round, with what this server has voted for.
             attempt: the number of its next vote.
         """
-        self._running, pending = None, self.strands[job.strand].open[job.round]
+        self._running, pending = None, self.sequences[job.sequence].open[job.round]
         pending.attempt, pending.voted = attempt, (job.sessions, frozenset(self.fenced))
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
         if not job.late:
             return []
-        sent = self.strands[job.strand].open[job.round].sent
+        sent = self.sequences[job.sequence].open[job.round].sent
         return [Run(part.payload.discard) for part in sent if part.said.session not in job.sessions]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
@@ -389,13 +389,13 @@ class Rounds:
         self.last = number if key is None else self.last + (not isinstance(key, SessionSequence))
         saves = (plan := self.plans.get(record.plan_id)) is not None and plan.plan.snapshot is not None
         self.closed += key is None or saves
-        strand = self.strands[key]
+        sequence = self.sequences[key]
         if key is None:
             self.votes.close(number)
         elif not isinstance(key, SessionSequence):
-            self.clocks.over(strand.open[number].members[0].session, number, saves)
-        waiters = strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.generation))
-        self._turns.over(key, strand)
+            self.clocks.over(sequence.open[number].members[0].session, number, saves)
+        waiters = sequence.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.generation))
+        self._turns.over(key, sequence)
         return waiters
 
     def session_ended(self, session: int, error: PSError) -> list[Effect]:
@@ -406,7 +406,7 @@ class Rounds:
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief; without those of one worker beside those of all."""
-        found = shared_rounds(self.strands)
+        found = shared_rounds(self.sequences)
         told = (w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in found)
         return (*told, *self._parked.waiting)
 
@@ -416,15 +416,15 @@ class Rounds:
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """Returns all open rounds, with their numbers."""
-        return (item for strand in self.strands.values() for item in strand.open.items())
+        return (item for sequence in self.sequences.values() for item in sequence.open.items())
 
     def runs(self, job: ReadyRound) -> bool:
         """Returns True if a round that has begun is not over yet."""
-        return job.round in self.strands[job.strand].open
+        return job.round in self.sequences[job.sequence].open
 
     def waiters(self, job: ReadyRound) -> list[Waiter]:
         """Returns the waiters of a running round."""
-        return list(self.strands[job.strand].open[job.round].waiters)
+        return list(self.sequences[job.sequence].open[job.round].waiters)
 
     def _fail(self, pending: PendingRound, error: PSError) -> PSError:
         """Fails a round; returns the error."""
@@ -473,7 +473,7 @@ def _is_apart(parts: Iterable[Contribution], rounds: Rounds) -> bool:
 
 
 def _key(member: Member | None, said: Contribution) -> Key:
-    """Returns the key of the strand of a contribution."""
+    """Returns the key of the sequence of a contribution."""
     if said.alone:
         return SessionSequence(said.session)
     if member is None or not member.alone:

@@ -183,7 +183,7 @@ class Runner:
             return self._run(job, True, ballot.attempt)
         if not job.tries and job.error is None:  # else some servers would apply it, and others could not
             job = replace(job, error=operands_differ(job))
-        vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.strands[None].last)
+        vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.sequences[None].last)
         ballot = self._phase = replace(ballot, job=job, since=self._tally.clock())
         self._tally.votes["sent"] += len(job.voters) - 1
         beside = {server: digest for tells in self._hooks.tells for server, digest in tells(job.voters).items()}

@@ -1,8 +1,8 @@
-"""Strands: open rounds that gather contributions, the last complete round, and the answers that are kept.
+"""Sequences: open rounds that gather contributions, the last complete round, and the answers that are kept.
 
-In synchronous mode all members share one strand; beside it a session has one of its own for variables that are `alone`.
-In asynchronous mode each task has its own, and each closure that is run: whichever worker makes a closure's n-th round,
-it is made once.
+In synchronous mode all members share one; beside it a session has one of its own for variables that are `alone`. In
+asynchronous mode each task has its own, and each closure that is run: whichever worker makes a closure's n-th round, it
+is made once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RESENDS = 8
 """Most attempts at one contribution that are kept while its generation is not known here."""
 
 RECORDS = WINDOW + 1
-"""Rounds of a strand whose answers are kept for resends."""
+"""Rounds of a sequence whose answers are kept for resends."""
 
 BEHIND = 64
 """Rounds that a member may be left out of, one after the other; their answers are kept for it as well."""
 
 
 def kept(generation: Generation | None) -> int:
-    """Returns how many rounds of a strand have their answers kept."""
+    """Returns how many rounds of a sequence have their answers kept."""
     return RECORDS + BEHIND if generation is not None and generation.leaves_out else RECORDS
 
 
@@ -169,61 +169,65 @@ class RoundSequence:
 
 
 class FairQueue:
-    """The strands with open rounds: first that whose last round was over the longest ago.
+    """The sequences with open rounds: first that whose last round was over the longest ago.
 
     So a fast worker does not keep the others from their turn, and a slow one, for which others may wait, is not kept
     waiting by a burst of theirs.
     """
 
     def __init__(self) -> None:
-        self._line: list[tuple[int, Key]] = []  # a heap; of a strand whose turn is another one now it is out of date
+        self._line: list[tuple[int, Key]] = []  # a heap; of a sequence whose turn is another one now it is out of date
         self._order = count()
 
-    def come(self, key: Key, strand: RoundSequence) -> None:
-        """A strand gets an open round: it stands in the line from its first one on."""
-        if strand.turn < 0:
-            strand.turn = next(self._order)
-        if not strand.open:
-            heappush(self._line, (strand.turn, key))
+    def come(self, key: Key, sequence: RoundSequence) -> None:
+        """A sequence gets an open round: it stands in the line from its first one on."""
+        if sequence.turn < 0:
+            sequence.turn = next(self._order)
+        if not sequence.open:
+            heappush(self._line, (sequence.turn, key))
 
-    def over(self, key: Key, strand: RoundSequence) -> None:
-        """A round of a strand is over: it goes to the end."""
-        strand.turn = next(self._order)
-        if strand.open:
-            heappush(self._line, (strand.turn, key))
+    def over(self, key: Key, sequence: RoundSequence) -> None:
+        """A round of a sequence is over: it goes to the end."""
+        sequence.turn = next(self._order)
+        if sequence.open:
+            heappush(self._line, (sequence.turn, key))
 
-    def first(self, strands: Mapping[Key, RoundSequence], ready: Callable[[Key, RoundSequence], T | None]) -> T | None:
-        """Returns what a function returns for the first strand for which it is not None; it may end open rounds."""
+    def first(
+        self, sequences: Mapping[Key, RoundSequence], ready: Callable[[Key, RoundSequence], T | None]
+    ) -> T | None:
+        """Returns what a function returns for the first sequence for which it is not None; it may end open rounds."""
         found, passed = None, list[tuple[int, Key]]()
         while self._line and found is None:
             turn, key = heappop(self._line)
-            strand = strands.get(key)
-            if strand is None or strand.turn != turn:
+            sequence = sequences.get(key)
+            if sequence is None or sequence.turn != turn:
                 continue
-            found = ready(key, strand)
-            if strand.open:
+            found = ready(key, sequence)
+            if sequence.open:
                 passed.append((turn, key))
         for each in passed:
             heappush(self._line, each)
         return found
 
 
-def shared_rounds(strands: Mapping[Key, RoundSequence]) -> list[tuple[int, PendingRound]]:
+def shared_rounds(sequences: Mapping[Key, RoundSequence]) -> list[tuple[int, PendingRound]]:
     """Returns the open rounds for which anybody may wait, by number; not those of one worker beside those of all."""
-    found = (strand.open.items() for key, strand in strands.items() if not isinstance(key, SessionSequence))
+    found = (sequence.open.items() for key, sequence in sequences.items() if not isinstance(key, SessionSequence))
     return sorted((item for items in found for item in items), key=lambda item: item[0])
 
 
-def forget_own(strands: MutableMapping[Key, RoundSequence], fenced: Set[int]) -> None:
+def forget_own(sequences: MutableMapping[Key, RoundSequence], fenced: Set[int]) -> None:
     """Forgets the own rounds of sessions that have ended, but for those that are open: what is whole still counts."""
-    for key in [key for key in strands if isinstance(key, SessionSequence) and key.session in fenced]:
-        if not strands[key].open:
-            del strands[key]
+    for key in [key for key in sequences if isinstance(key, SessionSequence) and key.session in fenced]:
+        if not sequences[key].open:
+            del sequences[key]
 
 
-def places_of(strands: Mapping[Key, RoundSequence], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:
+def places_of(
+    sequences: Mapping[Key, RoundSequence], clocks: Iterable[tuple[Member, int]]
+) -> tuple[WorkerProgress, ...]:
     """Returns the progress of each task that makes rounds of its own, or has a clock, in task order."""
-    own = {key: strand for key, strand in strands.items() if isinstance(key, Task)}
+    own = {key: sequence for key, sequence in sequences.items() if isinstance(key, Task)}
     at = {member.task: at for member, at in clocks}
     none = RoundSequence()  # of who has a clock alone
     found = [(task, own.get(task, none)) for task in sorted(own.keys() | at.keys(), key=Task.order)]

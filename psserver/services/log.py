@@ -210,7 +210,7 @@ class Log:
             self._rounds.votes.take_back(back.server, back.round - 1)
         elif not self.away:
             # The others have made the rounds before, and may have told of some that were under way meanwhile.
-            self._rounds.strands[None].begin_at(back.round)
+            self._rounds.sequences[None].begin_at(back.round)
             self._rounds.last = back.round - 1
             self._rounds.votes.close(self._rounds.last)
             self._rounds.backlog.begin(back.generation)
@@ -232,7 +232,7 @@ class Log:
                 self._names[variable.spec.name] = variable.id
                 self._creators.setdefault(variable.id, Task("ps", entry.server))
         others = set[int]() if self.away else set(range(self.servers)) - {self._store.server, *self.gone}
-        votes = self._rounds.votes.lose(entry.server, sorted(others), self._rounds.strands[None].last)
+        votes = self._rounds.votes.lose(entry.server, sorted(others), self._rounds.sequences[None].last)
         return [*self._introduce(), *votes, *self._snapshots.lose(entry.server)]
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.

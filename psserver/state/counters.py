@@ -152,7 +152,7 @@ class ServerCounters:
         self.excluded += len(record.excluded)
         self.waiting.observe(max(now - job.since - ran, 0.0), labels)
         self.applying.observe(ran, labels)
-        if isinstance(job.strand, Task | int):
+        if isinstance(job.sequence, Task | int):
             for part in job.parts:
                 seen = self._seen.get(part.member.session, last - 1)  # later where a change has set the number back
                 self.staleness.observe(max(last - 1 - seen, 0))

@@ -320,15 +320,15 @@ class Store:
             newer: values that the round's steps before have assigned.
         """
         values = dict(zip(ids, map(self._values.get, ids), strict=True))
-        alone = own = self.alone(ids) if in_place else frozenset[int]()
+        exclusive = own = self.exclusive(ids) if in_place else frozenset[int]()
         if self._frozen:
             self._frozen = {id for id in self._frozen & self._values.keys() if self._values[id].is_frozen}
-            alone -= self._frozen
+            exclusive -= self._frozen
         if newer:
             values |= {id: newer[id] for id in newer.keys() & values.keys()}
-        return StepVariables(values, alone, own.union(self._keyed) if self._keyed else own, bool(self._row_tables))
+        return StepVariables(values, exclusive, own.union(self._keyed) if self._keyed else own, bool(self._row_tables))
 
-    def alone(self, ids: Collection[int]) -> frozenset[int]:
+    def exclusive(self, ids: Collection[int]) -> frozenset[int]:
         """Returns the variables whose arrays only their values hold: a round may write into them, or into rows."""
         if self.device.gpu is not None:
             return frozenset()

@@ -37,24 +37,24 @@ class StepVariables:
 
     Args:
         before: the variables that it reads, by number; None for those without a value.
-        alone: variables that may be written in place.
+        exclusive: variables that may be written in place.
         own_rows: variables of which rows may be written in place.
         is_lazy: False if updates of none of them are deferred.
 
     Attributes:
-        before, alone, own_rows, is_lazy: the arguments.
+        before, exclusive, own_rows, is_lazy: the arguments.
         assigned: the values that it has assigned.
     """
 
     def __init__(
         self,
         before: Mapping[int, Any],
-        alone: Set[int] = frozenset(),
+        exclusive: Set[int] = frozenset(),
         own_rows: Set[int] = frozenset(),
         is_lazy: bool = True,
     ) -> None:
         self.before = before
-        self.alone = alone
+        self.exclusive = exclusive
         self.own_rows = own_rows
         self.is_lazy = is_lazy
         self.assigned: dict[int, Value] = {}
@@ -130,7 +130,7 @@ class StepVariables:
             group: LazyGroup | None = self.now(id).group
             if group is not None:
                 if group.updates.behind:
-                    group = self._own(group, self.alone)
+                    group = self._own(group, self.exclusive)
                     group.updates.apply_all(group.apply)
                 self._keep(dict(zip(group.updates.tables, group.parts, strict=True)))
 

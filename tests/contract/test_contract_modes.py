@@ -278,8 +278,8 @@ def test_what_who_is_fenced_had_sent_whole_counts(job, two, apart):
     push(two[0], plan, [1])
     waits = sum_into(variable, returned=False)
     two[0].push(waits, [10], alone=True, previous=0)
-    strands = job.servers.cores[0].machine.job.rounds.strands  # status does not tell what one has sent for itself
-    eventually(lambda: any(strand.open for key, strand in [*strands.items()] if key is not None))
+    sequences = job.servers.cores[0].machine.job.rounds.sequences  # status does not tell what one has sent for itself
+    eventually(lambda: any(sequence.open for key, sequence in [*sequences.items()] if key is not None))
     job.close([two[1].member])
     with pytest.raises(Fenced, match="was removed from the job"):
         two[0].push(plan, [100], alone=True).result(SOON)

@@ -232,7 +232,7 @@ def test_a_push_that_is_sent_again_is_bounded_too(stack, name):
     site = limited(stack, name, elements=1 << 18, variables=12)
     here, other = site.workers
     second = site.push(other, 2)
-    (waiting,) = eventually(lambda: [*site.core.machine.job.rounds.strands[None].open.values()])
+    (waiting,) = eventually(lambda: [*site.core.machine.job.rounds.sequences[None].open.values()])
     payload = waiting.parts[other.session].payload
     held = rests(lambda: payload.end - payload.begin)
     assert 0 < held <= IN_FLIGHT + PART_BYTES

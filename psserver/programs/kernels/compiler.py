@@ -172,7 +172,7 @@ class Compiler:
         # Another process that has begun with it is waited for: that is sooner than a second one beside it.
         found = self._load(kept, name, sizes, len(dtypes))
         if found is None:
-            with kept.alone(name, lambda: self._background.closed):
+            with kept.locked(name, lambda: self._background.closed):
                 found = self._load(kept, name, sizes, len(dtypes))
                 if found is None:
                     found = self._compile(kernel, sizes, dtypes)

@@ -93,7 +93,7 @@ class KeptCode:
             self._make_room()
 
     @contextmanager
-    def alone(self, name: str, is_closed: Callable[[], bool]) -> Iterator[None]:
+    def locked(self, name: str, is_closed: Callable[[], bool]) -> Iterator[None]:
         """Returns a context in which no other process makes the code of this name, if it does not take too long.
 
         Args:

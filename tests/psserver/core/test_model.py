@@ -33,7 +33,7 @@ from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.under_way import UnderWay
 from psserver.core.core import Core
 from psserver.plans.round import Record
-from psserver.plans.round import SessionSequence as OwnStrand
+from psserver.plans.round import SessionSequence as OwnSequence
 from psserver.rounds.runner import Deciding
 from psserver.rounds.steps import Running
 from pstesting.clock import Clock
@@ -153,12 +153,12 @@ class Line:
 
     def __getattr__(self, verb: str) -> Any:
         def call(*args: Any) -> Any:
-            self._process.strand.pause()
+            self._process.sequence.pause()
             while self._server in self._model.dead:
                 if self._server == 0 or isinstance(self._process, Driver) or verb == "open":
                     raise self._model.lost()  # who starts sees it itself, after PS_START_TIMEOUT
                 self._process.session.check()  # that a server is lost the chief says, and until then it is silent
-                self._process.strand.pause()
+                self._process.sequence.pause()
             return getattr(self._model.cores[self._server], verb)(*args)
 
         return call
@@ -194,8 +194,8 @@ class Worker:
             self.exchange._shared = SharedRounds(self.group, [-1] * len(lines), host.number)
         self.sent: list[UnderWay] = []
         self.seen = [0] * len(model.cores)
-        self.strand = Thread(self._run)
-        self.session.pause = self.strand.pause
+        self.sequence = Thread(self._run)
+        self.session.pause = self.sequence.pause
 
     def _run(self) -> None:
         try:
@@ -325,7 +325,7 @@ class Worker:
         """Dies; what it sent may still arrive, but of what has arrived in part nothing is sent again."""
         if self.state == "runs":
             self.state = state
-            self.strand.kill()
+            self.sequence.kill()
             self.model.part(self.session)
             for host in self.model.hosts:
                 host.end(self)
@@ -352,15 +352,15 @@ class Driver:
         self.model = model
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
         self.chief = Stepping(CHIEF, lines, model.cluster, TIMEOUTS)
-        self.strand = Thread(self._run)
-        self.chief.pause = self.strand.pause
+        self.sequence = Thread(self._run)
+        self.chief.pause = self.sequence.pause
 
     @property
     def session(self) -> Session:
         return self.chief._session
 
     def kill(self) -> None:
-        self.strand.kill()
+        self.sequence.kill()
         self.model.part(self.session)
 
     def _run(self) -> None:
@@ -378,7 +378,7 @@ class Driver:
             before, token = len(log), self.session.token
             replaced = 0 < token < self.model.cores[0].machine.members.token
             ended = self.model.over
-            self.strand.resume()
+            self.sequence.resume()
             replaced = replaced and self.session.token == token  # else it is chief again
             assert not replaced or len(log) == before, "a chief that was replaced still decides"
             if self.model.over and not ended:
@@ -386,7 +386,7 @@ class Driver:
                 self.model.end_chiefs(but=self)
 
     def heartbeat(self) -> None:
-        if self.session.number and not self.strand.over:
+        if self.session.number and not self.sequence.over:
             try:
                 if self.model.dead:
                     raise self.model.lost()
@@ -464,10 +464,10 @@ class OwnRounds:
 Content = list[tuple[int, int]]
 """The numbers that a message brings to a server, and where each ends in its payload."""
 
-Strand = Task | None
+SequenceKey = Task | None
 """Whose rounds: a task's own, or everyone's."""
 
-Name = tuple[int, Strand, int]
+Name = tuple[int, SequenceKey, int]
 """A round of a server: the server, whose round, its number."""
 
 
@@ -494,7 +494,7 @@ class Model(RuleBasedStateMachine):
         self.workers: list[Worker] = []
         self.drivers: list[Driver] = []
         self.dead: set[int] = set()
-        self.strands: list[Thread] = []
+        self.sequences: list[Thread] = []
         self.unique, self.luck = count(1), Random(0)
         self.broken = False
         # The ledger: what was said, what arrived, and what the servers made of it.
@@ -512,7 +512,7 @@ class Model(RuleBasedStateMachine):
         self.late: dict[Name, frozenset[int]] = {}
         self.seconds: list[int] = []
         self.counts: list[int] = []
-        self.lasts: dict[tuple[int, Strand], int] = {}
+        self.lasts: dict[tuple[int, SequenceKey], int] = {}
         self.tables = Tables(1, 0)
         self.own = OwnRounds(0, 0)
 
@@ -608,7 +608,7 @@ class Model(RuleBasedStateMachine):
 
     def _start(self, task: Task) -> Worker:
         worker = Worker(self, task)
-        self.strands.append(worker.strand)
+        self.sequences.append(worker.sequence)
         return worker
 
     @property
@@ -628,12 +628,12 @@ class Model(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 5), times=st.integers(1, 8))
     def step(self, who: int, times: int) -> None:
-        self.workers[who % len(self.workers)].strand.resume(times)
+        self.workers[who % len(self.workers)].sequence.resume(times)
 
     @rule(times=st.integers(1, 12), which=st.integers(0, 1))
     def drive(self, times: int, which: int) -> None:
         """A chief goes on, for some calls; perhaps not the newest."""
-        living = [driver for driver in self.drivers if not driver.strand.over]
+        living = [driver for driver in self.drivers if not driver.sequence.over]
         if living:
             living[-1 - which % len(living)].resume(times)
 
@@ -680,7 +680,7 @@ class Model(RuleBasedStateMachine):
     def new_chief(self) -> None:
         if not self.over and not self.dead:
             self.drivers.append(Driver(self))
-            self.strands.append(self.drivers[-1].strand)
+            self.sequences.append(self.drivers[-1].sequence)
 
     @rule()
     def kill_chief(self) -> None:
@@ -753,7 +753,7 @@ class Model(RuleBasedStateMachine):
     def _turn(self) -> None:
         """Everybody goes on as far as a few calls and all messages take it."""
         for worker in self.workers:
-            worker.strand.resume(6)
+            worker.sequence.resume(6)
         # Of an attempt that is not whole some more comes, or the message is sent again, or nothing happens.
         living = {worker.session.number for worker in self.workers if worker.state == "runs"}
         for attempt in [attempt for attempt in self.attempts if attempt.rest]:
@@ -867,12 +867,12 @@ class Model(RuleBasedStateMachine):
         """Takes in what the servers did, and checks it."""
         self._check_log()
         for number, one in enumerate(self.cores):
-            for key, strand in one.machine.job.rounds.strands.items():
-                for round in sorted(strand.records):
-                    if isinstance(key, OwnStrand):
-                        self.own.recorded(number, key.session, round, strand.records[round])
+            for key, sequence in one.machine.job.rounds.sequences.items():
+                for round in sorted(sequence.records):
+                    if isinstance(key, OwnSequence):
+                        self.own.recorded(number, key.session, round, sequence.records[round])
                     elif (number, key, round) not in self.records:
-                        self._check_record((number, key, round), strand.records[round])
+                        self._check_record((number, key, round), sequence.records[round])
             slow = {attempt.message.task for attempt in self.attempts}
             assert self.mode != "async" or all(slow.issuperset(open.missing) for open in one.status().waiting), (
                 "one waits for another"
@@ -909,9 +909,9 @@ class Model(RuleBasedStateMachine):
 
     def _check_record(self, name: Name, record: Record) -> None:
         """A round holds the contributions of the members of its generation, each once, but for those it names."""
-        server, strand, round = name
-        assert round > self.lasts.get((server, strand), -1), "rounds run out of order"
-        self.lasts[server, strand] = round
+        server, sequence, round = name
+        assert round > self.lasts.get((server, sequence), -1), "rounds run out of order"
+        self.lasts[server, sequence] = round
         # Of a round that was forgotten, since all were lost, something of its number may have begun before.
         if not self.begun[name]:
             assert self.mode == "sync", "a round without contributions"
@@ -923,7 +923,7 @@ class Model(RuleBasedStateMachine):
         number = max(said.generation for said in self.begun[name].values())
         arrived = {session for session in self.arrived[name] if self.begun[name][session].generation == number}
         assert not any(map(self.is_open, self.arrived[name] - arrived)), "a round has members of two generations"
-        members = [member for member in self.generations[number].members if strand in (None, member.task)]
+        members = [member for member in self.generations[number].members if sequence in (None, member.task)]
         counted = frozenset(member.session for member in members if member.task not in record.excluded)
         if record.error is None:
             assert counted <= arrived, "what has not arrived is counted"
@@ -959,12 +959,12 @@ class Model(RuleBasedStateMachine):
 
     def _check_whole(self, name: Name, counted: frozenset[int]) -> None:
         """A round has the same contributions on all servers that have made it."""
-        _, strand, round = name
-        others = [self.records.get((server, strand, round), counted) for server in range(len(self.cores))]
+        _, sequence, round = name
+        others = [self.records.get((server, sequence, round), counted) for server in range(len(self.cores))]
         assert all(other == counted for other in others), f"round {round} is torn: {counted} and {others}"
         # Nor would it be where a server has not made it yet, and never will if it dies.
         for server in self._servers(name):
-            assert counted <= self.arrived[server, strand, round], f"round {round} counts what server {server} lacks"
+            assert counted <= self.arrived[server, sequence, round], f"round {round} counts what server {server} lacks"
 
     def _servers(self, name: Name) -> set[int]:
         """The servers of a round that has begun."""
@@ -1070,14 +1070,14 @@ class Model(RuleBasedStateMachine):
         finally:
             self.patch.undo()
             self.root.cleanup()
-            for strand in self.strands:
-                strand.kill()
+            for sequence in self.sequences:
+                sequence.kill()
 
     def _finish(self) -> None:
         for _ in range(TURNS):
             if all(one.done.done() for one in self.cores):
                 break
-            if not self.over and all(driver.strand.over for driver in self.drivers):
+            if not self.over and all(driver.sequence.over for driver in self.drivers):
                 self.new_chief()
             for index, worker in enumerate(self.workers):
                 if worker.state not in ("runs", "left") and not self.over:
@@ -1093,7 +1093,7 @@ class Model(RuleBasedStateMachine):
         """A server is gone, and with it the job: everybody ends, by the chief's word, or by its own eyes."""
         for _ in range(TURNS):
             if not any(worker.state == "runs" for worker in self.workers) and all(
-                one.strand.over for one in self.drivers
+                one.sequence.over for one in self.drivers
             ):
                 return
             self._pass(0.2 * LEASE, set())
@@ -1139,11 +1139,11 @@ class Mortal(Model):
     @precondition(lambda self: any(worker.state == "runs" for worker in self.workers))
     @rule(which=st.sampled_from([1, 1, 2, 2, 0]), said=st.booleans())
     def die(self, which: int, said: bool) -> None:
-        if not self.drivers or self.drivers[-1].strand.over:
+        if not self.drivers or self.drivers[-1].sequence.over:
             self.new_chief()
             self.go_on(12)
         server, log = which % len(self.cores), self.cores[0].machine.job.log.entries
-        if log and not self.over and self.drivers[-1].session.token and not self.drivers[-1].strand.over:
+        if log and not self.over and self.drivers[-1].session.token and not self.drivers[-1].sequence.over:
             self.dead.add(server)
             self.votes[:] = [found for found in self.votes if found[1] != server and (said or found[0] != server)]
             self.attempts = [attempt for attempt in self.attempts if attempt.message.server != server]

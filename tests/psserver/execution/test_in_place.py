@@ -69,16 +69,16 @@ def test_what_somebody_holds_is_not_alone(holder):
     looks at it; what may not be written, or lies otherwise, is not either."""
     held = store(np.zeros(64))
     kept = HOLDERS[holder](held.find(0).array)
-    assert held.alone([0]) == frozenset()
+    assert held.exclusive([0]) == frozenset()
     del kept
-    assert held.alone([0]) == {0}
-    assert held.alone([7]) == frozenset()
+    assert held.exclusive([0]) == {0}
+    assert held.exclusive([7]) == frozenset()
     locked = np.zeros(4)
     locked.flags.writeable = False
     for value in (np.zeros(8)[2:], np.zeros((2, 3)).T, np.frombuffer(bytes(16)), locked):
         other = store(value)
         del value
-        assert other.alone([0]) == frozenset()
+        assert other.exclusive([0]) == frozenset()
 
 
 @pytest.fixture

@@ -423,7 +423,7 @@ def test_who_looks_at_an_answer_does_not_hold_the_variable(stack: ExitStack) -> 
     site.round()
     value = site.pulled(site.workers[0])
     ids = [variable.id for variable in site.variables]
-    eventually(lambda: site.core.machine.job.store.alone(ids) == frozenset(ids))
+    eventually(lambda: site.core.machine.job.store.exclusive(ids) == frozenset(ids))
     site.round()
     assert (value == 3.0).all()
 

@@ -237,11 +237,11 @@ def test_nobody_waits_long_for_another_process(tmp_path, monkeypatch):
     """One that stands still with the lock holds nobody up; nor does one that ends wait for it."""
     one, other = KeptCode(str(tmp_path)), KeptCode(str(tmp_path))
     monkeypatch.setattr(kept, "LOCK_SECONDS", 0.1)
-    with one.alone(NAME, lambda: False), other.alone(NAME, lambda: False):
+    with one.locked(NAME, lambda: False), other.locked(NAME, lambda: False):
         pass
     monkeypatch.setattr(kept, "LOCK_SECONDS", 1000)
     began = time.monotonic()
-    with one.alone(NAME, lambda: False), other.alone(NAME, lambda: True):
+    with one.locked(NAME, lambda: False), other.locked(NAME, lambda: True):
         assert time.monotonic() - began < 100
 
 

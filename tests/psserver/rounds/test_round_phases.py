@@ -46,7 +46,7 @@ class World(Voters):
         self.cores[1]._arrays = ArrayQueue(at_once)
         modes: dict[str, Any] = {"backup": {"backup_workers": 1}, "async": {"mode": "async"}}
         self.a, self.b = self.job.join(*WORKERS[:2], **modes.get(kind, {}))
-        self.strand = WORKERS[0] if kind == "async" else None
+        self.sequence = WORKERS[0] if kind == "async" else None
         servers = (0,) if kind in ("alone", "backup", "async") else (0, 1)
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in servers]
         self.plan = sum_into(*self.variables, returned=False)
@@ -96,15 +96,15 @@ class World(Voters):
     def phase(self) -> str:
         """The phase of round 0 on server 0."""
         machine = self.core.machine
-        runner, strand = machine.job.runner, machine.job.rounds.strands.get(self.strand)
-        if strand is None:
+        runner, sequence = machine.job.runner, machine.job.rounds.sequences.get(self.sequence)
+        if sequence is None:
             return "unknown"
-        if (record := strand.records.get(0)) is not None:
+        if (record := sequence.records.get(0)) is not None:
             if record.error is not None:
                 return f"failed: {type(record.error).__name__}"
             behind = ", not made" if len(machine.job.rounds.backlog) else ""
             return "over" + behind + "".join(f", without {task}" for task in record.excluded)
-        if 0 not in strand.open:
+        if 0 not in sequence.open:
             return "unknown"
         match runner.phase:
             case Deferring():
@@ -113,7 +113,7 @@ class World(Voters):
                 return "tried" if running.on_trial else "running"
             case Deciding():
                 return "deciding"
-        return "failing" if strand.open[0].error is not None else "gathering"
+        return "failing" if sequence.open[0].error is not None else "gathering"
 
     def answers(self) -> dict[str, str]:
         """What the calls were answered so far."""

@@ -96,8 +96,8 @@ def finish(rounds, job):
     return [said.session for said, _ in waiters]
 
 
-def records(rounds, strand=None):
-    return rounds.strands[strand].records
+def records(rounds, sequence=None):
+    return rounds.sequences[sequence].records
 
 
 def failed(rounds):
@@ -179,10 +179,10 @@ def test_a_round_that_is_forgotten_leaves_no_position(rounds):
     finish(rounds, rounds.next_job())
     said = Contribution(1, 1, 1, PLAN.id, (1.0,), positions=(second,))
     rounds.push(said, Payload((), NUMBER.nbytes), Future(), 0.0)
-    assert (rounds.strands[None].newest, rounds.positions) == (1, (second,))
+    assert (rounds.sequences[None].newest, rounds.positions) == (1, (second,))
     rounds.close_generation(Generation(2, MEMBERS[2:]))
     assert rounds.next_job() is None
-    assert (rounds.strands[None].newest, rounds.positions) == (0, (first,))
+    assert (rounds.sequences[None].newest, rounds.positions) == (0, (first,))
 
 
 def test_a_divergence_closes_its_round(rounds):
@@ -469,12 +469,12 @@ def test_a_push_is_a_round_of_its_own(alone):
     push(alone, 2, 5, OTHER)
     assert [waiting.missing for waiting in alone.waiting()] == [()]
     job = alone.next_job()
-    assert (job.round, job.plan, job.strand, sessions(job), job.excluded) == (5, OTHER, TWO, [2], ())
+    assert (job.round, job.plan, job.sequence, sessions(job), job.excluded) == (5, OTHER, TWO, [2], ())
     push(alone, 1, 5, PLAN)
     assert alone.next_job() is None, "one at a time"
     assert finish(alone, job) == [2]
     job = alone.next_job()
-    assert (job.round, job.plan, job.strand, sessions(job)) == (5, PLAN, ONE, [1])
+    assert (job.round, job.plan, job.sequence, sessions(job)) == (5, PLAN, ONE, [1])
     assert finish(alone, job) == [1]
 
 
@@ -513,7 +513,7 @@ def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):
     turns = []
     for _ in range(3):
         job = alone.next_job()
-        turns.append(job.strand)
+        turns.append(job.sequence)
         finish(alone, job)
     assert turns == [THREE, ONE, TWO]
     assert alone.next_job() is None
@@ -567,7 +567,7 @@ def test_tasks_that_come_and_go_leave_little(alone):
         alone.close_generation(Generation(2 + life, (Member(ONE, session, 1, ASYNC), LONERS[1])))
         push(alone, session, life, generation=2 + life)
         finish(alone, alone.next_job())
-    assert len(alone.strands) == 2
+    assert len(alone.sequences) == 2
     assert len(records(alone, ONE)) == RECORDS
 
 

@@ -1,4 +1,4 @@
-"""Strands of rounds: where they go on after a change of consistency, who asks for what, and those of one worker."""
+"""Sequences of rounds: where they go on after a change of consistency, who asks for what, and those of one worker."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_all_clocks_count_from_a_change_on(rounds):
 
 
 def test_positions_go_over_with_a_change(rounds):
-    """Who comes back finds the datasets where they were, in the strand that counts by then."""
+    """Who comes back finds the datasets where they were, in the sequence that counts by then."""
     told = (Position(0, 1, 0),)
     rounds.close_generation(begins(2, ASYNC, positions=told))
     assert [(place.round, place.positions) for place in rounds.places] == [(6, told)] * 2
@@ -238,11 +238,11 @@ def ends(rounds, session):
     return {effect.future for effect in rounds.session_ended(session, InvalidRequest("it has ended"))}
 
 
-def strands(rounds):
-    """Runs all rounds that can; returns their strands and numbers."""
+def sequences(rounds):
+    """Runs all rounds that can; returns their sequences and numbers."""
     done = []
     while (job := rounds.next_job()) is not None:
-        done.append((job.strand, job.round))
+        done.append((job.sequence, job.round))
         rounds.complete(job, ReturnedValues([np.array(0)]))
     return done
 
@@ -253,14 +253,14 @@ def test_strands_take_turns(apart):
         push_own(apart, 1, round, alone=False)
         for session in (1, 2):
             push_own(apart, session, round)
-    assert strands(apart) == [
+    assert sequences(apart) == [
         (SessionSequence(1), 0),
         (SessionSequence(2), 0),
         (SessionSequence(1), 1),
         (SessionSequence(2), 1),
     ]
     push_own(apart, 2, 0, alone=False)
-    assert strands(apart) == [(None, 0)]
+    assert sequences(apart) == [(None, 0)]
     assert (apart.last, apart.closed) == (0, 1)
 
 
@@ -286,7 +286,7 @@ def test_what_is_parked_is_taken_in_its_strand(apart):
     push_own(apart, 1, 0, 2)
     push_own(apart, 1, 0, 2, alone=False)
     apart.close_generation(Generation(2, MEMBERS))
-    assert strands(apart) == [(SessionSequence(1), 0)]
+    assert sequences(apart) == [(SessionSequence(1), 0)]
     for alone in (False, True):
         push_own(apart, 2, 1, 3, alone)
     assert [len(ends(apart, session)) for session in (2, 2, 1)] == [2, 0, 1]
@@ -296,8 +296,8 @@ def test_a_session_that_is_fenced_is_forgotten(apart):
     """With its answers, which nobody will ask for; a session that stays keeps its own."""
     for session in (1, 2):
         push_own(apart, session)
-    strands(apart)
-    assert {SessionSequence(1), SessionSequence(2)} <= apart.strands.keys()
+    sequences(apart)
+    assert {SessionSequence(1), SessionSequence(2)} <= apart.sequences.keys()
     apart.close_generation(Generation(2, MEMBERS[1:]))
-    assert SessionSequence(1) not in apart.strands
-    assert SessionSequence(2) in apart.strands
+    assert SessionSequence(1) not in apart.sequences
+    assert SessionSequence(2) in apart.sequences

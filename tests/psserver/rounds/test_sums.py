@@ -115,7 +115,7 @@ def test_a_sum_counts_as_all_of_its_senders(hosts):
 
 
 def record(hosts, server=0, round=0):
-    return hosts.cores[server].machine.job.rounds.strands[None].records[round]
+    return hosts.cores[server].machine.job.rounds.sequences[None].records[round]
 
 
 def test_a_mean_is_over_the_weights_of_all_senders(tmp_path):

@@ -92,7 +92,7 @@ def test_a_vote_does_not_change_when_a_member_is_lost_later(two):
     two.lose(two.a)
     two.hear()
     assert two.values == [2, 2]
-    assert [one.machine.job.rounds.strands[None].records[0].excluded for one in two.cores] == [(), ()]
+    assert [one.machine.job.rounds.sequences[None].records[0].excluded for one in two.cores] == [(), ()]
 
 
 def test_a_round_of_which_a_server_knows_nothing_is_void(two):
@@ -187,7 +187,7 @@ def test_a_trial_is_made_again_without_who_is_excluded(two):
 
 
 def record_of(one):
-    return one.machine.job.rounds.strands[None].records[0].excluded
+    return one.machine.job.rounds.sequences[None].records[0].excluded
 
 
 def test_votes_that_are_lost_are_said_again(two):
@@ -526,7 +526,8 @@ def test_rows_that_are_looked_up_are_those_of_the_verdict(tabled):
 def test_status_tells_for_how_long_a_server_is_not_reached():
     """And why, as the last attempt has found; one that is connected again is not told of."""
     rounds = SimpleNamespace(
-        votes=SimpleNamespace(kept=lambda server: 3, repeat=lambda server: []), strands={None: SimpleNamespace(last=5)}
+        votes=SimpleNamespace(kept=lambda server: 3, repeat=lambda server: []),
+        sequences={None: SimpleNamespace(last=5)},
     )
     peers = VotingPeers(SimpleNamespace(task=Task("ps", 0)), None, rounds, None, None, None)
     peers.miss(10.0, 1, "refused")

@@ -477,7 +477,7 @@ def test_all_answers_are_kept_until_the_closure_is_over(maker):
         maker.run()
     assert all(maker.push(2, SECOND, round).done() for round in range(2 * RECORDS))
     maker.rounds.learn(3, 6, (6,))
-    assert 5 not in maker.rounds.strands
+    assert 5 not in maker.rounds.sequences
     with pytest.raises(Fenced, match="already run closure 5"):
         maker.push(1, FIRST, round=1).result()
     maker.rounds.learn(2, 5, (5,))  # older news change nothing
