@@ -188,6 +188,7 @@ def test_totals_stay_where_the_consistency_changes():
         for consistency in (ps.Sync(), ps.Async(), ps.BoundedStaleness(0), ps.Sync(), ps.Async()):
             strategy.set_consistency(consistency)
             found.append(made.read())
+            made.meet(both)  # a worker alone would be faster than the read of the other
             made.step(1.0 + 2 * worker)
             made.meet(both)
             if isinstance(consistency, ps.BoundedStaleness) and worker == 0:

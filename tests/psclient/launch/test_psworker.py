@@ -24,6 +24,7 @@ from psclient._src.launch.joining import Joined, Joiner, RunningJob, _check_reac
 from psclient._src.launch.psworker import Invocation, command
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.shutdown import SERVER_LOST
+from psserver.services.joining import JoiningWorkers
 from pstesting import forks
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError
@@ -366,7 +367,7 @@ def joiner(*addresses, name="", wanted=None):
 
 def kept(job):
     """The indices that are kept, and when they were asked for last."""
-    *_, joining = job.servers.cores[0].machine.job.services
+    (joining,) = (one for one in job.servers.cores[0].machine.job.services if isinstance(one, JoiningWorkers))
     places = joining._kept
     return {index: place.seen for index, place in places.items()}
 
