@@ -119,9 +119,9 @@ def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
         old = [weakref.ref(store.find(v.id).array) for v in (a, c)]
         _, shard = order(job, worker)
         together(adding(job, worker, a, c))
-        assert store.alone([b.id]) == set()
+        assert store.exclusive([b.id]) == set()
         gate.let(2)
-        eventually(lambda: store.alone([b.id]) == {b.id})
+        eventually(lambda: store.exclusive([b.id]) == {b.id})
         gc.collect()
         assert [one() is None for one in old] == [True, False]
         gate.let(1)

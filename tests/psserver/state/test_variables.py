@@ -189,7 +189,7 @@ def test_only_tables_are_held_so():
 
     def borrowed():
         found = store.borrow({0, 1}, True, {})
-        return found.alone, found.own_rows
+        return found.exclusive, found.own_rows
 
     assert borrowed() == ({0, 1}, {0, 1})
     values = store.freeze([0, 1])
