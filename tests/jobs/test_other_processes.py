@@ -292,7 +292,7 @@ if os.getpid() == worker:
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.ci), "grpc"])
 def test_the_end_of_a_fork_is_not_the_end_of_its_worker(transport, tmp_path):
     """However it ends, it closes no session and no connection of the worker, frees no memory, and prints nothing."""
     command = [sys.executable, "-c", ENDS, transport]

@@ -397,6 +397,7 @@ def test_what_cannot_be_done_is_said(alone, psctl_of, args):
     assert WRONG[args] in text
 
 
+@pytest.mark.ci
 def test_a_job_without_copies_moves_no_server(tmp_path, psctl_of):
     """psctl says which setting it needs; and once the job has ended, that nothing listens there."""
     with ProcessCluster(count, tmp_path, (), ps=2, **ONE) as job:
