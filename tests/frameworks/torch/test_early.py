@@ -67,10 +67,10 @@ def test_a_server_updates_a_layer_before_backward_ends(transport):
         handle = optimizer.variables["layers.3.weight"].handle
         stored = cluster.cores[0].machine.job.store
         trained(module, optimizer, 1)
-        before, seen = stored.value(handle.id).copy(), []
+        before, seen = stored.find(handle.id).array.copy(), []
 
         def last():
-            eventually(lambda: not (stored.value(handle.id) == before).all())
+            eventually(lambda: not (stored.find(handle.id).array == before).all())
             seen.append(module.layers[3].weight.detach().numpy().copy())
 
         module.last = last
