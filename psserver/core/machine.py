@@ -133,7 +133,7 @@ class Machine:
 
     def verb(self, name: str) -> Callable[..., Outcome[Any]]:
         """Returns the stimulus of a name: the machine's method, or the verb of a service."""
-        found: Callable[..., Outcome[Any]] = getattr(self, name, None) or self._verbs.stimulus(name)
+        found: Callable[..., Outcome[Any]] = getattr(self, name, None) or self._verbs.stimuli[name]
         return found
 
     # ---- Time and work ----

@@ -21,6 +21,9 @@ class ServiceVerbs:
         registry: the sessions that were opened here.
         admission: says which of them may call.
         services: returns the services as they are now: a new job has others.
+
+    Attributes:
+        stimuli: the stimulus of each verb, which looks its service up when it is let in.
     """
 
     def __init__(
@@ -30,9 +33,9 @@ class ServiceVerbs:
         self._registry = registry
         self._admission = admission
         self._services = services
+        self.stimuli = {name: self._stimulus(name) for service in services() for name in service.verbs}
 
-    def stimulus(self, name: str) -> Callable[..., Outcome[Any]]:
-        """Returns the stimulus of a verb, which looks its service up when it is let in."""
+    def _stimulus(self, name: str) -> Callable[..., Outcome[Any]]:
 
         def serve(now: float, *args: Any) -> Outcome[Any]:
             return self._serve(name, now, *args)

@@ -159,15 +159,14 @@ class Runner:
 
     def _start(self, job: ReadyRound) -> list[Effect]:
         """Begins a round of which it is known whose contributions it has, or which this server decides alone."""
-        if (failed := self._refused(job, None)) is not None:
-            return failed
-        return self._run(job, False)
+        refusal = self._refusal(job)
+        return self._run(job, False) if refusal is None else self._fail(job, None, refusal)
 
-    def _run(self, job: ReadyRound, on_trial: bool, votes: int = 0) -> list[Effect]:
+    def _run(self, job: ReadyRound, on_trial: bool, attempt: int = 0) -> list[Effect]:
         if self._rounds.backlog.behind and not job.put_off:
             deferring = self._phase = Deferring(job)
             return [Work("arrays", keep, (job,), then=partial(self._kept, deferring))]
-        running = self._phase = Running(Execution(job, self._kernels, self._tally.timer(job)), on_trial, votes)
+        running = self._phase = Running(Execution(job, self._kernels, self._tally.timer(job)), on_trial, attempt)
         streams = job.commit is Commit.PROGRESSIVE
         return self._steps.begin(running, self._rounds.waiters(job)) if streams else self._steps.go_on(running)
 
@@ -199,8 +198,7 @@ class Runner:
         self._tally.voted(job, ballot.since)
         agreed = job.only(verdict.whole)
         if verdict.error is not None:
-            error = verdict.error
-            return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
+            return self._fail(job, trial, verdict.error)
         if verdict.torn:
             return self._again(job, trial, attempt)
         if agreed.is_short and not (verdict.unanimous or verdict.repeated):
@@ -217,8 +215,8 @@ class Runner:
             return self._finish(trial, False, lambda: self._elect(Deciding(agreed, attempt)))
         if trial is None:
             return self._start(agreed)
-        if agreed.plan.nonfinite == "raise" and agreed.accused:
-            return self._finish(trial, False, lambda: self._refused(agreed, trial) or [])
+        if (refusal := self._refusal(agreed)) is not None:
+            return self._fail(agreed, trial, refusal)
         return self._finish(trial, not agreed.skipped, lambda: self._apply(agreed, trial))
 
     def _finish(self, trial: Running | None, applied: bool, then: Callable[[], list[Effect]]) -> list[Effect]:
@@ -251,12 +249,16 @@ class Runner:
             change(trial.assigned)
         return [Run(trial.execution.close), *self._end(trial, None, self._tally.clock())]
 
-    def _refused(self, job: ReadyRound, trial: Running | None) -> list[Effect] | None:
-        """Fails a round of which it is known now that a participant refuses it; returns None if none does."""
+    def _refusal(self, job: ReadyRound) -> PSError | None:
+        """Returns why a participant refuses a round whose contributions are known now; None if none does."""
         for refuses in self._hooks.refuses:
             if (error := refuses(job)) is not None:
-                return self._close(job, trial, *self._rounds.fail(job, error))
+                return error
         return None
+
+    def _fail(self, job: ReadyRound, trial: Running | None, error: PSError) -> list[Effect]:
+        """Ends a round of which nothing is applied with an error."""
+        return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
 
     def _close(self, job: ReadyRound, trial: Running | None, record: Record, waiters: list[Waiter]) -> list[Effect]:
         """A round is over that has changed nothing."""
@@ -286,7 +288,7 @@ class Runner:
     def _ran(self, running: Running, error: PSError | None, now: float) -> list[Effect]:
         """All steps of a round have run. One on trial has changed nothing: now this server can vote."""
         if running.on_trial:
-            return self._elect(Deciding(replace(running.job, error=error), running.votes, running))
+            return self._elect(Deciding(replace(running.job, error=error), running.attempt, running))
         return [Run(running.execution.close), *self._end(running, error, now)]
 
     def _break(self, running: Running, error: PSError, now: float) -> list[Effect]:

@@ -31,7 +31,7 @@ class Running:
     Attributes:
         execution: the run.
         on_trial: True if nobody may see its results until servers have agreed on it.
-        votes: how many votes there were before it was tried.
+        attempt: how many votes there were before it was tried.
         awaits: the payload that the next step waits for.
         assigned: the values of a run on trial so far.
         given: of all values those that participants assign.
@@ -41,7 +41,7 @@ class Running:
 
     execution: Execution
     on_trial: bool = False
-    votes: int = 0
+    attempt: int = 0
     awaits: Await | None = None
     assigned: dict[int, Value] = field(default_factory=dict)
     given: Mapping[int, Value] = field(default_factory=dict)

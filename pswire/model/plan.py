@@ -133,7 +133,6 @@ LATER: frozenset[Sparse] = frozenset({"exact", "closed"})
 """Ways in which other rows have an update later."""
 
 RefKind = Literal["variable", "reduction", "operand", "result"]
-REF_KINDS: tuple[RefKind, ...] = ("variable", "reduction", "operand", "result")
 
 
 class Ref(NamedTuple):

@@ -22,7 +22,6 @@ from pswire.model.tensor import DTYPES, TensorSpec
 
 Attr = bool | int | float | str | tuple[int, ...] | None
 InputKind = Literal["variable", "value", "operand"]
-INPUT_KINDS: tuple[InputKind, ...] = ("variable", "value", "operand")
 
 
 @dataclass(frozen=True)

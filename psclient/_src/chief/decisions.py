@@ -163,9 +163,10 @@ def _as_all(session: SessionState, state: JobState) -> SessionState:
 
 
 def _change(state: JobState, current: Generation, here: Mapping[int, SessionState], left: Set[int]) -> Beginning | None:
-    """Returns the generation of another consistency, once all who make rounds have come to the place and ask for it.
+    """Returns the generation of another consistency, once all members have come to the place and ask for it.
 
-    Who is gone is fenced before. Who waits to be taken in makes no rounds, is not waited for, and goes on waiting.
+    Lost members are fenced before. A process that waits to be taken in makes no rounds: it is not waited for, and goes
+    on waiting.
     """
     everybody = [*current.members, *(member for member in current.leaving if member.session not in left)]
     if any(member.session not in here for member in everybody):
@@ -200,7 +201,8 @@ def _together(
     """Synchronous members take new ones in at a join point, and let go of those who leave where a step begins."""
     stay = [m for m in current.members if m.session in here]
     waiting = [m for m in stay if m.session not in started]
-    # Who has left a generation by its join point is done with it; who is lost before that is waited for until fenced.
+    # A member that has left a generation by its join point is done with it. A lost one is waited for until it is
+    # fenced.
     leaving = [m for m in current.leaving if m.session in here]
     dead = [m for m in current.leaving if m.session not in here and m.session not in left]
     gone = len(stay) < len(current.members) or bool(dead)
@@ -211,8 +213,8 @@ def _together(
     members = frozenset(stay)
     new = [s for s in here.values() if s.member not in members]
     if len(waiting) == len(stay):
-        # Nobody is left to say where the group stands, but the servers know it: once those who are gone are
-        # fenced on all of them, so that nothing they sent arrives after the servers were asked.
+        # No member can say where the group stands, but the servers know it: once lost members are fenced on all of
+        # them, so that nothing they sent arrives after the servers were asked.
         if gone:
             return [_closed(current, stay)]
         return [Beginning(current.number + 1, _ordered([s.member for s in here.values()]))] if here else []
@@ -233,7 +235,8 @@ def _let_go(
 ) -> list[GenerationClosed]:
     """Closes the generation that some members leave; whether a checkpoint is saved before they do is said in it.
 
-    Of a generation that nobody has taken in yet the newest alone is: it has to say what that one said.
+    No member may have taken in the current generation yet. Members take in the newest alone, so the new one repeats
+    what the current one said.
     """
     number = current.number + 1
     save = current.save

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
@@ -231,9 +231,13 @@ class Kernels:
 
     def kernel(self, step: Step, sums: Mapping[int, SumTerm]) -> Kernel | None:
         """Returns the kernel of an elementwise step that sums these inputs itself; None while it is not compiled."""
-        make = partial(self.compiler.elementwise, now=prod(step.shape or ()) >= LARGE)
         key = id(step), tuple(sums.items())
-        return self._compiled_once(key, step, lambda: Form(step.program, dict(sums)), make, Kernel)
+        known = self._known.get(key) or self._know(key, step, Form(step.program, dict(sums)))
+        if known.kernel is None:
+            function = self.compiler.elementwise(known.form, now=prod(step.shape or ()) >= LARGE)
+            known.kernel = None if function is None else Kernel(known.form, function)
+        found: Kernel | None = known.kernel
+        return found
 
     def rows(self, step: Step) -> RowKernel | None:
         """Returns the kernel of a step of `row_steps`; None while it is not compiled.
@@ -251,21 +255,18 @@ class Kernels:
         return self._row_kernel(step, self.compiler.once)
 
     def _row_kernel(self, step: Step, make: Callable[[RowForm], Any]) -> RowKernel | None:
-        return self._compiled_once((id(step), make), step, lambda: row_form(step), make, RowKernel)
-
-    def _compiled_once(
-        self, key: object, step: Step, form: Callable[[], Any], make: Callable[[Any], Any], kind: Callable[..., K]
-    ) -> K | None:
-        known = self._known.get(key)
-        if known is None:
-            with self._lock:
-                self._make_room()
-                known = self._known.setdefault(key, _Known(step, form()))
+        key = id(step), make
+        known = self._known.get(key) or self._know(key, step, row_form(step))
         if known.kernel is None:
             function = make(known.form)
-            known.kernel = None if function is None else kind(known.form, function)
-        found: K | None = known.kernel
+            known.kernel = None if function is None else RowKernel(known.form, function)
+        found: RowKernel | None = known.kernel
         return found
+
+    def _know(self, key: object, step: Step, form: Form | RowForm) -> _Known:
+        with self._lock:
+            self._make_room()
+            return self._known.setdefault(key, _Known(step, form))
 
     def _make_room(self) -> None:
         kept: Any = self._steps, self._wholes, self._row_steps, self._known, self._stages
