@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -83,19 +84,19 @@ class Verb:
         """The path of the verb's gRPC method."""
         return f"/{SERVICE}/{self.name}"
 
-    @property
+    @cached_property
     def streams(self) -> tuple[bool, bool]:
         """For the request and for the reply, True if it is a stream of frames."""
         method = SERVICE_DESCRIPTOR.methods_by_name[self.name]
         return method.client_streaming, method.server_streaming
 
-    @property
+    @cached_property
     def request(self) -> type[Message]:
         """The message that asks for it; where requests are streams, the header of their first frame."""
         method = SERVICE_DESCRIPTOR.methods_by_name[self.name]
         return getattr(pb, f"{self.name}Header") if method.client_streaming else GetMessageClass(method.input_type)
 
-    @property
+    @cached_property
     def reply(self) -> type[Message]:
         """The message that answers it; where replies are streams, their frame."""
         return GetMessageClass(SERVICE_DESCRIPTOR.methods_by_name[self.name].output_type)
