@@ -188,6 +188,23 @@ def test_sums_are_sent_by_one_and_answered_to_all(make):
     assert not any(worker.singly for worker in workers)
 
 
+def test_a_worker_that_is_welcome_is_waited_for(make, monkeypatch):
+    real, go = HostLink.introduce, threading.Event()
+
+    def slowly(link: HostLink, kind: LinkMessage, call: int = 0) -> None:
+        real(link, kind, call)
+        if kind is LinkMessage.WELCOME:  # the other end goes on, and this one does not yet
+            assert go.wait(LONG)
+
+    monkeypatch.setattr(HostLink, "introduce", slowly)
+    server, leads, follows = make(2)
+    owns = [leads.push(0), follows.push(0)]
+    go.set()
+    server.until(1)
+    server.answer(0, 3.0, 4)
+    assert [values(own) for own in owns] == [[3.0]] * 2
+
+
 @pytest.mark.parametrize("special", [{"lookups": (RowRead(0, b""),)}, {"hints": (RowRead(0, b""),)}, {"rows": (2,)}])
 def test_what_is_more_than_arrays_is_sent_by_itself(make, special):
     """No sum has rows, nor lookups of some, nor hints at some; nobody waits for it."""

@@ -331,9 +331,9 @@ class Leader:
 
     def _handle(self, link: HostLink, message: HostMessage) -> None:
         if message.kind is LinkMessage.HELLO and not link.session:
-            link.introduce(LinkMessage.WELCOME)
             with self._lock:
-                link.session = message.call
+                link.session = message.call  # before it is told: what it pushes then is waited for
+            link.introduce(LinkMessage.WELCOME)
             self._met()
         elif message.kind is LinkMessage.PUSH and link.session:
             said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
