@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 REST_SECONDS = 0.2
 """Between two looks at processes that come to rest."""
@@ -25,5 +26,12 @@ def await_rest(pids: Sequence[int]) -> list[float]:
         time.sleep(REST_SECONDS)
         before, used = used, list(map(processor_seconds, pids))
         rest = all(now - then < REST_SECONDS / 10 for now, then in zip(used, before, strict=True))
+        rest = rest and not any(map(_would_run, pids))
         if rest or time.monotonic() > until:
             return used
+
+
+def _would_run(pid: int) -> bool:
+    """Returns whether a process runs, or waits for nothing but a processor, which others may have for long."""
+    states = [each.read_text().rpartition(")")[2].split()[0] for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return "R" in states

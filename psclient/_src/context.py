@@ -250,14 +250,14 @@ def unbox(boxes: Nest) -> list[Leaf]:
     Raises:
         ValueError: the boxes do not hold the same number of values.
     """
+    if isinstance(boxes, Box):
+        return list(boxes.leaves)
     rows = [box.leaves for box in values.local_results(boxes)]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(
             f"the replicas reduce different numbers of values: {[len(row) for row in rows]}; reduce the same "
             "values in every replica"
         )
-    if len(rows) == 1:
-        return list(rows[0])
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
 
 

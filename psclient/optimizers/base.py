@@ -409,8 +409,11 @@ class Optimizer(Described):
             array([0.5, 1.5], dtype=float32)
         """
         pairs = list(grads_and_vars)
-        grads, variables = join_views([gradient for gradient, _ in pairs], [values.container(v) for _, v in pairs])
-        self._check_variables(variables)
+        grads: list[Value] = [gradient for gradient, _ in pairs]
+        variables = [v for _, v in pairs]
+        if self.sparse == "lazy" or not self._driver.was_of(variables):
+            grads, variables = join_views(grads, [values.container(v) for v in variables])
+            self._check_variables(variables)
         with context.within(variables[0].strategy):
             if context.crosses_replicas():
                 self._driver.apply_whole(variables[0].strategy, grads, variables)

@@ -10,7 +10,7 @@ import numpy as np
 
 from psclient._src import values
 from psclient._src.arrays.conversions import is_torch
-from psclient._src.arrays.devices import as_array
+from psclient._src.arrays.devices import Coming, as_array
 from psclient._src.distribute.reduction import Absent
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import place_of
@@ -96,7 +96,7 @@ def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) 
         ValueError: a gradient is None, or of another shape, or complex where the variable is not.
     """
     for gradient, v in zip(gradients, variables, strict=True):
-        if isinstance(gradient, Absent):
+        if isinstance(gradient, Absent | Coming):
             continue
         if not (type(gradient) is np.ndarray and gradient.shape == v.spec.shape and gradient.dtype.kind in "fiub"):
             _check_gradient(gradient, v)

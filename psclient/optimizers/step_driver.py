@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -15,9 +15,9 @@ from psclient._src import context
 from psclient._src.arrays.devices import Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.distribute.destinations import Uncompressed
-from psclient._src.distribute.reduction import Absent
+from psclient._src.distribute.prepared_step import HostValue, PreparedStep
+from psclient._src.distribute.reduction import Absent, LocalValue
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.distribute.template import TemplateCache
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.sharded import VariableOfShards, shards_of
 from psclient._src.variables.sparse_updates import SparseUpdate
@@ -35,35 +35,66 @@ from psclient.optimizers.step_functions import (
     measure_norm,
     total,
 )
+from pswire.model.plan import ReduceOp, Reduction
+from pswire.model.tensor import Array, spec_of
 
 _TRAINABLE = operator.attrgetter("trainable")
 
 
+class Extra(NamedTuple):
+    """A value that rides in a step beside gradients, and comes back reduced.
+
+    Attributes:
+        op: how it is reduced.
+        array: this process's part of it.
+    """
+
+    op: ReduceOp
+    array: Array
+
+
+class StepContribution(NamedTuple):
+    """What this process puts into a step.
+
+    Attributes:
+        variables: the variables that are trained.
+        gradients: of each of them, as reductions take it.
+        extras: what rides beside.
+        skips: True if nothing shall be applied where a gradient has NaN or infinity.
+    """
+
+    variables: Sequence[Variable]
+    gradients: Sequence[Value]
+    extras: Sequence[Extra] = ()
+    skips: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class StepKey:
-    """The key of a repeatable step: all that it depends on but gradients, and the names that update functions read.
+    """The key of a prepared step: all that it depends on but gradients, and the numbers that update functions read.
 
     Attributes:
         variables: the variables, in the order of their gradients.
-        decays: for each variable True if it takes part in weight decay.
         settings: the optimizer's attributes; their numbers may differ between equal keys.
-        copies: number of copies of the state that steps share.
+        rest: which variables take part in weight decay, the number of copies of the state that steps share, whether
+            this process makes rounds of its own, what becomes of NaN, and what rides beside gradients.
     """
 
     variables: tuple[Variable, ...]
-    decays: tuple[bool, ...]
-    _settings: Settings
-    copies: int
+    settings: Settings
+    rest: tuple[object, ...]
 
     def is_of(self, variables: Sequence[Variable]) -> bool:
         """Returns whether it is of these variables, and all of them are still trained."""
         return _same(self.variables, variables) and all(map(_TRAINABLE, variables))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StepKey) or not _same(self.variables, other.variables):
-            return False
-        words, others = ((key.decays, key.copies, key._settings.key) for key in (self, other))
-        return words == others
+        return (
+            isinstance(other, StepKey)
+            and _same(self.variables, other.variables)
+            and self.settings.key == other.settings.key
+            and self.rest == other.rest
+        )
 
     __hash__ = None  # type: ignore[assignment]  # it is compared with one other, and never looked up
 
@@ -98,11 +129,11 @@ class StepDriver:
         self._state = state
         self._check, self._needs, self._decays = check, needs, decays
         self._settings, self._settings_of, self._optional = settings or rule._settings, settings_of, optional
-        self._cache = TemplateCache()
+        self._prepared = PreparedStep()
 
     def was_of(self, variables: Sequence[Variable]) -> bool:
         """Returns whether the last step was of these variables, so that they need no check. For any thread."""
-        known: StepKey | None = self._cache.key
+        known: StepKey | None = self._prepared.key
         return known is not None and known.is_of(variables)
 
     def build(self, strategy: Strategy, variables: Sequence[Variable], grads: Sequence[Value] = ()) -> None:
@@ -117,43 +148,84 @@ class StepDriver:
         kept = [v for v, gradient in zip(variables, grads, strict=False) if stages and not has_rows(gradient)]
         self._state.build(variables, self._needs, kept)
 
-    def apply_whole(self, strategy: Strategy, grads: list[Value], variables: list[Variable]) -> None:
-        """Makes a step in cross-replica context: in a section of its own, but within a merge call.
+    def send(self, strategy: Strategy, step: StepContribution) -> list[Value]:
+        """Makes a step in a section of its own, in cross-replica context; what fails is given up altogether.
 
-        What fails is given up altogether.
+        Returns:
+            As `make`.
         """
-        if context.in_merge_call():
-            self._apply(strategy, grads, variables)
-            return
         strategy.backend.flush()  # What was begun before is no part of this.
         with context.enter_cross_replica(strategy):
-            strategy.backend.section(lambda: self._apply(strategy, grads, variables, alone=True))
+            return strategy.backend.section(lambda: self.make(strategy, step))
+
+    def apply_whole(self, strategy: Strategy, grads: list[Value], variables: list[Variable]) -> None:
+        """Makes a step in cross-replica context: in a section of its own, but within a merge call."""
+        step = StepContribution(variables, grads)
+        if context.in_merge_call():
+            self._check(variables)
+            check_gradients(grads, variables)
+            self._record(strategy, self._settings(), step)
+        else:
+            self.send(strategy, step)
 
     def apply_boxes(self, strategy: Strategy, boxes: Nest, variables: list[Variable]) -> None:
-        """Makes a step in a section of its own, which the next step's may replay; run by `merge_call`."""
-        self._apply(strategy, context.unbox(boxes), variables, alone=True)
+        """Makes a step in a section of its own; run by `merge_call`."""
+        self.make(strategy, StepContribution(variables, context.unbox(boxes)))
 
-    def _apply(self, strategy: Strategy, grads: list[Value], variables: list[Variable], alone: bool = False) -> None:
-        self._check(variables)
-        check_gradients(grads, variables)
-        self.build(strategy, variables, grads)
+    def make(self, strategy: Strategy, step: StepContribution) -> list[Value]:
+        """Makes a step in the open section, which has nothing else: as it is prepared, or by recording it.
+
+        Returns:
+            What rides beside gradients, reduced; each an array, or what is read as one.
+        """
+        gradients, variables, extras = step.gradients, step.variables, step.extras
+        known = self.was_of(variables)
+        if not known:
+            self._check(variables)
+        check_gradients(gradients, variables)
+        if not known:
+            self.build(strategy, variables, gradients)  # the key is that of later steps
         settings = self._settings()
-        if not alone:
-            self.record(strategy, settings, grads, variables)
-            return
-        record = partial(self.record, strategy, settings, grads, variables)
-        local = partial(strategy.extended._contributions, grads, variables)
-        strategy.backend.replay(self._cache, self.key(settings, variables), settings.numbers, local, record)
 
-    def key(self, settings: Settings, variables: Sequence[Variable]) -> StepKey:
-        """Returns the key of a repeatable step with the settings of now."""
-        decays = tuple(map(self._decays, variables))
-        return StepKey(tuple(variables), decays, settings, len(self._state.everywhere))
+        def local(reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+            rest = strategy.extended._contributions(gradients, variables, reductions[len(extras) :])
+            return [*[HostValue(1.0, extra.array) for extra in extras], *rest] if extras else rest
 
-    def record(
+        record = partial(self._record, strategy, settings, step)
+        key = self._key(strategy, settings, step)
+        return strategy.backend.repeat(self._prepared, key, settings.numbers, local, record, len(extras))
+
+    def knows(self, strategy: Strategy, step: StepContribution) -> bool:
+        """Returns whether the last step was like this one, so that its gradients need not be there to send it."""
+        return self._prepared.find(self._key(strategy, self._settings(), step)) is not None
+
+    @property
+    def changed(self) -> bool:
+        """True if a learning rate, or another number, is not what the last step was made with."""
+        return repr(self._settings().numbers) != repr(self._prepared.numbers)
+
+    def _key(self, strategy: Strategy, settings: Settings, step: StepContribution) -> StepKey:
+        backend, variables, extras = strategy.backend, step.variables, step.extras
+        beside = tuple([(extra.op, spec_of(extra.array)) for extra in extras]) if extras else ()
+        decays, copies = tuple(map(self._decays, variables)), len(self._state.everywhere)
+        rest = decays, copies, backend.group.alone, backend.nonfinite, beside, step.skips
+        return StepKey(tuple(variables), settings, rest)
+
+    def _record(self, strategy: Strategy, settings: Settings, step: StepContribution) -> list[Value]:
+        """Makes the reductions and updates of a step, one by one; returns as `make`."""
+        backend: Any = strategy.backend  # a step is skipped only where there are servers
+        self.build(strategy, step.variables, step.gradients)  # other gradients may be of rows by now
+        extras = [(LocalValue(op, 1.0, spec_of(array), array), None) for op, array in step.extras]
+        reduced: list[Value] = backend.reduce(extras) if extras else []
+        if step.skips:
+            backend.skip_nonfinite()
+        self._update(strategy, settings, step.gradients, step.variables)
+        return reduced
+
+    def _update(
         self, strategy: Strategy, settings: Settings, grads: Sequence[Value], variables: Sequence[Variable]
     ) -> None:
-        """Makes the reductions and updates of a step, one by one. In cross-replica context, once the state is built.
+        """Sums gradients, and updates their variables; once the state is built.
 
         Args:
             strategy: the strategy.

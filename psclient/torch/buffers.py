@@ -12,8 +12,8 @@ from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.arrays.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from psclient.optimizers.step_driver import Extra
 from psclient.torch.parameters import name_of
-from psclient.torch.rounds import Extra
 from pswire.errors import InvalidArgument, InvalidRequest
 from pswire.model.plan import ReduceOp
 from pswire.model.tensor import Array, spec_of

@@ -50,11 +50,8 @@ class Changes:
 
     def found(self, trained: Sequence[Trained]) -> list[Trained]:
         """Returns the parameters that have changed since, whoever has changed them and however."""
-        return [each for each in trained if each.changed or self._differs(each)]
-
-    def _differs(self, each: Trained) -> bool:
-        known = self._known.get(id(each))
-        return known is not None and self._digest(each) != known
+        known = self._known
+        return [e for e in trained if e.changed or (id(e) in known and self._digest(e) != known[id(e)])]
 
     def _digest(self, each: Trained) -> int:
         memory = each.memory()

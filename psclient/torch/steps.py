@@ -12,25 +12,24 @@ import torch
 
 from psclient._src import context
 from psclient._src.arrays.conversions import on_host, to_torch
-from psclient._src.arrays.devices import Coming
+from psclient._src.arrays.devices import Coming, Value
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.buffers import Buffer
-from psclient._src.rounds.section import Section
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.table_views import join_views, table_of
 from psclient._src.variables.variable import Variable
+from psclient.optimizers.step_driver import Extra, StepContribution
 from psclient.torch.buffers import ModuleBuffers
 from psclient.torch.changes import Changes
 from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
 from psclient.torch.groups import ParameterGroups
 from psclient.torch.parameters import Trained, names_of
-from psclient.torch.rounds import Extra, StepContribution, StepRounds, values_of
-from pswire.errors import InvalidCall, PSError
+from pswire.errors import InvalidArgument, InvalidCall, PSError
 from pswire.limits import PART_BYTES
 
 
@@ -66,7 +65,7 @@ class Steps:
         self.strategy = strategy
         self._backend = cast(RemoteBackend, strategy.backend)
         self._groups = groups
-        self._rounds = StepRounds(strategy, groups)
+        self._driver = groups.driver
         self._averages, self._overlap, self._refresh, self.module = averages, overlap, refresh, module
         self.trained: list[Trained] = []
         self.tables: list[TableRows] = []
@@ -76,7 +75,7 @@ class Steps:
         self.gradients.begin = weakly(self._begin)
         self.overflows = 0.0
         self._buffers_sent = 0
-        self._under_way: Section | None = None  # of the round that was sent while backward went on
+        self._under_way: list[Value] | None = None  # what rides in the round that was sent while backward went on
         self._unfinished: Callable[[], None] | None = None  # ends a step whose round was sent
 
     # ---- What the optimizer calls ----
@@ -93,19 +92,19 @@ class Steps:
                 update context.
             PSError: the round failed, or the session is over.
         """
-        with context.within(self.strategy):
+        if context.has_strategy():
             context.require_cross_replica(self.strategy, "step")
         self._finish()
         trained = self._active()
         self._check_there(self.gradients.check(trained))
         if self._under_way is not None:
-            section: Section | None = self._check_sent(trained, scale)
+            riding: list[Value] | None = self._check_sent(trained, scale)
         else:
             self._prepare(scale)
             excluded = scale is not None and self._overflows(trained, overflow)
-            section = None if excluded else self._send(trained, scale, overflow)
+            riding = None if excluded else self._send(trained, scale, overflow)
         self._forget_gradients()
-        self._unfinished = partial(self._end, section, trained, scale)
+        self._unfinished = partial(self._end, riding, trained, scale)
         self._finish()
 
     def _finish(self) -> None:
@@ -194,8 +193,17 @@ class Steps:
             gradients.append(gradient)
         extras = self._of_buffers()
         if scale is not None:
+            self._check_together(variables)
             extras.append(Extra("sum", np.full(1, overflow, np.float32)))
         return StepContribution(variables, gradients, extras, skips=scale is not None)
+
+    def _check_together(self, variables: Sequence[Variable]) -> None:
+        """Raises `ValueError` where a step cannot be left out on all workers."""
+        if any(v._alone for v in variables) and not self._backend.group.alone:
+            raise InvalidArgument(
+                "a GradScaler skips a step on all workers if any gradient is not finite, but variables with "
+                "consistency=ps.Async() do not wait for all workers; train these with an optimizer without a scaler"
+            )
 
     def _rows(self) -> list[tuple[Any, Any]]:
         """Returns the tables, and the gradient of each; those of a group of tables are one."""
@@ -229,9 +237,9 @@ class Steps:
 
     # ---- After a round ----
 
-    def _take(self, section: Section, scale: float | None) -> None:
+    def _take(self, riding: Sequence[Value], scale: float | None) -> None:
         """Takes what rode in a round."""
-        found = values_of(section, self._buffers_sent + (scale is not None)) if self._buffers_sent or scale else []
+        found = [np.asarray(each) for each in riding]
         if self.buffers is not None and self._buffers_sent:
             self.buffers.take(found[: self._buffers_sent])
         if scale is not None:
@@ -242,11 +250,11 @@ class Steps:
         for rows in self.tables:
             rows.forget()
 
-    def _end(self, section: Section | None, trained: Sequence[Trained], scale: float | None) -> None:
-        """Waits for the round of a step, and takes its values; without a section the step was left out."""
-        if section is not None:
+    def _end(self, riding: Sequence[Value] | None, trained: Sequence[Trained], scale: float | None) -> None:
+        """Waits for the round of a step, and takes its values; None rides in a step that was left out."""
+        if riding is not None:
             self._backend.reader.take_all()
-            self._take(section, scale)
+            self._take(riding, scale)
         self.refresh()
         self._fetch([each for each in trained if not each.on_host])
         if trained:
@@ -266,15 +274,15 @@ class Steps:
 
     # ---- Before gradients are there ----
 
-    def _send(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> Section:
-        """Sends a round; a large one leaves while its gradients are copied."""
-        if scale is None and all(each.tensor.grad is not None for each in trained):
+    def _send(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> list[Value]:
+        """Sends a round; a large one leaves while its gradients are copied. Returns what rides in it."""
+        if scale is None and _is_large(trained) and all(each.tensor.grad is not None for each in trained):
             sent = self._promise(trained)
             if sent is not None:
-                section, promised = sent
+                riding, promised = sent
                 self.gradients.keep(promised, trained)
-                return section
-        return self._rounds.send(self._outgoing(trained, scale, overflow))
+                return riding
+        return self._driver.send(self.strategy, self._outgoing(trained, scale, overflow))
 
     def _begin(self) -> dict[int, Coming] | None:
         """Sends a round whose gradients are still computed, if it is known which of them will come, and is worth it."""
@@ -290,18 +298,23 @@ class Steps:
         self._under_way, promised = sent
         return promised
 
-    def _promise(self, trained: Sequence[Trained]) -> tuple[Section, dict[int, Coming]] | None:
+    def _promise(self, trained: Sequence[Trained]) -> tuple[list[Value], dict[int, Coming]] | None:
         """Sends a round of gradients that are to come; None if they have to be there before."""
         plain = not self.tables and self.gradients.factor and _is_large(trained)
         if not (plain and all(each.on_host and not each.by_rows and _is_whole(each.variable) for each in trained)):
             return None
         promised = {id(each.tensor): Coming(each.tensor.nbytes) for each in trained}
         out = StepContribution([each.variable for each in trained], [*promised.values()], self._of_buffers())
-        return (self._rounds.send(out), promised) if self._rounds.is_known(out) else None
+        known = self._driver.knows(self.strategy, out)
+        return (self._driver.send(self.strategy, out), promised) if known else None
 
-    def _check_sent(self, trained: Sequence[Trained], scale: float | None) -> Section:
-        """Returns the round that was sent while backward went on; raises `RuntimeError` if it is not this step's."""
-        section, self._under_way = cast(Section, self._under_way), None
+    def _check_sent(self, trained: Sequence[Trained], scale: float | None) -> list[Value]:
+        """Returns what rides in the round that was sent while backward went on.
+
+        Raises:
+            RuntimeError: the round is not this step's.
+        """
+        riding, self._under_way = cast(list[Value], self._under_way), None
         why = ""
         if missing := self.gradients.missing(trained):
             why = (
@@ -312,16 +325,16 @@ class Steps:
             why = "a GradScaler was used for the first time; use it from the first step on, or remove overlap=True"
         else:
             self._refresh()
-            if self._rounds.changed:
+            if self._driver.changed:
                 why = (
                     "a learning rate was changed between backward() and step(); change it before backward() or "
                     "after step()"
                 )
         if why:
-            self._under_way = section
+            self._under_way = riding
             self._refuse(f"gradients were already sent to the servers when {why}")
         INTERRUPTS.release()
-        return section
+        return riding
 
     def _refuse(self, why: str) -> NoReturn:
         """Raises an error; where gradients have left, which nobody can take back, this process has no part any more."""
@@ -335,7 +348,7 @@ class Steps:
 
 def _is_large(trained: Sequence[Trained]) -> bool:
     """Returns whether gradients are more than what leaves at once in any case."""
-    return sum(each.tensor.nbytes for each in trained) > PART_BYTES
+    return sum([each.tensor.nbytes for each in trained]) > PART_BYTES
 
 
 def _is_whole(variable: Variable) -> bool:

@@ -16,10 +16,22 @@ from types import MappingProxyType
 import numpy as np
 
 from pswire.errors import InvalidRequest
-from pswire.model.tensor import DTYPES, Array, TensorSpec, align, as_bytes, join, layout
+from pswire.limits import ALIGN
+from pswire.model.tensor import DTYPES, Array, TensorSpec, as_bytes, join, layout
 
 Chunk = tuple[int, memoryview]
 """An offset in a payload, and the bytes that belong there."""
+
+
+def _placed(arrays: Iterable[Array]) -> tuple[list[tuple[int, Array]], int]:
+    """The arrays that have bytes, each behind its offset in a payload, and the payload's size."""
+    placed, end = list[tuple[int, Array]](), 0
+    for array in arrays:
+        if array.nbytes:
+            start = -(-end // ALIGN) * ALIGN  # as `align`, without a call: a round may have thousands of arrays
+            end = start + array.nbytes
+            placed.append((start, array))
+    return placed, end
 
 
 class Payload:
@@ -50,14 +62,17 @@ class Payload:
     @classmethod
     def pack(cls, arrays: Iterable[Array]) -> Payload:
         """A payload over the arrays' own memory: nothing is copied. Arrays must be `portable`."""
-        chunks: list[Chunk] = []
-        end = 0
-        for array in arrays:
-            if array.nbytes:
-                start = align(end)
-                end = start + array.nbytes
-                chunks.append((start, as_bytes(array)))
-        return cls(chunks, end)
+        placed, size = _placed(arrays)
+        return cls([(start, as_bytes(array)) for start, array in placed], size)
+
+    @classmethod
+    def copied(cls, arrays: Iterable[Array]) -> Payload:
+        """As `pack`, with memory of its own: the arrays may change."""
+        placed, size = _placed(arrays)
+        memory = np.empty(size, np.uint8)
+        for start, array in placed:
+            memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        return cls([(0, memory.data)] if size else (), size)
 
     @property
     def whole(self) -> bool:

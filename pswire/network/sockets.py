@@ -239,7 +239,7 @@ class MessageSocket:
             OSError: the connection is broken.
         """
         with self._lock:
-            self._out.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+            self._out += [memoryview(buffer) for buffer in buffers if len(buffer)]
             self._flush()
             return bool(self._out)
 

@@ -18,11 +18,11 @@ from psclient._src.variables.compression import Compressed
 from psclient._src.variables.partitioners import Cut
 from psclient._src.variables.sharded import Sharding
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.model.plan import Reduction, VariableSpec
+from pswire.model.plan import Nonfinite, Reduction, VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.template import HostValue, TemplateCache
+    from psclient._src.distribute.prepared_step import HostValue, PreparedStep
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
@@ -85,6 +85,11 @@ class Backend(Protocol):
     @property
     def between_graph(self) -> bool:
         """Whether other processes run the same script."""
+        ...
+
+    @property
+    def nonfinite(self) -> Nonfinite:
+        """What becomes of updates if a contribution has NaN or infinity."""
         ...
 
     @property
@@ -152,22 +157,27 @@ class Backend(Protocol):
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
         ...
 
-    def replay(
+    def repeat(
         self,
-        cache: TemplateCache,
+        prepared: PreparedStep,
         key: object,
         numbers: list[Number],
         local: LocalContributions,
-        record: Callable[[], None],
-    ) -> None:
-        """Replays the section that was recorded last under an equal key, or records one.
+        record: Callable[[], list[Value]],
+        extras: int = 0,
+    ) -> list[Value]:
+        """Makes the step that was recorded last under an equal key once more, or records one.
 
         Args:
-            cache: of the caller.
+            prepared: of the caller.
             key: all that the section depends on, but for numbers and contributions; compared with `==`.
             numbers: the arguments of the section's update functions that may differ from call to call.
             local: gives this process's contributions to the reductions of a plan; fewer, where they do not fit it.
-            record: makes the section's reductions and updates, one by one.
+            record: makes the section's reductions and updates, one by one; returns the first reductions' values.
+            extras: the number of these values.
+
+        Returns:
+            The values, each an array or what is read as one.
         """
         ...
 

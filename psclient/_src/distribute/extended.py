@@ -26,10 +26,10 @@ from psclient._src.distribute.destinations import (
 )
 from psclient._src.distribute.gathering import ReplicaPosition, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
+from psclient._src.distribute.prepared_step import HostValue, as_it_travels
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
-from psclient._src.distribute.template import HostValue, as_it_travels
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
 from psclient._src.variables.compression import Compressed

@@ -26,11 +26,11 @@ from psclient._src.variables.kinds import CopiedVariable, LocalVariable, Mirrore
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableSynchronization
 from pswire.cluster import Task
-from pswire.model.plan import VariableSpec
+from pswire.model.plan import Nonfinite, VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.template import TemplateCache
+    from psclient._src.distribute.prepared_step import PreparedStep
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
@@ -47,10 +47,12 @@ class LocalBackend:
 
     Attributes:
         between_graph: False: no other process runs the script.
+        nonfinite: updates are applied with NaN and infinity, too.
         first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
     """
 
     between_graph = False
+    nonfinite: Nonfinite = "apply"
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.group = ReplicaGroup(devices)
@@ -132,16 +134,17 @@ class LocalBackend:
         """Calls the function for each copy, with the copies that are there."""
         return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
 
-    def replay(
+    def repeat(
         self,
-        cache: TemplateCache,
+        prepared: PreparedStep,
         key: object,
         numbers: list[Number],
         local: LocalContributions,
-        record: Callable[[], None],
-    ) -> None:
-        """Runs `record`: nothing travels, so that there is nothing to replay."""
-        record()
+        record: Callable[[], list[Value]],
+        extras: int = 0,
+    ) -> list[Value]:
+        """Runs `record`: nothing travels, so that there is nothing to prepare."""
+        return record()
 
     def bring(self, values: Sequence[object]) -> list[Array]:
         """Returns host arrays of the values, which are all in this process."""

@@ -6,8 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from psclient._src.arrays.devices import Coming, Download, Pending
 from pswire.model.tensor import Array, align, as_bytes
 from pswire.network.parts import Cutter, Part
@@ -73,12 +71,7 @@ def keep(arrays: Sequence[Sent]) -> Payload:
     """
     if any_pending(arrays):
         return StagedPayload([array if isinstance(array, Pending) else array.copy() for array in arrays])
-    payload = Payload.pack(arrays)  # type: ignore[arg-type]
-    memory = np.empty(payload.size, np.uint8)
-    room = as_bytes(memory)
-    for offset, buffer in payload.chunks:
-        room[offset : offset + len(buffer)] = buffer
-    return Payload([(0, room)] if payload.size else (), payload.size)
+    return Payload.copied(arrays)  # type: ignore[arg-type]
 
 
 def host(array: Sent) -> Array:

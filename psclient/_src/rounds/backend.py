@@ -19,16 +19,16 @@ from psclient._src.distribute.backend import LocalContributions
 from psclient._src.distribute.destinations import ServerIds, ValueHome
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.on_read import Copies
+from psclient._src.distribute.prepared_step import PreparedStep
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.strands import Marks
-from psclient._src.distribute.template import TemplateCache
 from psclient._src.options import Consistency
 from psclient._src.rounds.checkpoints import ServerCheckpoints
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.reader import VariableReader
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.rounds.section import Section, ServerValue
+from psclient._src.rounds.section import ReducedValue, Section, ServerValue
 from psclient._src.rounds.variables import ServerVariables
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import ServerVariable
@@ -100,6 +100,11 @@ class RemoteBackend:
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._together = False  # while updates are recorded that are of one round; of the thread that records
+
+    @property
+    def nonfinite(self) -> Nonfinite:
+        """What becomes of updates if a contribution has NaN or infinity; the job's, which may change."""
+        return self._exchange.session.nonfinite
 
     def check_open(self) -> None:
         """Raises `RuntimeError` once the strategy is closed, and `PSError` in a fork of the process."""
@@ -216,23 +221,31 @@ class RemoteBackend:
         self.flush(returned=result)
         return result
 
-    def replay(
+    def repeat(
         self,
-        cache: TemplateCache,
+        prepared: PreparedStep,
         key: object,
         numbers: list[Number],
         local: LocalContributions,
-        record: Callable[[], None],
-    ) -> None:
-        """Replays a section in the calling thread's, or records it there: see `Backend.replay`."""
-        template = cache.find(key, self._exchange.session.nonfinite)
+        record: Callable[[], list[Value]],
+        extras: int = 0,
+    ) -> list[Value]:
+        """Makes a prepared step in the calling thread's section, or records it there: see `Backend.repeat`."""
+        prepared.numbers = numbers
+        template = prepared.find(key)
         if template is not None:
-            found = local(template.plan.reductions)
-            if len(found) == len(template.plan.reductions) and self.section_here.repeat(template, numbers, found):
-                return
-        record()
-        section = self._mine()
-        cache.keep(key, None if section is None else section.complete(numbers), self._exchange.session.nonfinite)
+            reductions, section = template.plan.reductions, self.section_here
+            found = local(reductions)
+            if len(found) == len(reductions) and section.repeat(template, numbers, found):
+                first = enumerate(reductions[:extras])
+                return [ReducedValue(section, Ref("reduction", number), each.tensor, None) for number, each in first]
+        values, recorded = record(), self._mine()
+        prepared.keep(key, None if recorded is None else recorded.complete(numbers))
+        return values
+
+    def skip_nonfinite(self) -> None:
+        """Records that nothing of the calling thread's section is applied if a contribution has NaN or infinity."""
+        self.section_here.skip_nonfinite()
 
     @property
     def section_here(self) -> Section:

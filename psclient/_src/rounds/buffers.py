@@ -88,7 +88,7 @@ class Buffers:
         """Returns the buffer of each of some variables, as `give`."""
         pairs = [(variable, self._pairs.setdefault(variable.id, [])) for variable in variables]
         used = [(variable, pair) for variable, pair in pairs if not pair or pair[0].handed_in]
-        for round in dict.fromkeys(pair[1].round for _, pair in used if len(pair) == 2):
+        for round in dict.fromkeys([pair[1].round for _, pair in used if len(pair) == 2]):
             if round is not None:
                 self._take(round)
         transports: dict[int, Transport | None] = {}
@@ -198,8 +198,10 @@ class Targets:
         self._arrays.pop(id, None)
         self._outdated.discard(id)
 
-    def __contains__(self, id: int) -> bool:
-        return id in self._arrays
+    @property
+    def ids(self) -> Collection[int]:
+        """The numbers of the variables that have an array."""
+        return self._arrays.keys()
 
     def of(self, ids: Sequence[int]) -> dict[int, Array]:
         """Returns the arrays of some variables, each by its place among them."""

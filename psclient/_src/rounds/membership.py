@@ -68,6 +68,7 @@ class Group(ReplicaGroup):
         self._awaits = partial(_late, session.task, self._expected), partial(_word, session, self._expected)
         logging_setup.follow(lambda: (self.round, session.number))
         self._entered = False
+        self._placed: tuple[Generation, int] | None = None  # the first replica's number in a generation
         self._over = 0  # rounds that are over, from 0 on, as answers have told it that came late
         self._taken_in = ""
         self._announced: Generation | None = None
@@ -104,7 +105,9 @@ class Group(ReplicaGroup):
         if self.alone:
             return 0, len(self.devices)
         newest = self._newest
-        self.given = self._place_in(newest.members), newest.replicas
+        if self._placed is None or self._placed[0] is not newest:
+            self._placed = newest, _place_in(newest.members, self.session.task)
+        self.given = self._placed[1], newest.replicas
         return self.given
 
     def share(self) -> tuple[int, int]:
@@ -130,11 +133,7 @@ class Group(ReplicaGroup):
                 "began, and its share of the data depends on that number; start it with the same number of "
                 "devices"
             )
-        return self._place_in(sharers), replicas
-
-    def _place_in(self, members: Sequence[Member]) -> int:
-        """Returns the number of this task's first replica among members; what it would be if it is none of them."""
-        return sum(member.replicas for member in members if member.task < self.session.task)
+        return _place_in(sharers, self.session.task), replicas
 
     def any_more(self, dataset: int) -> bool | None:
         """Returns what `Progress.any_more` does; of an asynchronous worker's rounds only its own batches count."""
@@ -490,3 +489,8 @@ def _behind(
         )
 
     return late, lambda: f"waits until {others()} reach {place} to join them"
+
+
+def _place_in(members: Sequence[Member], task: Task) -> int:
+    """Returns the number of a task's first replica among members; what it would be if it is none of them."""
+    return sum(member.replicas for member in members if member.task < task)

@@ -514,7 +514,8 @@ class ReadCache:
     def wanted(self, written: Iterable[int]) -> list[int]:
         """Returns the variables that a round assigns and that have targets, or were read since they were assigned."""
         with self._lock:
-            return [id for id in written if id in self._read or id in self.targets]
+            targets = self.targets.ids
+            return [id for id in written if id in self._read or id in targets]
 
     def forget(self, written: frozenset[int], round: UnderWay, everything: bool) -> None:
         """Forgets values of variables that a round has assigned, which is over; with `everything` all values."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 from psclient._src.arrays.devices import Coming
@@ -86,8 +86,6 @@ class Outgoing:
 
     def compressed(self) -> Outgoing:
         """Returns what is sent of it, which is compressed here, once; see `compress`."""
-        if not self.plan.compressed:
-            return self
         found = compress(self.plan, self.contributions, self.feedback, host)
         return replace(
             self,
@@ -108,36 +106,37 @@ class Outgoing:
         )
 
     def nonfinite(self) -> tuple[int, ...]:
-        """Returns the numbers of the applied reductions to which it contributes NaN or infinity, if the plan asks.
+        """Returns the numbers of the applied reductions to which it contributes NaN or infinity.
 
         Waits for copies from a GPU: this goes ahead of all that is sent.
         """
-        if self.plan.nonfinite == "apply":
-            return ()
-        sent = ((number, self.contributions[number]) for number in self.plan.applied)
-        found = (number for number, array in sent if array is not None and not is_finite(host(_numbers(array))))
+        sent = ((number, self.arrays[number]) for number in self.plan.applied)
+        found = (number for number, array in sent if array is not None and not is_finite(host(array)))
         return tuple(sorted({*found, *self.flawed.intersection(self.plan.applied)}))
 
     @property
     def rows(self) -> tuple[int, ...]:
         """For each of the plan's reductions of rows, how many are sent."""
+        if not self.plan.rows:
+            return ()
         found = (self.contributions[number] for number in self.plan.rows)
         return tuple([each.number if isinstance(each, SentRows) else 0 for each in found])
 
-    @property
+    @cached_property
     def arrays(self) -> list[Sent | None]:
         """What is sent of contributions, in the order in which their copies from a GPU were begun."""
-        return [None if each is None else _numbers(each) for each in self.contributions]
+        return [each.values if isinstance(each, SentRows) else each for each in self.contributions]
 
     def sent(self, share: ServerShare) -> list[Sent]:
         """Returns the arrays that go to one server, in their order."""
-        found = cast(list[Sent | None], [self.contributions[place] for place in share.reductions])
-        rows = cast(list[SentRows | None], [self.contributions[place] for place in share.rows])
-        return [
-            *(self.operands[place] for place in share.operands),
-            *(x for x in found if x is not None),
-            *(array for each in rows if each is not None for array in each),
-        ]
+        sent: list[Sent] = [self.operands[place] for place in share.operands]
+        for place in share.reductions:
+            if (array := self.contributions[place]) is not None:
+                sent.append(cast(Sent, array))
+        for place in share.rows:
+            if (rows := self.contributions[place]) is not None:
+                sent += cast(SentRows, rows)
+        return sent
 
     def payload(self, share: ServerShare, kept: bool, buffers: Mapping[int, Buffer | None]) -> Payload:
         """Returns what goes to one server.
@@ -351,7 +350,7 @@ class Exchange:
         shares = self._prepare(plan)
         buffers = self.buffers.among(outgoing.arrays)
         coming = [array for array in outgoing.arrays if isinstance(array, Coming)]
-        if not observes:
+        if plan.compressed and not observes:
             with self._copied():
                 outgoing = outgoing.compressed()
         unchanged = {**buffers, **dict.fromkeys(outgoing.own)} if outgoing.own else buffers
@@ -402,8 +401,10 @@ class Exchange:
                 server: EMPTY if observes else outgoing.payload(share, not waits, buffers)
                 for server, share in parts.items()
             }
-            with self._copied():
-                nonfinite = () if observes else outgoing.nonfinite()
+            nonfinite: tuple[int, ...] = ()
+            if plan.nonfinite != "apply" and not observes:
+                with self._copied():
+                    nonfinite = outgoing.nonfinite()
             futures = {
                 server: self._push(
                     server,
@@ -426,8 +427,11 @@ class Exchange:
             }
             if traced is not None:
                 traced.sent(futures)
-            self._fill(outgoing, payloads.values())
-            self._stand_in(plan, futures.values())
+            if any_pending(outgoing.arrays):
+                with self._copied():  # until all of it is on the host, while what is there is sent
+                    fill(outgoing.arrays, payloads.values())
+            if plan.id not in self._proposed:
+                self._stand_in(plan, futures.values())
         except BaseException as error:
             if traced is not None:
                 traced.fail(error)
@@ -476,15 +480,9 @@ class Exchange:
 
     def _want(self, writes: Iterable[int], server: int) -> tuple[tuple[int, TensorSpec], ...]:
         """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
-        known = self._variables
-        wanted = [known[id] for id in self.reads.wanted(writes)]
+        wanted = [self._variables[id] for id in self.reads.wanted(writes)]
         home = self.session.hosting.home
         return tuple([(each.id, each.spec.tensor) for each in wanted if home(each.servers) == server])
-
-    def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
-        """Waits until all of a contribution is on the host, while what is there is sent."""
-        with self._copied():
-            fill(outgoing.arrays, payloads)
 
     @contextmanager
     def _copied(self) -> Iterator[None]:
@@ -567,11 +565,6 @@ def _warn_of_state(task: Task, order: SnapshotOrder) -> None:
             order.path,
             ", ".join(own),
         )
-
-
-def _numbers(sent: Sent | SentRows) -> Sent:
-    """Returns the numbers of a contribution, without ids."""
-    return sent.values if isinstance(sent, SentRows) else sent
 
 
 def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer | None]) -> int:

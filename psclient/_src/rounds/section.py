@@ -21,10 +21,10 @@ from psclient._src.arrays.devices import is_array, to_numpy
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.adapters import GlobalBatch
+from psclient._src.distribute.prepared_step import HostValue, SectionTemplate
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
 from psclient._src.distribute.strands import Marks
-from psclient._src.distribute.template import HostValue, SectionTemplate
 from psclient._src.rounds.rounds import Outgoing
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace

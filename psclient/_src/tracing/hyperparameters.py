@@ -12,6 +12,7 @@ import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import is_
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -84,12 +85,15 @@ class Configured:
         """As `settings`, with other values of some attributes."""
         kind: Any = type(self)
         names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
-        given = (vars(self) | replaced).items()
-        taken = {name: value if type(value) in _PLAIN else _taken(value) for name, value in given}
-        rest = [(name, getattr(kind, name)) for name in _readable(kind, names) if name not in taken]
-        known = {name: value if type(value) in _PLAIN else _taken(value) for name, value in rest}
+        own = vars(self) | replaced
+        last: Settings | None = own.pop(_LAST, None)
+        readable = [name for name in _readable(kind, names) if name not in own]
+        given = {**{name: getattr(kind, name) for name in readable}, **own}
+        if last is not None and last.is_of(kind, names, given):
+            return last
+        taken = {name: _taken(value) for name, value in own.items()}
+        known = {name: _taken(given[name]) for name in readable}
         attributes = {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT}
-        last: Settings | None = vars(self).get(_LAST)
         if last is not None and last.same(kind, names, attributes):
             return last
         for name, value in taken.items():
@@ -99,7 +103,9 @@ class Configured:
                     "functions can use only numbers, strings, functions and tuples of these; use one of "
                     "these types, or another name"
                 )
-        made = vars(self)[_LAST] = Settings(kind, names, attributes)
+        made = vars(self)[_LAST] = Settings(
+            kind, names, attributes, given if all(map(_is_fixed, given.values())) else {}
+        )
         return made
 
 
@@ -126,6 +132,7 @@ class Settings:
         kind: the class of the object.
         names: all names of the class and its bases: a new one, of a method as well, may hide another.
         attributes: the attributes by name.
+        given: what they were made of; empty where something in it may change and stay the same object.
 
     Attributes:
         kind: the class of the object.
@@ -133,13 +140,29 @@ class Settings:
         numbers: the numbers among the attributes, in order.
     """
 
-    def __init__(self, kind: Any, names: tuple[str, ...], attributes: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        kind: Any,
+        names: tuple[str, ...],
+        attributes: Mapping[str, object],
+        given: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.kind = kind
         self._names = names
         self._attributes = attributes
+        self._given = given
         self.numbers: list[Number] = []
         self.view(self.numbers.append)
         self.key = _Key((kind, names, *((name, _key(value)) for name, value in attributes.items())))
+
+    def is_of(self, kind: type, names: tuple[str, ...], given: Mapping[str, object]) -> bool:
+        """Returns whether they are known to be what such attributes say; as the constructor's arguments."""
+        return (
+            self.kind is kind
+            and self._names == names
+            and [*self._given] == [*given]
+            and all(map(is_, self._given.values(), given.values()))
+        )
 
     def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, object]) -> bool:
         """Returns whether they are of this class, with these names, and have these very attributes."""
@@ -217,6 +240,13 @@ def _taken(value: object) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return value if type(value) in NUMBERS or isinstance(value, WORDS) else _LEFT_OUT
+
+
+def _is_fixed(value: object) -> bool:
+    """Returns whether `_taken` says the same of an object whenever it is asked."""
+    if type(value) is tuple:
+        return all(map(_is_fixed, value))
+    return not isinstance(value, tuple | list | Configured)
 
 
 def _seen(value: Any, number: Callable[[Number], object]) -> Any:

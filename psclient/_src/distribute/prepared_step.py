@@ -16,7 +16,7 @@ from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.sharded import Sharding
-from pswire.model.plan import Nonfinite, Plan, Reduction
+from pswire.model.plan import Plan, Reduction
 from pswire.model.tensor import DTYPES, Array
 
 
@@ -51,33 +51,28 @@ class SectionTemplate:
         return cast(tuple[Array, ...], tuple([found[one][place] for one, place in self.sources]))
 
 
-class TemplateCache:
-    """The template of the section that one caller recorded last, under the caller's key. Used by one thread at a time.
+class PreparedStep:
+    """The step that one caller made last, as it was recorded: as long as it stays the same it is not recorded again.
+
+    Used by one thread at a time.
 
     Attributes:
-        key: of the template; None where there is none.
+        key: all that the step depends on, but for numbers and contributions; None where nothing is prepared.
+        numbers: those that the step was made with last.
     """
 
     def __init__(self) -> None:
         self.key: Any = None
+        self.numbers: list[Number] = []
         self._template: SectionTemplate | None = None
-        self._nonfinite: Nonfinite = "apply"
 
-    def find(self, key: object, nonfinite: Nonfinite = "apply") -> SectionTemplate | None:
-        """Returns the template that was kept under an equal key, if there is one; as `keep`."""
-        kept = self._template is not None and self._nonfinite == nonfinite and self.key == key
-        return self._template if kept else None
+    def find(self, key: object) -> SectionTemplate | None:
+        """Returns what was recorded under an equal key, if there is such a thing."""
+        return self._template if self._template is not None and self.key == key else None
 
-    def keep(self, key: object, template: SectionTemplate | None, nonfinite: Nonfinite = "apply") -> None:
-        """Replaces the template; None forgets it.
-
-        Args:
-            key: the caller's.
-            template: the template.
-            nonfinite: what the strategy does with NaN or infinity, when it was recorded.
-        """
+    def keep(self, key: object, template: SectionTemplate | None) -> None:
+        """Replaces what is prepared; None forgets it."""
         self.key, self._template = (None, None) if template is None else (key, template)
-        self._nonfinite = nonfinite
 
 
 class HostValue(NamedTuple):
