@@ -5,41 +5,35 @@ table that both gRPC rims share.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
-from types import NoneType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import EnumDescriptor
-from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.api import ApproveRequest, Contribution, ProposeRequest, PullReply, RoundReply, TableRead
-from pswire.cluster import JOBS, Task
+from pswire.api import ApproveRequest, Contribution, PullReply, RoundReply, TableRead
 from pswire.encoding import calls, messages, verbs
 from pswire.encoding.calls import CALLS
 from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
-from pswire.model import tables
-from pswire.model.consistency import ASYNC, Consistency
 from pswire.model.log import Generation, LogEntry, Lost
-from pswire.model.plan import Operand, PlacedVariable, ShardOf, VariableSpec
-from pswire.model.program import Attr
+from pswire.model.plan import Operand, PlacedVariable
 from pswire.model.status import Happened, Saving, WorkerProgress
-from pswire.model.tables import SlotTensor, TablePart, TableSpec
-from pswire.model.tensor import DTYPES, TensorSpec
-from pswire.network.payload import EMPTY, Payload
+from pswire.model.tensor import TensorSpec
+from pswire.network.payload import EMPTY
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers import votes
 from pswire.servers.requests import REQUESTS
 from pswire.servers.votes import Vote
 from tests.kit import samples
+from tests.kit.attacks import spoil
+from tests.kit.cases import search
 from tests.kit.samples import ROUND, plain, walk
 
 MAPPED = messages.MAPPER.pairs
@@ -56,170 +50,87 @@ BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
 }
 PAIRS = MAPPED | BY_HAND
 
-# ---- Any value of a class ----
+# ---- What a message says ----
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-ANY = {
-    Field.TYPE_BOOL: st.booleans(),
-    Field.TYPE_STRING: TEXT,
-    Field.TYPE_BYTES: st.binary(max_size=32),
-    Field.TYPE_DOUBLE: st.floats(allow_nan=False),
-    Field.TYPE_UINT32: st.integers(0, (1 << 32) - 1),
-    **dict.fromkeys((Field.TYPE_UINT64, Field.TYPE_FIXED64), st.integers(0, (1 << 64) - 1)),
-    **dict.fromkeys((Field.TYPE_INT32, Field.TYPE_SINT32), st.integers(-(1 << 31), (1 << 31) - 1)),
-    **dict.fromkeys((Field.TYPE_INT64, Field.TYPE_SINT64), st.integers(-(1 << 63), (1 << 63) - 1)),
+
+
+def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
+    """The values of the samples that are messages of their own, each with its pair."""
+    for value in (value for sample in samples.SAMPLES for value in (*sample.args, sample.answer)):
+        if type(value) in PAIRS:
+            yield PAIRS[type(value)], value
+    for sample in samples.SAMPLES:
+        if sample.verb in REQUESTS:
+            yield PAIRS[REQUESTS[sample.verb]], REQUESTS[sample.verb](*sample.args)
+    for entry in samples.ENTRIES:
+        yield PAIRS[LogEntry], entry
+    for variable in (*samples.TABLES, samples.ALONE):
+        yield PAIRS[PlacedVariable], variable
+    for question in samples.QUESTIONS:
+        yield PAIRS[TableRead], question
+    yield PAIRS[Happened], samples.HAPPENED
+    for said in samples.VOTES:
+        yield PAIRS[Vote], said
+    yield PAIRS[votes.Testimony], samples.VOTES[-1]
+
+
+SAMPLED = list(values())
+
+
+@search(10)
+@given(st.sampled_from(SAMPLED), st.integers(0, 3), st.data())
+def test_values_arrive_as_they_were(sampled: tuple[MessageCodec[Any, Any], Any], spoilt: int, data: Any) -> None:
+    """Whatever numbers, texts and choices a message has, it is refused, or written again as it was read.
+
+    To the last bit: its repr, from which ids are made, is the same.
+    """
+    pair, value = sampled
+    message = pair.message.FromString(pair.to_pb(value).SerializeToString())
+    for _ in range(spoilt):
+        spoil(data.draw, message)
+    try:
+        read = pair.from_pb(message)
+    except InvalidRequest:
+        assert spoilt
+        return
+    again = pair.from_pb(pair.message.FromString(pair.to_pb(read).SerializeToString()))
+    assert repr(again) == repr(read)
+
+
+OTHER_ANSWER: dict[str, Any] = {
+    "round": 42,
+    "generation": Generation(7, ()),
+    "more": False,
+    "excluded": (),
+    "payload": samples.small(),
+    "warnings": (),
+    "observers": (),
+    "rows": (),
+    "over": 46,
 }
-"""Scalars by the type of the message's field."""
-
-SMALL = ANY | dict.fromkeys((Field.TYPE_UINT32, Field.TYPE_UINT64), st.integers(1, 255))
-SMALL |= {Field.TYPE_DOUBLE: st.floats(1e-9, 0.5)}
-"""Scalars that no check of tables refuses."""
+"""For each field of an answer another value than that of the sample."""
 
 
-def tuples(items: st.SearchStrategy[Any], least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(items, min_size=least, max_size=most).map(tuple)
+def test_answers_are_the_same_where_some_of_them_is_kept() -> None:
+    """What is kept of an answer is used for one that says the same, and for no other, whichever field differs.
 
-
-@cache
-def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a class of the table, or of a union of such."""
-    if kind in CHECKED:
-        return CHECKED[kind]
-    if kind not in PAIRS:  # it is in its union, where its message is that of its only field
-        return st.builds(kind, *map(values_of, get_type_hints(kind).values()))
-    if kinds := get_args(kind):
-        return st.one_of(*map(values_of, kinds))
-    return built(kind, PAIRS[kind].message)
-
-
-def built(kind: type, message: type[Message], scalars: Any = ANY, **given: Any) -> st.SearchStrategy[Any]:
-    """Values of a class whose fields are any that the message's can have, but for those that are given."""
-    fields = {**message.DESCRIPTOR.fields_by_name}
-    fields["payload"] = None
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
-    hints = {name: hint for name, hint in hints.items() if name not in given}
-    found = {name: value_of(hint, fields[name], scalars) for name, hint in hints.items()}
-    return st.builds(kind, **found, **given)
-
-
-def value_of(hint: Any, field: Any, scalars: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field of a class, which travels as a field of a message."""
-    inner = get_args(hint)
-    if NoneType in inner:
-        there = [one for one in inner if one is not NoneType]
-        within = [built(one, MAPPED[one].message, scalars) if scalars is SMALL else values_of(one) for one in there]
-        return st.none() | (st.one_of(*within) if there[0] in MAPPED else value_of(there[0], field, scalars))
-    if hint in messages.MAPPER.enums:
-        return st.sampled_from(inner)
-    if get_origin(hint) is Mapping:  # of one item at most: they have no order on the wire
-        key, value = (scalars[field.message_type.fields_by_name[name].type] for name in ("key", "value"))
-        return st.dictionaries(key, value, max_size=1)
-    if hint in CHECKED or hint in MAPPED:
-        return values_of(hint)
-    if inner and (inner[-1] is Ellipsis or get_origin(hint) is Sequence):
-        return tuples(value_of(inner[0], field, scalars))
-    if inner:
-        return st.tuples(*(value_of(*each, scalars) for each in zip(inner, field.message_type.fields, strict=True)))
-    return scalars[field.type]
-
-
-NAMES = st.from_regex(r"[a-z/_:0]{1,12}", fullmatch=True)
-_SHAPES = tuples(st.integers(1, 9))
-_LOW, _HIGH = st.floats(-9, 0), st.floats(0, 9)
-CHECKED: dict[Any, st.SearchStrategy[Any]] = {
-    Task: st.builds(Task, st.sampled_from(JOBS), ANY[Field.TYPE_UINT32]),
-    tuple[str, Attr]: st.tuples(
-        TEXT,
-        st.none()
-        | st.booleans()
-        | ANY[Field.TYPE_INT64]
-        | ANY[Field.TYPE_DOUBLE]
-        | TEXT
-        | tuples(ANY[Field.TYPE_INT64]),
-    ),
-    Consistency: st.one_of(
-        st.builds(Consistency, st.just("sync"), ANY[Field.TYPE_UINT32]),
-        st.just(ASYNC),
-        st.builds(Consistency, st.just("bounded"), st.just(0), ANY[Field.TYPE_UINT32]),
-    ),
-    TensorSpec: st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000))),
-    SlotTensor: st.builds(
-        SlotTensor, NAMES.map("{}/slot".format), st.sampled_from(tables.RANDOM_DTYPES), _SHAPES, st.floats(-99, 99)
-    ),
-    ShardOf: st.builds(ShardOf, NAMES, st.integers(0, 9), st.integers(1 << 10, 1 << 40)),
-    tables.Initializer: st.one_of(
-        st.builds(tables.Zeros),
-        st.builds(tables.Constant, _LOW),
-        *(st.builds(kind, _LOW, _HIGH) for kind in (tables.Uniform, tables.Normal, tables.TruncatedNormal)),
-    ),
-}
-CHECKED[TableSpec] = built(
-    TableSpec,
-    pb.TableSpec,
-    SMALL,
-    shape=_SHAPES,
-    dtype=st.sampled_from(tables.RANDOM_DTYPES),
-    capacity=st.integers(tables.MIN_CAPACITY, tables.MAX_COUNT),
-    memory_limit=st.integers(0, tables.MAX_MEMORY),
-    seed=ANY[Field.TYPE_UINT64],
-    hash_seed=ANY[Field.TYPE_UINT64],
-)
-CHECKED[TablePart] = st.builds(
-    TablePart, NAMES, CHECKED[TableSpec], st.integers(0, 900), st.integers(1, 100), st.none() | CHECKED[SlotTensor]
-)
-_ROWS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(1, 9), 1, 8))
-CHECKED[VariableSpec] = st.one_of(
-    st.builds(VariableSpec, NAMES, CHECKED[TensorSpec], st.booleans(), st.none() | st.just("") | NAMES),
-    st.builds(VariableSpec, NAMES, _ROWS, st.booleans(), st.none(), CHECKED[ShardOf]),
-    CHECKED[TablePart].map(lambda part: VariableSpec("part", part.tensor, part=part)),
-)
-"""What is checked when it is read: values that pass."""
-
-CHECKED[Payload] = st.just(EMPTY)
-CHECKED[Contribution] = built(
-    Contribution, pb.PushHeader, previous=st.integers(-1, 1 << 62), trace=st.just(""), parts=st.just(())
-)
-
-CHECKED[ProposeRequest] = built(ProposeRequest, pb.ProposeRequest, trace=st.just(""))
-
-KINDS = [kind for kind, pair in PAIRS.items() if pair in vars(messages).values()] + [
-    *dict.fromkeys(kind for request in REQUESTS.values() for kind in (request, request.answer) if kind in MAPPED),
-    Contribution,
-    RoundReply,
-    PullReply,
-]
-"""The classes of messages that are sent by themselves, and of some that are in many."""
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "__name__", "LogEntry"))
-@given(data=st.data())
-def test_values_arrive_as_they_were(kind: Any, data: st.DataObject) -> None:
-    """Each value comes back equal, to the last bit: its repr, from which ids are made, is the same."""
-    value, pair = data.draw(values_of(kind)), PAIRS[kind]
-    sent = pair.to_pb(value).SerializeToString()
-    assert repr(pair.from_pb(pair.message.FromString(sent))) == repr(value)
-
-
-@given(st.lists(st.sampled_from(range(3)), max_size=8), st.tuples(*[values_of(RoundReply)] * 3))
-def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], replies: tuple[RoundReply, ...]) -> None:
-    """Whatever came before: what is kept of an answer is used for one that says the same, and for no other."""
+    A generation is read once, as long as the answers have the same.
+    """
+    first = samples.reply()
+    assert [*OTHER_ANSWER] == [*RoundReply.__dataclass_fields__]
     encoder, decoder = messages.RoundEncoder(), messages.RoundDecoder()
-    for turn in turns:
-        reply = replies[turn]
-        message = pb.RoundHeader.FromString(encoder.encode(reply))
-        assert message == ROUND.to_pb(reply)
-        assert repr(decoder.decode(message, EMPTY)) == repr(reply)
-        assert pb.RoundHeader.FromString(encoder.encode(replace(reply, more=not reply.more))).more != reply.more
-
-
-def test_an_generation_is_read_once() -> None:
-    """As long as the answers have the same."""
-    decoder = messages.RoundDecoder()
-    headers = [ROUND.to_pb(RoundReply(n, Generation(n // 2, ()), False, (), EMPTY)) for n in range(4)]
-    first, second, third, fourth = (decoder.decode(header, EMPTY).generation for header in headers)
-    assert first is second
-    assert third is fourth
-    assert [first.number, third.number] == [0, 1]
+    for name, value in OTHER_ANSWER.items():
+        other = replace(first, **{name: value})
+        for reply in (first, first, other, first):
+            message = pb.RoundHeader.FromString(encoder.encode(reply))
+            assert message == ROUND.to_pb(reply)
+            assert repr(decoder.decode(message, reply.payload)) == repr(reply)
+    headers = [ROUND.to_pb(replace(first, round=n, generation=Generation(n // 2, ()))) for n in range(4)]
+    one, two, three, four = (decoder.decode(header, EMPTY).generation for header in headers)
+    assert one is two
+    assert three is four
+    assert [one.number, three.number] == [0, 1]
 
 
 # ---- The table has every field of the .proto ----
@@ -243,26 +154,6 @@ OF_SENDERS = {"paramserver.v1.ServerVote.session"}
 
 OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHeader", "PullHeader")}
 """What is read for the payload, and not for the value."""
-
-
-def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
-    """The values of the samples that are messages of their own, each with its pair."""
-    for value in (value for sample in samples.SAMPLES for value in (*sample.args, sample.answer)):
-        if type(value) in PAIRS:
-            yield PAIRS[type(value)], value
-    for sample in samples.SAMPLES:
-        if sample.verb in REQUESTS:
-            yield PAIRS[REQUESTS[sample.verb]], REQUESTS[sample.verb](*sample.args)
-    for entry in samples.ENTRIES:
-        yield PAIRS[LogEntry], entry
-    for variable in (*samples.TABLES, samples.ALONE):
-        yield PAIRS[PlacedVariable], variable
-    for question in samples.QUESTIONS:
-        yield PAIRS[TableRead], question
-    yield PAIRS[Happened], samples.HAPPENED
-    for said in samples.VOTES:
-        yield PAIRS[Vote], said
-    yield PAIRS[votes.Testimony], samples.VOTES[-1]
 
 
 def fields() -> set[str]:
@@ -293,7 +184,7 @@ def is_other(pair: MessageCodec[Any, Any], message: Message, value: Any) -> bool
 def test_each_field_of_each_message_is_mapped_once() -> None:
     """All fields of the .proto are written; without any of them the value is another, and with all the same."""
     written, read = set(), set()
-    for pair, value in values():
+    for pair, value in SAMPLED:
         message = pair.to_pb(value)
         assert type(message) is pair.message
         came = pair.from_pb(message)
