@@ -13,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
 
 from psclient.psctl.cli import command
+from pswire.security.given import printable, read_small
 from tests.kit import internals as inside
 from tests.kit.certificates import NAMES, Certificates, options
+from tests.kit.storage import write_checkpoint
 
 Break = Callable[[Certificates, Path], object]
 MINE = ["worker-0.paramserver"]
@@ -240,17 +243,14 @@ def test_certificates_of_workers_that_join_and_of_standby_servers(tmp_path: Path
     for name in ("ps-0", "ps-1", "ps-standby-0"):
         files = (str(tmp_path / "ps-standby-0" / file) for file in ("tls.crt", "tls.key", "ca.crt", "token"))
         assert inside.SecurityOptions(*files).read(name).tls
-
-
-def test_a_standby_server_of_a_smaller_cluster(tmp_path: Path) -> None:
-    """It could take the place of some servers alone: it is said, and not replaced unasked."""
-    certs(tmp_path, "--ps", 1, "--workers", 1, "--extra-ps", 1)
-    said = certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1, code=2)
-    assert f"{tmp_path}/ps-standby-0 belongs to ps-0, ps-standby-0, but the cluster now has ps-0, ps-1; remove" in said
+    # That of a smaller cluster could take the place of some servers alone: it is said, and not replaced unasked.
+    said = certs(tmp_path, "--ps", 3, "--workers", 1, "--extra-ps", 1, code=2)
+    owned = "ps-0, ps-1, ps-standby-0, but the cluster now has ps-0, ps-1, ps-2; remove"
+    assert f"{tmp_path}/ps-standby-0 belongs to {owned}" in said
     shutil.rmtree(tmp_path / "ps-standby-0")
-    certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
-    certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
-    assert names_in(tmp_path / "ps-standby-0") == {"ps-standby-0", "ps-0", "ps-1"}
+    for _ in range(2):
+        certs(tmp_path, "--ps", 3, "--workers", 1, "--extra-ps", 1)
+    assert names_in(tmp_path / "ps-standby-0") == {"ps-standby-0", "ps-0", "ps-1", "ps-2"}
 
 
 FILE = """
@@ -280,8 +280,8 @@ def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.config.server.max_sessions == 7
 
 
-def test_a_server_reads_its_own(certificates: Certificates) -> None:
-    """In a path {task} is the server's own; flags win over the environment."""
+def test_a_task_reads_its_own(certificates: Certificates) -> None:
+    """In a path {task} is the task's own; flags win over the environment."""
     environ = options(certificates.out).variables()
     config = inside.server_config(environ, task=1)
     assert config.security == certificates.of("ps-1")
@@ -294,12 +294,7 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
     assert not inside.server_config({"PS_INSECURE": "0"}).insecure
     with pytest.raises(inside.ConfigError, match="PS_INSECURE must be 1 or 0, not 'false'"):
         inside.server_config({"PS_INSECURE": "false"})
-
-
-def test_a_client_reads_its_own(certificates: Certificates) -> None:
-    """The same for the tasks that connect; the file comes before the token of the environment, which a launcher may
-    draw."""
-    environ = options(certificates.out).variables()
+    # So does a task that connects. The file comes before the token of the environment, which a launcher may draw.
     for name in ("worker-1", "chief-0", "admin"):
         for more in ({}, {"PS_TOKEN": "0123456789abcdef"}):
             assert inside.security_from(name, environ | more) == certificates.of(name)
@@ -315,3 +310,42 @@ def test_a_cluster_keeps_its_token() -> None:
     assert [len(token) for token in drawn] == [64] * 3
     for taken in (inside.psworker_command, inside.psserver_command):
         assert "--token" not in {name for parameter in taken.params for name in parameter.opts}
+
+
+# ---- Files that are given by name, and names from elsewhere ----
+
+
+def test_a_file_without_an_end_is_refused(tmp_path: Path) -> None:
+    """A device, or a file that is too large for what it should be; a pipe is read as a shell gives it."""
+    for text in (
+        lambda: read_small("/dev/zero"),
+        lambda: inside.SecurityOptions(token_file="/dev/zero").read("worker-0"),
+    ):
+        with pytest.raises(inside.ConfigError, match="/dev/zero has more than 4 MiB"):
+            text()
+    (tmp_path / "small").write_bytes(b"12345")
+    assert read_small(tmp_path / "small", 5) == b"12345"
+    with pytest.raises(inside.ConfigError, match="small has more than"):
+        read_small(tmp_path / "small", 4)
+    reads, writes = os.pipe()
+    os.write(writes, b"token")
+    os.close(writes)
+    assert read_small(f"/dev/fd/{reads}") == b"token"
+    os.close(reads)
+
+
+def test_a_fifo_is_no_checkpoint(tmp_path: Path) -> None:
+    """Nobody waits for a writer: the error names it, since what is newest is not known."""
+    write_checkpoint(tmp_path / "run" / "ckpt-1", {"v": np.zeros(3)})
+    (tmp_path / "run" / "ckpt-9").mkdir()
+    os.mkfifo(tmp_path / "run" / "ckpt-9" / "manifest.json")
+    with pytest.raises(
+        inside.CheckpointError, match=r"ckpt-9/manifest\.json cannot be read: .*it is not a regular file"
+    ):
+        inside.open_saved(str(tmp_path / "run"))
+
+
+def test_what_steers_a_terminal_is_written_out() -> None:
+    """Lines and tabs stay."""
+    assert printable("\x1b[31m\ta\nb\x07\x9b2J\r") == "\\x1b[31m\ta\nb\\x07\\x9b2J\\x0d"
+    assert printable("Größe 数 🙂") == "Größe 数 🙂"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.network import transport_connection
 from tests.kit import internals as inside
-from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, Attacker, Process, foreseen, mutated, question
+from tests.kit.attacks import BOMB, STRANGER, Attacker, Process, foreseen
 from tests.kit.certificates import Certificates
 from tests.kit.internals import messages, pb
 from tests.kit.rig import eventually
@@ -191,85 +189,7 @@ def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterato
         eventually(lambda: not site.transports._handshakes)
 
 
-# ---- What is said ----
-
-
-PLACES = (inside.INLINE, 0, 64, 4096, inside.CLIENT_BYTES - 64, inside.CLIENT_BYTES, 1, 1 << 63)
-KINDS = (*inside.MessageKind, 0, max(inside.MessageKind) + 1, 255)
-EMPTY = inside.MessageKind.PART, inside.MessageKind.FREED, inside.MessageKind.HEARTBEAT
-
-
-@st.composite
-def transport_messages(draw: Any, front: Front) -> bytes:
-    """A message of a transport: a push or a pull that makes sense, or what comes after one, or neither."""
-    site = front.site
-    session = draw(st.sampled_from([front.session] * 4 + [0, site.workers[0].session]))
-    ids = [one.id for one in site.variables]
-    data = draw(st.sampled_from([*BYTES, bytes(768)]))
-    place = draw(st.sampled_from([inside.INLINE, inside.INLINE, *PLACES]))
-    push = pb.PushHeader(
-        session=session,
-        generation=draw(st.sampled_from([1, 2, 1 << 63])),
-        round=site.workers[0].round,
-        plan_id=site.plan.id,
-        weights=[draw(st.sampled_from([1.0, 0.0, -1.0, float("nan")]))] * 3,
-        want=ids * draw(st.sampled_from([0, 1, 2])),
-        size=draw(st.sampled_from([0, 16, 768, len(data), 1 << 33, 1 << 63])),
-        rows=draw(st.sampled_from([[], [], [1], [1 << 40]])),
-        lookups=draw(st.sampled_from([[], [pb.RowRead(variable=ids[0], ids=bytes(16))]])),
-    )
-    pull = pb.PullRequest(
-        session=session,
-        variables=ids,
-        after=draw(st.sampled_from([-1, 1 << 40])),
-        tables=draw(st.sampled_from([[], [question(draw, ids[0])]])),
-    )
-    kind, header = draw(
-        st.sampled_from(
-            [(inside.MessageKind.PUSH, push), (inside.MessageKind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)]
-        )
-    )
-    kind = draw(st.sampled_from([kind] * 6 + [*KINDS]))
-    size = len(data) if place == inside.INLINE else draw(st.sampled_from([0, 64, 768, 4 << 20]))
-    size = draw(st.sampled_from([size] * 8 + [*NUMBERS]))
-    encoded = header.SerializeToString()
-    head = inside.HEAD.pack(
-        kind,
-        draw(st.sampled_from([len(encoded)] * 12 + [0, 1, (1 << 32) - 1])),
-        draw(st.integers(0, 2)),
-        draw(st.sampled_from([0, 0, 0, 16, 64, 1 << 63])),
-        size,
-        place,
-    )
-    whole = head + encoded + (data if place == inside.INLINE else b"")
-    return mutated(draw, whole) if draw(st.integers(0, 9)) == 0 else whole
-
-
-@given(data=st.data())
-def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> None:
-    """Before and after a hello that is right, in any pieces; the connection is read from, left open, or torn."""
-    draw = data.draw
-    said = b"".join(draw(st.lists(transport_messages(front), max_size=6))) + draw(
-        st.sampled_from([b"", BOMB, b"\xff" * 40])
-    )
-    if draw(st.integers(0, 4)):
-        said = front.hello() + said
-    guest = front.hand()
-    with guest, contextlib.suppress(OSError):
-        guest.sock.settimeout(0.01)
-        cut = draw(st.integers(0, len(said)))
-        guest.sock.sendall(said[:cut])
-        if draw(st.booleans()) and front.transport != "tls":
-            guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        elif draw(st.booleans()):
-            guest.sock.sendall(said[cut:])
-            while guest.sock.recv(1 << 16):
-                pass
-    front.site.round()
-    assert front.surprises == []
-
-
-# ---- What is torn, or slow ----
+# ---- What is torn ----
 
 
 def test_nothing_is_left_on_transports(front: Front) -> None:
@@ -296,37 +216,6 @@ def test_connections_by_the_hundred(front: Front) -> None:
     eventually(lambda: not front.open())
     eventually(lambda: process.num_fds() <= files)
     assert process.num_threads() <= threads
-    front.site.round()
-
-
-def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not say who it is in time is closed, though it never stops to say something."""
-    monkeypatch.setattr(transport_connection, "HELLO_SECONDS", 0.3)  # behind the handshake, which may take its time
-    with ExitStack() as stack:
-        slow = [stack.enter_context(front.hand()) for _ in range(20)]
-        said = front.hello()
-        for at in range(len(said)):
-            for guest in slow:
-                with contextlib.suppress(OSError):
-                    guest.sock.sendall(said[at : at + 1])
-            if not front.open():
-                break
-            threading.Event().wait(0.05)
-        assert not front.open()
-        front.site.round()
-
-
-def test_a_handshake_that_is_nonsense(front: Front) -> None:
-    if front.transport != "tls":
-        pytest.skip("only TLS has one")
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(300), BOMB, front.hello()):
-        with socket.create_connection(("127.0.0.1", front.site.transports.port), 5) as sock:
-            sock.sendall(said)
-            with contextlib.suppress(ConnectionError, ssl.SSLError):
-                while sock.recv(4096):
-                    pass
-    eventually(lambda: not front.site.transports._handshakes)
-    assert front.site.transports.access.refused.counts["handshake"] >= 3  # a greeting that is cut off is no failure
     front.site.round()
 
 

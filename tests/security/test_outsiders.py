@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psserver import registry
-from psserver.calls import MAX_CALLS
 from psserver.plans import memory
-from psserver.rounds import sequences
 from pstesting.clock import Clock
 from tests.kit import internals as inside
 from tests.kit.contributions import part_of
@@ -78,11 +75,6 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
         OUTSIDE,
     ),
     # A member neither: a start in a generation to come would be in the way of who says it then.
-    "no generation": (lambda two: two.propose(None, "", inside.Start(0, 0), member=True), "generation 0 is not known"),
-    "a generation to come": (
-        lambda two: two.propose(None, "", inside.Start(3, 0), member=True),
-        "generation 3 is not known",
-    ),
     "a late generation": (
         lambda two: two.propose(None, "", inside.Start(1 << 63, 0), member=True),
         f"generation {1 << 63} is not known",
@@ -185,36 +177,6 @@ def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeyp
         two.cores[0].approve(1, 0, [inside.Approved(two.plan)])  # its token is looked at first
 
 
-WAITING: dict[str, Callable[[Two, int], Any]] = {
-    "watches": lambda two, session: two.cores[0].watch(session, two.cores[0].status().log, -1),
-    "reads": lambda two, session: two.cores[0].pull(session, [0], 0),
-}
-
-
-@pytest.mark.parametrize("kind", WAITING)
-def test_what_one_session_waits_for_is_bounded(two: Two, kind: str) -> None:
-    """The oldest of too many end: their clients have gone away, or make more than anybody needs."""
-    waits = [WAITING[kind](two, two.session) for _ in range(MAX_CALLS + 10)]
-    other = WAITING[kind](two, two.members[0].session)
-    assert [future.done() for future in waits] == [True] * 10 + [False] * MAX_CALLS
-    with pytest.raises(inside.InvalidRequest, match="later calls"):
-        waits[0].result(SOON)
-    two.job.variable(two.members[0], np.zeros(4, "float32"))
-    two.round()
-    told = [future.result(SOON) for future in [*waits[10:], other]]
-    assert all(each.entries if kind == "watches" else each.round == 0 for each in told)
-
-
-def test_pushes_of_an_generation_to_come_are_bounded(two: Two) -> None:
-    """A few attempts at one contribution wait until their generation is known, which may be never."""
-    said = inside.Contribution(two.session, 99, 0, b"x" * 32, ())
-    for server in two.cores:
-        futures = [server.push(said, inside.Payload((), 1 << 20)) for _ in range(100)]
-        assert sum(not future.done() for future in futures) <= sequences.RESENDS
-        assert len(server.status().waiting) == 1
-    two.round()
-
-
 def test_the_log_says_what_a_variable_is(two: Two) -> None:
     """Whoever came to a server before the log with another one of its number is not in the chief's way."""
     squatter = inside.VariableSpec("mine", inside.TensorSpec("float32", (1000,)))
@@ -261,16 +223,6 @@ def test_a_table_that_cannot_be_held_is_not_in_the_way(tmp_path: Path) -> None:
     assert isinstance(two.cores[1].create_batch(two.members[0].session, [large]).error, inside.MemoryLimit)
     with pytest.raises(inside.InvalidRequest, match="variable 1 is not a dynamic table on this server"):
         two.cores[1].pull(two.session, [], -1, [], [inside.TableRead(1, "size")]).result(SOON)
-    two.round()
-
-
-def test_a_server_knows_so_many_sessions(two: Two) -> None:
-    """One that does not give their numbers, too."""
-    known = len(two.members) + 2  # those of the chief and of the stranger
-    for number in range(registry.REMEMBERED * 8 - known):
-        two.cores[1].open(STRANGER, 1, (1 << 50) + number, False)
-    with pytest.raises(inside.ConfigError, match=f"started {registry.REMEMBERED * 8} times"):
-        two.cores[1].open(STRANGER, 1, 1 << 60, False)
     two.round()
 
 

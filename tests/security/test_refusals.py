@@ -112,23 +112,6 @@ def test_who_may_not_come_in(certificates: Certificates, case: str) -> None:
                 assert member.open(W0, 1, 7, False).session
 
 
-@pytest.mark.parametrize("name", ["worker-0", "admin"])
-def test_who_looks(certificates: Certificates, name: str) -> None:
-    """Any task of the job, and psctl, may ask for the status and what was told last; with the token."""
-    with guarded(certificates.of("ps-0")) as thread:
-        with client(thread, certificates.of(name)) as looker:
-            assert (looker.status().server, looker.events()) == (0, ())
-        for shown, kind, text in (
-            (ours(name, token=""), inside.Unauthenticated, "has no token"),
-            (ours(name, token="0" * 64), inside.Unauthenticated, "another job"),
-            (NOBODY, inside.Forbidden, "admin's"),
-        ):
-            with client(thread, shown(certificates)) as looker:
-                for look in (looker.status, looker.events):
-                    with pytest.raises(kind, match=text):
-                        look()
-
-
 @pytest.fixture(scope="module")
 def members(certificates: Certificates) -> Iterator[Members]:
     """A server, and for each task its connection and its session."""

@@ -274,7 +274,7 @@ def test_what_was_written_is_let_go_of(root):
     assert {each.name for each in shard.tensors} == set(values)
 
 
-@each_in_a_directory("path", ["../up", "", "/etc", "a/../../up", "a\0b", "s3://bucket/x", "file:///etc"])
+@each_in_a_directory("path", ["../up", "..", "", "/etc", "//etc", "a/../../up", "a\0b", "s3://bucket/x", "file:///etc"])
 def test_paths_stay_below_the_root(root, path):
     """Neither saving nor restoring leaves the place that the server's operator set; the error says what to write. Nor
     has a checkpoint the name of the file that says which is the newest: it would be in its way."""

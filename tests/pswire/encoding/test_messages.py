@@ -216,19 +216,14 @@ def test_each_number_of_an_enumeration_has_a_word() -> None:
 
 
 def test_a_class_that_its_message_does_not_fit_is_no_row() -> None:
-    """A field that the message has not is found when the table is made, not when somebody sends it."""
+    """A field that the message has not is found when the table is made, not when somebody sends it.
+
+    A class whose fields are those of its message comes into the table with the first one that has it. It gets no checks
+    later: they would not be made.
+    """
     with pytest.raises(KeyError, match="task"):
         Mapper().pair(WorkerProgress, pb.Saving)
-
-
-def test_what_is_within_needs_no_row() -> None:
-    """A class whose fields are those of its message comes into the table with the first one that has it."""
     assert messages.MAPPER.pairs[Saving].message is pb.Saving
-    assert messages.MAPPER.pairs[type(samples.PROCESS)].message is pb.ProcessStatus
-
-
-def test_a_row_comes_before_those_that_it_is_in() -> None:
-    """A class that came into the table by its fields alone gets no checks later: they would not be made."""
     mapper = Mapper()
     mapper.pair(Operand, pb.Operand)
     with pytest.raises(ValueError, match="TensorSpec'> is in the table"):
@@ -297,17 +292,13 @@ def test_an_unknown_choice_is_refused(words: str) -> None:
 
 @given(st.sampled_from([pb.Plan, pb.Entry, pb.WatchReply, pb.StatusReply, pb.VariableSpec]), st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None:
-    """No bytes do anything but be read, or raise InvalidRequest."""
+    """No bytes do anything but be read, or raise InvalidRequest; what is no message is named with its size."""
+    with pytest.raises(InvalidRequest, match="2 bytes are not a valid OpenRequest"):
+        verbs.parse(pb.OpenRequest, b"\xff\xff")
     try:
         READERS[kind](verbs.parse(kind, data))
     except InvalidRequest:
         pass
-
-
-def test_bytes_that_are_no_message_are_named() -> None:
-    """A malformed message is refused with its size and what it should have been."""
-    with pytest.raises(InvalidRequest, match="2 bytes are not a valid OpenRequest"):
-        verbs.parse(pb.OpenRequest, b"\xff\xff")
 
 
 # ---- The table of the rims ----
@@ -324,11 +315,7 @@ def test_the_table_of_verbs_is_the_protocol() -> None:
     ]
     assert {v.deadline for v in verbs.VERBS.values()} <= {"", *Timeouts.__dataclass_fields__}
     assert {v.late for v in verbs.VERBS.values()} <= set(BY_NAME)
-
-
-def test_every_error_has_a_status() -> None:
-    """Table and tree of errors have the same names."""
-    assert list(verbs.STATUS) == list(BY_NAME)
+    assert list(verbs.STATUS) == list(BY_NAME)  # every error has a status
 
 
 @given(st.sampled_from(sorted(BY_NAME)), TEXT, st.sampled_from(["", "/job:worker/task:1"]))
