@@ -287,30 +287,3 @@ def test_panels_show_a_job(tmp_path: Path) -> None:
             }
         job.open("on")
         job.finish()
-
-
-def test_pages_are_what_prometheus_wants(tmp_path: Path) -> None:
-    """promtool has nothing to say about the metrics of a server, a chief and a worker."""
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("no promtool: conventions are checked by the tests alone")
-    keys = {"ps": 1, "workers": 1, "chief": "driver", "metrics_port": 0, "log_format": "json"}
-    with ProcessCluster(standing, tmp_path, gates=["on"], **keys) as job:
-        for task in (PS0, CHIEF, W0):
-            with urlopen(metrics_url(job, task), timeout=10) as answer:
-                page = answer.read()
-            done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, timeout=60)
-            said = [line for line in (done.stdout + done.stderr).decode().splitlines() if "paramserver_" in line]
-            assert (done.returncode in (0, 3), said) == (True, [])
-        job.open("on")
-        job.finish()
-
-
-def standing() -> None:
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4, "float32"), name="v")
-    strategy.run(add, args=(v, np.ones(4, "float32")))
-    v.numpy()
-    gate("on")
-    strategy.close()

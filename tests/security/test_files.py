@@ -263,19 +263,14 @@ security:
 """
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, *args: str, **environ: str) -> inside.Cluster:
-    """A cluster as psworker would start it."""
-    monkeypatch.setattr(os, "environ", dict(environ))
-    invocation = inside.psworker_command.main(list(args), standalone_mode=False)
-    return inside.Cluster(invocation.launch)
-
-
 def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag wins over the file, the file over the environment."""
     (tmp_path / "x.yaml").write_text(FILE)
     (tmp_path / "x.py").touch()
     files = str(tmp_path / "x.yaml"), str(tmp_path / "x.py")
-    cluster = launched(monkeypatch, "--config", files[0], "--tls-cert", "flag.crt", files[1])
+    monkeypatch.setattr(os, "environ", {})
+    words = ["--config", files[0], "--tls-cert", "flag.crt", files[1]]
+    cluster = inside.Cluster(inside.psworker_command.main(words, standalone_mode=False).launch)
     assert cluster.config.security == inside.SecurityOptions("flag.crt", "file/{task}/tls.key")
     assert cluster.config.server.max_sessions == 7
 

@@ -21,7 +21,7 @@ from psserver.network.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECOND
 from tests.kit import internals as inside
 from tests.kit.certificates import PS0, Certificates, client, guarded
 from tests.kit.internals import pb
-from tests.kit.rig import CHIEF, SOON, WORKERS, core, eventually
+from tests.kit.rig import CHIEF, SOON, WORKERS, eventually
 from tests.kit.shell import free_port
 
 W0, W1 = WORKERS[:2]
@@ -154,7 +154,10 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
 
 
 def test_a_worker_is_no_chief(members: Members) -> None:
-    """It neither drives, nor approves, nor has checkpoints written, whatever token it says."""
+    """It neither drives, nor approves, nor has checkpoints written, whatever token it says.
+
+    Who may be chief, and is not, knows no token, and a larger one is no better; who holds it may.
+    """
     worker, _ = members["worker-1"]
     with pytest.raises(inside.Forbidden, match="only the chief, or worker 0 in a cluster without a chief"):
         worker.open(W1, 1, 0, True)
@@ -163,10 +166,6 @@ def test_a_worker_is_no_chief(members: Members) -> None:
             worker.approve(token, 0, [])
         with pytest.raises(inside.Forbidden, match="only the chief, or worker 0"):
             worker.snapshot(token, b"p" * 32, "").result(SOON)
-
-
-def test_a_token_is_not_made_up(members: Members) -> None:
-    """Who may be chief, and is not, knows no token, and a larger one is no better; who holds it may."""
     for token in (1, (1 << 64) - 1):
         for name in ("worker-0", "chief-0"):
             with pytest.raises(inside.Fenced) as caught:
@@ -175,19 +174,6 @@ def test_a_token_is_not_made_up(members: Members) -> None:
     chief, session = members["chief-0"]
     chief.leave(session, "the next one comes")
     assert chief.approve(chief.open(CHIEF, 0, 5, True).token, 0, []) == 0
-
-
-def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
-    """On a server that does not give the numbers, whose session it is says who opened it first, and nobody else."""
-    with guarded(certificates.of("ps-1"), core(1)) as thread, contextlib.ExitStack() as stack:
-        ps1, names = inside.Task("ps", 1), ("worker-0", "worker-1")
-        first, second = (stack.enter_context(client(thread, certificates.of(name), ps1)) for name in names)
-        first.open(W0, 1, 77, False)
-        with pytest.raises(
-            inside.Forbidden, match=r"session 77 belongs to /job:worker/task:0.*restart /job:worker/task:1"
-        ):
-            second.open(W1, 1, 77, False)
-        first.heartbeat(77, -1, b"")
 
 
 def stranger(thread: inside.ServerThread, security: inside.Security | None, name: str = "ps-0.paramserver") -> Any:

@@ -58,16 +58,6 @@ def test_one_round_takes_the_sum_of_its_parts() -> None:
     assert seen.round_seconds == pytest.approx(work + moved + kernel + 2 * transport.latency, rel=1e-3)
 
 
-@pytest.mark.parametrize(("mode", "staleness"), [("sync", 0), ("async", 0), ("bounded", 2)])
-def test_all_contributions_count_once(mode: str, staleness: int) -> None:
-    """Every mode makes the rounds that its workers make, and sums them exactly."""
-    job = SimulatedJob(Cluster(3, Workload(2), COSTS, consistency=Consistency(mode, 0, staleness)), ROUNDS)
-    job.train()
-    assert values(job) == [3.0 * ROUNDS] * 2
-    counts = {task: len(times) for task, times in job.times.items()}
-    assert counts == {Task("worker", index): ROUNDS for index in range(3)}
-
-
 def test_a_thousand_workers_ask_servers_for_their_state_seldom(calls_of: Callable[..., Calls]) -> None:
     """A state is as long as there are workers: who waits for a first value asks for some of it, and looks now and then.
 

@@ -179,12 +179,6 @@ def test_files_are_beside_it(name):
             Manifest.parse(manifest.text(), "here")
 
 
-def test_the_newest_has_the_greatest_number():
-    """Then the name says; those without a number are older than all that have one."""
-    order = ["best", "ckpt", "ckpt-", "a-0", "ckpt-0", "ckpt-2", "ckpt-10", "ckpt-011"]
-    assert sorted(order, key=rank) == order
-
-
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
@@ -198,8 +192,10 @@ def test_the_newest_has_the_greatest_number():
     ],
 )
 def test_names_have_numbers(name, parts):
-    """What is no plain number is part of the name."""
+    """What is no plain number is part of the name. The newest has the greatest; those without are the oldest."""
     assert number(name) == parts
+    order = ["best", "ckpt", "ckpt-", "a-0", "ckpt-0", "ckpt-2", "ckpt-10", "ckpt-011"]
+    assert sorted(order, key=rank) == order
 
 
 @given(st.text())

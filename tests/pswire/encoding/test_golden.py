@@ -359,19 +359,6 @@ def heartbeats(stack: ExitStack) -> list[Heard]:
     return tap.heard
 
 
-def stranger(stack: ExitStack) -> list[Heard]:
-    """Who has not the session's token is told nothing."""
-    core = samples.Fixed()
-    thread = serve(stack, core)
-    core.tell(OPEN)
-    make(connect(stack, thread.address), OPEN)
-    client = BareClient(stack, thread._server._transports.port)
-    hello = pb.TransportHello(session=SESSION, token=b"no token").SerializeToString()
-    client.say(Message(MessageKind.HELLO, header=hello).head())
-    assert client.is_closed()
-    return [client.heard]
-
-
 def servers(stack: ExitStack) -> list[Heard]:
     """Another server votes, on the tcp transport."""
     core = samples.Fixed()
@@ -389,7 +376,6 @@ TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
     "a call that waits": waiting,
     "a server that has enough": crowded,
     "heartbeats": heartbeats,
-    "a stranger": stranger,
     "servers": servers,
 }
 

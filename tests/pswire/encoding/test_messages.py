@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +32,7 @@ from pswire.servers.votes import Vote
 from tests.kit import samples
 from tests.kit.attacks import spoil
 from tests.kit.cases import search
-from tests.kit.samples import ROUND, plain, walk
+from tests.kit.samples import ROUND
 
 MAPPED = messages.MAPPER.pairs
 BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
@@ -133,86 +131,7 @@ def test_answers_are_the_same_where_some_of_them_is_kept() -> None:
     assert [one.number, three.number] == [0, 1]
 
 
-# ---- The table has every field of the .proto ----
-
-ENVELOPES: list[type[Message]] = [
-    *(pb.Part, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
-    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.Spoken),
-    *(codec.verb.reply for codec in CALLS.values() if REQUESTS[codec.verb.name].answer not in MAPPED),
-]
-"""What the rims write themselves: what servers say to each other, envelopes of payloads, and answers of one field."""
-
-OF_THE_RIMS = {
-    f"paramserver.v1.OpenReply.{name}"
-    for name in ("data_port", "data_path", "transport_token", "in_flight", "buffer_bytes")
-}
-OF_THE_RIMS |= {f"paramserver.v1.{n}.spoken" for n in ("StatusReply", "OpenRequest", "EnlistRequest", "OfferRequest")}
-"""What the rims add to a message of the table: no core knows of it."""
-
-OF_SENDERS = {"paramserver.v1.ServerVote.session"}
-"""What says who has sent it, and is read by the rim."""
-
-OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHeader", "PullHeader")}
-"""What is read for the payload, and not for the value."""
-
-
-def fields() -> set[str]:
-    """The fields of all messages that the table is for."""
-    kinds = [kind for name, kind in pb.DESCRIPTOR.message_types_by_name.items() if getattr(pb, name) not in ENVELOPES]
-    return {field.full_name for kind in kinds for field in kind.fields} - OF_THE_RIMS
-
-
-def without_each(message: Message, known: set[str]) -> Iterator[tuple[str, Message]]:
-    """For each field that is set in a message, or below it, and is not known: its name, and the message without it."""
-    for index, below in enumerate(walk(message)):
-        for field, _ in below.ListFields():
-            if field.full_name in known:
-                continue
-            less = deepcopy(message)
-            next(found for n, found in enumerate(walk(less)) if n == index).ClearField(field.name)
-            yield field.full_name, less
-
-
-def is_other(pair: MessageCodec[Any, Any], message: Message, value: Any) -> bool:
-    """Whether a message is another value than one that is known, or is refused."""
-    try:
-        return bool(plain(pair.from_pb(message)) != plain(value))
-    except InvalidRequest:
-        return True
-
-
-def test_each_field_of_each_message_is_mapped_once() -> None:
-    """All fields of the .proto are written; without any of them the value is another, and with all the same."""
-    written, read = set(), set()
-    for pair, value in SAMPLED:
-        message = pair.to_pb(value)
-        assert type(message) is pair.message
-        came = pair.from_pb(message)
-        assert plain(came) == plain(value if type(value) not in (RoundReply, PullReply) else came)
-        for name, less in without_each(message, read):
-            written.add(name)
-            read |= {name} if is_other(pair, less, came) else set()
-    assert written == fields()
-    assert read == fields() - OF_PAYLOADS - OF_SENDERS
-
-
-def test_each_message_has_one_value() -> None:
-    """No two rows are for the same message, and none is without: it is in the table, or the rims write it."""
-    kinds = [pair.message for pair in PAIRS.values() if pair.message is not pb.Empty]
-    assert len(kinds) == len({*kinds})
-    within = {pb.Numbers, pb.Assign, pb.NamedTensor, pb.Sessions}  # parts of others: their values are tuples
-    assert {*kinds, *ENVELOPES, *within} == {getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name}
-
-
-def test_each_number_of_an_enumeration_has_a_word() -> None:
-    """All but an unspecified 0, which is never sent; the words are those of the .proto."""
-    enums: list[EnumDescriptor] = list(pb.DESCRIPTOR.enum_types_by_name.values())
-    enums += [enum for kind in pb.DESCRIPTOR.message_types_by_name.values() for enum in kind.enum_types]
-    words = [
-        {v.number: v.name.rpartition("_")[2].lower() for v in enum.values if not v.name.endswith("UNSPECIFIED")}
-        for enum in enums
-    ]
-    assert sorted(map(str, words)) == sorted(str(dict(found)) for found in messages.MAPPER.enums.values())
+# ---- The table of values and messages; that it has every field, `test_golden` shows ----
 
 
 def test_a_class_that_its_message_does_not_fit_is_no_row() -> None:
@@ -330,8 +249,10 @@ def test_errors_cross(name: str, text: str, task: str) -> None:
 @given(st.text(max_size=5000), st.text(max_size=20))
 def test_no_text_of_an_error_breaks_the_answer(text: str, task: str) -> None:
     """Metadata are plain ASCII, and details short enough for a header, whatever the error says."""
-    _, details, metadata = verbs.refusal(PSError(text, task))
-    assert len(details.encode()) <= 2048
+    error = PSError(text, task)
+    _, details, metadata = verbs.refusal(error)
+    assert len(details.encode()) <= verbs.MAX_DETAILS_BYTES
+    assert len(verbs.refusal_to_pb(error).message.encode()) <= verbs.MAX_DETAILS_BYTES
     assert all(value.isascii() and value.isprintable() for _, value in metadata)
 
 

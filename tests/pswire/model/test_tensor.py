@@ -99,10 +99,12 @@ def test_keys_are_grouped_as_ids_are(ids):
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "uint64"])
 def test_ids_become_numbers_of_one_kind(dtype):
-    """Whatever integers they are; an empty list is none."""
+    """Whatever integers they are; an empty list is none. With rows of the whole's dtype they are tensors."""
     found = check_ids(np.array([4, 0, 4], dtype), 5, "w")
     assert (found.dtype, found.tolist()) == (np.int64, [4, 0, 4])
     assert check_ids(np.array([], dtype), 0, "w").tolist() == []
+    rows = TensorSpec("bfloat16", (4, 2, 3))
+    assert row_specs(TensorSpec("bfloat16", (9, 2, 3)), 4) == (TensorSpec("int64", (4,)), rows)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +119,3 @@ def test_the_first_id_that_is_no_row_is_named(ids, said):
     """With its place, the size, and what it belongs to."""
     with pytest.raises(ValueError, match=rf"^the table: {said} is not a row of 5$"):
         check_ids(np.asarray(ids), 5, "the table")
-
-
-def test_ids_and_rows_are_tensors():
-    """Of a number of rows: ids in 64 bits, and rows of the whole's dtype."""
-    assert row_specs(TensorSpec("bfloat16", (9, 2, 3)), 4) == (
-        TensorSpec("int64", (4,)),
-        TensorSpec("bfloat16", (4, 2, 3)),
-    )

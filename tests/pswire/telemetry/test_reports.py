@@ -264,7 +264,10 @@ def test_generations_say_who_came_and_who_went():
 
 
 def test_each_decision_is_told_once():
-    """Losses, checkpoints, the end; variables are kept apart."""
+    """Losses, checkpoints, the end; variables are kept apart.
+
+    Another job begins anew, with the time at which it was seen; of its many events the newest stay.
+    """
     log = Log(BEGUN)
     history = followed(log)
     log.entries += [
@@ -283,22 +286,12 @@ def test_each_decision_is_told_once():
     assert "no room" in history.events[2].said
     assert "goes on with copies" in history.events[3].said
     assert history.variables == [VARIABLE]
-
-
-def test_another_job_begins_anew():
-    """Nothing of the last one stays; its entries have the time at which they were seen."""
-    log = Log(BEGUN, Created(VARIABLE), Done())
-    history = followed(log)
     log.entries[:] = [JobStarted(8, (11, 12)), GenerationClosed(Generation(1, (ONE,)))]
     history.follow(30.0)
     assert [(event.what, event.time) for event in history.events] == [("begin", 30.0), ("generation", 30.0)]
     assert history.variables == []
-
-
-def test_events_are_bounded():
-    """The newest stay."""
-    log = Log(BEGUN, *(GenerationClosed(Generation(number, (ONE,))) for number in range(1, 3 * KEPT)))
-    history = followed(log)
+    log.entries += [GenerationClosed(Generation(number, (ONE,))) for number in range(2, 3 * KEPT)]
+    history.follow(40.0)
     assert len(history.events) == KEPT
     assert history.events[-1].said == f"generation {3 * KEPT - 1}: worker-0"
 
