@@ -187,50 +187,38 @@ METHODS = {
 }
 
 
-class Flooded:
-    """A real server with a token, its process as the system sees it, and its log."""
+@pytest.mark.parametrize("case", METHODS)
+def test_messages_that_never_end_are_not_kept(stack: ExitStack, tmp_path: Path, case: str) -> None:
+    """Of calls, and of the services that ask for no token: a stranger has a few buffers, and is told of once."""
+    log, security = tmp_path / "log", inside.SecurityOptions(token=TOKEN)
+    with log.open("wb") as file:
+        keys = {"security": security, "stderr": file.fileno(), "flags": ["--metrics-port", "0"]}
+        started, address = listening(stack, **keys)
+    process = psutil.Process(started.pid)
 
-    def __init__(self, stack: ExitStack, log: Path) -> None:
-        self.log, security = log, inside.SecurityOptions(token=TOKEN)
-        with log.open("wb") as file:
-            keys = {"security": security, "stderr": file.fileno(), "flags": ["--metrics-port", "0"]}
-            process, self.address = listening(stack, **keys)
-        self.process = psutil.Process(process.pid)
-        self.works()
-        self._before = self.process.memory_info().rss
-
-    @property
-    def grown(self) -> int:
-        """Bytes by which it has grown."""
-        return int(self.process.memory_info().rss - self._before)
-
-    def works(self) -> None:
+    def works() -> None:
         """A worker opens a session, and heartbeats, in time."""
-        with closing(inside.RemoteServer(self.address, PS0, CALM, security=inside.Security(token=TOKEN))) as client:
+        with closing(inside.RemoteServer(address, PS0, CALM, security=inside.Security(token=TOKEN))) as client:
             session = client.open(W0, 1, time.monotonic_ns(), False).session
             client.heartbeat(session, -1, b"")
             client.leave(session, "")
 
-
-@pytest.mark.parametrize("case", METHODS)
-def test_messages_that_never_end_are_not_kept(stack: ExitStack, tmp_path: Path, case: str) -> None:
-    """Of calls, and of the services that ask for no token: a stranger has a few buffers, and is told of once."""
-    flooded = Flooded(stack, tmp_path / "log")
-    strangers = [Stranger(flooded.address, METHODS[case], 4 * MIB) for _ in range(CONNECTIONS)]
+    works()
+    before, most = process.memory_info().rss, 0
+    strangers = [Stranger(address, METHODS[case], 4 * MIB) for _ in range(CONNECTIONS)]
     for stranger in strangers:
         stranger.begin(STREAMS)
     threads = [threading.Thread(target=stranger.pump, args=(ATTACK_SECONDS,)) for stranger in strangers]
     for thread in threads:
         thread.start()
-    most = 0
     while any(thread.is_alive() for thread in threads):
-        most = max(most, flooded.grown)
+        most = max(most, process.memory_info().rss - before)
         time.sleep(0.05)
     began = time.monotonic()
-    flooded.works()
+    works()
     assert time.monotonic() - began < SECONDS / 3
     sent = sum(stranger.sent for stranger in strangers)
     assert most < MOST_GROWTH, f"grown by {most / MIB:.1f} MiB, of {sent / MIB:.1f} that were sent"
-    assert flooded.log.stat().st_size < MOST_LOG
+    assert log.stat().st_size < MOST_LOG
     for stranger in strangers:
         stranger.sock.close()

@@ -135,88 +135,51 @@ def storm(attacker: Attacker, count: int) -> None:
             sock.sendall(BOMB)
 
 
-SMALL = 64
+# ---- Transports ----
+
 RESET = struct.pack("ii", 1, 0)
 """So that a socket that is closed says nothing of an end."""
 
 TASKS = ("worker-0", "worker-1", "worker-7", "chief-0")
 
 
-@dataclass
-class Front:
-    """A server whose transports are attacked in a session that is no member's, and members of a job that use them.
+@pytest.mark.parametrize("transport", ["tcp", "tls", "shm"])
+def test_connections_by_the_hundred(certificates: Certificates, stack: ExitStack, transport: str) -> None:
+    """Torn at once, after some bytes, or after a hello: no connection is left, and no descriptor, thread or memory.
 
-    The transport "tls" is tcp with certificates.
+    Nothing that the server does not foresee reaches its event loop. The transport "tls" is tcp with certificates.
     """
-
-    transport: str
-    site: Site
-    session: int
-    security: inside.Security
-    surprises: list[str]
-
-    def hand(self) -> Hand:
-        found = Hand(self.site.transports, "shm" if self.transport == "shm" else "tcp")
-        if self.transport == "tls":
-            context = self.security.client_context()
-            found.sock = context.wrap_socket(found.sock, server_hostname="ps-0.paramserver")
-        return found
-
-    def hello(self) -> bytes:
-        """What lets its session in."""
-        token = self.site.core.registry.transport_token(self.session)
-        said = pb.TransportHello(session=self.session, token=token)
-        return inside.Message(inside.MessageKind.HELLO, header=said.SerializeToString()).head()
-
-    def open(self) -> list[Any]:
-        """The server's ends of connections that are not the job's."""
-        return self.site.open([None, self.session])
-
-
-@pytest.fixture(scope="module", params=["tcp", "tls", "shm"])
-def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[Front]:
-    """One server for all attacks on a transport; nothing that it does not foresee may reach its event loop."""
-    shown = (inside.Security(), inside.Security())
-    if request.param == "tls":
+    shown, surprises = (inside.Security(), inside.Security()), stack.enter_context(foreseen())
+    if transport == "tls":
         everyone = certificates.signed([f"{name}.paramserver" for name in TASKS], -1, 1)
         shown = certificates.of("ps-0"), everyone
-    with foreseen() as surprises, ExitStack() as stack:
-        transport: Any = "shm" if request.param == "shm" else "tcp"
-        site = Site(stack, transport, elements=SMALL, shown=shown)
-        site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
-        session = site.connect("grpc").open(STRANGER, 1, 0, False).session
-        yield Front(request.param, site, session, shown[1], surprises)
-        eventually(lambda: not site.transports._handshakes)
-
-
-# ---- What is torn ----
-
-
-def test_nothing_is_left_on_transports(front: Front) -> None:
-    """No connection, no call that waits, and no place in the memory of answers."""
-    site = front.site
-    eventually(lambda: not front.open() and not site.transports.leaving)
-    if site.transports._outbox is not None:
-        eventually(lambda: not site.transports._outbox[0]._entries)
+    name: Any = "shm" if transport == "shm" else "tcp"
+    site = Site(stack, name, elements=64, shown=shown)
+    site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
+    session = site.connect("grpc").open(STRANGER, 1, 0, False).session
+    hello = pb.TransportHello(session=session, token=site.core.registry.transport_token(session))
+    said = inside.Message(inside.MessageKind.HELLO, header=hello.SerializeToString()).head()
     site.round()
-
-
-def test_connections_by_the_hundred(front: Front) -> None:
-    """Torn at once, after some bytes, or after a hello: none is left, and no descriptor, thread or memory."""
     process = psutil.Process()
-    front.site.round()
     files, threads = process.num_fds(), process.num_threads()
-    for number in range(300 if front.transport != "tls" else 60):
-        with contextlib.suppress(OSError), front.hand() as guest:
+    for number in range(300 if transport != "tls" else 60):
+        with contextlib.suppress(OSError), Hand(site.transports, name) as guest:
+            if transport == "tls":
+                context = shown[1].client_context()
+                guest.sock = context.wrap_socket(guest.sock, server_hostname="ps-0.paramserver")
             if number % 3:
-                guest.sock.sendall(front.hello() if number % 3 == 1 else b"\x03" * number)
-            if front.transport == "tcp":
+                guest.sock.sendall(said if number % 3 == 1 else b"\x03" * number)
+            if transport == "tcp":
                 guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     del guest  # and the memory that it had
-    eventually(lambda: not front.open())
+    left = site.transports
+    eventually(lambda: not site.open([None, session]) and not left.leaving and not left._handshakes)
+    if left._outbox is not None:
+        eventually(lambda: not left._outbox[0]._entries)
     eventually(lambda: process.num_fds() <= files)
     assert process.num_threads() <= threads
-    front.site.round()
+    site.round()
+    assert surprises == []
 
 
 # ---- Memory that changes while it is read ----

@@ -10,12 +10,7 @@ from pswire.checkpoint import strict_json
 from pswire.checkpoint.strict_json import Malformed
 from pswire.checkpoint.table_specs import slots_from_json, slots_to_json, spec_from_json, spec_to_json
 from pswire.errors import InvalidRequest
-from pswire.model.tables import (
-    LFU,
-    CBFFilter,
-    SlotTensor,
-    TableSpec,
-)
+from pswire.model.tables import LFU, CBFFilter, SlotTensor, TableSpec
 from tests.kit import samples
 from tests.pswire.checkpoint.test_manifest import STRANGE, places, replaced
 

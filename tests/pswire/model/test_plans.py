@@ -92,24 +92,6 @@ def told(plan):
     return repr(astuple(replace(plan, snapshot=order)))
 
 
-def dense(**more):
-    """One step of gradient descent, which gives the gradient back."""
-    return Plan(
-        (Reduction("sum", TABLE, (0,), "'w'"),),
-        (Operand(NUMBER, (0,)),),
-        (STEP,),
-        (Apply(0, (0,), (W, G, Ref("operand", 0))),),
-        (G,),
-        **more,
-    )
-
-
-def of_rows(plan, sparse="dense"):
-    """The same, with rows."""
-    reductions = tuple(replace(each, form="rows") for each in plan.reductions)
-    return replace(plan, reductions=reductions, applies=tuple(replace(each, sparse=sparse) for each in plan.applies))
-
-
 def test_an_id_is_the_hash_of_canonical_bytes():
     """They are the same with each Python: fields in their order, floats by their shortest digits, ASCII alone."""
     attrs = tuple((f"a{n}", value) for n, value in enumerate(ATTRS))
@@ -182,7 +164,7 @@ def test_a_server_with_rows_waits_for_all_of_them():
     large = TensorSpec("float32", (PART_BYTES // 4 + 1, 1))
     plan = Plan((Reduction("sum", large, (0,)), Reduction("sum", large, (1,))), returned=(G, OTHER))
     assert plan.streams == {0, 1}
-    assert replace(plan, reductions=(of_rows(plan).reductions[0], plan.reductions[1])).streams == {1}
+    assert replace(plan, reductions=(replace(plan.reductions[0], form="rows"), plan.reductions[1])).streams == {1}
 
 
 def test_reduced_rows_come_behind_what_is_whole():

@@ -35,7 +35,7 @@ MAKE = references.OPTIMIZERS | references.MORE | {"RMSprop, plain": lambda: O.RM
 
 
 def table_program(optimizer):
-    """The program of an optimizer's own update of a table, and its operands."""
+    """The program of an optimizer's own update of a table."""
     v = ps.Variable(np.zeros(SHAPE, "float32"))
     slots = [optimizer.initial_slot(slot, v) for slot in optimizer.slots]
     specs = [TensorSpec(str(array.dtype), array.shape) for array in (v, *slots)]
@@ -47,7 +47,7 @@ def table_program(optimizer):
             slots[-1] = slots[-1].value()
         optimizer.update(v, gradient, iterations, *slots)
 
-    return traced(update, specs, values)
+    return traced(update, specs, values)[0]
 
 
 def gradient_of(program):
@@ -73,7 +73,7 @@ def changed(program, inputs):
 def test_what_each_optimizer_does_to_a_row_without_a_gradient(name):
     """It is said as it is: its rows stay, or it is no update of rows."""
     why = OPTIMIZERS[name]
-    program, _ = table_program(MAKE[name]())
+    program = table_program(MAKE[name]())
     given = [gradient_of(program)]
     refused = refusal(program, given)
     if refused is not None:

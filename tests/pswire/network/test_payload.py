@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.model.tensor import Array, TensorSpec, layout
-from pswire.network.parts import MIN_PART_BYTES, STEPS, Assembly, Cutter, Part, parts_of
+from pswire.network.parts import MIN_PART_BYTES, SPARE_PARTS, STEPS, Assembly, Cutter, Part, parts_of
 from pswire.network.payload import Chunk, Payload
 
 STEP = 2 * ALIGN
@@ -54,21 +54,6 @@ def cut_at(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
     return [(start, memoryview(whole[start:end])) for start, end in itertools.pairwise(at)]
 
 
-def check_parts(parts: Sequence[Part], sizes: Sequence[int], part_bytes: int) -> None:
-    """Parts follow one another, are bounded, cut nothing that fits one, and have all of the bytes."""
-    _, size, whole = content(sizes)
-    parts_bytes = [b"".join(buffers) for _, buffers in parts]
-    assert b"".join(parts_bytes) == whole
-    assert len(whole) == size
-    starts = [offset for offset, _ in parts]
-    assert starts == [0, *np.cumsum([len(data) for data in parts_bytes])][: len(parts)]
-    assert size > part_bytes or len(parts) <= 1
-    assert all(offset % ALIGN == 0 for offset in starts)
-    assert all(0 < len(data) <= part_bytes for data in parts_bytes)
-    for offset, nbytes in zip(layout(TensorSpec("uint8", (n,)) for n in sizes)[0], sizes, strict=True):
-        assert nbytes > part_bytes or not any(offset < at < offset + nbytes for at in starts)
-
-
 # ---- Parts ----
 
 
@@ -79,7 +64,7 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: 
     Parts have no gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut. One
     who looks only when told leaves nothing behind, and is told of nothing in vain.
     """
-    chunks, size, _ = content(sizes)
+    chunks, size, whole = content(sizes)
     payload, rest = Payload((), size), list(chunks)
     cutter, parts = Cutter(payload, part_bytes, steps), list[Part]()
     other, told, ends = Cutter(payload, part_bytes, steps), list[Part](), [0]
@@ -110,7 +95,15 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: 
     cut()
     assert cutter.done
     assert other.done
-    check_parts(parts, sizes, part_bytes)
+    data = [b"".join(buffers) for _, buffers in parts]
+    starts = [offset for offset, _ in parts]
+    assert b"".join(data) == whole
+    assert starts == [0, *np.cumsum(list(map(len, data)))][: len(parts)]
+    assert all(offset % ALIGN == 0 for offset in starts)
+    assert all(0 < len(each) <= part_bytes for each in data)
+    assert size > part_bytes or len(parts) <= 1
+    for offset, nbytes in zip(layout(TensorSpec("uint8", (n,)) for n in sizes)[0], sizes, strict=True):
+        assert nbytes > part_bytes or not any(offset < at < offset + nbytes for at in starts)
     assert parts == told == list(parts_of(Payload(chunks, size), part_bytes, steps))
 
 
@@ -185,13 +178,6 @@ def test_who_is_told_may_wait_again_and_add() -> None:
     assert seen == [ALIGN, 2 * ALIGN, 3 * ALIGN, 4 * ALIGN]
 
 
-def _together(*works: Callable[[], object]) -> None:
-    """Runs works in threads, to their ends; raises what one raised."""
-    with ThreadPoolExecutor(len(works)) as pool:
-        for each in [pool.submit(work) for work in works]:
-            each.result()
-
-
 # ---- What is sent again ----
 
 CUTS = st.lists(st.integers(0, 20), max_size=6)
@@ -224,7 +210,7 @@ def test_attempts_complete_each_other(sizes: list[int], data: st.DataObject) -> 
 def test_attempts_come_at_once() -> None:
     """Each in a thread of its own, while the first goes on, too, and one that waits for each byte: exact bytes, and
     nothing twice."""
-    whole, ready = bytes(ramp(400 * ALIGN, 3)), threading.Barrier(4)
+    whole, ready = bytes(ramp(400 * ALIGN, 3)), threading.Barrier(5)
 
     def send(kept: Payload, payload: Payload, step: int) -> None:
         ready.wait()
@@ -234,6 +220,7 @@ def test_attempts_come_at_once() -> None:
             payload.add(*chunk)
 
     def wait(kept: Payload, told: list[int]) -> None:
+        ready.wait()
         for end in range(len(whole) + 1):
             kept.reach(end, partial(told.append, end))
 
@@ -241,7 +228,9 @@ def test_attempts_come_at_once() -> None:
         kept, told = Payload((), len(whole)), list[int]()
         others = [Payload((), len(whole)) for _ in range(3)]
         sending = (partial(send, kept, *each) for each in zip((kept, *others), (7, 1, 3, 11), strict=True))
-        _together(*sending, partial(wait, kept, told))
+        with ThreadPoolExecutor(5) as pool:
+            for each in [pool.submit(work) for work in (*sending, partial(wait, kept, told))]:
+                each.result()
         assert kept.whole
         assert sorted(told) == [*range(len(whole) + 1)]
         assert joined(kept) == whole
@@ -275,22 +264,19 @@ WRONG: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
     "a part after the last": (64, [(0, 64), (64, 1)]),
     "a part where nothing was announced": (0, [(0, 1)]),
     "a part that begins within an element": (64, [(0, 3), (3, 61)]),
-    "more tiny parts than may be": (MIN_PART_BYTES, [(at, ALIGN) for at in range(0, MIN_PART_BYTES, ALIGN)]),
+    "more tiny parts than may be": (MIN_PART_BYTES, [(at * ALIGN, ALIGN) for at in range(SPARE_PARTS + 2)]),
 }
-
-
-def assemble(size: int, parts: Iterable[tuple[int, int]]) -> Payload:
-    assembly = Assembly(size)
-    for offset, nbytes in parts:
-        assembly.add(offset, (memoryview(bytes(nbytes)),))
-    return assembly.check_whole()
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_parts_out_of_place_are_refused(case: str) -> None:
     """Parts come in order, without gap, and never exceed what was announced, which bounds how many they may be."""
+    size, (*good, (last, nbytes)) = WRONG[case]
+    assembly = Assembly(size)
+    for offset, count in good:
+        assembly.add(offset, (memoryview(bytes(count)),))
     with pytest.raises(InvalidRequest, match=r"a part of|are too small"):
-        assemble(*WRONG[case])
+        assembly.add(last, (memoryview(bytes(nbytes)),))
 
 
 def test_a_stream_that_ends_early_is_refused() -> None:
