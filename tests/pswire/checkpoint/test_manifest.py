@@ -49,8 +49,8 @@ MANIFESTS = {
         1e9 + 0.1,
         "something 1.0",
     ),
-    3: Manifest(1, (), {"w": Saved("", TensorSpec("int8", (6, 2)), "", SLICES)}),
-    4: Manifest(3, (), {}, tables={"users": TABLE}, id="0" * 16, base=Base("ckpt-1", "1" * 16)),
+    3: Manifest(1, (), {"w": Saved("", TensorSpec("int8", (6, 2)), "", SLICES)}, library="x"),
+    4: Manifest(3, (), {}, library="x", tables={"users": TABLE}, id="0" * 16, base=Base("ckpt-1", "1" * 16)),
 }
 """By their format: of tensors, of one that is cut, and of a table of which only what has changed is there."""
 
