@@ -76,7 +76,7 @@ def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
 SAMPLED = list(values())
 
 
-@search(10)
+@search(6)
 @given(st.sampled_from(SAMPLED), st.integers(0, 3), st.data())
 def test_values_arrive_as_they_were(sampled: tuple[MessageCodec[Any, Any], Any], spoilt: int, data: Any) -> None:
     """Whatever numbers, texts and choices a message has, it is refused, or written again as it was read.
