@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
@@ -57,6 +57,7 @@ def cut_at(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
 # ---- Parts ----
 
 
+@example([30, 60], 96, 1, [])  # which fits one part
 @given(SIZES, PART_SIZES, st.integers(1, STEPS), st.lists(st.integers(0, 2), max_size=12))
 def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: int, turns: list[int]) -> None:
     """However adding and cutting take turns it is cut alike: others may have been told of the same parts.

@@ -205,6 +205,19 @@ def test_processes_share_a_segment() -> None:
     run_state_machine_as_test(Sharing, settings=search(0.6, steps=0.6))  # type: ignore[no-untyped-call]
 
 
+def test_several_readers_free_one_place() -> None:
+    """It is written once, and used again when the last of them needs it no more; its key then means something new."""
+    ring, _, _, memory = shared()
+    first, second = (memoryview(content(number, 100)) for number in (1, 2))
+    assert [ring.put([first], 100, "key") for _ in range(3)] == [0] * 3
+    for _ in range(2):
+        ring.free(0)
+        assert ring.put([second], 100) not in (0, None)
+    ring.free(0)
+    assert ring.put([second], 100, "key") == 0
+    assert bytes(memory[:100]) == second
+
+
 @pytest.mark.parametrize("held", [0, SIZE // 2])
 def test_a_crowded_memory_is_read_by_copies(held: int) -> None:
     """While half of it is held, more is copied and free at once; who lets go of what was read gets it where it is."""
