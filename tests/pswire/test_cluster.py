@@ -65,35 +65,34 @@ def config(cluster: Any = CLUSTER, task: Any = WORKER) -> str:
     return json.dumps({"cluster": cluster, "task": task})
 
 
+def changed(**jobs: Any) -> str:
+    """A TF_CONFIG some of whose jobs are others."""
+    return config(CLUSTER | jobs)
+
+
 BAD: dict[str, tuple[str, str]] = {
     "no JSON": ("{", "not JSON .*line 1.*write {"),
     "JSON of another kind": ("[1]", "must be a JSON object, not list"),
     "a cluster of another kind": (config(cluster=[1]), "'cluster' must be an object of jobs, not list"),
-    "an unknown job": (config({**CLUSTER, "master": ["a:1"]}), "unknown job 'master'.*known are chief"),
-    "a job of another kind": (config({**CLUSTER, "ps": "a:1"}), r"cluster\['ps'\] must be a list"),
-    "an address of another kind": (config({**CLUSTER, "ps": [1]}), r"cluster\['ps'\] must be a list"),
-    "indices that are no numbers": (config({**CLUSTER, "ps": {"a": "a:1"}}), r"cluster\['ps'\]: task index 'a'"),
-    "an index written twice": (
-        config({**CLUSTER, "ps": {"0": "a:1", "00": "b:1"}}),
-        r"cluster\['ps'\].*twice: '0', '00'",
-    ),
-    "indices with a gap": (config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}), r"cluster\['ps'\].*without gaps"),
-    "workers with a gap": (
-        config({**CLUSTER, "worker": {"0": "a:1", "2": "b:2", "3": "c:3"}}),
-        r"cluster\['worker'\].*without gaps",
-    ),
+    "an unknown job": (changed(master=["a:1"]), "unknown job 'master'.*known are chief"),
+    "a job of another kind": (changed(ps="a:1"), r"cluster\['ps'\] must be a list"),
+    "an address of another kind": (changed(ps=[1]), r"cluster\['ps'\] must be a list"),
+    "indices that are no numbers": (changed(ps={"a": "a:1"}), r"cluster\['ps'\]: task index 'a'"),
+    "an index written twice": (changed(ps={"0": "a:1", "00": "b:1"}), r"cluster\['ps'\].*twice: '0', '00'"),
+    "indices with a gap": (changed(ps={"0": "a:1", "2": "b:2"}), r"cluster\['ps'\].*without gaps"),
+    "workers with a gap": (changed(worker={"0": "a:1", "2": "b:2", "3": "c:3"}), r"cluster\['worker'\].*without gaps"),
     "no worker to drive": (config({"ps": ["a:1"], "worker": {"1": "a:1"}}), r"cluster\['worker'\].*without gaps"),
     "a number without end": ('{"task": ' + "9" * 5000 + "}", "not JSON"),
     "lists without end": ("[" * 100_000, "not JSON"),
-    "an address without port": (config({**CLUSTER, "ps": ["a"]}), r"cluster\['ps'\]: 'a' is not an address"),
-    "an address without host": (config({**CLUSTER, "ps": [":1"]}), "':1' is not an address; write host:port"),
-    "a port that is none": (config({**CLUSTER, "worker": ["a:x"]}), "'a:x' is not an address"),
-    "a port too high": (config({**CLUSTER, "worker": ["a:65536"]}), "'a:65536' is not an address"),
-    "a port without end": (config({**CLUSTER, "worker": ["a:" + "9" * 5000]}), "is not an address"),
-    "a port in other digits": (config({**CLUSTER, "worker": ["a:²"]}), "'a:²' is not an address"),
+    "an address without port": (changed(ps=["a"]), r"cluster\['ps'\]: 'a' is not an address"),
+    "an address without host": (changed(ps=[":1"]), "':1' is not an address; write host:port"),
+    "a port that is none": (changed(worker=["a:x"]), "'a:x' is not an address"),
+    "a port too high": (changed(worker=["a:65536"]), "'a:65536' is not an address"),
+    "a port without end": (changed(worker=["a:" + "9" * 5000]), "is not an address"),
+    "a port in other digits": (changed(worker=["a:²"]), "'a:²' is not an address"),
     "no server": (config({"worker": ["a:1"]}), "no 'ps' task"),
     "an empty list of servers": (config({"worker": ["a:1"], "ps": []}), "no 'ps' task"),
-    "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs, but can have only one"),
+    "two chiefs": (changed(chief=["a:1", "b:2"]), "has 2 chiefs, but can have only one"),
     "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "so no task would train"),
     "no task": (json.dumps({"cluster": CLUSTER}), "no task type; name this process's task"),
     "a task of another kind": (config(task="worker"), "'task' must be an object, .* not 'worker'"),
