@@ -327,6 +327,16 @@ _HANDED = chunks.Chunks(
     (chunks.Chunk(1 << 37, 2012, log.Examples(2013, 2014, 2015)),), True, (log.Position(2016, 2017, 2018),)
 )
 
+_ORDERED = (0x1122_3344_5566, PLAN_ID, '{"format": 1}')
+_SHARD = ("root/run", "ps-3.safetensors", 41)
+_SAVED = (
+    saved.SavedTensor("w", VECTOR, "c0ffee"),
+    saved.SavedTensor("m", MATRIX, ""),
+    saved.SavedTensor("table/part_1", VECTOR, "", plan.ShardOf("table", 3, 1 << 33)),
+)
+_PARTS_SAVED = (saved.SavedTensor("users/part_1", VECTOR, "c0ffee", part=saved.PartOf("users", 300)),)
+_TABLES_SAVED = saved.SavedTable("users", USERS, (SLOT,), 39, 40), saved.SavedTable("items", ITEMS, (), -1, 42)
+
 _SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 SAMPLES = (
@@ -368,37 +378,9 @@ SAMPLES = (
     Sample("Pull", "large", (SESSION, (1,), 0, (), ()), api.PullReply(0, large(LARGE))),
     Sample("Pull", "refused", (SESSION, (1,), 0, (), ()), error("RoundTimeout")),
     _PULL_OF_TABLES,
-    Sample(
-        "Snapshot",
-        "full",
-        (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        saved.Shard(
-            "root/run",
-            "ps-3.safetensors",
-            41,
-            POSITIONS,
-            (
-                saved.SavedTensor("w", VECTOR, "c0ffee"),
-                saved.SavedTensor("m", MATRIX, ""),
-                saved.SavedTensor("table/part_1", VECTOR, "", plan.ShardOf("table", 3, 1 << 33)),
-            ),
-            1 << 36,
-        ),
-    ),
+    Sample("Snapshot", "full", _ORDERED, saved.Shard(*_SHARD, POSITIONS, _SAVED, 1 << 36)),
     Sample("Snapshot", "least", (1, b"", ""), saved.Shard("", "", 0, (), ())),
-    Sample(
-        "Snapshot",
-        "of tables",
-        (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        saved.Shard(
-            "root/run",
-            "ps-3.safetensors",
-            41,
-            (),
-            (saved.SavedTensor("users/part_1", VECTOR, "c0ffee", part=saved.PartOf("users", 300)),),
-            tables=(saved.SavedTable("users", USERS, (SLOT,), 39, 40), saved.SavedTable("items", ITEMS, (), -1, 42)),
-        ),
-    ),
+    Sample("Snapshot", "of tables", _ORDERED, saved.Shard(*_SHARD, (), _PARTS_SAVED, tables=_TABLES_SAVED)),
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
     Sample("Restore", "opens", (SESSION, "run", _TURN, _OPENS), saved.RestoreReply("run/1", ())),
     Sample("Restore", "looks", (0, "", plan.Turn(), _LOOKS), saved.RestoreReply("", ())),

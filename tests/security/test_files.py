@@ -51,23 +51,16 @@ def a_directory(certificates: Certificates, folder: Path) -> None:
     (folder / "ca.crt").mkdir()
 
 
+NO_CERTIFICATE = r"tls.crt does not contain a PEM certificate"
+NO_KEY = r"tls.key does not contain a PEM private key"
 WRONG: dict[str, tuple[Break, str]] = {
     "no certificate": (gone("tls.crt"), r"--tls-cert .*tls.crt cannot be read: No such"),
     "no key": (gone("tls.key"), r"--tls-key .*tls.key cannot be read.*psctl certs"),
     "a directory": (a_directory, r"--tls-ca .*ca.crt cannot be read: Is a directory"),
-    "no PEM": (put("tls.crt", b"\x30\x82\x01"), r"tls.crt does not contain a PEM certificate"),
-    "half of it": (
-        put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"),
-        r"tls.crt does not contain a PEM certificate",
-    ),
-    "the key as certificate": (
-        put("tls.crt", lambda c: c.of("worker-0").key),
-        r"tls.crt does not contain a PEM certificate",
-    ),
-    "the certificate as key": (
-        put("tls.key", lambda c: c.of("worker-0").certificate),
-        r"tls.key does not contain a PEM private key",
-    ),
+    "no PEM": (put("tls.crt", b"\x30\x82\x01"), NO_CERTIFICATE),
+    "half of it": (put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"), NO_CERTIFICATE),
+    "the key as certificate": (put("tls.crt", lambda c: c.of("worker-0").key), NO_CERTIFICATE),
+    "the certificate as key": (put("tls.key", lambda c: c.of("worker-0").certificate), NO_KEY),
     "no key in PEM": (put("tls.key", b"secret"), r"tls.key does not contain a PEM private key without a password"),
     "an empty CA": (put("ca.crt", b""), r"ca.crt does not contain a PEM certificate"),
     "another's key": (put("tls.key", lambda c: c.of("worker-1").key), r"tls.key is not the key of .*tls.crt"),
