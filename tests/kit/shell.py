@@ -359,12 +359,7 @@ class Waiting:
     """
 
     def __init__(
-        self,
-        job: ProcessCluster,
-        directory: Path,
-        domain: str = "elsewhere",
-        until_done: bool = False,
-        **environ: str,
+        self, job: ProcessCluster, directory: Path, domain: str = "elsewhere", until_done: bool = False, **environ: str
     ) -> None:
         port = free_port()
         self.address = f"{HOST}:{port}"

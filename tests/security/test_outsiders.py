@@ -73,10 +73,7 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     # What is checked for each of many arguments would be checked for each of many servers, under the lock.
     "a server twice": (lambda two: create(two.cores[0], two.session, 1, MANY, (0, 0)), "are not distinct servers"),
     # Each number that a server is told of it keeps; and server 0 alone names variables, so that its log is the chief's.
-    "a number": (
-        lambda two: create(two.cores[1], two.session, inside.MAX_VARIABLES, MANY, (1,)),
-        "not placed on",
-    ),
+    "a number": (lambda two: create(two.cores[1], two.session, inside.MAX_VARIABLES, MANY, (1,)), "not placed on"),
 }
 
 

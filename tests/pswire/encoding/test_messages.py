@@ -147,7 +147,7 @@ REFUSED: dict[str, Message] = {
     "unknown reduction 99": pb.Plan(reductions=[pb.Reduction(op=99, tensor=SPEC)]),  # type: ignore[arg-type]
     "unknown kind of input 0": pb.Program(inputs=[pb.Input(spec=SPEC)]),
     "unknown kind of input 99": pb.Program(
-        inputs=[pb.Input(kind=99, spec=SPEC)],  # type: ignore[arg-type]
+        inputs=[pb.Input(kind=99, spec=SPEC)]  # type: ignore[arg-type]
     ),
     "unknown kind of value 0": pb.Plan(returned=[pb.Ref(index=1)]),
     "unknown kind of value 99": pb.Plan(returned=[pb.Ref(kind=99)]),  # type: ignore[arg-type]

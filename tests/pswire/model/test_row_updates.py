@@ -166,12 +166,7 @@ REFUSED = {
     ),
     "an output": (lambda w, g: g + w.assign_add(g).value(), [F], [F], "cannot return results"),
     "an array": (lambda w, g: w.assign_add(g * np.ones(SHAPE, "float32")), [F], [F], "only tables and rows"),
-    "a whole beside rows": (
-        lambda w, g, h: w.assign_add(g * h),
-        [F],
-        [F, F],
-        "cannot mix rows with whole arrays",
-    ),
+    "a whole beside rows": (lambda w, g, h: w.assign_add(g * h), [F], [F, F], "cannot mix rows with whole arrays"),
     "a scalar variable": (
         lambda w, s, g: nothing(w.assign_add(g), s.assign_add(np.float32(1))),
         [F, TensorSpec("float32", ())],
