@@ -81,17 +81,11 @@ def test_what_is_right(initializer, admission, eviction):
         ({"eviction": TimeToLive(-1)}, "seconds"),
         (
             {"initializer": Constant(1e5), "dtype": "float16"},
-            "float16 cannot have the initial value 100000.0, which is infinite in that dtype",
+            "float16 cannot have the initial value 100000.0, which is inf",
         ),
-        (
-            {"initializer": Normal(0, 1e38)},
-            "float32 cannot have the initial value -6e.38, which is infinite in that dtype",
-        ),
+        ({"initializer": Normal(0, 1e38)}, "the initial value -6e.38, which is infinite in that dtype"),
         ({"initializer": TruncatedNormal(1e308, 1e308), "dtype": "float64"}, "cannot have the initial value -inf"),
-        (
-            {"initializer": Uniform(-1e308, 1e308), "dtype": "float64"},
-            "width of a uniform initializer must be a finite",
-        ),
+        ({"initializer": Uniform(-1e308, 1e308), "dtype": "float64"}, "width of a uniform initializer must be a"),
         ({"admission": CBFFilter(2, (1 << 36) + 1)}, "max_element_size of a CBFFilter must be in"),
         ({"memory_limit": (1 << 50) + 1}, "memory_limit must be in"),
         ({"capacity": 1 << 31}, "capacity must be in"),
