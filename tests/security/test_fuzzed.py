@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.kit import internals as inside
 from tests.kit.attacks import BOMB, STRANGER, Attacker, Process, foreseen
+from tests.kit.cases import search
 from tests.kit.certificates import Certificates
 from tests.kit.internals import messages, pb
 from tests.kit.rig import eventually
@@ -62,6 +63,7 @@ def siege(
     assert [path.name for path in above.iterdir() if path.name != "root"] == []
 
 
+@search(2)
 @given(data=st.data())
 def test_whatever_is_called_the_job_goes_on(siege: Siege, data: st.DataObject) -> None:
     """Each call is answered or waits, with no internal error, in whatever order; every round has its exact sums."""
