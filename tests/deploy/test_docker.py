@@ -32,6 +32,7 @@ from tests.kit.internals import (
 )
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
+from tests.kit.shell import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -93,6 +94,11 @@ def test_images_are_for_nobody_in_particular(kind: str) -> None:
     assert "compileall -q -f --invalidation-mode unchecked-hash" in build
     assert build.index("compileall") < build.index('touch --no-dereference --date="@${SOURCE_DATE_EPOCH}"')
     assert final.index("ARG SOURCE_DATE_EPOCH") < final.index("useradd")
+    # Compose builds from another base where the environment names one, and else from the Dockerfile's.
+    given = SERVICES["certs"]["build"]["args"]
+    (base,) = re.findall(r"^ARG CPU_BASE=(.*)$", DOCKERFILE, re.MULTILINE)
+    assert given["CPU_BASE"] == f"${{CPU_BASE:-{base}}}"
+    assert given["PIP_INDEX_URL"] == "${PIP_INDEX_URL:-}"
 
 
 def test_what_is_copied_is_let_through() -> None:
@@ -130,17 +136,12 @@ def test_each_container_is_a_task_of_one_cluster() -> None:
     assert set(COMPOSE["volumes"]) == {*volumes, "checkpoints"}
 
 
-def test_containers_have_the_time_to_leave() -> None:
-    """Docker's own 10 s are less than a task may take that is told to end; a limit in seconds fits it."""
-    for service in RUNS.values():
-        assert int(service["stop_grace_period"].removesuffix("s")) >= Timeouts().termination_grace + LAST_SECONDS
-
-
 def test_containers_may_do_little() -> None:
     """A root that nobody writes on, no new privileges, no capabilities but what changes owners, no network outside.
 
     The chief's page and Prometheus alone are reached from the host, and from there alone. Memory, processors, processes
-    and log are limited; libraries compute in as many threads as there are processors.
+    and log are limited; libraries compute in as many threads as there are processors. Docker's own 10 s are less than a
+    task may take that is told to end; a limit in seconds fits it.
     """
     for name, service in SERVICES.items():
         assert service["read_only"] is True
@@ -159,6 +160,7 @@ def test_containers_may_do_little() -> None:
     assert COMPOSE["networks"] == {"default": {"internal": True}, "outside": {"driver_opts": alone}}
     for service in RUNS.values():
         assert service["environment"]["OMP_NUM_THREADS"] == service["cpus"]
+        assert int(service["stop_grace_period"].removesuffix("s")) >= Timeouts().termination_grace + LAST_SECONDS
 
 
 def test_prometheus_scrapes_all_that_runs() -> None:
@@ -178,8 +180,9 @@ def test_prometheus_scrapes_all_that_runs() -> None:
     assert SERVICES["prometheus"]["profiles"] == ["metrics"]
 
 
-def test_a_standby_server_waits_for_a_place() -> None:
-    """It knows all servers, says where it is, and is started with its profile alone; nothing probes it."""
+def test_a_standby_server_waits_for_a_place_and_more_workers_join() -> None:
+    """They know all servers, and are started with their profiles alone. The server says where it is, and nothing probes
+    it; workers run the workers' script with its arguments."""
     standby = "ps-standby"
     flags = parse(SERVICES[standby]["command"]).params
     config = parse_tf_config(SERVICES["chief"]["environment"]["TF_CONFIG"])
@@ -189,39 +192,21 @@ def test_a_standby_server_waits_for_a_place() -> None:
     assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{standby}:2222", 2222, True)
     assert SERVICES[standby]["profiles"] == ["standby"]
     assert SERVICES[standby]["healthcheck"] == {"disable": True}
-
-
-def test_more_workers_join() -> None:
-    """They run the workers' script with its arguments, know the servers, and are started with their profile alone."""
-    servers = tuple(parse(SERVICES["ps-standby"]["command"]).params["join"].split(","))
     script = parse(SERVICES["worker-0"]["command"]).params
-    for name in {*JOINING} - {"ps-standby"}:
+    for name in {*JOINING} - {standby}:
         flags = parse(SERVICES[name]["command"]).params
         assert check_addresses(flags["join"], "--join") == servers
         assert (flags["script"], flags["args"]) == (script["script"], script["args"])
         assert SERVICES[name]["profiles"] == ["more"]
 
 
-def test_a_base_of_ones_own() -> None:
-    """Compose builds from another base where the environment names one, and else from the Dockerfile's."""
-    given = SERVICES["certs"]["build"]["args"]
-    (base,) = re.findall(r"^ARG CPU_BASE=(.*)$", DOCKERFILE, re.MULTILINE)
-    assert given["CPU_BASE"] == f"${{CPU_BASE:-{base}}}"
-    assert given["PIP_INDEX_URL"] == "${PIP_INDEX_URL:-}"
-
-
 @pytest.mark.parametrize("profiles", [(), ("metrics",), ("standby",), ("more",), ("metrics", "standby")])
 def test_compose_reads_the_file(profiles: tuple[str, ...]) -> None:
     """docker-compose, where it is at hand, finds no fault, and the services of the profiles."""
-    compose = shutil.which("docker-compose")
-    if compose is None:
-        pytest.skip("no docker-compose: the file is read by the tests alone")
     words = [word for profile in profiles for word in ("--profile", profile)]
-    command = [compose, "-f", str(ROOT / "docker" / "compose.yaml"), *words, "config", "--services"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    read = printed("docker-compose", "-f", ROOT / "docker" / "compose.yaml", *words, "config", "--services")
     expected = {name for name, service in SERVICES.items() if set(service.get("profiles", ())) <= set(profiles)}
-    assert expected <= set(done.stdout.split()) <= set(SERVICES)  # Compose 1 lists those of all profiles
+    assert expected <= set(read.split()) <= set(SERVICES)  # Compose 1 lists those of all profiles
 
 
 def test_commands_are_ours() -> None:
@@ -350,6 +335,4 @@ def test_the_site_needs_no_test_tools(tmp_path: Path) -> None:
     """`make docs`, where nothing is installed yet, installs the extra `docs` and no other."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    done = subprocess.run(["make", "-n", "docs"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"install -e '(.*?)'", done.stdout) == [".[docs]"]
+    assert re.findall(r"install -e '(.*?)'", printed("make", "-n", "docs", cwd=tmp_path)) == [".[docs]"]

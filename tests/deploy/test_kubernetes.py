@@ -49,6 +49,7 @@ from tests.kit.kubernetes import (
     secret_name,
     templates,
 )
+from tests.kit.shell import printed
 
 VERSION = kubernetes_validate.latest_version()
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
@@ -94,16 +95,12 @@ def test_manifests_fit_the_schemas_of_kubernetes(variant: str) -> None:
 @pytest.mark.parametrize("variant", BY_KUSTOMIZE)
 def test_kustomize_renders_what_is_tested(variant: str) -> None:
     """These tests render by themselves; where kubectl is at hand, it makes the same objects."""
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("no kubectl: manifests are rendered by the tests alone")
-    done = subprocess.run([kubectl, "kustomize", str(KUBERNETES / variant)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
 
     def ordered(objects: list[Manifest]) -> list[Manifest]:
         return sorted(objects, key=lambda item: (item["kind"], item["metadata"]["name"]))
 
-    assert ordered(list(yaml.safe_load_all(done.stdout))) == ordered(rendered(variant))
+    made = yaml.safe_load_all(printed("kubectl", "kustomize", KUBERNETES / variant))
+    assert ordered(list(made)) == ordered(rendered(variant))
 
 
 @every_variant
@@ -186,11 +183,8 @@ def made_secret(variant: str, directory: Path) -> Manifest:
     words = [str(word) for pair in numbers.items() for word in pair]
     made = CliRunner().invoke(psctl, ["certs", str(directory), *words])
     assert made.exit_code == 0, made.output
-    command = [str(KUBERNETES / "make-secret"), str(directory)]
-    command += [secret_name(variant)] if secret_name(variant) != "certificates" else []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return yaml.safe_load(done.stdout)
+    named = [secret_name(variant)] if secret_name(variant) != "certificates" else []
+    return yaml.safe_load(printed(str(KUBERNETES / "make-secret"), directory, *named))
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if not issued(variant)])

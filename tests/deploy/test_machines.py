@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from pstesting.forks import Forked
 from tests.kit.internals import OUTLIVED, Task, Timeouts, address_in, parse_tf_config
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
-from tests.kit.shell import PROGRAMS, shell
+from tests.kit.shell import PROGRAMS, printed, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "systemd"
@@ -125,15 +124,9 @@ def test_a_unit_keeps_kernels_in_a_folder_of_its_user(job: str, tmp_path: Path) 
 
 def test_systemd_reads_the_units() -> None:
     """systemd-analyze, where it is at hand, finds no fault in them, and little that they could do."""
-    analyze = shutil.which("systemd-analyze")
-    if analyze is None:
-        pytest.skip("no systemd-analyze: the units are read by the tests alone")
-    done = subprocess.run([analyze, "verify", *UNITS.values()], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert printed("systemd-analyze", "verify", *UNITS.values(), stderr=subprocess.STDOUT) == ""
     for unit in UNITS.values():
-        safe = [analyze, "security", "--offline=true", f"--threshold={EXPOSURE}", "--no-pager", str(unit)]
-        done = subprocess.run(safe, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stdout
+        printed("systemd-analyze", "security", "--offline=true", f"--threshold={EXPOSURE}", "--no-pager", unit)
 
 
 TRAINING = """
@@ -344,11 +337,7 @@ def test_what_is_missing_is_said(tmp_path: Path, words: list[str], said: str) ->
 
 def test_the_script_is_clean() -> None:
     """shellcheck, where it is at hand, has nothing to say."""
-    shellcheck = shutil.which("shellcheck")
-    if shellcheck is None:
-        pytest.skip("no shellcheck")
-    done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
+    printed("shellcheck", SCRIPT)
 
 
 DOCUMENT = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")

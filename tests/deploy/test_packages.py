@@ -140,13 +140,7 @@ def test_a_wheel_installs_in_an_empty_environment(version: str, tmp_path: Path) 
 
 def test_bills_of_materials_are_valid(tmp_path: Path) -> None:
     """By CycloneDX's schema, which refuses others; with versions and digests, and the same bytes again."""
-    run(
-        TOOLS,
-        ROOT / "tools" / "make_sbom.py",
-        tmp_path,
-        cwd=ROOT,
-        SOURCE_DATE_EPOCH=os.environ["SOURCE_DATE_EPOCH"],
-    )
+    run(TOOLS, ROOT / "tools" / "make_sbom.py", tmp_path, cwd=ROOT, SOURCE_DATE_EPOCH=os.environ["SOURCE_DATE_EPOCH"])
     bills = sorted(DIST.glob("*.cdx.json"))
     assert {path.name for path in bills} >= {"paramserver-runtime.cdx.json", "paramserver-gpu.cdx.json"}
     broken = tmp_path / "broken.cdx.json"

@@ -26,7 +26,7 @@ from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
 from pswire.telemetry.metrics import PROCESS
 from tests.kit.internals import SERVER_METRICS as ROWS
-from tests.kit.shell import free_port
+from tests.kit.shell import free_port, printed
 from tests.kit.telemetry import ALARMS, DOCUMENT, metrics_url, names
 from tools.make_dashboard import COLUMNS, TARGET, dashboard
 
@@ -120,19 +120,10 @@ def test_the_alarms_are_those_of_the_document() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [rule["alert"] for rule in RULES]
 
 
-def promtool(*words: str) -> None:
-    """Has Prometheus's own checker look; skips the test where it is not at hand."""
-    found = shutil.which("promtool")
-    if found is None:
-        pytest.skip("no promtool: queries are taken apart by the tests alone")
-    done = subprocess.run([found, *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_prometheus_can_read_each_query(tmp_path: Path) -> None:
     """Those of the dashboard, and those of the document, as rules of a file; the alarms and the configuration."""
     for kind, path in (("rules", ALARMS), ("config", ALARMS.parent / "prometheus.yaml")):
-        promtool("check", kind, str(path))
+        printed("promtool", "check", kind, path)
     blocks = re.findall(r"```promql\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line]
     assert len(lines) > 5
@@ -140,7 +131,7 @@ def test_prometheus_can_read_each_query(tmp_path: Path) -> None:
     rules = [{"record": f"query:{number}", "expr": concrete(query)} for number, query in asked]
     path = tmp_path / "queries.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}), encoding="utf-8")
-    promtool("check", "rules", str(path))
+    printed("promtool", "check", "rules", path)
 
 
 FIRING = {
@@ -187,7 +178,7 @@ def test_alarms_go_off(tmp_path: Path) -> None:
     case = {"interval": "1m", "input_series": given, "alert_rule_test": tests}
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(ALARMS)], "tests": [case]}), encoding="utf-8")
-    promtool("test", "rules", str(path))
+    printed("promtool", "test", "rules", path)
 
 
 TASKS = (PS0, PS1, CHIEF, W0, W1)
@@ -287,30 +278,3 @@ def test_panels_show_a_job(tmp_path: Path) -> None:
             }
         job.open("on")
         job.finish()
-
-
-def test_pages_are_what_prometheus_wants(tmp_path: Path) -> None:
-    """promtool has nothing to say about the metrics of a server, a chief and a worker."""
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("no promtool: conventions are checked by the tests alone")
-    keys = {"ps": 1, "workers": 1, "chief": "driver", "metrics_port": 0, "log_format": "json"}
-    with ProcessCluster(standing, tmp_path, gates=["on"], **keys) as job:
-        for task in (PS0, CHIEF, W0):
-            with urlopen(metrics_url(job, task), timeout=10) as answer:
-                page = answer.read()
-            done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, timeout=60)
-            said = [line for line in (done.stdout + done.stderr).decode().splitlines() if "paramserver_" in line]
-            assert (done.returncode in (0, 3), said) == (True, [])
-        job.open("on")
-        job.finish()
-
-
-def standing() -> None:
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4, "float32"), name="v")
-    strategy.run(add, args=(v, np.ones(4, "float32")))
-    v.numpy()
-    gate("on")
-    strategy.close()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import re
 import socket
 import struct
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +19,23 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
-from pstesting import forks
+from pswire.servers.requests import REQUESTS
+from tests.kit.certificates import listening
 from tests.kit.internals import (
     DTYPES,
     ERROR_KEY,
     OPS,
-    ROWS,
     VERBS,
     Frame,
-    PlacedVariable,
     Security,
+    ServerOptions,
     Task,
+    Timeouts,
     messages,
     pb,
     spoken,
 )
-from tests.kit.rig import sum_into
-from tests.kit.samples import OF_TABLES
+from tests.kit.samples import SAMPLES, VOTES, walk
 from tests.kit.transports import Site
 
 STRANGER = Task("worker", 7)
@@ -73,7 +70,7 @@ WORDS = (
         "{}",
         "[",
     ),
-    *("dataset:0", "plan:" + "0" * 64, "sum", "add", "object", "__class__", "axis", "keepdims", "x" * 513),
+    *("{}", "[", "dataset:0", "plan:" + "0" * 64, "sum", "add", "object", "__class__", "axis", "keepdims", "x" * 513),
     *("f()", "127.0.0.1:1", "127.0.0.1", "worker", "ps"),
     *OPS,
     *DTYPES,
@@ -108,17 +105,6 @@ def spoil(draw: Any, message: Message) -> None:
     """Gives one field of a message, or of one within it, another value of its own type."""
     if fields := list(message.DESCRIPTOR.fields):
         _spoil(draw, message, draw(st.sampled_from(fields)))
-
-
-def anything(draw: Any, kind: type[Message], said: Mapping[str, Any]) -> Message:
-    """A message whose fields are left out or have any value, but for what is said of some."""
-    message = kind()
-    for field in kind.DESCRIPTOR.fields:
-        if field.name in said:
-            setattr(message, field.name, said[field.name])
-        elif draw(st.booleans()):
-            _spoil(draw, message, field)
-    return message
 
 
 def _spoil(draw: Any, message: Message, field: Any) -> None:
@@ -160,35 +146,6 @@ def _value(draw: Any, field: Any) -> Any:
     return draw(st.sampled_from(RANGES[field.cpp_type]))
 
 
-def part_of_a_table(draw: Any) -> pb.VariableSpec:
-    """A part of a dynamic table, or of what lies beside one, that makes sense, or nearly so."""
-    counting = {"cbf_filter": {"k": 2, "max_element_size": 9999, "false_positive_probability": 0.01}}
-    spec = pb.TableSpec(
-        shape=draw(st.sampled_from([[2], [1 << 18]])),
-        dtype="float32",
-        key_dtype=pb.TableSpec.INT64,
-        initializer=draw(st.sampled_from([{"zeros": {}}, {"uniform": {"low": -1.0, "high": 1.0}}])),
-        admission=draw(st.sampled_from([None, counting, {"counter_filter": {"k": 2}}])),
-        eviction=draw(st.sampled_from([None, {"lru": {}}, {"time_to_live": {"seconds": 9.0}}])),
-        capacity=1 << 14,
-        refused=pb.TableSpec.ZEROS,
-    )
-    part = pb.TablePart(table=draw(st.sampled_from(WORDS)), spec=spec, count=1024)
-    if draw(st.integers(0, 3)) == 0:
-        part.slot.CopyFrom(pb.SlotTensor(name="s", dtype="float32", shape=[1 << 18], value=0.5))
-    if draw(st.booleans()):
-        spoil(draw, part)
-    row = part.slot.shape if part.HasField("slot") else part.spec.shape
-    tensor = pb.TensorSpec(dtype="float32", shape=[ROWS, *row])
-    return pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=tensor, part=part)
-
-
-def question(draw: Any, variable: int) -> pb.TableRead:
-    """A question to a table, which may be none."""
-    first, count = draw(st.sampled_from([(0, 1024), (0, 300), (1000, 25), (1, (1 << 32) - 1)]))
-    return pb.TableRead(variable=variable, what=draw(st.sampled_from([0, 1, 2, 3, 99])), first=first, count=count)
-
-
 def mutated(draw: Any, data: bytes) -> bytes:
     """Some bytes replaced, inserted or left out."""
     out = bytearray(data)
@@ -198,6 +155,25 @@ def mutated(draw: Any, data: bytes) -> bytes:
         at %= len(out) + 1
         out[at : at + (kind > 0)] = bytes([byte])[: kind < 2]
     return bytes(out)
+
+
+def _requests() -> dict[str, list[Message]]:
+    """The requests of each verb, with all of their fields."""
+    found: dict[str, list[Message]] = {verb: [] for verb in VERBS}
+    for sample in SAMPLES:
+        if sample.verb == "Push":
+            found["Push"].append(messages.contribution_to_pb(sample.args[0], 64))
+        else:
+            request = REQUESTS[sample.verb]
+            found[sample.verb].append(messages.MAPPER.pairs[request].to_pb(request(*sample.args)))
+    found["Vote"] = [messages.said_to_pb(vote, 7) for vote in VOTES]
+    found["Introduce"] = [pb.IntroduceRequest(server=1, incarnation=7, spoken=spoken())]
+    pushed, pulled = ([pb.ExchangeHeader(**{verb.lower(): each}) for each in found[verb]] for verb in ("Push", "Pull"))
+    found["Exchange"] = [*pushed, *pulled, pb.ExchangeHeader()]
+    return found
+
+
+_REQUESTS = _requests()
 
 
 class Attacker:
@@ -223,96 +199,36 @@ class Attacker:
                 self.server.leave(state.member.session, "it ended")
         self.session = self.server.open(STRANGER, 1, 0, False).session
 
-    # ---- What is well-formed ----
-
     def request(self, draw: Any, verb: str) -> Message:
-        """A request that makes sense, or nearly so; of streams the header."""
-
-        def one(*values: Any) -> Any:
-            return draw(st.sampled_from(values))
-
-        most = (1 << 64) - 1
-        site, session = self.site, one(*[self.session] * 4, 0, 1, most, *self._sessions)
-        member, job = site.workers[0], site.job
-        token = one(0, 1, 1 << 63, most)
-        variable = messages.MAPPER.pairs[PlacedVariable].to_pb(site.variables[0])
+        """A request of the samples, with the numbers of this job in place of theirs; of streams the header."""
+        site, most = self.site, (1 << 64) - 1
+        member, generation = site.workers[0], site.job.generation.number
+        status = site.server.status()  # what was created here by an attack stays
         ids = [each.id for each in site.variables]
-        count = site.server.status().variables  # what was created here by an attack stays
-        spec = pb.VariableSpec(name=one(*WORDS), tensor=variable.spec.tensor)
-        if draw(st.booleans()):
-            spec = part_of_a_table(draw)
-        wanted = pb.RowRead(variable=one(*ids, count - 1), ids=one(*BYTES))
-        known: dict[str, Callable[[], Message]] = {
-            "Vote": lambda: pb.ServerVote(
-                session=one(session, 7),
-                job=one(0, job.token, 1 << 63),
-                round=one(0, member.round, 1 << 63),
-                plan_id=site.plan.id,
-                generation=job.generation.number,
-                whole=[session],
-                closed=one(-1, 0, 1 << 62),
-                digest=pb.Digest(
-                    round=one(0, 1 << 63), variables=one([], [ids[0]], [1 << 31]), hashes=one([], [1], [1, 2])
-                ),
-            ),
-            "Open": lambda: pb.OpenRequest(
-                task=messages.TASK.to_pb(STRANGER),
-                replicas=1,
-                consistency=pb.Consistency(mode=one(pb.SYNC, 9)),
-                spoken=one(None, spoken()),
-            ),
-            "Heartbeat": lambda: pb.HeartbeatRequest(session=session, round=member.round, plan_id=b"p" * 32),
-            "CreateBatch": lambda: pb.CreateBatchRequest(
-                session=session, variables=[pb.Variable(id=one(ids[0], count), spec=spec, servers=[0])]
-            ),
-            "Propose": lambda: pb.ProposeRequest(
-                session=session, plan=messages.PLAN.to_pb(one(sum_into(*site.variables), OF_TABLES))
-            ),
-            "Watch": lambda: pb.WatchRequest(
-                session=session, after=one(0, site.server.status().log, 1 << 40), version=-1
-            ),
-            "Approve": lambda: pb.ApproveRequest(token=token, index=0, entries=self._entries(draw, variable)),
-            "Push": lambda: pb.PushHeader(
-                session=session,
-                generation=one(0, job.generation.number, job.generation.number + 1, 1 << 63),
-                round=member.round,
-                plan_id=site.plan.id,
-                weights=[1.0] * len(ids),
-                want=ids,
-                size=one(0, 64, 1 << 40),
-                rows=one([], [1], [1 << 40], [most] * 2),
-                lookups=one([], [wanted]),
-                seconds=one(*NUMBERS),
-                closure=one(None, None, pb.ClosureName(number=1, version=1, newest=1, begun=[1])),
-            ),
-            "Pull": lambda: pb.PullRequest(
-                session=session,
-                variables=ids,
-                after=one(-1, 1 << 40),
-                rows=one([], [wanted] * 3),
-                tables=one([], [question(draw, wanted.variable)] * 3),
-            ),
-            "Exchange": lambda: pb.ExchangeHeader(**one({"push": known["Push"]()}, {"pull": known["Pull"]()}, {})),
-            "Snapshot": lambda: pb.SnapshotRequest(token=token, plan_id=site.plan.id),
-            "Restore": lambda: pb.RestoreRequest(
-                session=session,
-                path=one(*WORDS),
-                turn=pb.Turn(round=member.round, generation=job.generation.number),
-                order=pb.RestoreOrder(stage=one(1, 2, 3)),
-            ),
+        numbers: dict[str, Sequence[Any]] = {
+            "session": [*[self.session] * 4, 0, 1, most, *self._sessions],
+            "plan_id": [site.plan.id],
+            "generation": [0, generation, generation + 1, 1 << 63],
+            "round": [member.round, member.round, 0, 1 << 62],
+            "token": [0, 1, 1 << 63, most],
+            "job": [0, site.job.token, 1 << 63],
+            "after": [-1, 0, status.log, 1 << 40],
+            "id": [ids[0], status.variables],
+            "variable": [*ids, status.variables - 1],
+            "index": [0],
+            "size": [0, 64, 1 << 40],
         }
-        return known[verb]() if verb in known else anything(draw, VERBS[verb].request, {"session": session})
-
-    def _entries(self, draw: Any, variable: Any) -> list[pb.Entry]:
-        known = [
-            pb.Entry(job_started=pb.JobStarted(job=1, incarnations=[1])),
-            pb.Entry(created=variable),
-            pb.Entry(approved=messages.PLAN.to_pb(self.site.plan)),
-            pb.Entry(generation_closed=messages.GENERATION.to_pb(self.site.job.generation)),
-            pb.Entry(done=pb.Empty()),
-            pb.Entry(),
-        ]
-        return draw(st.lists(st.sampled_from(known), max_size=3))
+        request = draw(st.sampled_from(_REQUESTS[verb]))
+        message = type(request)()
+        message.CopyFrom(request)
+        for below in walk(message):
+            for field, value in below.ListFields():
+                if isinstance(value, int | bytes) and field.name in numbers and draw(st.integers(0, 4)):
+                    with suppress(ValueError):  # it is out of the field's range
+                        setattr(below, field.name, draw(st.sampled_from(numbers[field.name])))
+                elif field.is_repeated and field.name in ("variables", "want") and field.message_type is None:
+                    value[:] = ids
+        return message
 
     # ---- What is sent ----
 
@@ -326,7 +242,7 @@ class Attacker:
             _disguise(request)
         data = request.SerializeToString()
         if draw(st.integers(0, 3)) == 0 and verb != "Open":
-            data = mutated(draw, data)
+            data = draw(st.binary(max_size=200)) if draw(st.integers(0, 3)) == 0 else mutated(draw, data)
         return verb, self._frames(draw, data) if VERBS[verb].streams[0] else [data]
 
     def _frames(self, draw: Any, header: bytes) -> list[bytes]:
@@ -402,7 +318,7 @@ class Process(Site):
 
     Args:
         stack: ends it.
-        directory: where it works.
+        directory: below which it keeps checkpoints.
         transport: of the members.
         flags: of the server.
 
@@ -411,30 +327,11 @@ class Process(Site):
     """
 
     def __init__(self, stack: ExitStack, directory: Path, transport: Any = "grpc", flags: Sequence[str] = ()) -> None:
-        command = [sys.executable, "-m", "psserver", "--port", "0", *flags]
-        popen = forks.Forked[str](
-            command,
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PS_SESSION_TIMEOUT": "600", "PS_ROUND_TIMEOUT": "1800"},
-        )
-        stack.callback(_end, popen)
-        assert popen.stdout is not None
-        address = ""
-        for line in popen.stdout:
-            found = re.search(r"127\.0\.0\.1:(\d+)", line)
-            if found:
-                address = found.group()
-                break
-        self.process = psutil.Process(popen.pid)
+        root = str(directory / "checkpoints")
+        timeouts = Timeouts(session_timeout=600.0, round_timeout=1800.0)
+        process, address = listening(stack, timeouts=timeouts, flags=flags, options=ServerOptions(checkpoint_root=root))
+        self.process = psutil.Process(process.pid)
         self.begin(stack, address, transport, Security(), 2, 64, 3)
-
-
-def _end(popen: subprocess.Popen[str]) -> None:
-    popen.terminate()
-    popen.communicate(timeout=20)
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -126,9 +126,11 @@ def client(
         server.close()
 
 
-def listening(stack: ExitStack, task: int = 0, **keys: Any) -> tuple[Popen[bytes], str]:
+def listening(
+    stack: ExitStack, task: int = 0, timeouts: inside.Timeouts = CALM, **keys: Any
+) -> tuple[Popen[bytes], str]:
     """A real server that waits for a job, and its address; it is killed with the stack."""
-    process, address = inside.start_server(task, until_done=False, timeouts=CALM, **keys)
+    process, address = inside.start_server(task, until_done=False, timeouts=timeouts, **keys)
     stack.callback(process.communicate)
     stack.callback(process.kill)
     return process, address

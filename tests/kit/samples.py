@@ -75,38 +75,16 @@ def _part(id: int, part: tables.TablePart) -> plan.PlacedVariable:
     return plan.PlacedVariable(id, plan.VariableSpec(f"{part.whole}/part_1", part.tensor, part=part), (1,))
 
 
-USERS = tables.TableSpec(
-    (3,),
-    "float16",
-    "int64",
-    tables.Uniform(-0.25, 0.5),
-    tables.CounterFilter(4),
-    tables.LRU(),
-    70_003,
-    1 << 34,
-    "zeros",
-    5,
-    6,
-)
+_OF_USERS = tables.Uniform(-0.25, 0.5), tables.CounterFilter(4), tables.LRU()
+_OF_ITEMS = tables.Normal(0.1, 0.2), tables.CBFFilter(7, 70_001, 0.03125, 8), tables.LFU(0.75)
+_OF_TAGS = tables.TruncatedNormal(-1.5, 2.5), tables.ProbabilityFilter(0.0625), tables.GlobalStepEvict(70_002)
+"""First values, filters and policies."""
+
+USERS = tables.TableSpec((3,), "float16", "int64", *_OF_USERS, 70_003, 1 << 34, "zeros", 5, 6)
 ITEMS = tables.TableSpec(
-    shape=(),
-    dtype="float64",
-    key_dtype="uint64",
-    initializer=tables.Normal(0.1, 0.2),
-    admission=tables.CBFFilter(7, 70_001, 0.03125, 8),
-    eviction=tables.LFU(0.75),
-    memory_limit=1 << 33,
-    seed=(1 << 64) - 1,
-    hash_seed=1 << 63,
+    (), "float64", "uint64", *_OF_ITEMS, memory_limit=1 << 33, seed=(1 << 64) - 1, hash_seed=1 << 63
 )
-TAGS = tables.TableSpec(
-    (9,),
-    "float32",
-    "int64",
-    tables.TruncatedNormal(-1.5, 2.5),
-    tables.ProbabilityFilter(0.0625),
-    tables.GlobalStepEvict(70_002),
-)
+TAGS = tables.TableSpec((9,), "float32", "int64", *_OF_TAGS)
 COUNTS = tables.TableSpec((2,), "int64", initializer=tables.Constant(9), eviction=tables.L2WeightEvict(2.5))
 TIMES = tables.TableSpec((2,), "uint8", initializer=tables.Zeros(), eviction=tables.TimeToLive(8.5))
 SLOT = tables.SlotTensor("users/accumulator", "float64", (2, 300), 0.125)
@@ -326,23 +304,18 @@ _RESTORED = saved.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-
 _OPENS, _LOOKS = saved.RestoreOrder("open", {}, False), saved.RestoreOrder("look", None, False)
 _PREPARE = saved.RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
 _LEAST = api.Contribution(1, 0, 0, b"", start=7)
-_PULL_OF_TABLES = Sample(
-    "Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), api.PullReply(41, small(), (9, 0, 1 << 33))
-)
-_PUSH_OF_KEYS = Sample(
-    "Push",
-    "of keys",
-    (contribution(seconds=1 << 31, lookups=(api.RowRead(160, bytes(range(8))),), hints=HINTS), small()),
-    reply(small()),
-)
+_OF_TABLES = api.PullReply(41, small(), (9, 0, 1 << 33))
+_PULL_OF_TABLES = Sample("Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), _OF_TABLES)
+_OF_KEYS = contribution(seconds=1 << 31, lookups=(api.RowRead(160, bytes(range(8))),), hints=HINTS)
+_PUSH_OF_KEYS = Sample("Push", "of keys", (_OF_KEYS, small()), reply(small()))
 
 _PIECE = closures.Piece(70_000, 16, b"a piece")
 _FAILURE = closures.Failure("step", "ValueError", TEXT, "/job:worker/task:300")
 _NAME = closures.ClosureName(2001, 2002, 2003, (2001, 1 << 35))
-_ORDER = closures.ClosureOrder(
-    2001, "step", (1998, 1 << 35), _PIECE, ("step(x)", "batches()"), 17, True, (1990, 1 << 36)
-)
+_FUNCTIONS = ("step(x)", "batches()")
+_ORDER = closures.ClosureOrder(2001, "step", (1998, 1 << 35), _PIECE, _FUNCTIONS, 17, True, (1990, 1 << 36))
 _QUEUE = closures.ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
+_BATCH_SAID = "batch 3 of generation 1 has 64 examples"
 _TOLD = closures.ClosureResult(2001, _PIECE, "ValueError", TEXT)
 _HOST = 0x0FED_CBA9_8765_4321
 _PARTS = (contribution(host=_HOST), api.Contribution(9, 6, 41, PLAN_ID, (0.0, 0.0, 0.0), observes=True, host=_HOST))
@@ -353,6 +326,16 @@ _ASKED = chunks.ChunkAsk(
 _HANDED = chunks.Chunks(
     (chunks.Chunk(1 << 37, 2012, log.Examples(2013, 2014, 2015)),), True, (log.Position(2016, 2017, 2018),)
 )
+
+_ORDERED = (0x1122_3344_5566, PLAN_ID, '{"format": 1}')
+_SHARD = ("root/run", "ps-3.safetensors", 41)
+_SAVED = (
+    saved.SavedTensor("w", VECTOR, "c0ffee"),
+    saved.SavedTensor("m", MATRIX, ""),
+    saved.SavedTensor("table/part_1", VECTOR, "", plan.ShardOf("table", 3, 1 << 33)),
+)
+_PARTS_SAVED = (saved.SavedTensor("users/part_1", VECTOR, "c0ffee", part=saved.PartOf("users", 300)),)
+_TABLES_SAVED = saved.SavedTable("users", USERS, (SLOT,), 39, 40), saved.SavedTable("items", ITEMS, (), -1, 42)
 
 _SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -378,12 +361,7 @@ SAMPLES = (
     Sample("Propose", "least", (SESSION, None, "", None, "")),
     Sample("Propose", "of tables", (SESSION, OF_TABLES, "plan:00ff", None, "")),
     Sample("Propose", "traced", (SESSION, RAISING, "", None, _SPAN)),
-    Sample(
-        "Watch",
-        "full",
-        _SESSION_AND_VERSION,
-        api.Watched(-70_001, 40, ENTRIES, (PLAN, plan.Plan(nonfinite="raise")), SESSIONS),
-    ),
+    Sample("Watch", "full", _SESSION_AND_VERSION, api.Watched(-70_001, 40, ENTRIES, (PLAN, RAISING), SESSIONS)),
     Sample("Watch", "least", (0, 0, api.UNTIL_ENDED), api.Watched(0, 0, (), (), ())),
     Sample("Watch", "traced", (SESSION, 40, 7), api.Watched(8, 40, (), (RAISING,), (), {RAISING.id.hex(): _SPAN})),
     Sample("Watch", "refused", _SESSION_AND_VERSION, error("Fenced")),
@@ -400,55 +378,15 @@ SAMPLES = (
     Sample("Pull", "large", (SESSION, (1,), 0, (), ()), api.PullReply(0, large(LARGE))),
     Sample("Pull", "refused", (SESSION, (1,), 0, (), ()), error("RoundTimeout")),
     _PULL_OF_TABLES,
-    Sample(
-        "Snapshot",
-        "full",
-        (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        saved.Shard(
-            "root/run",
-            "ps-3.safetensors",
-            41,
-            POSITIONS,
-            (
-                saved.SavedTensor("w", VECTOR, "c0ffee"),
-                saved.SavedTensor("m", MATRIX, ""),
-                saved.SavedTensor("table/part_1", VECTOR, "", plan.ShardOf("table", 3, 1 << 33)),
-            ),
-            1 << 36,
-        ),
-    ),
+    Sample("Snapshot", "full", _ORDERED, saved.Shard(*_SHARD, POSITIONS, _SAVED, 1 << 36)),
     Sample("Snapshot", "least", (1, b"", ""), saved.Shard("", "", 0, (), ())),
-    Sample(
-        "Snapshot",
-        "of tables",
-        (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        saved.Shard(
-            "root/run",
-            "ps-3.safetensors",
-            41,
-            (),
-            (saved.SavedTensor("users/part_1", VECTOR, "c0ffee", part=saved.PartOf("users", 300)),),
-            tables=(saved.SavedTable("users", USERS, (SLOT,), 39, 40), saved.SavedTable("items", ITEMS, (), -1, 42)),
-        ),
-    ),
+    Sample("Snapshot", "of tables", _ORDERED, saved.Shard(*_SHARD, (), _PARTS_SAVED, tables=_TABLES_SAVED)),
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
-    Sample(
-        "Restore",
-        "opens",
-        (SESSION, "run", _TURN, saved.RestoreOrder("open", {}, False)),
-        saved.RestoreReply("run/1", ()),
-    ),
-    Sample(
-        "Restore", "looks", (0, "", plan.Turn(), saved.RestoreOrder("look", None, False)), saved.RestoreReply("", ())
-    ),
+    Sample("Restore", "opens", (SESSION, "run", _TURN, _OPENS), saved.RestoreReply("run/1", ())),
+    Sample("Restore", "looks", (0, "", plan.Turn(), _LOOKS), saved.RestoreReply("", ())),
     Sample("Schedule", "full", (SESSION, _ORDER), _QUEUE),
     Sample("Schedule", "least", (1, closures.ClosureOrder()), closures.ClosureQueue(0, settled=0)),
-    Sample(
-        "Take",
-        "full",
-        (SESSION, ("step(x)", "batches()"), _TOLD, 1 << 33),
-        closures.Taken(_NAME, "step", 99, _PIECE, True),
-    ),
+    Sample("Take", "full", (SESSION, _FUNCTIONS, _TOLD, 1 << 33), closures.Taken(_NAME, "step", 99, _PIECE, True)),
     Sample("Take", "least", (1, (), None, 0), closures.Taken()),
     Sample("Fetch", "full", (SESSION, 2001, 1 << 33), closures.Fetched("failed", _PIECE, _FAILURE)),
     Sample("Fetch", "cancelled", (SESSION, 2001, 16), closures.Fetched("cancelled", closures.Piece(), _FAILURE)),
@@ -463,9 +401,7 @@ SAMPLES = (
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
-    Sample(
-        "Push", "of a batch", (contribution(batch="batch 3 of generation 1 has 64 examples"), small()), reply(small())
-    ),
+    Sample("Push", "of a batch", (contribution(batch=_BATCH_SAID), small()), reply(small())),
     Sample("Push", "of a host", (contribution(host=_HOST, parts=_PARTS), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),

@@ -92,6 +92,17 @@ def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, *, fork: bo
     return Done(process.returncode, out, err, time.monotonic() - began, left)
 
 
+def printed(program: str, *words: object, **keys: Any) -> str:
+    """What a program prints that has to succeed; skips the test where it is not at hand."""
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"no {program} is at hand")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | keys
+    done = subprocess.run([found, *map(str, words)], text=True, timeout=SECONDS, check=False, **pipes)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
 def _end_session(leader: int) -> tuple[str, ...]:
     """Kills what is left of a session; says what it was."""
     left = [process for process in psutil.process_iter(["cmdline", "name"]) if _session(process.pid) == leader]
@@ -348,12 +359,7 @@ class Waiting:
     """
 
     def __init__(
-        self,
-        job: ProcessCluster,
-        directory: Path,
-        domain: str = "elsewhere",
-        until_done: bool = False,
-        **environ: str,
+        self, job: ProcessCluster, directory: Path, domain: str = "elsewhere", until_done: bool = False, **environ: str
     ) -> None:
         port = free_port()
         self.address = f"{HOST}:{port}"

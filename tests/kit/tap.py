@@ -313,13 +313,6 @@ class BareClient:
                 return
             assert message[0] == ALIVE, message
 
-    def is_closed(self) -> bool:
-        """Waits until the server has closed the connection; False where it says something first."""
-        try:
-            return not self._sock.recv(1)
-        except ConnectionError:
-            return True
-
 
 def split(message: str) -> tuple[int, bytes, int]:
     """Kind, header, and size of the data of a message of a transport."""

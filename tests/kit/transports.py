@@ -320,8 +320,7 @@ class Hand:
     def hello(self, session: int, token: bytes, lease: float = 0.0) -> Hand:
         """Says who it is."""
         self.say(
-            MessageKind.HELLO,
-            header=pb.TransportHello(session=session, token=token, lease=lease).SerializeToString(),
+            MessageKind.HELLO, header=pb.TransportHello(session=session, token=token, lease=lease).SerializeToString()
         )
         return self
 

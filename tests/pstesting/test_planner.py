@@ -270,10 +270,7 @@ def test_the_network_that_was_measured(costs: Path) -> None:
         (["--rows", "200M"], "--rows '200M' is not a table; write rows and numbers per row, such as 200M:64"),
         (["--parameters", "ten"], "--parameters 'ten' is not a size"),
         (["--parameters", "0"], "a job needs variables; give --parameters, or --rows and --ids"),
-        (
-            ["--transport", "shm"],
-            "the cost model has no transport shm, only tcp; measure it with psctl calibrate --transport shm",
-        ),
+        (["--transport", "shm"], "has no transport shm, only tcp; measure it with psctl calibrate --transport shm"),
         (["--workers", "40001"], "40001 workers with 1 servers are too many to simulate"),
         (["--costs", "none.json"], "none.json is not a cost model"),
     ],

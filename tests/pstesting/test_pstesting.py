@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting import InProcessCluster, ProcessCluster, forks, processor_time
+from pstesting import InProcessCluster, forks, processor_time
 from pstesting.clock import Clock
 from pstesting.forks import EXECS, HIGH, SEEDS, Forked
-from pstesting.processes import QUICK, W0, W1, until
+from pstesting.processes import W0, W1, until
 from pstesting.processor_time import await_rest
 from pstesting.replay import Grown, Recording, Replay
-from pstesting.script import gate, say
 from tests.kit.contributions import streaming
 from tests.kit.internals import TRANSPORTS, PSError, RoundReply, child_environ
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, remote, sum_into, together
@@ -73,33 +72,6 @@ def test_leases_end_in_one_process(tmp_path):
             core.heartbeat(number, -1, b"")
             assert not deadline.wait(0.05)
         assert [s.state for s in core.status().sessions if s.member.task == W0] == ["open"]
-
-
-def wait_at_a_gate():
-    say("at")
-    gate("go")
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(3), name="v")
-    say("read", v.numpy())
-
-
-@pytest.mark.parametrize("fault", ["killed", "paused"])
-def test_a_process_is_killed_or_paused(tmp_path, fault):
-    """It is started again, or goes on; the test hears it, and lets it through a gate."""
-    with ProcessCluster(wait_at_a_gate, tmp_path, workers=2, gates=["go"], timeouts=QUICK) as cluster:
-        for task in (W0, W1):
-            cluster.hear(task, "at")
-        if fault == "killed":
-            cluster.kill(W1)
-            cluster.start(W1)
-            cluster.hear(W1, "at")
-        else:
-            cluster.pause(W1)
-            cluster.resume(W1)
-        cluster.open("go")
-        assert cluster.hear(W0, "read") == cluster.hear(W1, "read") == [0.0] * 3
-        cluster.finish()
 
 
 def test_the_example_of_the_document(tmp_path):

@@ -26,18 +26,16 @@ def test_a_good_tf_config() -> None:
     assert config.cluster.tasks("ps") == [Task("ps", 0), Task("ps", 1)]
     assert config.cluster.tasks("evaluator") == []
     assert config.cluster.describe() == "1 chief, 2 ps, 1 worker"
+    # A chief that runs the script comes first, then workers by number, not by letter.
+    tasks = [Task("ps", 0), Task("worker", 10), Task("worker", 2), Task("chief", 0)]
+    assert sorted(tasks) == [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, {**CLUSTER, "evaluator": ["e:5"]}])
-def test_an_evaluator_need_not_be_in_the_cluster(cluster: Any) -> None:
-    """It has no part in the training, so that those who have need not know of it; as in TensorFlow."""
-    found = parse_tf_config(json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
-    assert found is not None
-    assert str(found.task) == "/job:evaluator/task:0"
-    assert found.cluster.tasks("worker") == [Task("worker", 0)]
-
-
+EVALUATOR = {"type": "evaluator", "index": 0}
 VARIANTS: dict[str, Any] = {
+    # It has no part in the training, so that those who have need not know of it; as in TensorFlow.
+    "an evaluator that is not in the cluster": {"cluster": CLUSTER, "task": EVALUATOR},
+    "an evaluator that is": {"cluster": {**CLUSTER, "evaluator": ["e:5"]}, "task": EVALUATOR},
     "index as text": {"cluster": CLUSTER, "task": {"type": "worker", "index": "0"}},
     "no index": {"cluster": CLUSTER, "task": {"type": "worker"}},
     "addresses by index": {
@@ -53,14 +51,8 @@ def test_variants_that_tensorflow_takes(case: str) -> None:
     """What TensorFlow's resolver reads, this reads alike."""
     config = parse_tf_config(json.dumps(VARIANTS[case]))
     assert config is not None
-    assert config.task == Task("worker", 0)
-    assert config.cluster.address(config.task) == "c:3"
-
-
-def test_addresses_by_index_are_in_numeric_order() -> None:
-    """The keys of an object of addresses are numbers: 10 comes after 9."""
-    keys = {str(index): f"h:{index}" for index in reversed(range(12))}
-    assert ClusterSpec({"worker": keys}).job_tasks("worker") == [f"h:{index}" for index in range(12)]
+    assert config.task == Task(VARIANTS[case]["task"]["type"], 0)
+    assert config.cluster.address(Task("worker", 0)) == "c:3"
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "{}", '{"cluster": {}}', '{"environment": "cloud"}'])
@@ -73,35 +65,34 @@ def config(cluster: Any = CLUSTER, task: Any = WORKER) -> str:
     return json.dumps({"cluster": cluster, "task": task})
 
 
+def changed(**jobs: Any) -> str:
+    """A TF_CONFIG some of whose jobs are others."""
+    return config(CLUSTER | jobs)
+
+
 BAD: dict[str, tuple[str, str]] = {
     "no JSON": ("{", "not JSON .*line 1.*write {"),
     "JSON of another kind": ("[1]", "must be a JSON object, not list"),
     "a cluster of another kind": (config(cluster=[1]), "'cluster' must be an object of jobs, not list"),
-    "an unknown job": (config({**CLUSTER, "master": ["a:1"]}), "unknown job 'master'.*known are chief"),
-    "a job of another kind": (config({**CLUSTER, "ps": "a:1"}), r"cluster\['ps'\] must be a list"),
-    "an address of another kind": (config({**CLUSTER, "ps": [1]}), r"cluster\['ps'\] must be a list"),
-    "indices that are no numbers": (config({**CLUSTER, "ps": {"a": "a:1"}}), r"cluster\['ps'\]: task index 'a'"),
-    "an index written twice": (
-        config({**CLUSTER, "ps": {"0": "a:1", "00": "b:1"}}),
-        r"cluster\['ps'\].*twice: '0', '00'",
-    ),
-    "indices with a gap": (config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}), r"cluster\['ps'\].*without gaps"),
-    "workers with a gap": (
-        config({**CLUSTER, "worker": {"0": "a:1", "2": "b:2", "3": "c:3"}}),
-        r"cluster\['worker'\].*without gaps",
-    ),
+    "an unknown job": (changed(master=["a:1"]), "unknown job 'master'.*known are chief"),
+    "a job of another kind": (changed(ps="a:1"), r"cluster\['ps'\] must be a list"),
+    "an address of another kind": (changed(ps=[1]), r"cluster\['ps'\] must be a list"),
+    "indices that are no numbers": (changed(ps={"a": "a:1"}), r"cluster\['ps'\]: task index 'a'"),
+    "an index written twice": (changed(ps={"0": "a:1", "00": "b:1"}), r"cluster\['ps'\].*twice: '0', '00'"),
+    "indices with a gap": (changed(ps={"0": "a:1", "2": "b:2"}), r"cluster\['ps'\].*without gaps"),
+    "workers with a gap": (changed(worker={"0": "a:1", "2": "b:2", "3": "c:3"}), r"cluster\['worker'\].*without gaps"),
     "no worker to drive": (config({"ps": ["a:1"], "worker": {"1": "a:1"}}), r"cluster\['worker'\].*without gaps"),
     "a number without end": ('{"task": ' + "9" * 5000 + "}", "not JSON"),
     "lists without end": ("[" * 100_000, "not JSON"),
-    "an address without port": (config({**CLUSTER, "ps": ["a"]}), r"cluster\['ps'\]: 'a' is not an address"),
-    "an address without host": (config({**CLUSTER, "ps": [":1"]}), "':1' is not an address; write host:port"),
-    "a port that is none": (config({**CLUSTER, "worker": ["a:x"]}), "'a:x' is not an address"),
-    "a port too high": (config({**CLUSTER, "worker": ["a:65536"]}), "'a:65536' is not an address"),
-    "a port without end": (config({**CLUSTER, "worker": ["a:" + "9" * 5000]}), "is not an address"),
-    "a port in other digits": (config({**CLUSTER, "worker": ["a:²"]}), "'a:²' is not an address"),
+    "an address without port": (changed(ps=["a"]), r"cluster\['ps'\]: 'a' is not an address"),
+    "an address without host": (changed(ps=[":1"]), "':1' is not an address; write host:port"),
+    "a port that is none": (changed(worker=["a:x"]), "'a:x' is not an address"),
+    "a port too high": (changed(worker=["a:65536"]), "'a:65536' is not an address"),
+    "a port without end": (changed(worker=["a:" + "9" * 5000]), "is not an address"),
+    "a port in other digits": (changed(worker=["a:²"]), "'a:²' is not an address"),
     "no server": (config({"worker": ["a:1"]}), "no 'ps' task"),
     "an empty list of servers": (config({"worker": ["a:1"], "ps": []}), "no 'ps' task"),
-    "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs, but can have only one"),
+    "two chiefs": (changed(chief=["a:1", "b:2"]), "has 2 chiefs, but can have only one"),
     "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "so no task would train"),
     "no task": (json.dumps({"cluster": CLUSTER}), "no task type; name this process's task"),
     "a task of another kind": (config(task="worker"), "'task' must be an object, .* not 'worker'"),
@@ -173,21 +164,11 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 @given(st.sampled_from(JOBS), st.integers(0, 1 << 40))
 def test_tasks_are_read_as_written(job: str, index: int) -> None:
-    """`parse` undoes `str`."""
+    """`parse` undoes `str`; what cannot be a task is named, with an example."""
     assert Task.parse(str(Task(job, index))) == Task(job, index)
-
-
-@pytest.mark.parametrize("text", ["", "worker:0", "/job:worker", "/job:worker/task:x", "/job:worker/task:0/x"])
-def test_what_is_no_task_is_told(text: str) -> None:
-    """What cannot be a task is named, with an example."""
-    with pytest.raises(ConfigError, match="is not a task; write /job:worker/task:0"):
-        Task.parse(text)
-
-
-def test_task_order() -> None:
-    """A chief that runs the script comes first, then workers by number, not by letter."""
-    tasks = [Task("ps", 0), Task("worker", 10), Task("worker", 2), Task("chief", 0)]
-    assert sorted(tasks) == [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
+    for text in ("", f"{job}:{index}", f"/job:{job}", f"/job:{job}/task:x", f"/job:{job}/task:{index}/x"):
+        with pytest.raises(ConfigError, match="is not a task; write /job:worker/task:0"):
+            Task.parse(text)
 
 
 def test_addresses() -> None:
@@ -210,6 +191,8 @@ def test_a_cluster_spec_answers_as_tensorflow_s() -> None:
     assert repr(spec) == "ClusterSpec({'evaluator': {}, 'ps': ['p:1'], 'worker': {1: 'w1:1', 3: 'w3:1'}})"
     assert spec.tasks("worker") == [Task("worker", 1), Task("worker", 3)]
     assert spec.address(Task("worker", 3)) == "w3:1"
+    keys = {str(index): f"h:{index}" for index in reversed(range(12))}  # numbers: 10 comes after 9
+    assert ClusterSpec({"worker": keys}).job_tasks("worker") == [f"h:{index}" for index in range(12)]
 
 
 def test_a_cluster_def_has_the_fields_of_tensorflow_s() -> None:
@@ -225,22 +208,20 @@ def test_a_cluster_def_has_the_fields_of_tensorflow_s() -> None:
     assert ClusterSpec({}).as_cluster_def().job == ()
 
 
-def test_a_cluster_without_jobs_is_false() -> None:
-    """A cluster is true as soon as it has a job, even one without tasks."""
-    assert not ClusterSpec({})
-    assert ClusterSpec({"worker": []})
-    assert repr(ClusterSpec({})) == "ClusterSpec({})"
-    assert ClusterSpec({}).describe() == "no task at all"
-
-
 def test_clusters_are_equal_by_their_tasks() -> None:
-    """It does not matter how the tasks were written; a dict is no cluster, and clusters cannot be keys."""
+    """It does not matter how the tasks were written; a dict is no cluster, and clusters cannot be keys.
+
+    A cluster is true as soon as it has a job, even one without tasks.
+    """
     spec = ClusterSpec({"ps": ["a:1", "b:1"]})
     assert spec == ClusterSpec({"ps": {1: "b:1", 0: "a:1"}})
     assert spec != ClusterSpec({"ps": ["b:1", "a:1"]})
     assert spec != {"ps": ["a:1", "b:1"]}
     with pytest.raises(TypeError, match="unhashable"):
         hash(spec)
+    assert ClusterSpec({"worker": []})
+    none = ClusterSpec({})
+    assert (bool(none), repr(none), none.describe()) == (False, "ClusterSpec({})", "no task at all")
 
 
 JOB = st.lists(st.text(), max_size=4) | st.dictionaries(st.integers(0, 9), st.text(), max_size=4)
@@ -282,22 +263,16 @@ def test_what_is_no_cluster_is_told(case: str) -> None:
         ClusterSpec(given)
 
 
-@pytest.mark.parametrize("name", ["num_tasks", "task_indices", "job_tasks"])
-def test_a_job_that_is_not_there_is_told(name: str) -> None:
-    """Asking for an unknown job is a ValueError that says what there is."""
-    spec = ClusterSpec({"ps": ["a:1"], "worker": ["b:1", "c:1"]})
-    with pytest.raises(ValueError, match="no job 'boss'; it has 1 ps, 2 worker"):
-        getattr(spec, name)("boss")
-
-
 def test_a_task_that_is_not_there_is_told() -> None:
-    """Asking for the address of an unknown task is a ValueError that says what there is."""
+    """Asking for an unknown job, or the address of an unknown task, is a ValueError that says what there is."""
     spec = ClusterSpec({"ps": ["a:1"], "worker": {1: "c:1"}})
     for index in (0, -1, 2):
         with pytest.raises(ValueError, match=f"job 'worker' has no task {index}; the cluster has 1 ps, 1 worker"):
             spec.task_address("worker", index)
-    with pytest.raises(ValueError, match="no job 'boss'"):
-        spec.task_address("boss", 0)
+    asked = [spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)]
+    for ask in asked:
+        with pytest.raises(ValueError, match="no job 'boss'; it has 1 ps, 1 worker"):
+            ask("boss")
 
 
 def test_any_jobs_make_a_cluster_but_not_one_of_ours() -> None:

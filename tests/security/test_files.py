@@ -13,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
 
 from psclient.psctl.cli import command
+from pswire.security.given import printable, read_small
 from tests.kit import internals as inside
 from tests.kit.certificates import NAMES, Certificates, options
+from tests.kit.storage import write_checkpoint
 
 Break = Callable[[Certificates, Path], object]
 MINE = ["worker-0.paramserver"]
@@ -48,23 +51,16 @@ def a_directory(certificates: Certificates, folder: Path) -> None:
     (folder / "ca.crt").mkdir()
 
 
+NO_CERTIFICATE = r"tls.crt does not contain a PEM certificate"
+NO_KEY = r"tls.key does not contain a PEM private key"
 WRONG: dict[str, tuple[Break, str]] = {
     "no certificate": (gone("tls.crt"), r"--tls-cert .*tls.crt cannot be read: No such"),
     "no key": (gone("tls.key"), r"--tls-key .*tls.key cannot be read.*psctl certs"),
     "a directory": (a_directory, r"--tls-ca .*ca.crt cannot be read: Is a directory"),
-    "no PEM": (put("tls.crt", b"\x30\x82\x01"), r"tls.crt does not contain a PEM certificate"),
-    "half of it": (
-        put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"),
-        r"tls.crt does not contain a PEM certificate",
-    ),
-    "the key as certificate": (
-        put("tls.crt", lambda c: c.of("worker-0").key),
-        r"tls.crt does not contain a PEM certificate",
-    ),
-    "the certificate as key": (
-        put("tls.key", lambda c: c.of("worker-0").certificate),
-        r"tls.key does not contain a PEM private key",
-    ),
+    "no PEM": (put("tls.crt", b"\x30\x82\x01"), NO_CERTIFICATE),
+    "half of it": (put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"), NO_CERTIFICATE),
+    "the key as certificate": (put("tls.crt", lambda c: c.of("worker-0").key), NO_CERTIFICATE),
+    "the certificate as key": (put("tls.key", lambda c: c.of("worker-0").certificate), NO_KEY),
     "no key in PEM": (put("tls.key", b"secret"), r"tls.key does not contain a PEM private key without a password"),
     "an empty CA": (put("ca.crt", b""), r"ca.crt does not contain a PEM certificate"),
     "another's key": (put("tls.key", lambda c: c.of("worker-1").key), r"tls.key is not the key of .*tls.crt"),
@@ -240,17 +236,14 @@ def test_certificates_of_workers_that_join_and_of_standby_servers(tmp_path: Path
     for name in ("ps-0", "ps-1", "ps-standby-0"):
         files = (str(tmp_path / "ps-standby-0" / file) for file in ("tls.crt", "tls.key", "ca.crt", "token"))
         assert inside.SecurityOptions(*files).read(name).tls
-
-
-def test_a_standby_server_of_a_smaller_cluster(tmp_path: Path) -> None:
-    """It could take the place of some servers alone: it is said, and not replaced unasked."""
-    certs(tmp_path, "--ps", 1, "--workers", 1, "--extra-ps", 1)
-    said = certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1, code=2)
-    assert f"{tmp_path}/ps-standby-0 belongs to ps-0, ps-standby-0, but the cluster now has ps-0, ps-1; remove" in said
+    # That of a smaller cluster could take the place of some servers alone: it is said, and not replaced unasked.
+    said = certs(tmp_path, "--ps", 3, "--workers", 1, "--extra-ps", 1, code=2)
+    owned = "ps-0, ps-1, ps-standby-0, but the cluster now has ps-0, ps-1, ps-2; remove"
+    assert f"{tmp_path}/ps-standby-0 belongs to {owned}" in said
     shutil.rmtree(tmp_path / "ps-standby-0")
-    certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
-    certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
-    assert names_in(tmp_path / "ps-standby-0") == {"ps-standby-0", "ps-0", "ps-1"}
+    for _ in range(2):
+        certs(tmp_path, "--ps", 3, "--workers", 1, "--extra-ps", 1)
+    assert names_in(tmp_path / "ps-standby-0") == {"ps-standby-0", "ps-0", "ps-1", "ps-2"}
 
 
 FILE = """
@@ -263,25 +256,20 @@ security:
 """
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, *args: str, **environ: str) -> inside.Cluster:
-    """A cluster as psworker would start it."""
-    monkeypatch.setattr(os, "environ", dict(environ))
-    invocation = inside.psworker_command.main(list(args), standalone_mode=False)
-    return inside.Cluster(invocation.launch)
-
-
 def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag wins over the file, the file over the environment."""
     (tmp_path / "x.yaml").write_text(FILE)
     (tmp_path / "x.py").touch()
     files = str(tmp_path / "x.yaml"), str(tmp_path / "x.py")
-    cluster = launched(monkeypatch, "--config", files[0], "--tls-cert", "flag.crt", files[1])
+    monkeypatch.setattr(os, "environ", {})
+    words = ["--config", files[0], "--tls-cert", "flag.crt", files[1]]
+    cluster = inside.Cluster(inside.psworker_command.main(words, standalone_mode=False).launch)
     assert cluster.config.security == inside.SecurityOptions("flag.crt", "file/{task}/tls.key")
     assert cluster.config.server.max_sessions == 7
 
 
-def test_a_server_reads_its_own(certificates: Certificates) -> None:
-    """In a path {task} is the server's own; flags win over the environment."""
+def test_a_task_reads_its_own(certificates: Certificates) -> None:
+    """In a path {task} is the task's own; flags win over the environment."""
     environ = options(certificates.out).variables()
     config = inside.server_config(environ, task=1)
     assert config.security == certificates.of("ps-1")
@@ -294,12 +282,7 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
     assert not inside.server_config({"PS_INSECURE": "0"}).insecure
     with pytest.raises(inside.ConfigError, match="PS_INSECURE must be 1 or 0, not 'false'"):
         inside.server_config({"PS_INSECURE": "false"})
-
-
-def test_a_client_reads_its_own(certificates: Certificates) -> None:
-    """The same for the tasks that connect; the file comes before the token of the environment, which a launcher may
-    draw."""
-    environ = options(certificates.out).variables()
+    # So does a task that connects. The file comes before the token of the environment, which a launcher may draw.
     for name in ("worker-1", "chief-0", "admin"):
         for more in ({}, {"PS_TOKEN": "0123456789abcdef"}):
             assert inside.security_from(name, environ | more) == certificates.of(name)
@@ -315,3 +298,42 @@ def test_a_cluster_keeps_its_token() -> None:
     assert [len(token) for token in drawn] == [64] * 3
     for taken in (inside.psworker_command, inside.psserver_command):
         assert "--token" not in {name for parameter in taken.params for name in parameter.opts}
+
+
+# ---- Files that are given by name, and names from elsewhere ----
+
+
+def test_a_file_without_an_end_is_refused(tmp_path: Path) -> None:
+    """A device, or a file that is too large for what it should be; a pipe is read as a shell gives it."""
+    for text in (
+        lambda: read_small("/dev/zero"),
+        lambda: inside.SecurityOptions(token_file="/dev/zero").read("worker-0"),
+    ):
+        with pytest.raises(inside.ConfigError, match="/dev/zero has more than 4 MiB"):
+            text()
+    (tmp_path / "small").write_bytes(b"12345")
+    assert read_small(tmp_path / "small", 5) == b"12345"
+    with pytest.raises(inside.ConfigError, match="small has more than"):
+        read_small(tmp_path / "small", 4)
+    reads, writes = os.pipe()
+    os.write(writes, b"token")
+    os.close(writes)
+    assert read_small(f"/dev/fd/{reads}") == b"token"
+    os.close(reads)
+
+
+def test_a_fifo_is_no_checkpoint(tmp_path: Path) -> None:
+    """Nobody waits for a writer: the error names it, since what is newest is not known."""
+    write_checkpoint(tmp_path / "run" / "ckpt-1", {"v": np.zeros(3)})
+    (tmp_path / "run" / "ckpt-9").mkdir()
+    os.mkfifo(tmp_path / "run" / "ckpt-9" / "manifest.json")
+    with pytest.raises(
+        inside.CheckpointError, match=r"ckpt-9/manifest\.json cannot be read: .*it is not a regular file"
+    ):
+        inside.open_saved(str(tmp_path / "run"))
+
+
+def test_what_steers_a_terminal_is_written_out() -> None:
+    """Lines and tabs stay."""
+    assert printable("\x1b[31m\ta\nb\x07\x9b2J\r") == "\\x1b[31m\ta\nb\\x07\\x9b2J\\x0d"
+    assert printable("Größe 数 🙂") == "Größe 数 🙂"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.network import transport_connection
 from tests.kit import internals as inside
-from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, Attacker, Process, foreseen, mutated, question
+from tests.kit.attacks import BOMB, STRANGER, Attacker, Process, foreseen
+from tests.kit.cases import search
 from tests.kit.certificates import Certificates
 from tests.kit.internals import messages, pb
 from tests.kit.rig import eventually
@@ -64,6 +63,7 @@ def siege(
     assert [path.name for path in above.iterdir() if path.name != "root"] == []
 
 
+@search(2)
 @given(data=st.data())
 def test_whatever_is_called_the_job_goes_on(siege: Siege, data: st.DataObject) -> None:
     """Each call is answered or waits, with no internal error, in whatever order; every round has its exact sums."""
@@ -137,197 +137,51 @@ def storm(attacker: Attacker, count: int) -> None:
             sock.sendall(BOMB)
 
 
-SMALL = 64
+# ---- Transports ----
+
 RESET = struct.pack("ii", 1, 0)
 """So that a socket that is closed says nothing of an end."""
 
 TASKS = ("worker-0", "worker-1", "worker-7", "chief-0")
 
 
-@dataclass
-class Front:
-    """A server whose transports are attacked in a session that is no member's, and members of a job that use them.
+@pytest.mark.parametrize("transport", ["tcp", "tls", "shm"])
+def test_connections_by_the_hundred(certificates: Certificates, stack: ExitStack, transport: str) -> None:
+    """Torn at once, after some bytes, or after a hello: no connection is left, and no descriptor, thread or memory.
 
-    The transport "tls" is tcp with certificates.
+    Nothing that the server does not foresee reaches its event loop. The transport "tls" is tcp with certificates.
     """
-
-    transport: str
-    site: Site
-    session: int
-    security: inside.Security
-    surprises: list[str]
-
-    def hand(self) -> Hand:
-        found = Hand(self.site.transports, "shm" if self.transport == "shm" else "tcp")
-        if self.transport == "tls":
-            context = self.security.client_context()
-            found.sock = context.wrap_socket(found.sock, server_hostname="ps-0.paramserver")
-        return found
-
-    def hello(self) -> bytes:
-        """What lets its session in."""
-        token = self.site.core.registry.transport_token(self.session)
-        said = pb.TransportHello(session=self.session, token=token)
-        return inside.Message(inside.MessageKind.HELLO, header=said.SerializeToString()).head()
-
-    def open(self) -> list[Any]:
-        """The server's ends of connections that are not the job's."""
-        return self.site.open([None, self.session])
-
-
-@pytest.fixture(scope="module", params=["tcp", "tls", "shm"])
-def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[Front]:
-    """One server for all attacks on a transport; nothing that it does not foresee may reach its event loop."""
-    shown = (inside.Security(), inside.Security())
-    if request.param == "tls":
+    shown, surprises = (inside.Security(), inside.Security()), stack.enter_context(foreseen())
+    if transport == "tls":
         everyone = certificates.signed([f"{name}.paramserver" for name in TASKS], -1, 1)
         shown = certificates.of("ps-0"), everyone
-    with foreseen() as surprises, ExitStack() as stack:
-        transport: Any = "shm" if request.param == "shm" else "tcp"
-        site = Site(stack, transport, elements=SMALL, shown=shown)
-        site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
-        session = site.connect("grpc").open(STRANGER, 1, 0, False).session
-        yield Front(request.param, site, session, shown[1], surprises)
-        eventually(lambda: not site.transports._handshakes)
-
-
-# ---- What is said ----
-
-
-PLACES = (inside.INLINE, 0, 64, 4096, inside.CLIENT_BYTES - 64, inside.CLIENT_BYTES, 1, 1 << 63)
-KINDS = (*inside.MessageKind, 0, max(inside.MessageKind) + 1, 255)
-EMPTY = inside.MessageKind.PART, inside.MessageKind.FREED, inside.MessageKind.HEARTBEAT
-
-
-@st.composite
-def transport_messages(draw: Any, front: Front) -> bytes:
-    """A message of a transport: a push or a pull that makes sense, or what comes after one, or neither."""
-    site = front.site
-    session = draw(st.sampled_from([front.session] * 4 + [0, site.workers[0].session]))
-    ids = [one.id for one in site.variables]
-    data = draw(st.sampled_from([*BYTES, bytes(768)]))
-    place = draw(st.sampled_from([inside.INLINE, inside.INLINE, *PLACES]))
-    push = pb.PushHeader(
-        session=session,
-        generation=draw(st.sampled_from([1, 2, 1 << 63])),
-        round=site.workers[0].round,
-        plan_id=site.plan.id,
-        weights=[draw(st.sampled_from([1.0, 0.0, -1.0, float("nan")]))] * 3,
-        want=ids * draw(st.sampled_from([0, 1, 2])),
-        size=draw(st.sampled_from([0, 16, 768, len(data), 1 << 33, 1 << 63])),
-        rows=draw(st.sampled_from([[], [], [1], [1 << 40]])),
-        lookups=draw(st.sampled_from([[], [pb.RowRead(variable=ids[0], ids=bytes(16))]])),
-    )
-    pull = pb.PullRequest(
-        session=session,
-        variables=ids,
-        after=draw(st.sampled_from([-1, 1 << 40])),
-        tables=draw(st.sampled_from([[], [question(draw, ids[0])]])),
-    )
-    kind, header = draw(
-        st.sampled_from(
-            [(inside.MessageKind.PUSH, push), (inside.MessageKind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)]
-        )
-    )
-    kind = draw(st.sampled_from([kind] * 6 + [*KINDS]))
-    size = len(data) if place == inside.INLINE else draw(st.sampled_from([0, 64, 768, 4 << 20]))
-    size = draw(st.sampled_from([size] * 8 + [*NUMBERS]))
-    encoded = header.SerializeToString()
-    head = inside.HEAD.pack(
-        kind,
-        draw(st.sampled_from([len(encoded)] * 12 + [0, 1, (1 << 32) - 1])),
-        draw(st.integers(0, 2)),
-        draw(st.sampled_from([0, 0, 0, 16, 64, 1 << 63])),
-        size,
-        place,
-    )
-    whole = head + encoded + (data if place == inside.INLINE else b"")
-    return mutated(draw, whole) if draw(st.integers(0, 9)) == 0 else whole
-
-
-@given(data=st.data())
-def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> None:
-    """Before and after a hello that is right, in any pieces; the connection is read from, left open, or torn."""
-    draw = data.draw
-    said = b"".join(draw(st.lists(transport_messages(front), max_size=6))) + draw(
-        st.sampled_from([b"", BOMB, b"\xff" * 40])
-    )
-    if draw(st.integers(0, 4)):
-        said = front.hello() + said
-    guest = front.hand()
-    with guest, contextlib.suppress(OSError):
-        guest.sock.settimeout(0.01)
-        cut = draw(st.integers(0, len(said)))
-        guest.sock.sendall(said[:cut])
-        if draw(st.booleans()) and front.transport != "tls":
-            guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        elif draw(st.booleans()):
-            guest.sock.sendall(said[cut:])
-            while guest.sock.recv(1 << 16):
-                pass
-    front.site.round()
-    assert front.surprises == []
-
-
-# ---- What is torn, or slow ----
-
-
-def test_nothing_is_left_on_transports(front: Front) -> None:
-    """No connection, no call that waits, and no place in the memory of answers."""
-    site = front.site
-    eventually(lambda: not front.open() and not site.transports.leaving)
-    if site.transports._outbox is not None:
-        eventually(lambda: not site.transports._outbox[0]._entries)
+    name: Any = "shm" if transport == "shm" else "tcp"
+    site = Site(stack, name, elements=64, shown=shown)
+    site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
+    session = site.connect("grpc").open(STRANGER, 1, 0, False).session
+    hello = pb.TransportHello(session=session, token=site.core.registry.transport_token(session))
+    said = inside.Message(inside.MessageKind.HELLO, header=hello.SerializeToString()).head()
     site.round()
-
-
-def test_connections_by_the_hundred(front: Front) -> None:
-    """Torn at once, after some bytes, or after a hello: none is left, and no descriptor, thread or memory."""
     process = psutil.Process()
-    front.site.round()
     files, threads = process.num_fds(), process.num_threads()
-    for number in range(300 if front.transport != "tls" else 60):
-        with contextlib.suppress(OSError), front.hand() as guest:
+    for number in range(300 if transport != "tls" else 60):
+        with contextlib.suppress(OSError), Hand(site.transports, name) as guest:
+            if transport == "tls":
+                context = shown[1].client_context()
+                guest.sock = context.wrap_socket(guest.sock, server_hostname="ps-0.paramserver")
             if number % 3:
-                guest.sock.sendall(front.hello() if number % 3 == 1 else b"\x03" * number)
-            if front.transport == "tcp":
+                guest.sock.sendall(said if number % 3 == 1 else b"\x03" * number)
+            if transport == "tcp":
                 guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     del guest  # and the memory that it had
-    eventually(lambda: not front.open())
+    left = site.transports
+    eventually(lambda: not site.open([None, session]) and not left.leaving and not left._handshakes)
+    if left._outbox is not None:
+        eventually(lambda: not left._outbox[0]._entries)
     eventually(lambda: process.num_fds() <= files)
     assert process.num_threads() <= threads
-    front.site.round()
-
-
-def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not say who it is in time is closed, though it never stops to say something."""
-    monkeypatch.setattr(transport_connection, "HELLO_SECONDS", 0.3)  # behind the handshake, which may take its time
-    with ExitStack() as stack:
-        slow = [stack.enter_context(front.hand()) for _ in range(20)]
-        said = front.hello()
-        for at in range(len(said)):
-            for guest in slow:
-                with contextlib.suppress(OSError):
-                    guest.sock.sendall(said[at : at + 1])
-            if not front.open():
-                break
-            threading.Event().wait(0.05)
-        assert not front.open()
-        front.site.round()
-
-
-def test_a_handshake_that_is_nonsense(front: Front) -> None:
-    if front.transport != "tls":
-        pytest.skip("only TLS has one")
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(300), BOMB, front.hello()):
-        with socket.create_connection(("127.0.0.1", front.site.transports.port), 5) as sock:
-            sock.sendall(said)
-            with contextlib.suppress(ConnectionError, ssl.SSLError):
-                while sock.recv(4096):
-                    pass
-    eventually(lambda: not front.site.transports._handshakes)
-    assert front.site.transports.access.refused.counts["handshake"] >= 3  # a greeting that is cut off is no failure
-    front.site.round()
+    site.round()
+    assert surprises == []
 
 
 # ---- Memory that changes while it is read ----

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psserver import registry
-from psserver.calls import MAX_CALLS
 from psserver.plans import memory
-from psserver.rounds import sequences
 from pstesting.clock import Clock
 from tests.kit import internals as inside
 from tests.kit.contributions import part_of
@@ -38,9 +35,9 @@ class Two:
         self.session = self.job.open(STRANGER).session
         self.sum = 0.0
 
-    def propose(self, plan: inside.Plan | None, entry: str, start: inside.Start | None, member: bool = False) -> object:
-        session = self.members[0].session if member else self.session
-        return self.cores[0].propose(session, plan, entry, start)
+    def propose(self, plan: inside.Plan | None, entry: str, start: inside.Start | None) -> object:
+        """What the outsider proposes."""
+        return self.cores[0].propose(self.session, plan, entry, start)
 
     def round(self) -> None:
         """The members make a round, whose sum is exact."""
@@ -57,16 +54,6 @@ def two(tmp_path: Path) -> Two:
     return Two(tmp_path)
 
 
-def test_heartbeats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
-    """It waits in no round, whatever plan it says; that it has diverged ends with its session."""
-    for member in two.members:
-        two.cores[0].heartbeat(member.session, 0, two.plan.id)
-    two.cores[0].heartbeat(two.session, 0, b"x" * 32)
-    two.round()
-    two.cores[0].leave(two.session, "Diverged: everything")
-    two.round()
-
-
 MANY = inside.VariableSpec("many", FOUR)
 OUTSIDE, NOWHERE = "is not in a generation", "can wait only at"
 REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
@@ -77,16 +64,6 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
         lambda two: two.cores[0].restore(two.session, "x", inside.Turn(1 << 63), inside.RestoreOrder("open")),
         OUTSIDE,
     ),
-    # A member neither: a start in a generation to come would be in the way of who says it then.
-    "no generation": (lambda two: two.propose(None, "", inside.Start(0, 0), member=True), "generation 0 is not known"),
-    "a generation to come": (
-        lambda two: two.propose(None, "", inside.Start(3, 0), member=True),
-        "generation 3 is not known",
-    ),
-    "a late generation": (
-        lambda two: two.propose(None, "", inside.Start(1 << 63, 0), member=True),
-        f"generation {1 << 63} is not known",
-    ),
     # What is no entry at which newcomers wait is not kept: all that watch the log are told of it, in one message.
     "a word": (lambda two: two.propose(None, "x", None), NOWHERE),
     "a long word": (lambda two: two.propose(None, "x" * (3 << 20), None), NOWHERE),
@@ -96,10 +73,7 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     # What is checked for each of many arguments would be checked for each of many servers, under the lock.
     "a server twice": (lambda two: create(two.cores[0], two.session, 1, MANY, (0, 0)), "are not distinct servers"),
     # Each number that a server is told of it keeps; and server 0 alone names variables, so that its log is the chief's.
-    "a number": (
-        lambda two: create(two.cores[1], two.session, inside.MAX_VARIABLES, MANY, (1,)),
-        "not placed on",
-    ),
+    "a number": (lambda two: create(two.cores[1], two.session, inside.MAX_VARIABLES, MANY, (1,)), "not placed on"),
 }
 
 
@@ -185,50 +159,6 @@ def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeyp
         two.cores[0].approve(1, 0, [inside.Approved(two.plan)])  # its token is looked at first
 
 
-WAITING: dict[str, Callable[[Two, int], Any]] = {
-    "watches": lambda two, session: two.cores[0].watch(session, two.cores[0].status().log, -1),
-    "reads": lambda two, session: two.cores[0].pull(session, [0], 0),
-}
-
-
-@pytest.mark.parametrize("kind", WAITING)
-def test_what_one_session_waits_for_is_bounded(two: Two, kind: str) -> None:
-    """The oldest of too many end: their clients have gone away, or make more than anybody needs."""
-    waits = [WAITING[kind](two, two.session) for _ in range(MAX_CALLS + 10)]
-    other = WAITING[kind](two, two.members[0].session)
-    assert [future.done() for future in waits] == [True] * 10 + [False] * MAX_CALLS
-    with pytest.raises(inside.InvalidRequest, match="later calls"):
-        waits[0].result(SOON)
-    two.job.variable(two.members[0], np.zeros(4, "float32"))
-    two.round()
-    told = [future.result(SOON) for future in [*waits[10:], other]]
-    assert all(each.entries if kind == "watches" else each.round == 0 for each in told)
-
-
-def test_pushes_of_an_generation_to_come_are_bounded(two: Two) -> None:
-    """A few attempts at one contribution wait until their generation is known, which may be never."""
-    said = inside.Contribution(two.session, 99, 0, b"x" * 32, ())
-    for server in two.cores:
-        futures = [server.push(said, inside.Payload((), 1 << 20)) for _ in range(100)]
-        assert sum(not future.done() for future in futures) <= sequences.RESENDS
-        assert len(server.status().waiting) == 1
-    two.round()
-
-
-def test_the_log_says_what_a_variable_is(two: Two) -> None:
-    """Whoever came to a server before the log with another one of its number is not in the chief's way."""
-    squatter = inside.VariableSpec("mine", inside.TensorSpec("float32", (1000,)))
-    create(two.cores[1], two.session, 1, squatter, (1,), inside.Payload.pack([np.ones(1000, "float32")]))
-    spec = inside.VariableSpec("v1", FOUR)
-    create(two.cores[0], two.members[0].session, 1, spec, (1,))
-    two.job.append()
-    assert two.cores[1].status().variable_bytes == FOUR.nbytes
-    value = inside.Payload.pack([np.full(4, 3, "float32")])
-    assert create(two.cores[1], two.members[0].session, 1, spec, (1,), value).initialized
-    (found,) = two.cores[1].pull(two.members[0].session, [1], -1).result(SOON).payload.tensors([FOUR])
-    assert found.tolist() == [3.0] * 4
-
-
 def test_the_log_says_what_a_table_is(two: Two) -> None:
     """The same for a part of one: whoever has taken its buckets before, by any number, and what lies beside them."""
     spec, server, slot = inside.TableSpec((2,)), two.cores[1], inside.SlotTensor("m", "float32", (2,))
@@ -264,16 +194,6 @@ def test_a_table_that_cannot_be_held_is_not_in_the_way(tmp_path: Path) -> None:
     two.round()
 
 
-def test_a_server_knows_so_many_sessions(two: Two) -> None:
-    """One that does not give their numbers, too."""
-    known = len(two.members) + 2  # those of the chief and of the stranger
-    for number in range(registry.REMEMBERED * 8 - known):
-        two.cores[1].open(STRANGER, 1, (1 << 50) + number, False)
-    with pytest.raises(inside.ConfigError, match=f"started {registry.REMEMBERED * 8} times"):
-        two.cores[1].open(STRANGER, 1, 1 << 60, False)
-    two.round()
-
-
 def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
     """On a server that does not give the numbers, who opens a member's first contributes nothing in its name."""
     late, server = WORKERS[2], two.cores[1]
@@ -287,13 +207,6 @@ def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
     server.heartbeat(session, -1, b"")
     with pytest.raises(inside.Forbidden, match=f"session {session} belongs to {late}, not to {STRANGER}"):
         server.open(STRANGER, 1, session, False)
-
-
-def test_a_refusal_is_short() -> None:
-    """On every transport, however long what it complains of: it does not repeat the megabytes that were sent."""
-    error = inside.InvalidRequest(f"weights {(float('nan'),) * 500_000} are not finite numbers from 0")
-    found = len(inside.refusal_to_pb(error).message), len(inside.refusal(error)[1])
-    assert found == (inside.MAX_DETAILS_BYTES,) * 2
 
 
 def test_who_only_looks_is_told_at_once() -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -19,10 +18,11 @@ import pytest
 from psserver.network import server, tls_handshake, transport_connection
 from psserver.network.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from tests.kit import internals as inside
-from tests.kit.certificates import PS0, Certificates, client, guarded
+from tests.kit.certificates import PS0, Certificates, client, guarded, listening
 from tests.kit.internals import pb
-from tests.kit.rig import CHIEF, SOON, WORKERS, core, eventually
+from tests.kit.rig import CHIEF, SOON, WORKERS, eventually
 from tests.kit.shell import free_port
+from tests.kit.telemetry import Page
 
 W0, W1 = WORKERS[:2]
 AT_ONCE = 30.0
@@ -112,23 +112,6 @@ def test_who_may_not_come_in(certificates: Certificates, case: str) -> None:
                 assert member.open(W0, 1, 7, False).session
 
 
-@pytest.mark.parametrize("name", ["worker-0", "admin"])
-def test_who_looks(certificates: Certificates, name: str) -> None:
-    """Any task of the job, and psctl, may ask for the status and what was told last; with the token."""
-    with guarded(certificates.of("ps-0")) as thread:
-        with client(thread, certificates.of(name)) as looker:
-            assert (looker.status().server, looker.events()) == (0, ())
-        for shown, kind, text in (
-            (ours(name, token=""), inside.Unauthenticated, "has no token"),
-            (ours(name, token="0" * 64), inside.Unauthenticated, "another job"),
-            (NOBODY, inside.Forbidden, "admin's"),
-        ):
-            with client(thread, shown(certificates)) as looker:
-                for look in (looker.status, looker.events):
-                    with pytest.raises(kind, match=text):
-                        look()
-
-
 @pytest.fixture(scope="module")
 def members(certificates: Certificates) -> Iterator[Members]:
     """A server, and for each task its connection and its session."""
@@ -171,7 +154,10 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
 
 
 def test_a_worker_is_no_chief(members: Members) -> None:
-    """It neither drives, nor approves, nor has checkpoints written, whatever token it says."""
+    """It neither drives, nor approves, nor has checkpoints written, whatever token it says.
+
+    Who may be chief, and is not, knows no token, and a larger one is no better; who holds it may.
+    """
     worker, _ = members["worker-1"]
     with pytest.raises(inside.Forbidden, match="only the chief, or worker 0 in a cluster without a chief"):
         worker.open(W1, 1, 0, True)
@@ -180,10 +166,6 @@ def test_a_worker_is_no_chief(members: Members) -> None:
             worker.approve(token, 0, [])
         with pytest.raises(inside.Forbidden, match="only the chief, or worker 0"):
             worker.snapshot(token, b"p" * 32, "").result(SOON)
-
-
-def test_a_token_is_not_made_up(members: Members) -> None:
-    """Who may be chief, and is not, knows no token, and a larger one is no better; who holds it may."""
     for token in (1, (1 << 64) - 1):
         for name in ("worker-0", "chief-0"):
             with pytest.raises(inside.Fenced) as caught:
@@ -192,19 +174,6 @@ def test_a_token_is_not_made_up(members: Members) -> None:
     chief, session = members["chief-0"]
     chief.leave(session, "the next one comes")
     assert chief.approve(chief.open(CHIEF, 0, 5, True).token, 0, []) == 0
-
-
-def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
-    """On a server that does not give the numbers, whose session it is says who opened it first, and nobody else."""
-    with guarded(certificates.of("ps-1"), core(1)) as thread, contextlib.ExitStack() as stack:
-        ps1, names = inside.Task("ps", 1), ("worker-0", "worker-1")
-        first, second = (stack.enter_context(client(thread, certificates.of(name), ps1)) for name in names)
-        first.open(W0, 1, 77, False)
-        with pytest.raises(
-            inside.Forbidden, match=r"session 77 belongs to /job:worker/task:0.*restart /job:worker/task:1"
-        ):
-            second.open(W1, 1, 77, False)
-        first.heartbeat(77, -1, b"")
 
 
 def stranger(thread: inside.ServerThread, security: inside.Security | None, name: str = "ps-0.paramserver") -> Any:
@@ -355,42 +324,19 @@ def test_who_calls_nothing_keeps_no_connection(
                 answer_until_closed(sock)
 
 
-class Server:
-    """A psserver process with a token, and what it says."""
-
-    def __init__(self, stack: contextlib.ExitStack, *flags: str) -> None:
-        given = {
-            "security": inside.SecurityOptions(token="0123456789abcdef0123456789abcdef"),
-            "stderr": subprocess.PIPE,
-        }
-        flags = ("--metrics-port", "0", *flags)
-        self._process, self.address = inside.start_server(until_done=False, flags=flags, **given)
-        stack.callback(self.end)
-        assert self._process.stdout is not None
-        lines = iter(self._process.stdout.readline, b"")
-        self.metrics = next(found[1] for line in lines if (found := re.search(r"metrics at (\S+)", line.decode())))
-
-    def counts(self) -> dict[str, int]:
-        with urlopen(self.metrics, timeout=SOON) as answer:
-            text = answer.read().decode()
-        found = re.findall(r'^paramserver_server_refused_total\{reason="(\w+)"\} (\S+)$', text, re.MULTILINE)
-        return {reason: int(float(count)) for reason, count in found}
-
-    def end(self) -> str:
-        """Ends it; returns what it has said on stderr."""
-        if self._process.poll() is None:
-            self._process.terminate()
-        return self._process.communicate(timeout=SOON)[1].decode()
-
-
 def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> None:
     """Thousands of them write a few lines, with their address and what they lacked; what is no hello ends a
     transport."""
     data_port = free_port()
-    server = Server(stack, "--data-port", str(data_port))
-    host = server.address.rpartition(":")[0]
+    given = inside.SecurityOptions(token="0123456789abcdef0123456789abcdef")
+    flags = ("--metrics-port", "0", "--data-port", str(data_port))
+    process, address = listening(stack, flags=flags, security=given, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    printed = iter(process.stdout.readline, b"")
+    metrics = next(found[1] for line in printed if (found := re.search(r"metrics at (\S+)", line.decode())))
+    host = address.rpartition(":")[0]
     wrong = ((inside.TOKEN_KEY, "Bearer fedcba9876543210"),)
-    with grpc.insecure_channel(server.address) as channel:
+    with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(inside.VERBS["Status"].path)
         for metadata in [()] * 200 + [wrong]:
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
@@ -400,8 +346,10 @@ def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> N
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
             while stranger.recv(1 << 16):
                 pass
-    assert server.counts() == {"token": 201, "certificate": 0, "handshake": 0, "transport": 100}
-    said = server.end()
+    for reason, count in {"token": 201, "certificate": 0, "handshake": 0, "transport": 100}.items():
+        assert Page.at(metrics)("server_refused_total", reason=reason) == count
+    process.terminate()
+    said = process.communicate(timeout=SOON)[1].decode()
     lines = [line for line in said.splitlines() if "rejected a caller" in line]
     assert len(lines) == 2
     assert f"rejected a caller at ipv4:{host} (status, token): Unauthenticated: the call has no token" in lines[0]

@@ -143,14 +143,6 @@ def test_without_a_token_the_page_is_for_this_machine(job, host, status):
             assert page.page(request).status == status, client
 
 
-def test_metrics_need_no_code(served):
-    """They contain no names of variables, and Prometheus has no code."""
-    got = served.get("/metrics")
-    assert got.status == 200
-    assert "paramserver_server_rounds_total" in got.text
-    assert "alert" not in got.text
-
-
 def test_nothing_is_loaded_from_elsewhere_and_nothing_leaks(served):
     """The policy names our style and our script by their hashes; the link is told to nobody, and kept by no cache."""
     got = served.look()
@@ -174,7 +166,14 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_leaks(served):
 
 @pytest.mark.parametrize("code", [True, False])
 def test_nothing_else_is_served(served, code):
-    """There are three paths, which are no files, and two methods; also with a good code."""
+    """There are three paths, which are no files, and two methods; also with a good code.
+
+    Metrics need none: they contain no names of variables, and Prometheus has no code.
+    """
+    got = served.get("/metrics")
+    assert got.status == 200
+    assert "paramserver_server_rounds_total" in got.text
+    assert "alert" not in got.text
     given = f"?code={served.code}" if code else ""
     for path in ("/../../etc/passwd", "/%2e%2e/etc/passwd", "/page.css", "/events/", "/metrics/x"):
         assert served.get(path + given).status == 404

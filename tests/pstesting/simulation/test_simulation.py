@@ -21,7 +21,7 @@ from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from pswire.api import LeaveRequest, StatusRequest
 from tests.kit.fixtures import Calls
-from tests.kit.internals import ConfigError, Consistency, Core, ServerLost, Task, Timeouts
+from tests.kit.internals import ConfigError, Consistency, Core, Task
 from tests.kit.simulated import FREE
 
 US = 1e-6
@@ -56,16 +56,6 @@ def test_one_round_takes_the_sum_of_its_parts() -> None:
     moved = small * (transport.send_byte + transport.receive_byte + transport.answer_byte + transport.take_byte)
     kernel = 4000 * (COSTS.kernel_byte + COSTS.apply_byte)
     assert seen.round_seconds == pytest.approx(work + moved + kernel + 2 * transport.latency, rel=1e-3)
-
-
-@pytest.mark.parametrize(("mode", "staleness"), [("sync", 0), ("async", 0), ("bounded", 2)])
-def test_all_contributions_count_once(mode: str, staleness: int) -> None:
-    """Every mode makes the rounds that its workers make, and sums them exactly."""
-    job = SimulatedJob(Cluster(3, Workload(2), COSTS, consistency=Consistency(mode, 0, staleness)), ROUNDS)
-    job.train()
-    assert values(job) == [3.0 * ROUNDS] * 2
-    counts = {task: len(times) for task, times in job.times.items()}
-    assert counts == {Task("worker", index): ROUNDS for index in range(3)}
 
 
 def test_a_thousand_workers_ask_servers_for_their_state_seldom(calls_of: Callable[..., Calls]) -> None:
@@ -187,43 +177,6 @@ def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
     late, early = (job.times[Task("worker", index)] for index in (0, 1))
     for number, when in enumerate(early):
         assert number - sum(time <= when for time in late) <= 3
-
-
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_job_with_copies_outlives_a_server(lost: int) -> None:
-    """The real chief finds it lost, tells the others, and the round is made by those that are left; sums are exact."""
-    job = SimulatedJob(Cluster(3, Workload(3, copies=1), COSTS), 150)
-    job.scheduler.after(0.05, job.servers[lost].kill)
-    seen = job.train(60.0)
-    longest = max(max(rounds) for rounds in seen.rounds.values())
-    assert 0.1 < longest < 0.5
-    assert longest > 20 * seen.round_seconds
-    for server in job.servers:
-        if server.alive:
-            held = [index for index, (_, where) in enumerate(job.cluster.workload.created) if server.index in where]
-            store = server.core.machine.job.store
-            assert [float(np.asarray(store.find(index).array)[0]) for index in held] == [450.0] * 2
-
-
-def test_a_job_without_copies_ends_with_its_server() -> None:
-    """Every process is told the same error as in a real job."""
-    job = SimulatedJob(Cluster(2, Workload(2), COSTS), 150)
-    job.scheduler.after(0.05, job.servers[1].kill)
-    with pytest.raises(ServerLost, match="/job:ps/task:1: was lost"):
-        job.train(60.0)
-    assert all(isinstance(worker.failure, ServerLost) for worker in job.workers if not worker.alive)
-
-
-def test_a_worker_that_is_killed_is_excluded_after_its_lease() -> None:
-    """The others wait for its lease, and go on."""
-    lease = 2.0
-    timeouts = Timeouts(session_timeout=lease, heartbeat_interval=0.25, round_timeout=600.0)
-    job = SimulatedJob(Cluster(3, Workload(1), COSTS, timeouts=timeouts), 300)
-    job.scheduler.after(0.1, job.workers[2].kill)
-    seen = job.train(60.0)
-    longest = max(job_round for task, rounds in seen.rounds.items() if task.index < 2 for job_round in rounds)
-    assert lease / 2 < longest < 1.5 * lease
-    assert [len(job.times[Task("worker", index)]) for index in range(2)] == [300, 300]
 
 
 def test_processes_of_one_host_share_its_cores() -> None:

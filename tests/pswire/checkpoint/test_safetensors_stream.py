@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -133,36 +132,6 @@ def test_the_name_of_the_metadata_is_no_variable():
     """The format keeps it for itself: the error says what to do."""
     with pytest.raises(CheckpointError, match=r"'__metadata__'.*rename the variable"):
         safetensors_stream.header({"__metadata__": TensorSpec("int8", ())})
-
-
-def entry(**changes):
-    return json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}).encode()
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff\xfe{}",
-        b'{"x": 3}',
-        entry(dtype="F31"),
-        entry(shape=[3]),
-        entry(shape=[-2]),
-        entry(shape=[2**40, 2**40]),
-        entry(data_offsets=[0, 9]),
-        entry(data_offsets=[4, 12]),
-        entry(data_offsets=[-8, 0]),
-        entry(data_offsets="08"),
-        b"[" * 5000,
-    ],
-)
-def test_a_broken_header_is_told(head):
-    """It is an error that can be said, and no memory is taken for what it claims."""
-    data = len(head).to_bytes(8, "little") + head + b"\0" * 8
-    with pytest.raises(ValueError):
-        safetensors_stream.read_header(io.BytesIO(data), len(data))
 
 
 @given(st.binary(max_size=200))

@@ -237,40 +237,32 @@ ALIVE_LEASE = 1.0
 """Seconds; of a client that the server tells every quarter of them that it is there."""
 
 
-def talk(core: samples.Fixed, server: RemoteServer, tap: Tap, calls: list[samples.Sample]) -> None:
-    """Makes calls one after another, on a transport; the memory of each is free before the next."""
+def tapped(stack: ExitStack, transport: TransportName = "tcp", lost: int = -1) -> tuple[samples.Fixed, str, Tap]:
+    """A server, its address, and what hears all that is said on a transport of it."""
+    core = samples.Fixed()
+    thread = serve(stack, core)
+    return core, thread.address, Tap(stack, thread._server._transports, transport, lost)
+
+
+def opened(stack: ExitStack, core: samples.Fixed, *where: Any) -> RemoteServer:
+    """A client with a session; see `connect`."""
+    server = connect(stack, *where)
     core.tell(OPEN)
     make(server, OPEN)
+    return server
+
+
+def talk(stack: ExitStack, transport: TransportName, calls: list[samples.Sample], lost: int = -1) -> list[Heard]:
+    """What is said in calls on a transport, one after another; the memory of each is free before the next."""
+    core, address, tap = tapped(stack, transport, lost)
+    server = opened(stack, core, address, transport)
     for sample in calls:
         core.tell(sample)
         assert make(server, sample) == plain(sample.answer)
         assert plain(core.asked) == plain([sample.args])
         core.asked.clear()
         tap.until(lambda heard: heard.quiet)
-
-
-def talk_on(stack: ExitStack, transport: TransportName, calls: list[samples.Sample], lost: int = -1) -> list[Heard]:
-    """What is said in some calls on a transport."""
-    core = samples.Fixed()
-    thread = serve(stack, core)
-    tap = Tap(stack, thread._server._transports, transport, lost)
-    talk(core, connect(stack, thread.address, transport), tap, calls)
     return tap.heard
-
-
-def on_tcp(stack: ExitStack) -> list[Heard]:
-    """All calls and all errors; a payload of several parts."""
-    return talk_on(stack, "tcp", samples.transport_samples(samples.LARGE, list(BY_NAME)))
-
-
-def on_shm(stack: ExitStack) -> list[Heard]:
-    """The same calls; data in shared memory, each part a place of it."""
-    return talk_on(stack, "shm", samples.transport_samples(200_001, ["MemoryLimit"]))
-
-
-def again(stack: ExitStack) -> list[Heard]:
-    """The transport breaks when a push is sent: the client opens another, and says that it replaces the first."""
-    return talk_on(stack, "tcp", [BY_SAMPLE["Push full"]], lost=MessageKind.PUSH)
 
 
 def waiting(stack: ExitStack) -> list[Heard]:
@@ -278,12 +270,8 @@ def waiting(stack: ExitStack) -> list[Heard]:
     words: list[tuple[int, bool]] = []
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(Silence, "word", lambda self, received, paused, *rest: words.append((received, paused)))
-    core, sample = samples.Fixed(), BY_SAMPLE["Pull full"]
-    thread = serve(stack, core)
-    tap = Tap(stack, thread._server._transports, "tcp")
-    server = connect(stack, thread.address, "tcp", ALIVE_LEASE)
-    core.tell(OPEN)
-    make(server, OPEN)
+    core, address, tap = tapped(stack)
+    server, sample = opened(stack, core, address, "tcp", ALIVE_LEASE), BY_SAMPLE["Pull full"]
     core.tell(sample)
     core.holds = True
     future = server.pull(*sample.args)
@@ -314,8 +302,7 @@ def crowded(stack: ExitStack) -> list[Heard]:
     """A server that has enough of a contribution says how far it has read, and that it reads no more for now."""
     core = samples.Fixed()
     thread = serve(stack, core, in_flight=16)
-    core.tell(OPEN)
-    make(connect(stack, thread.address), OPEN)
+    opened(stack, core, thread.address)
     sample = samples.Sample(
         "Push", "in parts", (samples.contribution(), samples.small()), samples.reply(samples.small())
     )
@@ -338,12 +325,8 @@ def crowded(stack: ExitStack) -> list[Heard]:
 
 def heartbeats(stack: ExitStack) -> list[Heard]:
     """A process that does nothing heartbeats over gRPC first, and then on its transport, where it may be refused."""
-    core = samples.Fixed()
-    thread = serve(stack, core)
-    tap = Tap(stack, thread._server._transports, "tcp")
-    server = connect(stack, thread.address, "tcp")
-    core.tell(OPEN)
-    make(server, OPEN)
+    core, address, tap = tapped(stack)
+    server = opened(stack, core, address, "tcp")
     first = samples.Sample("Heartbeat", "first", (SESSION, -1, b"", STILL, 0), False)
     again = (SESSION, -1, b"", None, 0)
     refused = samples.Sample("Heartbeat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
@@ -359,37 +342,23 @@ def heartbeats(stack: ExitStack) -> list[Heard]:
     return tap.heard
 
 
-def stranger(stack: ExitStack) -> list[Heard]:
-    """Who has not the session's token is told nothing."""
-    core = samples.Fixed()
-    thread = serve(stack, core)
-    core.tell(OPEN)
-    make(connect(stack, thread.address), OPEN)
-    client = BareClient(stack, thread._server._transports.port)
-    hello = pb.TransportHello(session=SESSION, token=b"no token").SerializeToString()
-    client.say(Message(MessageKind.HELLO, header=hello).head())
-    assert client.is_closed()
-    return [client.heard]
-
-
 def servers(stack: ExitStack) -> list[Heard]:
     """Another server votes, on the tcp transport."""
-    core = samples.Fixed()
-    thread = serve(stack, core)
-    tap = Tap(stack, thread._server._transports, "tcp")
-    vote_at(stack, thread.address)
+    core, address, tap = tapped(stack)
+    vote_at(stack, address)
     until(lambda: plain(core.heard) == plain(HEARD))
     return tap.heard
 
 
 TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
-    "tcp": on_tcp,
-    "shm": on_shm,
-    "a transport that breaks": again,
+    # All calls and all errors, and a payload of several parts, each of which has a place in shared memory.
+    "tcp": lambda stack: talk(stack, "tcp", samples.transport_samples(samples.LARGE, list(BY_NAME))),
+    "shm": lambda stack: talk(stack, "shm", samples.transport_samples(200_001, ["MemoryLimit"])),
+    # It breaks when a push is sent: the client opens another, and says that it replaces the first.
+    "a transport that breaks": lambda stack: talk(stack, "tcp", [BY_SAMPLE["Push full"]], MessageKind.PUSH),
     "a call that waits": waiting,
     "a server that has enough": crowded,
     "heartbeats": heartbeats,
-    "a stranger": stranger,
     "servers": servers,
 }
 

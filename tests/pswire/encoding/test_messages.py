@@ -5,42 +5,33 @@ table that both gRPC rims share.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
-from types import NoneType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
-from google.protobuf.descriptor import EnumDescriptor
-from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pswire.api import ApproveRequest, Contribution, ProposeRequest, PullReply, RoundReply, TableRead
-from pswire.cluster import JOBS, Task
+from pswire.api import ApproveRequest, Contribution, PullReply, RoundReply
 from pswire.encoding import calls, messages, verbs
 from pswire.encoding.calls import CALLS
 from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
-from pswire.model import tables
-from pswire.model.consistency import ASYNC, Consistency
 from pswire.model.log import Generation, LogEntry, Lost
-from pswire.model.plan import Operand, PlacedVariable, ShardOf, VariableSpec
-from pswire.model.program import Attr
-from pswire.model.status import Happened, Saving, WorkerProgress
-from pswire.model.tables import SlotTensor, TablePart, TableSpec
-from pswire.model.tensor import DTYPES, TensorSpec
-from pswire.network.payload import EMPTY, Payload
+from pswire.model.plan import Operand
+from pswire.model.status import Saving, WorkerProgress
+from pswire.model.tensor import TensorSpec
+from pswire.network.payload import EMPTY
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.servers import votes
 from pswire.servers.requests import REQUESTS
 from pswire.servers.votes import Vote
 from tests.kit import samples
-from tests.kit.samples import ROUND, plain, walk
+from tests.kit.attacks import spoil
+from tests.kit.cases import search
+from tests.kit.samples import ROUND
 
 MAPPED = messages.MAPPER.pairs
 BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
@@ -52,292 +43,94 @@ BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
     Vote: MessageCodec(
         pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb
     ),
-    votes.Testimony: MessageCodec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
 }
 PAIRS = MAPPED | BY_HAND
 
-# ---- Any value of a class ----
+# ---- What a message says ----
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-ANY = {
-    Field.TYPE_BOOL: st.booleans(),
-    Field.TYPE_STRING: TEXT,
-    Field.TYPE_BYTES: st.binary(max_size=32),
-    Field.TYPE_DOUBLE: st.floats(allow_nan=False),
-    Field.TYPE_UINT32: st.integers(0, (1 << 32) - 1),
-    **dict.fromkeys((Field.TYPE_UINT64, Field.TYPE_FIXED64), st.integers(0, (1 << 64) - 1)),
-    **dict.fromkeys((Field.TYPE_INT32, Field.TYPE_SINT32), st.integers(-(1 << 31), (1 << 31) - 1)),
-    **dict.fromkeys((Field.TYPE_INT64, Field.TYPE_SINT64), st.integers(-(1 << 63), (1 << 63) - 1)),
-}
-"""Scalars by the type of the message's field."""
-
-SMALL = ANY | dict.fromkeys((Field.TYPE_UINT32, Field.TYPE_UINT64), st.integers(1, 255))
-SMALL |= {Field.TYPE_DOUBLE: st.floats(1e-9, 0.5)}
-"""Scalars that no check of tables refuses."""
 
 
-def tuples(items: st.SearchStrategy[Any], least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(items, min_size=least, max_size=most).map(tuple)
-
-
-@cache
-def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a class of the table, or of a union of such."""
-    if kind in CHECKED:
-        return CHECKED[kind]
-    if kind not in PAIRS:  # it is in its union, where its message is that of its only field
-        return st.builds(kind, *map(values_of, get_type_hints(kind).values()))
-    if kinds := get_args(kind):
-        return st.one_of(*map(values_of, kinds))
-    return built(kind, PAIRS[kind].message)
-
-
-def built(kind: type, message: type[Message], scalars: Any = ANY, **given: Any) -> st.SearchStrategy[Any]:
-    """Values of a class whose fields are any that the message's can have, but for those that are given."""
-    fields = {**message.DESCRIPTOR.fields_by_name}
-    fields["payload"] = None
-    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
-    hints = {name: hint for name, hint in hints.items() if name not in given}
-    found = {name: value_of(hint, fields[name], scalars) for name, hint in hints.items()}
-    return st.builds(kind, **found, **given)
-
-
-def value_of(hint: Any, field: Any, scalars: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field of a class, which travels as a field of a message."""
-    inner = get_args(hint)
-    if NoneType in inner:
-        there = [one for one in inner if one is not NoneType]
-        within = [built(one, MAPPED[one].message, scalars) if scalars is SMALL else values_of(one) for one in there]
-        return st.none() | (st.one_of(*within) if there[0] in MAPPED else value_of(there[0], field, scalars))
-    if hint in messages.MAPPER.enums:
-        return st.sampled_from(inner)
-    if get_origin(hint) is Mapping:  # of one item at most: they have no order on the wire
-        key, value = (scalars[field.message_type.fields_by_name[name].type] for name in ("key", "value"))
-        return st.dictionaries(key, value, max_size=1)
-    if hint in CHECKED or hint in MAPPED:
-        return values_of(hint)
-    if inner and (inner[-1] is Ellipsis or get_origin(hint) is Sequence):
-        return tuples(value_of(inner[0], field, scalars))
-    if inner:
-        return st.tuples(*(value_of(*each, scalars) for each in zip(inner, field.message_type.fields, strict=True)))
-    return scalars[field.type]
-
-
-NAMES = st.from_regex(r"[a-z/_:0]{1,12}", fullmatch=True)
-_SHAPES = tuples(st.integers(1, 9))
-_LOW, _HIGH = st.floats(-9, 0), st.floats(0, 9)
-CHECKED: dict[Any, st.SearchStrategy[Any]] = {
-    Task: st.builds(Task, st.sampled_from(JOBS), ANY[Field.TYPE_UINT32]),
-    tuple[str, Attr]: st.tuples(
-        TEXT,
-        st.none()
-        | st.booleans()
-        | ANY[Field.TYPE_INT64]
-        | ANY[Field.TYPE_DOUBLE]
-        | TEXT
-        | tuples(ANY[Field.TYPE_INT64]),
-    ),
-    Consistency: st.one_of(
-        st.builds(Consistency, st.just("sync"), ANY[Field.TYPE_UINT32]),
-        st.just(ASYNC),
-        st.builds(Consistency, st.just("bounded"), st.just(0), ANY[Field.TYPE_UINT32]),
-    ),
-    TensorSpec: st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000))),
-    SlotTensor: st.builds(
-        SlotTensor, NAMES.map("{}/slot".format), st.sampled_from(tables.RANDOM_DTYPES), _SHAPES, st.floats(-99, 99)
-    ),
-    ShardOf: st.builds(ShardOf, NAMES, st.integers(0, 9), st.integers(1 << 10, 1 << 40)),
-    tables.Initializer: st.one_of(
-        st.builds(tables.Zeros),
-        st.builds(tables.Constant, _LOW),
-        *(st.builds(kind, _LOW, _HIGH) for kind in (tables.Uniform, tables.Normal, tables.TruncatedNormal)),
-    ),
-}
-CHECKED[TableSpec] = built(
-    TableSpec,
-    pb.TableSpec,
-    SMALL,
-    shape=_SHAPES,
-    dtype=st.sampled_from(tables.RANDOM_DTYPES),
-    capacity=st.integers(tables.MIN_CAPACITY, tables.MAX_COUNT),
-    memory_limit=st.integers(0, tables.MAX_MEMORY),
-    seed=ANY[Field.TYPE_UINT64],
-    hash_seed=ANY[Field.TYPE_UINT64],
-)
-CHECKED[TablePart] = st.builds(
-    TablePart, NAMES, CHECKED[TableSpec], st.integers(0, 900), st.integers(1, 100), st.none() | CHECKED[SlotTensor]
-)
-_ROWS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(1, 9), 1, 8))
-CHECKED[VariableSpec] = st.one_of(
-    st.builds(VariableSpec, NAMES, CHECKED[TensorSpec], st.booleans(), st.none() | st.just("") | NAMES),
-    st.builds(VariableSpec, NAMES, _ROWS, st.booleans(), st.none(), CHECKED[ShardOf]),
-    CHECKED[TablePart].map(lambda part: VariableSpec("part", part.tensor, part=part)),
-)
-"""What is checked when it is read: values that pass."""
-
-CHECKED[Payload] = st.just(EMPTY)
-CHECKED[Contribution] = built(
-    Contribution, pb.PushHeader, previous=st.integers(-1, 1 << 62), trace=st.just(""), parts=st.just(())
-)
-
-CHECKED[ProposeRequest] = built(ProposeRequest, pb.ProposeRequest, trace=st.just(""))
-
-KINDS = [kind for kind, pair in PAIRS.items() if pair in vars(messages).values()] + [
-    *dict.fromkeys(kind for request in REQUESTS.values() for kind in (request, request.answer) if kind in MAPPED),
-    Contribution,
-    RoundReply,
-    PullReply,
-]
-"""The classes of messages that are sent by themselves, and of some that are in many."""
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "__name__", "LogEntry"))
-@given(data=st.data())
-def test_values_arrive_as_they_were(kind: Any, data: st.DataObject) -> None:
-    """Each value comes back equal, to the last bit: its repr, from which ids are made, is the same."""
-    value, pair = data.draw(values_of(kind)), PAIRS[kind]
-    sent = pair.to_pb(value).SerializeToString()
-    assert repr(pair.from_pb(pair.message.FromString(sent))) == repr(value)
-
-
-@given(st.lists(st.sampled_from(range(3)), max_size=8), st.tuples(*[values_of(RoundReply)] * 3))
-def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], replies: tuple[RoundReply, ...]) -> None:
-    """Whatever came before: what is kept of an answer is used for one that says the same, and for no other."""
-    encoder, decoder = messages.RoundEncoder(), messages.RoundDecoder()
-    for turn in turns:
-        reply = replies[turn]
-        message = pb.RoundHeader.FromString(encoder.encode(reply))
-        assert message == ROUND.to_pb(reply)
-        assert repr(decoder.decode(message, EMPTY)) == repr(reply)
-        assert pb.RoundHeader.FromString(encoder.encode(replace(reply, more=not reply.more))).more != reply.more
-
-
-def test_an_generation_is_read_once() -> None:
-    """As long as the answers have the same."""
-    decoder = messages.RoundDecoder()
-    headers = [ROUND.to_pb(RoundReply(n, Generation(n // 2, ()), False, (), EMPTY)) for n in range(4)]
-    first, second, third, fourth = (decoder.decode(header, EMPTY).generation for header in headers)
-    assert first is second
-    assert third is fourth
-    assert [first.number, third.number] == [0, 1]
-
-
-# ---- The table has every field of the .proto ----
-
-ENVELOPES: list[type[Message]] = [
-    *(pb.Part, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.TransportHello, pb.TransportAlive),
-    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.Spoken),
-    *(codec.verb.reply for codec in CALLS.values() if REQUESTS[codec.verb.name].answer not in MAPPED),
-]
-"""What the rims write themselves: what servers say to each other, envelopes of payloads, and answers of one field."""
-
-OF_THE_RIMS = {
-    f"paramserver.v1.OpenReply.{name}"
-    for name in ("data_port", "data_path", "transport_token", "in_flight", "buffer_bytes")
-}
-OF_THE_RIMS |= {f"paramserver.v1.{n}.spoken" for n in ("StatusReply", "OpenRequest", "EnlistRequest", "OfferRequest")}
-"""What the rims add to a message of the table: no core knows of it."""
-
-OF_SENDERS = {"paramserver.v1.ServerVote.session"}
-"""What says who has sent it, and is read by the rim."""
-
-OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHeader", "PullHeader")}
-"""What is read for the payload, and not for the value."""
-
-
-def values() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
+def sampled() -> Iterator[tuple[MessageCodec[Any, Any], Any]]:
     """The values of the samples that are messages of their own, each with its pair."""
-    for value in (value for sample in samples.SAMPLES for value in (*sample.args, sample.answer)):
-        if type(value) in PAIRS:
-            yield PAIRS[type(value)], value
     for sample in samples.SAMPLES:
+        yield from ((PAIRS[type(value)], value) for value in (*sample.args, sample.answer) if type(value) in PAIRS)
         if sample.verb in REQUESTS:
             yield PAIRS[REQUESTS[sample.verb]], REQUESTS[sample.verb](*sample.args)
-    for entry in samples.ENTRIES:
-        yield PAIRS[LogEntry], entry
-    for variable in (*samples.TABLES, samples.ALONE):
-        yield PAIRS[PlacedVariable], variable
-    for question in samples.QUESTIONS:
-        yield PAIRS[TableRead], question
-    yield PAIRS[Happened], samples.HAPPENED
-    for said in samples.VOTES:
-        yield PAIRS[Vote], said
-    yield PAIRS[votes.Testimony], samples.VOTES[-1]
+    yield from ((PAIRS[LogEntry], entry) for entry in samples.ENTRIES)
+    yield from ((PAIRS[Vote], said) for said in samples.VOTES)
 
 
-def fields() -> set[str]:
-    """The fields of all messages that the table is for."""
-    kinds = [kind for name, kind in pb.DESCRIPTOR.message_types_by_name.items() if getattr(pb, name) not in ENVELOPES]
-    return {field.full_name for kind in kinds for field in kind.fields} - OF_THE_RIMS
+SAMPLED = list(sampled())
 
 
-def without_each(message: Message, known: set[str]) -> Iterator[tuple[str, Message]]:
-    """For each field that is set in a message, or below it, and is not known: its name, and the message without it."""
-    for index, below in enumerate(walk(message)):
-        for field, _ in below.ListFields():
-            if field.full_name in known:
-                continue
-            less = deepcopy(message)
-            next(found for n, found in enumerate(walk(less)) if n == index).ClearField(field.name)
-            yield field.full_name, less
+@search(6)
+@given(st.sampled_from(SAMPLED), st.integers(0, 3), st.data())
+def test_values_arrive_as_they_were(sampled: tuple[MessageCodec[Any, Any], Any], spoilt: int, data: Any) -> None:
+    """Whatever numbers, texts and choices a message has, it is refused, or written again as it was read.
 
-
-def is_other(pair: MessageCodec[Any, Any], message: Message, value: Any) -> bool:
-    """Whether a message is another value than one that is known, or is refused."""
+    To the last bit: its repr, from which ids are made, is the same.
+    """
+    pair, value = sampled
+    message = pair.message.FromString(pair.to_pb(value).SerializeToString())
+    for _ in range(spoilt):
+        spoil(data.draw, message)
     try:
-        return bool(plain(pair.from_pb(message)) != plain(value))
+        read = pair.from_pb(message)
     except InvalidRequest:
-        return True
+        assert spoilt
+        return
+    again = pair.from_pb(pair.message.FromString(pair.to_pb(read).SerializeToString()))
+    assert repr(again) == repr(read)
 
 
-def test_each_field_of_each_message_is_mapped_once() -> None:
-    """All fields of the .proto are written; without any of them the value is another, and with all the same."""
-    written, read = set(), set()
-    for pair, value in values():
-        message = pair.to_pb(value)
-        assert type(message) is pair.message
-        came = pair.from_pb(message)
-        assert plain(came) == plain(value if type(value) not in (RoundReply, PullReply) else came)
-        for name, less in without_each(message, read):
-            written.add(name)
-            read |= {name} if is_other(pair, less, came) else set()
-    assert written == fields()
-    assert read == fields() - OF_PAYLOADS - OF_SENDERS
+OTHER_ANSWER: dict[str, Any] = {
+    "round": 42,
+    "generation": Generation(7, ()),
+    "more": False,
+    "excluded": (),
+    "payload": samples.small(),
+    "warnings": (),
+    "observers": (),
+    "rows": (),
+    "over": 46,
+}
+"""For each field of an answer another value than that of the sample."""
 
 
-def test_each_message_has_one_value() -> None:
-    """No two rows are for the same message, and none is without: it is in the table, or the rims write it."""
-    kinds = [pair.message for pair in PAIRS.values() if pair.message is not pb.Empty]
-    assert len(kinds) == len({*kinds})
-    within = {pb.Numbers, pb.Assign, pb.NamedTensor, pb.Sessions}  # parts of others: their values are tuples
-    assert {*kinds, *ENVELOPES, *within} == {getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name}
+def test_answers_are_the_same_where_some_of_them_is_kept() -> None:
+    """What is kept of an answer is used for one that says the same, and for no other, whichever field differs.
+
+    A generation is read once, as long as the answers have the same.
+    """
+    first = samples.reply()
+    assert [*OTHER_ANSWER] == [*RoundReply.__dataclass_fields__]
+    encoder, decoder = messages.RoundEncoder(), messages.RoundDecoder()
+    for name, value in OTHER_ANSWER.items():
+        other = replace(first, **{name: value})
+        for reply in (first, first, other, first):
+            message = pb.RoundHeader.FromString(encoder.encode(reply))
+            assert message == ROUND.to_pb(reply)
+            assert repr(decoder.decode(message, reply.payload)) == repr(reply)
+    headers = [ROUND.to_pb(replace(first, round=n, generation=Generation(n // 2, ()))) for n in range(4)]
+    one, two, three, four = (decoder.decode(header, EMPTY).generation for header in headers)
+    assert one is two
+    assert three is four
+    assert [one.number, three.number] == [0, 1]
 
 
-def test_each_number_of_an_enumeration_has_a_word() -> None:
-    """All but an unspecified 0, which is never sent; the words are those of the .proto."""
-    enums: list[EnumDescriptor] = list(pb.DESCRIPTOR.enum_types_by_name.values())
-    enums += [enum for kind in pb.DESCRIPTOR.message_types_by_name.values() for enum in kind.enum_types]
-    words = [
-        {v.number: v.name.rpartition("_")[2].lower() for v in enum.values if not v.name.endswith("UNSPECIFIED")}
-        for enum in enums
-    ]
-    assert sorted(map(str, words)) == sorted(str(dict(found)) for found in messages.MAPPER.enums.values())
+# ---- The table of values and messages; that it has every field, `test_golden` shows ----
 
 
 def test_a_class_that_its_message_does_not_fit_is_no_row() -> None:
-    """A field that the message has not is found when the table is made, not when somebody sends it."""
+    """A field that the message has not is found when the table is made, not when somebody sends it.
+
+    A class whose fields are those of its message comes into the table with the first one that has it. It gets no checks
+    later: they would not be made.
+    """
     with pytest.raises(KeyError, match="task"):
         Mapper().pair(WorkerProgress, pb.Saving)
-
-
-def test_what_is_within_needs_no_row() -> None:
-    """A class whose fields are those of its message comes into the table with the first one that has it."""
     assert messages.MAPPER.pairs[Saving].message is pb.Saving
-    assert messages.MAPPER.pairs[type(samples.PROCESS)].message is pb.ProcessStatus
-
-
-def test_a_row_comes_before_those_that_it_is_in() -> None:
-    """A class that came into the table by its fields alone gets no checks later: they would not be made."""
     mapper = Mapper()
     mapper.pair(Operand, pb.Operand)
     with pytest.raises(ValueError, match="TensorSpec'> is in the table"):
@@ -354,7 +147,7 @@ REFUSED: dict[str, Message] = {
     "unknown reduction 99": pb.Plan(reductions=[pb.Reduction(op=99, tensor=SPEC)]),  # type: ignore[arg-type]
     "unknown kind of input 0": pb.Program(inputs=[pb.Input(spec=SPEC)]),
     "unknown kind of input 99": pb.Program(
-        inputs=[pb.Input(kind=99, spec=SPEC)],  # type: ignore[arg-type]
+        inputs=[pb.Input(kind=99, spec=SPEC)]  # type: ignore[arg-type]
     ),
     "unknown kind of value 0": pb.Plan(returned=[pb.Ref(index=1)]),
     "unknown kind of value 99": pb.Plan(returned=[pb.Ref(kind=99)]),  # type: ignore[arg-type]
@@ -406,17 +199,13 @@ def test_an_unknown_choice_is_refused(words: str) -> None:
 
 @given(st.sampled_from([pb.Plan, pb.Entry, pb.WatchReply, pb.StatusReply, pb.VariableSpec]), st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None:
-    """No bytes do anything but be read, or raise InvalidRequest."""
+    """No bytes do anything but be read, or raise InvalidRequest; what is no message is named with its size."""
+    with pytest.raises(InvalidRequest, match="2 bytes are not a valid OpenRequest"):
+        verbs.parse(pb.OpenRequest, b"\xff\xff")
     try:
         READERS[kind](verbs.parse(kind, data))
     except InvalidRequest:
         pass
-
-
-def test_bytes_that_are_no_message_are_named() -> None:
-    """A malformed message is refused with its size and what it should have been."""
-    with pytest.raises(InvalidRequest, match="2 bytes are not a valid OpenRequest"):
-        verbs.parse(pb.OpenRequest, b"\xff\xff")
 
 
 # ---- The table of the rims ----
@@ -433,11 +222,7 @@ def test_the_table_of_verbs_is_the_protocol() -> None:
     ]
     assert {v.deadline for v in verbs.VERBS.values()} <= {"", *Timeouts.__dataclass_fields__}
     assert {v.late for v in verbs.VERBS.values()} <= set(BY_NAME)
-
-
-def test_every_error_has_a_status() -> None:
-    """Table and tree of errors have the same names."""
-    assert list(verbs.STATUS) == list(BY_NAME)
+    assert list(verbs.STATUS) == list(BY_NAME)  # every error has a status
 
 
 @given(st.sampled_from(sorted(BY_NAME)), TEXT, st.sampled_from(["", "/job:worker/task:1"]))
@@ -449,11 +234,14 @@ def test_errors_cross(name: str, text: str, task: str) -> None:
     assert (came.message, came.task) == (text, task)
 
 
+@example("\u00e4" * 5000, "")
 @given(st.text(max_size=5000), st.text(max_size=20))
 def test_no_text_of_an_error_breaks_the_answer(text: str, task: str) -> None:
     """Metadata are plain ASCII, and details short enough for a header, whatever the error says."""
-    _, details, metadata = verbs.refusal(PSError(text, task))
-    assert len(details.encode()) <= 2048
+    error = PSError(text, task)
+    _, details, metadata = verbs.refusal(error)
+    assert len(details.encode()) <= verbs.MAX_DETAILS_BYTES
+    assert len(verbs.refusal_to_pb(error).message.encode()) <= verbs.MAX_DETAILS_BYTES
     assert all(value.isascii() and value.isprintable() for _, value in metadata)
 
 

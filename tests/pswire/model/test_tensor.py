@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from pswire.errors import InvalidRequest
 from pswire.limits import MAX_NDIM
 from pswire.model.rows import MANY, check_ids, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
+from tests.kit.cases import search
 from tests.kit.programs import same_bits
 
 IMPOSSIBLE: list[tuple[str, tuple[int, ...]]] = [
@@ -54,16 +54,28 @@ def test_arrays_that_do_not_travel_are_refused(array: Any) -> None:
 # ---- Ids of rows ----
 
 
-@given(ids=st.lists(st.sampled_from([0, 1, 2, 5, 2**20, 2**31, 2**40]), max_size=80), seed=st.integers(0, 99))
-def test_rows_are_grouped_and_summed_one_after_another(ids, seed):
+IDS = st.sampled_from([0, 1, 2, 5, 2**20, 2**31, 2**40])
+KEYS = IDS | st.sampled_from([2**62, -1, -(2**63), 2**63 - 1])
+"""Among keys are those that do not fit into 63 bits together with a place."""
+
+
+@search(2)
+@given(
+    ids=st.lists(IDS, max_size=80) | st.lists(KEYS, max_size=80),
+    many=st.sampled_from([0, 0, MANY - 1, MANY, MANY + 1, MANY + 2, 3 * MANY]),
+    dtype=st.sampled_from(["float32", "bfloat16", "int64"]),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_grouped_and_summed_one_after_another(ids, many, dtype, seed):
     """As a stable sort and a loop do, to the last bit, also where many rows are for one place."""
+    ids = [*ids[:1], *[3] * many, *ids[1:]]
     numbers = np.array(ids, np.int64)
     order, starts = group(numbers)
     assert order.tolist() == np.argsort(numbers, kind="stable").tolist()
     places = numbers[order[starts[:-1]]]
     assert places.tolist() == sorted(set(ids))
     assert starts[-1] == len(ids)
-    rows = np.random.default_rng(seed).normal(size=(len(ids), 2)).astype("float32")
+    rows = (np.random.default_rng(seed).normal(size=(len(ids), 2)) * 100).astype(DTYPES[dtype])
     total = {}
     for id, row in zip(ids, rows, strict=True):
         total[id] = total[id] + row if id in total else row
@@ -72,37 +84,14 @@ def test_rows_are_grouped_and_summed_one_after_another(ids, seed):
     assert all(same_bits(row, total[id]) for id, row in zip(places.tolist(), found, strict=True))
 
 
-@pytest.mark.parametrize("count", [MANY - 1, MANY, MANY + 1, MANY + 2, 3 * MANY])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_many_rows_for_one_place(count, dtype):
-    """Their number changes nothing of the sum."""
-    rows = np.random.default_rng(count).normal(size=(count + 2, 3)) * 100
-    rows = rows.astype(DTYPES[dtype])
-    ids = np.array([7, *[3] * count, 7])
-    order, starts = group(ids)
-    expected = rows[1].copy()
-    for row in rows[2 : count + 1]:
-        expected = expected + row
-    found = sum_groups(rows, order, starts)
-    assert same_bits(found[0], expected)
-    assert same_bits(found[1], rows[0] + rows[-1])
-
-
-@pytest.mark.parametrize("ids", [[2**62, 5, 2**62, 7], [-1, 4, -(2**63), -1, 2**63 - 1]])
-def test_keys_are_grouped_as_ids_are(ids):
-    """Also where a place and a number do not fit into 63 bits together, and below zero."""
-    order, starts = group(np.array(ids))
-    assert order.tolist() == sorted(range(len(ids)), key=ids.__getitem__)
-    groups = [{ids[n] for n in order[a:b]} for a, b in itertools.pairwise(starts)]
-    assert groups == [{key} for key in sorted(set(ids))]
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "uint64"])
 def test_ids_become_numbers_of_one_kind(dtype):
-    """Whatever integers they are; an empty list is none."""
+    """Whatever integers they are; an empty list is none. With rows of the whole's dtype they are tensors."""
     found = check_ids(np.array([4, 0, 4], dtype), 5, "w")
     assert (found.dtype, found.tolist()) == (np.int64, [4, 0, 4])
     assert check_ids(np.array([], dtype), 0, "w").tolist() == []
+    rows = TensorSpec("bfloat16", (4, 2, 3))
+    assert row_specs(TensorSpec("bfloat16", (9, 2, 3)), 4) == (TensorSpec("int64", (4,)), rows)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +106,3 @@ def test_the_first_id_that_is_no_row_is_named(ids, said):
     """With its place, the size, and what it belongs to."""
     with pytest.raises(ValueError, match=rf"^the table: {said} is not a row of 5$"):
         check_ids(np.asarray(ids), 5, "the table")
-
-
-def test_ids_and_rows_are_tensors():
-    """Of a number of rows: ids in 64 bits, and rows of the whole's dtype."""
-    assert row_specs(TensorSpec("bfloat16", (9, 2, 3)), 4) == (
-        TensorSpec("int64", (4,)),
-        TensorSpec("bfloat16", (4, 2, 3)),
-    )

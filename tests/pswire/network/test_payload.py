@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
-from pswire.limits import ALIGN, PART_BYTES
+from pswire.limits import ALIGN
 from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.network.parts import MIN_PART_BYTES, SPARE_PARTS, STEPS, Assembly, Cutter, Part, parts_of
 from pswire.network.payload import Chunk, Payload
@@ -54,32 +54,29 @@ def cut_at(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
     return [(start, memoryview(whole[start:end])) for start, end in itertools.pairwise(at)]
 
 
-def check_parts(parts: Sequence[Part], sizes: Sequence[int], part_bytes: int) -> None:
-    """Parts follow one another, are bounded, cut no tensor that fits one, and have all of the bytes."""
-    _, size, whole = content(sizes)
-    parts_bytes = [b"".join(buffers) for _, buffers in parts]
-    assert b"".join(parts_bytes) == whole
-    assert len(whole) == size
-    starts = [offset for offset, _ in parts]
-    assert starts == [0, *np.cumsum([len(data) for data in parts_bytes])][: len(parts)]
-    assert all(offset % ALIGN == 0 for offset in starts)
-    assert all(0 < len(data) <= part_bytes for data in parts_bytes)
-    for offset, nbytes in zip(layout(TensorSpec("uint8", (n,)) for n in sizes)[0], sizes, strict=True):
-        assert nbytes > part_bytes or not any(offset < at < offset + nbytes for at in starts)
-
-
 # ---- Parts ----
 
 
+@example([30, 60], 96, 1, [])  # which fits one part
 @given(SIZES, PART_SIZES, st.integers(1, STEPS), st.lists(st.integers(0, 2), max_size=12))
 def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: int, turns: list[int]) -> None:
     """However adding and cutting take turns it is cut alike: others may have been told of the same parts.
 
-    Parts have no gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut.
+    Parts have no gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut. One
+    who looks only when told leaves nothing behind, and is told of nothing in vain.
     """
-    chunks, size, _ = content(sizes)
+    chunks, size, whole = content(sizes)
     payload, rest = Payload((), size), list(chunks)
     cutter, parts = Cutter(payload, part_bytes, steps), list[Part]()
+    other, told, ends = Cutter(payload, part_bytes, steps), list[Part](), [0]
+
+    def look() -> None:
+        assert payload.end > ends[-1]
+        ends.append(payload.end)
+        while (part := other.next()) is not None:
+            told.append(part)
+        if not other.done:
+            other.when(0, look)
 
     def cut() -> None:
         while (part := cutter.next()) is not None:
@@ -87,6 +84,8 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: 
         uncut = payload.end - sum(len(b) for _, bs in parts for b in bs)
         assert uncut < part_bytes // 2 or payload.size - payload.end + uncut <= part_bytes
 
+    if not other.done:
+        other.when(0, look)
     for turn in turns:
         for _ in range(turn):
             if rest:
@@ -96,77 +95,43 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: 
         payload.add(*chunk)
     cut()
     assert cutter.done
-    check_parts(parts, sizes, part_bytes)
-    assert parts == list(parts_of(Payload(chunks, size), part_bytes, steps))
+    assert other.done
+    data = [b"".join(buffers) for _, buffers in parts]
+    starts = [offset for offset, _ in parts]
+    assert b"".join(data) == whole
+    assert starts == [0, *np.cumsum(list(map(len, data)))][: len(parts)]
+    assert all(offset % ALIGN == 0 for offset in starts)
+    assert all(0 < len(each) <= part_bytes for each in data)
+    assert size > part_bytes or len(parts) <= 1
+    for offset, nbytes in zip(layout(TensorSpec("uint8", (n,)) for n in sizes)[0], sizes, strict=True):
+        assert nbytes > part_bytes or not any(offset < at < offset + nbytes for at in starts)
+    assert parts == told == list(parts_of(Payload(chunks, size), part_bytes, steps))
 
 
-@given(SIZES, PART_SIZES)
-def test_who_cuts_is_told_when_there_is_more(sizes: list[int], part_bytes: int) -> None:
-    """Nothing is left behind by one who looks again only when told, and nobody is told of nothing."""
-    chunks, size, _ = content(sizes)
-    payload = Payload((), size)
-    cutter, parts, told = Cutter(payload, part_bytes), list[Part](), list[int]()
-
-    def look() -> None:
-        assert payload.end > (told[-1] if told else 0) or size == 0
-        told.append(payload.end)
-        while (part := cutter.next()) is not None:
-            parts.append(part)
-        if not cutter.done:
-            cutter.when(0, look)
-
-    if not cutter.done:
-        cutter.when(0, look)
-    for chunk in chunks:
-        payload.add(*chunk)
-    assert cutter.done
-    check_parts(parts, sizes, part_bytes)
+# ---- Growing ----
 
 
-@pytest.mark.parametrize("size", [PART_BYTES, 2 * PART_BYTES, 40 * PART_BYTES])
-def test_a_payload_of_several_parts_has_sixteen_between_hosts(size: int) -> None:
-    """Where its tensors are small, so that the other end begins early; one that fits a part is one part."""
-    tensor, count = 1 << 16, size >> 16
-    payload = Payload.pack([np.zeros(tensor, np.uint8)] * count)
-    sizes = [sum(map(len, buffers)) for _, buffers in parts_of(payload, steps=STEPS)]
-    if payload.size <= PART_BYTES:
-        assert sizes == [payload.size]
-        return
-    share = min(payload.size // STEPS, PART_BYTES // 2)
-    assert all(share <= each < share + tensor for each in sizes[:-1])
-    assert 0 < sizes[-1] <= 2 * share
+@given(SIZES, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12))
+def test_a_payload_grows(sizes: list[int], spans: list[tuple[int, int]]) -> None:
+    """Its end moves on; it is whole with the last byte, and then reads as one that was whole from the first.
 
-
-# ---- GrpcAnswer ----
-
-
-@given(SIZES, st.lists(st.integers(0, 40), max_size=8))
-def test_a_payload_grows(sizes: list[int], cuts: list[int]) -> None:
-    """Its end moves on; it is whole with the last byte, and then reads as one that was whole from the first."""
+    Bytes that come again change nothing, in whole or in part: what was there first stays, and each byte is there once.
+    """
     chunks, size, whole = content(sizes)
     specs = [TensorSpec("uint8", (n,)) for n in sizes]
     payload = Payload((), size)
-    for offset, buffer in cut_at(whole, cuts):
-        assert not payload.whole
-        payload.add(offset, buffer)
-        assert payload.end == offset + len(buffer)
+    for first, count in [*spans, (0, size)]:
+        start = min(first * ALIGN, payload.end)
+        end = min(start + count * ALIGN, size)
+        # Who sends something else the second time changes nothing by it.
+        again = bytes(255 if at < payload.end else whole[at] for at in range(start, end))
+        before = payload.end
+        payload.add(start, memoryview(again))
+        assert payload.end == max(before, end)
+        assert payload.whole == (payload.end == size)
         assert joined(payload) == whole[: payload.end]
     assert payload.whole
     assert [t.tobytes() for t in payload.tensors(specs)] == [t.tobytes() for t in Payload(chunks, size).tensors(specs)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=20))
-def test_bytes_that_come_again_change_nothing(spans: list[tuple[int, int]]) -> None:
-    """In whole or in part: what was there first stays, and each byte is there once."""
-    whole = bytes(ramp(8 * ALIGN, 1))
-    payload = Payload((), len(whole))
-    for first, count in spans:
-        start = min(first * ALIGN, payload.end)
-        end = min(start + count * ALIGN, len(whole))
-        # Who sends something else the second time changes nothing by it.
-        again = bytes(255 if at < payload.end else whole[at] for at in range(start, end))
-        payload.add(start, memoryview(again))
-        assert joined(payload) == whole[: payload.end]
 
 
 def test_a_tensor_is_read_before_the_rest_is_there() -> None:
@@ -214,33 +179,6 @@ def test_who_is_told_may_wait_again_and_add() -> None:
     assert seen == [ALIGN, 2 * ALIGN, 3 * ALIGN, 4 * ALIGN]
 
 
-def test_all_who_wait_are_told_whatever_the_threads() -> None:
-    """While one thread adds, others wait for each byte of it: each is told, and once."""
-    count = 200
-    payload, told = Payload((), count * ALIGN), list[int]()
-    ready = threading.Barrier(5)
-
-    def wait(first: int) -> None:
-        ready.wait()
-        for step in range(count):
-            payload.reach((step + 1) * ALIGN, partial(told.append, first * count + step))
-
-    def add() -> None:
-        ready.wait()
-        for step in range(count):
-            payload.add(step * ALIGN, memoryview(bytes(ALIGN)))
-
-    _together(add, *(partial(wait, first) for first in range(4)))
-    assert sorted(told) == [*range(4 * count)]
-
-
-def _together(*works: Callable[[], object]) -> None:
-    """Runs works in threads, to their ends; raises what one raised."""
-    with ThreadPoolExecutor(len(works)) as pool:
-        for each in [pool.submit(work) for work in works]:
-            each.result()
-
-
 # ---- What is sent again ----
 
 CUTS = st.lists(st.integers(0, 20), max_size=6)
@@ -271,8 +209,9 @@ def test_attempts_complete_each_other(sizes: list[int], data: st.DataObject) -> 
 
 
 def test_attempts_come_at_once() -> None:
-    """Each in a thread of its own, while the first goes on, too: exact bytes, and nothing twice."""
-    whole, ready = bytes(ramp(400 * ALIGN, 3)), threading.Barrier(4)
+    """Each in a thread of its own, while the first goes on, too, and one that waits for each byte: exact bytes, and
+    nothing twice."""
+    whole, ready = bytes(ramp(400 * ALIGN, 3)), threading.Barrier(5)
 
     def send(kept: Payload, payload: Payload, step: int) -> None:
         ready.wait()
@@ -281,14 +220,20 @@ def test_attempts_come_at_once() -> None:
         for chunk in cut_at(whole, range(0, 400, step)):
             payload.add(*chunk)
 
-    for _ in range(5):
-        kept, reached = Payload((), len(whole)), threading.Event()
-        kept.reach(len(whole), reached.set)
+    def wait(kept: Payload, told: list[int]) -> None:
+        ready.wait()
+        for end in range(len(whole) + 1):
+            kept.reach(end, partial(told.append, end))
 
+    for _ in range(5):
+        kept, told = Payload((), len(whole)), list[int]()
         others = [Payload((), len(whole)) for _ in range(3)]
-        _together(*(partial(send, kept, *each) for each in zip((kept, *others), (7, 1, 3, 11), strict=True)))
+        sending = (partial(send, kept, *each) for each in zip((kept, *others), (7, 1, 3, 11), strict=True))
+        with ThreadPoolExecutor(5) as pool:
+            for each in [pool.submit(work) for work in (*sending, partial(wait, kept, told))]:
+                each.result()
         assert kept.whole
-        assert reached.is_set()
+        assert sorted(told) == [*range(len(whole) + 1)]
         assert joined(kept) == whole
 
 
@@ -320,43 +265,28 @@ WRONG: dict[str, tuple[int, Sequence[tuple[int, int]]]] = {
     "a part after the last": (64, [(0, 64), (64, 1)]),
     "a part where nothing was announced": (0, [(0, 1)]),
     "a part that begins within an element": (64, [(0, 3), (3, 61)]),
+    "more tiny parts than may be": (MIN_PART_BYTES, [(at * ALIGN, ALIGN) for at in range(SPARE_PARTS + 2)]),
 }
-
-
-def assemble(size: int, parts: Iterable[tuple[int, int]]) -> Payload:
-    assembly = Assembly(size)
-    for offset, nbytes in parts:
-        assembly.add(offset, (memoryview(bytes(nbytes)),))
-    return assembly.check_whole()
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_parts_out_of_place_are_refused(case: str) -> None:
-    """Parts come in order, without gap, and never exceed what was announced."""
+    """Parts come in order, without gap, and never exceed what was announced, which bounds how many they may be."""
+    size, (*good, (last, nbytes)) = WRONG[case]
+    assembly = Assembly(size)
+    for offset, count in good:
+        assembly.add(offset, (memoryview(bytes(count)),))
     with pytest.raises(InvalidRequest, match=r"a part of|are too small"):
-        assemble(*WRONG[case])
-
-
-def test_tiny_parts_are_refused() -> None:
-    """What a peer announced bounds how many parts it may cut it into."""
-    assert MIN_PART_BYTES > ALIGN * (SPARE_PARTS + 2)
-    with pytest.raises(InvalidRequest, match="too small"):
-        assemble(MIN_PART_BYTES, ((at, ALIGN) for at in range(0, MIN_PART_BYTES, ALIGN)))
-
-
-def test_parts_without_bytes_cost_nothing() -> None:
-    """Empty parts are not kept, however many come."""
-    assembly = Assembly(16)
-    for _ in range(1000):
-        assembly.add(0, (memoryview(b""),))
-    assembly.add(0, (memoryview(bytes(16)),))
-    assert [(at, bytes(data)) for at, data in assembly.payload.chunks] == [(0, bytes(16))]
+        assembly.add(last, (memoryview(bytes(nbytes)),))
 
 
 def test_a_stream_that_ends_early_is_refused() -> None:
-    """What is missing is said."""
+    """What is missing is said. Empty parts are not kept, however many come."""
     assembly = Assembly(64)
+    for _ in range(1000):
+        assembly.add(0, (memoryview(b""),))
     assembly.add(0, (memoryview(bytes(48)),))
+    assert [(at, bytes(data)) for at, data in assembly.payload.chunks] == [(0, bytes(48))]
     assert not assembly.payload.whole
     with pytest.raises(InvalidRequest, match="byte 48 of 64"):
         assembly.check_whole()
@@ -383,11 +313,3 @@ def test_a_payload_of_another_size_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"float64.* at byte 0 has 8 bytes, .* has only 0 of them"):
         Payload((), 8).tensors([TensorSpec("float64", ())])
     assert Payload.pack([]).tensors([]) == []
-
-
-@given(st.lists(st.integers(1, PART_BYTES // 2), min_size=1, max_size=3))
-def test_what_fits_a_part_is_one(sizes: list[int]) -> None:
-    """However many tensors it is: a push that fits one message is one."""
-    payload = Payload.pack([np.zeros(size, np.uint8) for size in sizes])
-    count = len(list(parts_of(payload)))
-    assert count == 1 if payload.size <= PART_BYTES else count == 2

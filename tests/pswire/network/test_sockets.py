@@ -242,41 +242,27 @@ SIZES = st.lists(st.one_of(st.integers(0, 3000), st.integers(sockets.SMALL - 1, 
 MEMORY = st.sampled_from([(0, False), (1 << 19, True), (1 << 19, False), (1 << 22, True), (1 << 22, False)])
 
 
-@search(0.6)
-@given(st.lists(SIZES, min_size=1, max_size=4), MEMORY)
-def test_payloads_arrive_whole(calls: list[list[int]], memory: tuple[int, bool]) -> None:
-    """Several at once, in the socket or through memory that may be too small, whether data wait for room or not."""
-    with Wire(*memory) as wire:
-        for call, sizes in enumerate(calls):
-            packed = Payload.pack(arrays(sizes))
-            wire.sizes[call] = packed.size
-            wire.channel.send(sockets.MessageKind.PUSH, call, b"header", packed)
-        wire.until_whole(len(calls))
-        for call, sizes in enumerate(calls):
-            check(wire.got[call].payload, sizes)
-            assert wire.kinds[call][0] == (sockets.MessageKind.PUSH, b"header")
-            assert set(wire.kinds[call][1:]) <= {(sockets.MessageKind.PART, b"")}
-        if memory[1]:
-            assert not wire.inline, "what waits for room does not go in the socket"
-        if wire.ring is not None:
-            assert not wire.ring._entries
-            assert not wire.channel._unread
-
-
-@search(0.6)
-@given(st.lists(SIZES, min_size=1, max_size=4), MEMORY, st.data())
-def test_answers_are_sent_while_they_are_made(
-    calls: list[list[int]], memory: tuple[int, bool], data: st.DataObject
+@search(1.2)
+@given(st.lists(st.tuples(SIZES, st.booleans()), min_size=1, max_size=4), MEMORY, st.data())
+def test_payloads_arrive_whole(
+    calls: list[tuple[list[int], bool]], memory: tuple[int, bool], data: st.DataObject
 ) -> None:
-    """However they grow; the last message of each comes once, after all of its parts."""
-    with Wire(memory[0], False) as wire:
+    """Several at once, in the socket or through memory that may be too small, whether data wait for room or not.
+
+    Answers are sent while they are made, however they grow; the last message of each comes once, after all its parts.
+    """
+    waits = memory[1] and not any(grows for _, grows in calls)
+    with Wire(memory[0], waits) as wire:
         growing = []
-        for call, sizes in enumerate(calls):
+        for call, (sizes, grows) in enumerate(calls):
             packed = Payload.pack(arrays(sizes))
-            answer = Payload((), packed.size)
             wire.sizes[call] = packed.size
-            wire.channel.send(sockets.MessageKind.PART, call, b"begins", answer, ends=True)
-            growing.append((call, answer, list(packed.chunks)))
+            if grows:
+                answer = Payload((), packed.size)
+                wire.channel.send(sockets.MessageKind.PART, call, b"first", answer, ends=True)
+                growing.append((call, answer, list(packed.chunks)))
+            else:
+                wire.channel.send(sockets.MessageKind.PUSH, call, b"first", packed)
         while growing:
             index = data.draw(st.integers(0, len(growing) - 1))
             call, answer, chunks = growing[index]
@@ -288,13 +274,20 @@ def test_answers_are_sent_while_they_are_made(
             if data.draw(st.booleans()):
                 wire.step()
         wire.until_whole(len(calls))
-        for call, sizes in enumerate(calls):
-            while wire.kinds[call][-1] != (sockets.MessageKind.ANSWER, b"ends %d" % call):
+        for call, (sizes, grows) in enumerate(calls):
+            while grows and wire.kinds[call][-1] != (sockets.MessageKind.ANSWER, b"ends %d" % call):
                 wire.step()
-            parts = wire.kinds[call][:-1]
-            assert parts[:1] == [(sockets.MessageKind.PART, b"begins")] * bool(wire.sizes[call])
+            first, parts = sockets.MessageKind.PUSH, wire.kinds[call]
+            if grows:
+                first, parts = sockets.MessageKind.PART, parts[:-1]
+            assert parts[:1] == [(first, b"first")] * (not grows or bool(wire.sizes[call]))
             assert set(parts[1:]) <= {(sockets.MessageKind.PART, b"")}
             check(wire.got[call].payload, sizes)
+        if waits:
+            assert not wire.inline, "what waits for room does not go in the socket"
+        if wire.ring is not None and not any(grows for _, grows in calls):
+            assert not wire.ring._entries
+            assert not wire.channel._unread
 
 
 def test_answers_that_grow_in_many_threads_arrive_once() -> None:

@@ -67,7 +67,14 @@ def said(one: logging.LogRecord) -> dict:
 
 
 def test_a_line_says_where_its_process_stands():
-    """Task, round and session come from those who know, and not from who writes the line."""
+    """Task, round and session come from those who know, and not from who writes the line.
+
+    The keys are always there: what is not known is null.
+    """
+    found = said(record())
+    assert (found["task"], found["round"], found["session"]) == (None, None, None)
+    assert found["time"].endswith("Z")
+    assert len(found["time"]) == len("2026-11-21T21:58:51.123Z")
     logging_setup.name("/job:worker/task:1")
     logging_setup.follow(lambda: (12, 1_700_000_000_000_000_002))
     one = record("waits for %s", "worker 0")
@@ -81,14 +88,6 @@ def test_a_line_says_where_its_process_stands():
         "round": 12,
         "session": "1700000000000000002",
     }
-
-
-def test_what_is_not_known_is_null():
-    """The keys are always there."""
-    found = said(record())
-    assert (found["task"], found["round"], found["session"]) == (None, None, None)
-    assert found["time"].endswith("Z")
-    assert len(found["time"]) == len("2026-11-21T21:58:51.123Z")
 
 
 def test_whose_call_is_answered_is_said_before_whose_process_it_is():
@@ -128,15 +127,11 @@ def test_whatever_is_said_comes_back(text):
     assert found["message"] == text
 
 
-def test_arguments_that_do_not_fit_are_said():
-    """A mistake of who writes the line makes one line, too, in JSON."""
+def test_lines_that_go_wrong_are_said():
+    """Arguments that do not fit make one line, too; long texts lose their middle, so that who relays takes all."""
     assert said(record("%d of them", "x"))["message"].startswith(
         "'%d of them', with arguments that cannot be formatted"
     )
-
-
-def test_long_texts_lose_their_middle():
-    """So that who relays a line takes it whole."""
     found = said(record("a" * 50_000 + "z" * 50_000))["message"]
     assert len(found) < 2 * logging_setup.MAX_CHARACTERS
     assert (found[:100], found[-100:]) == ("a" * 100, "z" * 100)
@@ -269,7 +264,10 @@ def test_generations_say_who_came_and_who_went():
 
 
 def test_each_decision_is_told_once():
-    """Losses, checkpoints, the end; variables are kept apart."""
+    """Losses, checkpoints, the end; variables are kept apart.
+
+    Another job begins anew, with the time at which it was seen; of its many events the newest stay.
+    """
     log = Log(BEGUN)
     history = followed(log)
     log.entries += [
@@ -288,22 +286,12 @@ def test_each_decision_is_told_once():
     assert "no room" in history.events[2].said
     assert "goes on with copies" in history.events[3].said
     assert history.variables == [VARIABLE]
-
-
-def test_another_job_begins_anew():
-    """Nothing of the last one stays; its entries have the time at which they were seen."""
-    log = Log(BEGUN, Created(VARIABLE), Done())
-    history = followed(log)
     log.entries[:] = [JobStarted(8, (11, 12)), GenerationClosed(Generation(1, (ONE,)))]
     history.follow(30.0)
     assert [(event.what, event.time) for event in history.events] == [("begin", 30.0), ("generation", 30.0)]
     assert history.variables == []
-
-
-def test_events_are_bounded():
-    """The newest stay."""
-    log = Log(BEGUN, *(GenerationClosed(Generation(number, (ONE,))) for number in range(1, 3 * KEPT)))
-    history = followed(log)
+    log.entries += [GenerationClosed(Generation(number, (ONE,))) for number in range(2, 3 * KEPT)]
+    history.follow(40.0)
     assert len(history.events) == KEPT
     assert history.events[-1].said == f"generation {3 * KEPT - 1}: worker-0"
 
