@@ -29,6 +29,7 @@ from tests.kit.internals import (
     ProgramError,
     Reduction,
     Ref,
+    ServerLost,
     SnapshotOrder,
     Snapshotted,
     Start,
@@ -36,7 +37,7 @@ from tests.kit.internals import (
     TensorSpec,
     VariableSpec,
 )
-from tests.kit.rig import CHIEF, SOON, WORKERS, adding, eventually, reduce_only, sum_into
+from tests.kit.rig import CHIEF, SOON, WORKERS, adding, create, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
@@ -118,6 +119,35 @@ def test_before_there_is_a_chief_no_token_counts(serve):
         with pytest.raises(Fenced, match="newer chief"):
             server.approve(0, 0, [JobStarted(0, (100, 101))])
         assert server.status().log == 0
+
+
+def test_a_new_job_drops_everything(job, worker):
+    """Variables, plans and generations are gone; who was in the old one is told; who came for the new one goes on."""
+    variable = job.variable(worker, np.array(1))
+    plan = job.approve(reduce_only(NUMBER), worker)
+    (absent,) = job.join(C)
+    worker.generation = absent.generation
+    other = job.open(B)
+    waiting = [
+        job.verbs[0].pull(worker.session, [variable.id], 5),
+        job.verbs[0].watch(worker.session, len(log(job)), -1),
+        worker.push(plan, [1]),
+    ]
+    news = job.verbs[0].watch(other.session, len(log(job)), -1)
+    machine = job.servers.cores[0].machine
+    old = machine.job
+    eventually(lambda: old.reads.calls and len(machine.watches.news) == 2 and old.rounds.waiting())
+    begin = job.begin()
+    for future in waiting:
+        with pytest.raises(ServerLost, match="job was restarted"):
+            future.result(SOON)
+    assert news.result(SOON).entries == (begin,)
+    with pytest.raises(Fenced):
+        job.verbs[0].heartbeat(worker.session, -1, b"")
+    status = job.verbs[0].status()
+    assert (status.log, status.variables, status.variable_bytes, status.generation, status.round) == (1, 0, 0, None, -1)
+    job.verbs[0].heartbeat(other.session, -1, b"")
+    assert create(job.verbs[0], other.session, 0, VariableSpec("new", PAIR)).count == 1
 
 
 def test_the_same_job_is_not_begun_twice(job, worker):

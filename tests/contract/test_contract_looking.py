@@ -155,3 +155,17 @@ def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
     assert last(job, "restore").said == f"{who(worker)}: open 'nowhere'"
     eventually(lambda: last(job, "worked").said == "find (files)")
     assert last(job, "worked").refused == f"NoCheckpoint: {caught.value.message}"
+
+
+def test_heartbeats_ticks_and_watches_are_excluded(job: Job, worker: Worker):
+    """However many there are: they would leave room for nothing else. It is told how long ago the others were."""
+    before = job.verbs[0].events()
+    for version in (0, 0):
+        job.verbs[0].watch(worker.session, 0, version).result(SOON)
+    job.servers.spend(3, worker.session)
+    after = job.verbs[0].events()
+    assert [(each.what, each.said) for each in after] == [(each.what, each.said) for each in before]
+    assert {each.seconds for each in after} == {3.0}
+    job.verbs[0].leave(worker.session, "")
+    job.servers.clock.now += 1.5
+    assert [each.seconds for each in job.verbs[0].events()] == [4.5] * 4 + [1.5]
