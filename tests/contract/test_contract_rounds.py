@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.kit.internals import (
+    EMPTY,
     PART_BYTES,
     WINDOW,
     Approved,
@@ -28,7 +29,7 @@ from tests.kit.internals import (
     TensorSpec,
     spec_of,
 )
-from tests.kit.rig import SOON, WORKERS, given, reduce_only, together, turn
+from tests.kit.rig import SOON, WORKERS, given, reduce_only, sgd, together, turn
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
@@ -224,3 +225,23 @@ def test_a_push_that_does_not_fit_is_refused(job, two):
         assert isinstance(error, InvalidRequest), (weights, size)
     assert not other.done()
     assert int(given(together(other, two[0].push(plan, [3]))[0], plan)[0]) == 5
+
+
+def test_who_observes_sends_nothing(job, two):
+    """It is waited for and answered, and neither its contribution nor its operands count. A round that all observe
+    changes nothing: all were started again while the last round of those before them was still to be completed."""
+    variable = job.variable(two[0], np.array([1.0]))
+    plan = job.approve(sgd(variable), two[0])
+
+    def observe(worker):
+        said = Contribution(worker.session, 1, worker.round, plan.id, (0.0,), observes=True)
+        return job.verbs[0].push(said, EMPTY)
+
+    observing = observe(two[1])
+    job.arrived(two[1])
+    assert not observing.done()
+    replies = together(two[0].push(plan, [[2.0]], operands=[0.25]), observing)
+    assert [given(reply, plan)[0].tolist() for reply in replies] == [[0.5], [0.5]]
+    turn(*two)
+    assert len(together(*map(observe, two))) == 2
+    assert job.value(two[0], variable).tolist() == [0.5]

@@ -10,6 +10,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing import update_function
+from psclient._src.tracing.hyperparameters import Configured
 from psclient.compat.v1 import train
 from psclient.optimizers import schedules
 from tests.kit.cases import once
@@ -583,3 +584,25 @@ def test_complex_gradients_are_for_complex_variables(strategy):
     w = variable(strategy, np.zeros(2, "complex64"))
     apply(strategy, SGD(0.5), ([2 + 2j] * 2, w))
     assert w.numpy().tolist() == [-1 - 1j] * 2
+
+
+class Rates(Configured):
+    """Two numbers, and a list of them."""
+
+    def __init__(self):
+        self.first, self.second, self.more = None, 0.5, [1.0]
+
+
+def test_settings_stay_the_same_until_something_changes():
+    """Then they are others: also if values change places, or a list changes in itself."""
+    rates = Rates()
+    rates.more = ()
+    known = rates._settings()
+    assert rates._settings() is known
+    rates.first, rates.second = rates.second, rates.first
+    swapped = rates._settings()
+    assert (known.numbers, swapped.numbers, known.key == swapped.key) == ([0.5], [0.5], False)
+    rates.more = [1.0]
+    assert rates._settings().numbers == [0.5, 1.0]
+    rates.more.append(2.0)
+    assert rates._settings().numbers == [0.5, 1.0, 2.0]
