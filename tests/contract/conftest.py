@@ -23,7 +23,7 @@ CARRIERS = {
 """On which a module's tests run beside the core: one or two of them each, in turn. Transports carry pushes and pulls
 alone; for each other message `tests/pswire/encoding` has both ends, so that every third test of a module is enough."""
 
-DEAR = {"test_there_is_an_end_to_it", "test_a_limit_is_an_error_for_all"}
+DEAR = {"test_there_is_an_end_to_it"}
 """Tests that fill a server, over the core alone."""
 
 

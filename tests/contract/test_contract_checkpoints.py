@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -13,22 +12,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pswire.model import log as log_entries
 from tests.kit.internals import (
     MAX_PLANS,
     MAX_SAVES,
-    Apply,
     Approved,
     CheckpointError,
     Fenced,
-    Input,
     InvalidRequest,
     Manifest,
-    Node,
     Plan,
     Position,
-    Program,
-    PSError,
     Reduction,
     Ref,
     SnapshotOrder,
@@ -44,7 +37,6 @@ from tests.kit.rig import (
     checkpoint,
     create,
     eventually,
-    given,
     manifest_of,
     sum_into,
     together,
@@ -202,27 +194,6 @@ def test_a_checkpoint_stays_below_its_root(job, worker):
     assert list(root.iterdir()) == [root / "link"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error(job, worker):
-    """The chief is told what the file system says; the server goes on."""
-    variable = job.variable(worker, np.array(1))
-    job.servers.root.write_text("a file where a directory should be")
-    plan = job.order(worker, "x")
-    with pytest.raises(CheckpointError, match=r"shard-00000-of-00002-\w{8}\.safetensors cannot be written") as told:
-        job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
-    assert told.value.task == "/job:ps/task:0"
-    assert int(job.value(worker, variable)) == 1
-
-
-def test_a_plan_may_update_and_save(job, worker):
-    """The checkpoint holds the section's own updates."""
-    variable = job.variable(worker, np.array(1))
-    plan = job.approve(replace(sum_into(variable), snapshot=SnapshotOrder("x", BOTH)), worker)
-    (reply, _) = together(worker.push(plan, [4]), worker.push(plan, [4], server=1))
-    assert int(given(reply, plan)[0]) == 4
-    shard, _ = shards_of(job, plan)
-    assert int(load_file(f"{shard.path}/{shard.file}")["v0"]) == 5
-
-
 # ---- Who asks ----
 
 
@@ -272,14 +243,6 @@ def test_what_is_over_is_told_at_once(job, worker):
 
 
 # ---- Files ----
-
-
-def test_shards_are_written_without_a_chief(job, worker):
-    """A save lets go of its values as soon as they are in the files; the manifest alone needs a chief."""
-    job.variable(worker, np.array(1))
-    job.order(worker, "run/ckpt-1")
-    eventually(lambda: len(files(job)) == 2)
-    eventually(lambda: [one.nbytes for one in job.verbs[0].status().saving] == [0])
 
 
 def test_a_save_that_failed_leaves_no_files(job, worker):
@@ -342,36 +305,6 @@ def test_a_failure_is_known_before_the_round(job, worker):
     worker.round += 1
     job.save(worker, "run/ckpt-1")
     assert files(job) == whole("run/ckpt-1")
-
-
-def refusing(variable, servers=(0,)):
-    """A section that saves, and whose program nobody can run."""
-    spec = variable.spec.tensor
-    power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
-    refs = (Ref("variable", variable.id), Ref("reduction", 0))
-    return Plan(
-        (Reduction("sum", spec, servers),),
-        programs=(power,),
-        applies=(Apply(0, servers, refs),),
-        snapshot=SnapshotOrder("run/ckpt-1", BOTH),
-    )
-
-
-@pytest.mark.parametrize("copies", [(0,), BOTH], ids=["on one server", "on all"])
-def test_a_round_that_fails_has_no_checkpoint(job, worker, copies):
-    """Processes that ask for its shard are told, before and after; shards of other servers go with the failure."""
-    variable = job.variable(worker, np.array(3), copies)
-    plan = job.approve(refusing(variable, copies), worker)
-    asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
-    pushed = [worker.push(plan, [-1], server=server) for server in BOTH]
-    for server in copies:
-        with pytest.raises(PSError):
-            pushed[server].result(SOON)
-        assert "'run/ckpt-1' failed" in told(asked[server])
-        assert "'run/ckpt-1' failed" in told(job.verbs[server].snapshot(job.token, plan.id, ""))
-    fail(job, plan)
-    eventually(lambda: files(job) == [])
-    assert forgotten(job)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -483,12 +416,3 @@ def test_saves_are_no_sections_of_many_shapes(job, worker, monkeypatch):
         job.approve(Plan((Reduction("sum", TensorSpec("int64", (place,)), (0,)),)), worker)
     with pytest.raises(InvalidRequest, match="2 different compiled steps"):
         job.verbs[0].propose(worker.session, Plan((Reduction("sum", TensorSpec("int64", ()), (0,)),)), "", None)
-
-
-def test_what_is_no_order_has_no_state():
-    """Nothing of a log is touched for a plan that is not in it."""
-    plain = Approved(Plan((Reduction("sum", TensorSpec("int64", ()), (0,)),)))
-    entries = [plain]
-    assert log_entries.forget_state(entries, plain.plan.id) is None
-    assert log_entries.forget_state(entries, bytes(32)) is None
-    assert entries == [plain]

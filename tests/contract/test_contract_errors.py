@@ -14,7 +14,6 @@ from tests.kit.internals import (
     EMPTY,
     ConfigError,
     Contribution,
-    InvalidRequest,
     ParameterServer,
     PSError,
     RemoteServer,
@@ -180,14 +179,3 @@ def test_a_wait_for_a_round_that_takes_too_long_says_whom_it_waits_for(tmp_path)
         with pytest.raises(RoundTimeout, match=str(B)):
             hasty.snapshot(job.token, plan.id, "").result(SOON)
         assert not pushed.done()
-
-
-def test_nonsense_is_refused(connect):
-    """What a message cannot say is an error of its sender, not of the server."""
-    server = connect(core(0))
-    session = server.open(A, 1, 0, False).session
-    with pytest.raises(InvalidRequest):
-        create(server, session, 0, VariableSpec("w", TensorSpec("float32", (1 << 50,))), (0,))
-    with pytest.raises(PSError):
-        server.open(Task("baker", 0), 1, 0, False)
-    assert server.status().server == 0

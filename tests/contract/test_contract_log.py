@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from tests.kit.internals import (
     InvalidRequest,
     JobStarted,
     LocalityError,
-    MemoryLimit,
     Node,
     Operand,
     PlacedVariable,
@@ -38,7 +37,7 @@ from tests.kit.internals import (
     TensorSpec,
     VariableSpec,
 )
-from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, create, eventually, reduce_only, sum_into
+from tests.kit.rig import CHIEF, SOON, WORKERS, adding, create, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
@@ -190,9 +189,10 @@ def bad_plans():
     v, r = Ref("variable", 0), Ref("reduction", 0)
 
     def one(**changes):
-        return dataclasses.replace(Plan((here,), (), (add,), (Apply(0, (0,), (v, r)),), (r,)), **changes)
+        return replace(Plan((here,), (), (add,), (Apply(0, (0,), (v, r)),), (r,)), **changes)
 
-    strange = dataclasses.replace(add, nodes=(Node("eval", (0, 1)),))
+    strange = replace(add, nodes=(Node("eval", (0, 1)),))
+    twice = Program((Input("variable", NUMBER),), (Node("add", (0, 0)),), ((0, 1),), ())
     wide = Program((Input("variable", PAIR), Input("value", NUMBER)), (Node("add", (0, 1)),), ((0, 2),), ())
     return {
         "an unknown op": (one(programs=(strange,)), ProgramError, "unknown op 'eval'"),
@@ -211,6 +211,16 @@ def bad_plans():
         "a mean of counts": (Plan((Reduction("mean", NUMBER, (0,)),)), InvalidRequest, "not defined"),
         "a returned variable": (one(returned=(v,)), InvalidRequest, "neither reduced nor computed"),
         "a result to come": (one(applies=(Apply(0, (0,), (v, Ref("result", 0))),)), InvalidRequest, "result 0"),
+        "a skipped update of no reduction": (
+            Plan(programs=(twice,), applies=(Apply(0, (0,), (v,), optional=True),)),
+            ProgramError,
+            "can be skipped must take a reduction",
+        ),
+        "a skipped update with results": (
+            one(programs=(replace(add, outputs=(2,)),), applies=(Apply(0, (0,), (v, r), optional=True),)),
+            ProgramError,
+            "cannot return results",
+        ),
         "a checkpoint nowhere": (Plan(snapshot=SnapshotOrder("x", (0, 7))), InvalidRequest, "servers"),
     }
 
@@ -222,42 +232,6 @@ def test_a_plan_that_does_not_verify_is_refused(job, worker):
         with pytest.raises(kind, match=words):
             job.verbs[0].propose(worker.session, plan, "", None)
         assert job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).plans == (), name
-
-
-def test_a_plan_needs_no_more_memory_than_there_is(serve):
-    """What a program needs on the way counts, though the variable itself would fit."""
-    job = Job(serve(1, memory_limit=4096))
-    (worker,) = job.join(A)
-    variable = job.variable(worker, np.zeros(8))
-    row, square = TensorSpec("float64", (8,)), TensorSpec("float64", (8, 8))
-    outer = Program(
-        (Input("variable", row), Input("value", row)),
-        (
-            Node("broadcast_to", (1,), (("shape", (64, 8)),)),
-            Node("multiply", (0, 2)),
-            Node("sum", (3,), (("axis", 0),)),
-        ),
-        ((0, 4),),
-        (),
-    )
-    large = Plan(
-        (Reduction("sum", row, (0,)),), (), (outer,), (Apply(0, (0,), (Ref("variable", 0), Ref("reduction", 0))),)
-    )
-    with pytest.raises(MemoryLimit, match="limit is 4 KiB") as told:
-        job.verbs[0].propose(worker.session, large, "", None)
-    assert told.value.task == "/job:ps/task:0"
-    job.verbs[0].propose(worker.session, sum_into(variable), "", None)
-    assert square.nbytes < 4096
-
-
-def test_an_entry_says_where_a_new_member_waits(job, worker):
-    """The chief sees it at the session."""
-    new = job.open(B).session
-    for _ in range(2):
-        job.verbs[0].propose(new, None, "dataset:3", None)
-    states = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).sessions
-    assert not job.verbs[0].watch(worker.session, 0, -1).result(SOON).sessions
-    assert {s.member.session: s.join_point for s in states} == {worker.session: "", new: "dataset:3"}
 
 
 def test_a_start_is_said_once(job, worker):
@@ -314,24 +288,6 @@ def test_a_watch_waits_for_the_log(job, worker):
     for each in watches:
         watched = each.result(SOON)
         assert (watched.start, watched.entries) == (length, (Approved(reduce_only(NUMBER)),))
-
-
-def test_a_watch_waits_for_a_version(job, worker):
-    """A chief hears of sessions, entries and proposals, though the log stands still."""
-    length, server, session = len(log(job)), job.verbs[0], job.opened.session
-    version = server.watch(session, length, 0).result(SOON).version
-    for change in (
-        lambda: job.open(B),
-        lambda: server.propose(worker.session, reduce_only(NUMBER), "", None),
-        lambda: server.propose(worker.session, None, "dataset:1", None),
-        lambda: server.leave(worker.session, ""),
-    ):
-        waits = watching(job, session, length, version)
-        change()
-        watched = waits.result(SOON)
-        assert watched.version > version
-        assert watched.entries == ()
-        version = watched.version
 
 
 def test_a_long_log_arrives_whole(job, worker):

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 
-from psserver.core.stimuli import Stimulus
 from tests.kit.internals import (
     Created,
-    Fenced,
     Happened,
     NoCheckpoint,
-    Payload,
     PSError,
     Snapshotted,
     TensorSpec,
-    VariableMismatch,
     VariableSpec,
     count_of,
 )
-from tests.kit.rig import CHIEF, SOON, WORKERS, Job, Worker, create, eventually, sum_into, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, Worker, create, eventually
 
 NOBODY = 0
 W0, W1 = WORKERS[:2]
@@ -149,41 +142,6 @@ def test_calls_are_told(job: Job, worker: Worker):
     assert what(job, 1) == ["open", "approve", "open", "approve"]
 
 
-def test_each_server_tells_its_own(job: Job, worker: Worker):
-    """A push comes to the servers that hold what it is for."""
-    v = job.variable(worker, np.zeros(3), (1,))
-    plan = job.approve(sum_into(v), worker)
-    together(worker.push(plan, [np.ones(3)], server=1))
-    assert last(job, "push", 1).said == f"{who(worker)}: round 0 of generation 1, 24 bytes"
-    assert last(job, "worked", 1) == Happened(0.0, "worked", "step (arrays)")
-    assert last(job, "propose").said == f"{who(worker)}: plan {plan.id.hex()[:8]}"
-    assert {"push", "worked"}.isdisjoint(what(job))
-
-
-def test_a_refused_call_says_why(job: Job, worker: Worker):
-    """Whether it was refused at once, or by its answer."""
-    job.variable(worker, np.zeros(3), name="v")
-    other = VariableSpec("v", TensorSpec("float64", (4,)))
-    with pytest.raises(VariableMismatch) as caught:
-        create(job.verbs[0], worker.session, 0, other)
-    assert last(job, "create_batch") == Happened(
-        0.0, "create_batch", f"{who(worker)}: 1 variable", f"VariableMismatch: {caught.value.message}"
-    )
-    with pytest.raises(PSError) as caught:
-        job.verbs[0].snapshot(job.token, b"p" * 32, "{}").result(SOON)
-    assert last(job, "snapshot").refused == f"{type(caught.value).__name__}: {caught.value.message}"
-    assert all(not each.refused for each in job.verbs[0].events() if each.what not in ("create_batch", "snapshot"))
-
-
-def test_a_heartbeat_that_is_refused_is_told(job: Job, worker: Worker):
-    """Whose session has ended; its number stands there with its task still."""
-    (other,) = job.join(W1)
-    job.servers.spend(11, other.session)
-    with pytest.raises(Fenced) as caught:
-        job.verbs[0].heartbeat(worker.session, -1, b"")
-    assert last(job, "heartbeat") == Happened(0.0, "heartbeat", who(worker), f"Fenced: {caught.value.message}")
-
-
 def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
     """The order of its shard, that it is written, and the manifest; and on a restore what was not found."""
     job.variable(worker, np.zeros(3))
@@ -211,21 +169,3 @@ def test_heartbeats_ticks_and_watches_are_excluded(job: Job, worker: Worker):
     job.verbs[0].leave(worker.session, "")
     job.servers.clock.now += 1.5
     assert [each.seconds for each in job.verbs[0].events()] == [4.5] * 4 + [1.5]
-
-
-def test_no_payload_is_kept_alive(job: Job, worker: Worker):
-    """A server tells of a push whose round is over without the values that came with it."""
-    held: list[weakref.ref] = []
-
-    def record(stimulus: Stimulus) -> None:
-        held.extend(weakref.ref(arg) for arg in stimulus.args if isinstance(arg, Payload))
-
-    v = job.variable(worker, np.zeros(1000))
-    job.servers.cores[0].stimuli.record = record
-    plan = job.approve(sum_into(v), worker)
-    for _ in range(3):
-        together(worker.push(plan, [np.ones(1000)]))
-        worker.round += 1
-    assert len(held) == 3
-    assert what(job)[-6:] == ["push", "worked"] * 3
-    eventually(lambda: (gc.collect(), [ref() for ref in held] == [None] * 3)[1])

@@ -104,24 +104,6 @@ def test_a_push_that_is_sent_again_counts_once_and_has_the_same_rows(job, two):
     assert job.value(two[0], table)[3].tolist() == (TABLE[3] + 2).tolist()
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "apply"])
-def test_rows_of_a_round_that_is_skipped_are_those_before(job, two, nonfinite):
-    """Nothing of it is applied; where it is, NaN is in the row alone that had it."""
-    table = job.variable(two[0], TABLE)
-    plan = job.approve(of_rows(table, nonfinite=nonfinite), two[0])
-    replies = together(
-        push(two[0], plan, rows(1, of=np.nan), lookups=(read_of(table, 1, 2),), nonfinite=(0,) * (nonfinite == "skip")),
-        push(two[1], plan, rows(2)),
-    )
-    (found,) = looked_up(replies[0], plan, 2)
-    if nonfinite == "skip":
-        assert found == TABLE[[1, 2]].tolist()
-        assert job.value(two[0], table).tolist() == TABLE.tolist()
-    else:
-        assert np.isnan(found[0]).all()
-        assert found[1] == (TABLE[2] + 1).tolist()
-
-
 def test_rows_come_with_a_round_that_streams(job, two):
     """At its end, whatever came before."""
     table = job.variable(two[0], TABLE)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from tests.kit.internals import (
     UNTIL_ENDED,
     ConfigError,
-    Diverged,
     Done,
     Enlisted,
     Fenced,
-    Generation,
-    GenerationClosed,
     InvalidRequest,
     JobStarted,
     Lost,
@@ -33,12 +28,10 @@ from tests.kit.rig import (
     SOON,
     WORKERS,
     Job,
-    checkpoint,
     core,
     create,
     eventually,
     reduce_only,
-    together,
 )
 
 NUMBER = TensorSpec("int64", ())
@@ -70,17 +63,6 @@ def test_every_open_is_a_new_session(job):
     heartbeat(job, first.session)
 
 
-def test_a_task_that_opens_again_ends_its_last_session(job):
-    """Its old process is told so, with its name."""
-    old = job.open(A).session
-    new = job.open(A).session
-    with pytest.raises(Fenced, match="started again") as told:
-        heartbeat(job, old)
-    assert told.value.task == str(A)
-    heartbeat(job, new)
-    assert states(job) == {old: "failed", new: "open"}
-
-
 def test_a_process_that_goes_away_is_noticed(serve):
     """By the call that it held, which ends with its connection: its task may be taken a heartbeat later, and not
     before."""
@@ -100,35 +82,6 @@ def test_a_process_that_goes_away_is_noticed(serve):
         core.open(A, 1, 0, False)
     clock.now += 0.2
     assert core.open(A, 1, 0, False).session > session
-
-
-def test_a_second_job_is_refused(job):
-    """While the first is there, or what it has left; the sentence says what to do. It goes on as if nothing was."""
-    (worker,) = job.join(A)
-    job.variable(worker, 1)
-    blue = partial(job.verbs[0].open, B, 1, 0, False, job="blue")
-    with pytest.raises(ConfigError, match=r"belongs to the job 'blue', but these servers hold a job without a name"):
-        blue()
-    heartbeat(job, worker.session)
-    job.verbs[0].leave(worker.session, "it failed")
-    job.verbs[0].leave(job.opened.session, "it failed")
-    with pytest.raises(ConfigError, match=r"was not closed cleanly.*psctl job delete"):
-        blue()
-    job.opened = job.open(CHIEF, 0, True)
-    job.token = job.opened.token
-    job.append(Done())
-    job.verbs[0].leave(job.opened.session, "")
-    assert blue().session > worker.session
-    assert job.verbs[0].status().job == "blue"
-
-
-def test_a_chief_learns_the_greatest_term_that_a_server_knows(job):
-    """A server remembers the chiefs of an earlier life of server 0; a token is above all that its chief was told."""
-    assert job.verbs[1].open(CHIEF, 0, job.opened.session, True).term == 1
-    job.end(CHIEF, True)
-    newer = job.verbs[0].open(CHIEF, 0, 77, True, term=40)
-    assert newer.term == 41
-    assert job.verbs[0].open(CHIEF, 0, 77, True, term=50).token > newer.token
 
 
 def test_a_new_first_server_is_no_obstacle(serve):
@@ -183,61 +136,6 @@ def test_an_unknown_session_is_refused(job, server):
     job.verbs[0].leave(77, "")
 
 
-def test_what_waits_ends_with_its_server(job):
-    """Nobody waits for what is gone: a push, a read, a watch, a snapshot."""
-    one, _ = job.join(A, B)
-    variable, plan = job.adder(one)
-    order = job.approve(checkpoint("x", (0, 1)), one)
-    server, machine = job.verbs[0], job.servers.cores[0].machine
-    waiting = [
-        one.push(plan, [1]),
-        server.pull(one.session, [variable.id], 9),
-        server.watch(one.session, server.status().log, -1),
-        server.snapshot(job.token, order.id, ""),
-    ]
-    job.arrived(one)
-    eventually(lambda: machine.job.reads.calls and machine.watches.news)
-    eventually(lambda: machine.job.snapshots.saves[order.id].shard._done_callbacks)
-    job.servers.cores[0].close()
-    for future in waiting:
-        with pytest.raises(ServerLost, match="server is shutting down") as told:
-            future.result(SOON)
-        assert told.value.task == "/job:ps/task:0"
-
-
-def test_leaving_twice_is_leaving_once(job):
-    """A resent farewell changes nothing; an ended session cannot go on. Leaving with an error is no clean end: the
-    chief can tell it from the others, and nobody else is ended by it."""
-    session, failed, other = (job.open(task).session for task in (A, B, C))
-    job.verbs[0].leave(failed, "ValueError: a bug")
-    for why in ("", "", "too late to fail"):
-        job.verbs[0].leave(session, why)
-        assert states(job) == {session: "left", failed: "failed", other: "open"}
-    with pytest.raises(Fenced, match="it left"):
-        heartbeat(job, session)
-
-
-def test_a_silent_session_is_lost(job):
-    """Its lease ends; whoever heartbeats stays. A late goodbye counts: who was thought dead has done its part."""
-    silent, loud = job.open(A).session, job.open(B).session
-    job.servers.spend(12, loud, job.opened.session)
-    assert states(job) == {silent: "lost", loud: "open"}
-    with pytest.raises(Fenced, match="sent no heartbeat") as told:
-        heartbeat(job, silent)
-    assert told.value.task == str(A)
-    job.verbs[0].leave(silent, "")
-    assert states(job) == {silent: "left", loud: "open"}
-
-
-def test_any_call_is_a_sign_of_life(job):
-    """Not only heartbeats renew a lease."""
-    session, other = job.open(A).session, job.open(B).session
-    for _ in range(3):
-        job.servers.spend(6, job.opened.session, other)
-        job.verbs[0].propose(session, None, "dataset:0", None)
-    assert states(job) == {session: "open", other: "open"}
-
-
 def test_who_waits_does_not_live_by_that(job):
     """A process that was killed while it waited in a round is found out, whatever else happens meanwhile."""
     dead, late = job.join(A, B)
@@ -248,18 +146,6 @@ def test_who_waits_does_not_live_by_that(job):
     assert states(job) == {dead.session: "lost", late.session: "open"}
     with pytest.raises(Fenced, match="sent no heartbeat"):
         waiting.result(SOON)
-
-
-def test_time_in_which_a_server_stood_still_counts_for_no_lease(job):
-    """It could hear nobody."""
-    session, other = job.open(A).session, job.open(B).session
-    job.servers.spend(8, job.opened.session, other)
-    job.servers.clock.now += 1000.0
-    job.servers.tick()
-    job.servers.spend(1, job.opened.session, other)
-    assert states(job) == {session: "open", other: "open"}
-    job.servers.spend(3, job.opened.session, other)
-    assert states(job) == {session: "lost", other: "open"}
 
 
 def test_an_generation_fences_whom_it_leaves_out(job):
@@ -279,82 +165,6 @@ def test_an_generation_fences_whom_it_leaves_out(job):
     reply = stays.push(plan, [2], server=1).result(SOON)
     assert reply.excluded == ()
     assert int(reply.payload.tensors([NUMBER])[0]) == 7
-
-
-def test_processes_that_wait_for_each_other_are_found_out(job):
-    """Two wait in one round for different plans, on different servers: the heartbeats tell, with both positions.
-
-    Waiting in different rounds is no divergence.
-    """
-    one, two = job.join(A, B)
-    heartbeat(job, one.session, 3, b"x")
-    heartbeat(job, two.session, 4, b"y")  # one may be ahead of what another has last said
-    heartbeat(job, one.session)
-    here = job.approve(reduce_only(NUMBER, server=0, target="'loss'"), one)
-    there = job.approve(reduce_only(NUMBER, server=1, target="'accuracy'"), one)
-    waiting = one.push(here, [1])
-    job.arrived(one)
-    heartbeat(job, one.session, 0, here.id)
-    with pytest.raises(Diverged, match=r"round 0.*worker/task:0.*'loss'.*worker/task:1.*'accuracy'"):
-        heartbeat(job, two.session, 0, there.id)
-    with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
-        waiting.result(SOON)
-    with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
-        heartbeat(job, one.session)
-    assert set(states(job).values()) == {"failed"}
-
-
-def test_a_divergence_is_told_to_everyone(job):
-    """Whoever finds it says so when it leaves; the others' sessions end with the same words, also where they leave and
-    have not heard of it: they did not do their part. Leaving with an error is taken as it is."""
-    one, two, three = job.join(A, B, C)
-    job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
-    for call in (
-        partial(heartbeat, job, two.session),
-        *[partial(job.verbs[0].leave, two.session, "")] * 2,
-        partial(heartbeat, job, three.session),
-    ):
-        with pytest.raises(Diverged, match=r"^operand 0 differs$"):
-            call()
-    job.verbs[0].leave(two.session, "an error of its own")
-    assert set(states(job).values()) == {"failed"}
-    heartbeat(job, job.opened.session)
-
-
-def test_status_tells_who_is_missed(job):
-    """An open round, what it does, whom it waits for, and whether it may run. Server 0 says how long the chief is
-    silent; the others cannot know."""
-    one, two = job.join(A, B)
-    plan = reduce_only(NUMBER, target="'loss'")
-    job.verbs[0].propose(one.session, plan, "", None)
-    one.push(plan, [1])
-    job.arrived(one)
-    (waiting,) = job.verbs[0].status().waiting
-    assert (waiting.round, waiting.missing, waiting.approved) == (0, (B,), False)
-    job.approve(plan, one)
-    (waiting,) = job.verbs[0].status().waiting
-    assert waiting.approved
-    assert "'loss'" in waiting.section
-    together(two.push(plan, [1]))
-    job.servers.clock.now += 4.0
-    status = job.verbs[0].status()
-    assert (status.waiting, status.round, status.server, status.incarnation) == ((), 0, 0, 100)
-    assert (status.chief, job.verbs[1].status().chief) == (pytest.approx(4.0), float("inf"))
-
-
-def test_status_without_a_job(serve):
-    """A server that nobody has used has nothing to tell, and no error."""
-    status = serve(1).verbs[0].status()
-    assert (status.log, status.generation, status.round, status.variables) == (0, None, -1, 0)
-
-
-def test_generations_travel_whole(job):
-    """Members, entry and start come back as they were."""
-    one, _ = job.join(A, Task("worker", 7), replicas=3)
-    generation = Generation(2, job.generation.members, "dataset:0")
-    job.append(GenerationClosed(generation))
-    assert [server.status().generation for server in job.verbs] == [generation, generation]
-    assert generation.session(one.session).replicas == 3
 
 
 # ---- Workers that join: each gets an index of its own, which is free again when its process is gone ----

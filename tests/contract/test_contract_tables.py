@@ -10,12 +10,9 @@ import pytest
 from tests.kit.contributions import WHOLE, by_keys, create_part, keyed, part_of
 from tests.kit.internals import (
     BUCKETS,
-    LRU,
-    MIN_CAPACITY,
     Apply,
     Constant,
     Contribution,
-    CounterFilter,
     Input,
     InvalidRequest,
     MemoryLimit,
@@ -107,19 +104,6 @@ def test_keys_and_rows_by_buckets(job, two):
     assert set(rows.ravel().tolist()) == {1.5}
 
 
-def test_a_push_that_is_sent_again_counts_once(job, two):
-    """Its keys as well, which a filter counts."""
-    table = table_of(job, two[0], replace(SPEC, admission=CounterFilter(3)))
-    plan = job.approve(by_keys(table), two[0])
-    for round in range(2):
-        push(two[0], plan, [7, 8], times=[1, 2])
-        pushed = push(two[0], plan, [7, 8], times=[1, 2]), push(two[1], plan, [])
-        together(*pushed, push(two[0], plan, [7, 8], times=[1, 2]))
-        assert size(job, two[0], table) == round
-        turn(*two)
-    assert looked_up(job, two[0], table, 7, 8, after=1) == [0.5, 1.5]
-
-
 def momentum_of(table, slot):
     """A plan that adds rows to a slot, and subtracts that from the table."""
     program = Program(
@@ -156,66 +140,6 @@ def test_a_slot_takes_its_place_where_there_is_room(job, two):
     together(*pushed(1 << 20))
     assert looked_up(job, two[0], slot, 1, 2, 10_000, after=2) == [1.25, 0.25, 1.25]
     assert looked_up(job, two[0], table, 1, 2, 10_000, after=2) == [0.25, 1.5, -0.75]
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_a_round_that_is_not_applied_makes_no_rows(job, two, nonfinite):
-    """Nor does it count; the next one does what it would have done without it."""
-    table = table_of(job, two[0], replace(SPEC, admission=CounterFilter(2)))
-    plan = job.approve(by_keys(table, nonfinite=nonfinite), two[0])
-    futures = push(two[0], plan, [1, 2], value=np.nan, nonfinite=(0,)), push(two[1], plan, [1])
-    for future in futures:
-        if nonfinite == "skip":
-            future.result(SOON)
-        else:
-            assert future.exception(SOON) is not None
-    assert size(job, two[0], table) == 0
-    turn(*two)
-    together(push(two[0], plan, [1]), push(two[1], plan, [2]))
-    assert size(job, two[0], table) == 0
-
-
-def test_a_limit_is_an_error_for_all(job, two):
-    """A round that touches more rows than there may be changes nothing; who asks for less goes on, and rows leave.
-
-    A bucket has more than its share at most by rows of one round.
-    """
-    table = table_of(job, two[0], replace(SPEC, capacity=MIN_CAPACITY, eviction=LRU()))
-    plan = job.approve(by_keys(table), two[0])
-    for future in (push(two[0], plan, list(range(MIN_CAPACITY))), push(two[1], plan, [-1])):
-        with pytest.raises(MemoryLimit, match=f"uses {MIN_CAPACITY + 1} rows"):
-            future.result(SOON)
-    assert size(job, two[0], table) == 0
-    for start in (0, 10_000, 20_000):
-        turn(*two)
-        together(push(two[0], plan, list(range(start, start + 10_000))), push(two[1], plan, []))
-    assert 15_000 < size(job, two[0], table) <= 1.01 * MIN_CAPACITY
-    assert looked_up(job, two[0], table, 29_999, after=3) == [1.5]
-
-
-def test_a_table_grows_up_to_the_memory_of_its_server(serve, monkeypatch):
-    """Then its rounds are refused, and change nothing; wherever there is none."""
-    job = Job(serve(1, memory_limit=1 << 20))
-    (worker,) = job.join(A)
-    table = table_of(job, worker)
-    plan = job.approve(by_keys(table), worker)
-    together(push(worker, plan, list(range(1000))))
-    worker.round += 1
-    with pytest.raises(MemoryLimit, match="--memory-limit"):
-        push(worker, plan, list(range(100_000))).result(SOON)
-    assert size(job, worker, table) == 1000
-    worker.round += 1
-    with monkeypatch.context() as patch:
-        patch.setattr("psserver.execution.table_rounds.TableRounds.run", no_memory)
-        with pytest.raises(MemoryLimit, match="no more"):
-            push(worker, plan, [1]).result(SOON)
-    worker.round += 1
-    together(push(worker, plan, [1]))
-    assert looked_up(job, worker, table, 1, 2, after=3) == [2.5, 1.5]
-
-
-def no_memory(*args):
-    raise MemoryError("no more")
 
 
 def test_tables_of_one_round_share_the_room(serve):
@@ -326,14 +250,6 @@ def test_plans_that_a_table_cannot_run(job, two):
     for make, error, why in BAD_PLANS.values():
         with pytest.raises(error, match=why):
             job.verbs[0].propose(two[0].session, make(table), "", None)
-
-
-def test_rows_are_cut_once(job, two):
-    """To a number, in a round, after its updates."""
-    table = table_of(job, two[0])
-    plan = job.approve(by_keys(table, trims=(Trim(table.id, (0,), 0),)), two[0])
-    together(push(two[0], plan, [1, 2]), push(two[1], plan, []))
-    assert size(job, two[0], table) == 0
 
 
 def test_what_a_table_refuses_to_be(job, two):

@@ -11,7 +11,6 @@ from tests.kit.internals import (
     PART_BYTES,
     Diverged,
     InvalidRequest,
-    MemoryLimit,
     Payload,
     PlacedVariable,
     PSError,
@@ -19,7 +18,7 @@ from tests.kit.internals import (
     VariableMismatch,
     VariableSpec,
 )
-from tests.kit.rig import SOON, WORKERS, Job, create, eventually, reduce_only, together
+from tests.kit.rig import SOON, WORKERS, create, eventually, reduce_only
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -174,25 +173,6 @@ def test_before_a_job_nothing_is_created(serve):
         create(server, session, 0, VariableSpec("w", NUMBER), ())
 
 
-def test_a_server_holds_no_more_than_its_limit(serve):
-    """Told with the server's name; what fits afterwards is taken. Server 0 refuses before anything is in the log."""
-    job = Job(serve(2, memory_limit=1000))
-    (worker,) = job.join(A)
-    length = job.verbs[0].status().log
-    with pytest.raises(MemoryLimit):
-        create(job.verbs[0], worker.session, 0, VariableSpec("w", TensorSpec("int8", (1001,))), (0,))
-    assert job.verbs[0].status().log == length
-    assert job.variable(worker, np.zeros(100), (1,)).id == 0
-    status = job.verbs[1].status()
-    assert (status.variable_bytes, status.memory_limit) == (800, 1000)
-    spec = VariableSpec("large", TensorSpec("float64", (100,)))
-    with pytest.raises(MemoryLimit, match=r"large.*800 bytes.*limit of 1000 bytes.*--memory-limit") as told:
-        create(job.verbs[1], worker.session, 1, spec, (1,))
-    assert told.value.task == "/job:ps/task:1"
-    assert job.verbs[1].status().variable_bytes == 800
-    job.variable(worker, np.zeros(25), (1,))
-
-
 def test_a_read_waits_for_its_round(job, worker):
     """One that has been in a round sees its effect on every server. A value that was read does not change: updates make
     new arrays. An unknown variable is refused at once, and not when a round that may never come has come."""
@@ -221,10 +201,3 @@ def test_several_variables_are_read_at_once(job, worker):
         assert array.tolist() == values[index].tolist()
     nothing = job.verbs[0].pull(worker.session, [], -1).result(SOON)
     assert nothing.payload.size == 0
-
-
-def test_a_reduction_alone_needs_no_variable(job, worker):
-    """A job without variables makes rounds all the same."""
-    plan = job.approve(reduce_only(NUMBER), worker)
-    (reply,) = together(worker.push(plan, [5]))
-    assert int(reply.payload.tensors([NUMBER])[0]) == 5

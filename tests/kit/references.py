@@ -119,150 +119,37 @@ STEPS = 20
 START = np.array([1.0, -2.0, 3.0])
 
 Rule = Callable[[Any, Any, dict[str, Any], int], Any]
-"""Gives the new weights, from the old ones, the gradient, the slots by TensorFlow's names, and the step's number."""
+"""Gives the new weights, from the old ones, the gradient, the slots, and the step's number."""
 
 
-def _moved(s: dict[str, Any], slot: str, rate: float, x: Any, first: Any = 0.0) -> Any:
+def _moved(s: dict[str, Any], slot: str, rate: float, x: Any) -> Any:
     """Moves a slot's average towards `x`."""
-    s[slot] = rate * s.get(slot, first + 0 * x) + (1 - rate) * x
+    s[slot] = rate * s.get(slot, 0 * x) + (1 - rate) * x
     return s[slot]
 
 
-def _rule(fn: Callable[..., Any]) -> Callable[..., Rule]:
-    """Has a function be given its numbers first, and the rest by each step."""
-    return lambda *numbers, **more: lambda w, g, s, t: fn(w, g, s, t, *numbers, **more)
+def adam(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
+    def step(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+        return w - rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + epsilon)
+
+    return step
 
 
-def descent(rate: float) -> Rule:
-    return lambda w, g, s, t: w - rate * g
+def nadam(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
+    def step(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        now, after = (b1 * (1 - 0.5 * 0.96**n) for n in (t, t + 1))
+        s["product"] = s.get("product", 1.0) * now
+        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+        ahead = after * m / (1 - s["product"] * after) + (1 - now) * g / (1 - s["product"])
+        return w - ahead * rate / (np.sqrt(v / (1 - b2**t)) + epsilon)
 
-
-def penalized(rule: Rule, penalty: float, sign: int = 1) -> Rule:
-    """With the gradient of a penalty of large weights; `sign` is -1 for an ascent."""
-    return lambda w, g, s, t: rule(w, sign * g + penalty * w, s, t)
-
-
-@_rule
-def momentum(w, g, s, t, rate, decay, nesterov=False, dampening=0.0):
-    s["momentum"] = decay * s["momentum"] + (1 - dampening) * g if "momentum" in s else g
-    return w - rate * (g + decay * s["momentum"] if nesterov else s["momentum"])
-
-
-@_rule
-def adam(w, g, s, t, rate, b1, b2, epsilon, amsgrad=False, decay=0.0):
-    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-    if amsgrad:
-        v = s["vhat"] = np.maximum(s.get("vhat", v), v)
-    step = rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + epsilon)
-    return w - w * decay * rate - step
-
-
-@_rule
-def adam_outside(w, g, s, t, rate, b1, b2, epsilon, amsgrad=False, decay=0.0, root=0.0, nesterov=False):
-    """With epsilon outside of the correction, as PyTorch and optax have it."""
-    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-    if amsgrad:
-        v = s["vhat"] = np.maximum(s.get("vhat", v), v)
-    first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t) if nesterov else m / (1 - b1**t)
-    return w - rate * (first / (np.sqrt(v / (1 - b2**t) + root) + epsilon) + decay * w)
-
-
-@_rule
-def adamax(w, g, s, t, rate, b1, b2, epsilon):
-    m = _moved(s, "m", b1, g)
-    s["u"] = np.maximum(b2 * s.get("u", 0 * g), np.abs(g))
-    return w - rate * m / ((1 - b1**t) * (s["u"] + epsilon))
-
-
-@_rule
-def nadam(w, g, s, t, rate, b1, b2, epsilon):
-    now, after = (b1 * (1 - 0.5 * 0.96**n) for n in (t, t + 1))
-    s["product"] = s.get("product", 1.0) * now
-    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-    ahead = after * m / (1 - s["product"] * after) + (1 - now) * g / (1 - s["product"])
-    return w - ahead * rate / (np.sqrt(v / (1 - b2**t)) + epsilon)
-
-
-@_rule
-def lamb(w, g, s, t, rate, b1, b2, epsilon):
-    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-    step = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + epsilon)
-    return w - np.sqrt((w * w).sum()) / np.sqrt((step * step).sum()) * rate * step
-
-
-@_rule
-def lion(w, g, s, t, rate, b1, b2):
-    m = s.get("m", 0 * g)
-    _moved(s, "m", b2, g)
-    return w - rate * np.sign(b1 * m + (1 - b1) * g)
-
-
-@_rule
-def adagrad(w, g, s, t, rate, first, epsilon=0.0):
-    s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
-    return w - rate * g / np.sqrt(s["accumulator"] + epsilon)
-
-
-@_rule
-def adagrad_outside(w, g, s, t, rate, first, epsilon, decay=0.0):
-    s["sum"] = s.get("sum", first + 0 * g) + g * g
-    return w - rate / (1 + (t - 1) * decay) * g / (np.sqrt(s["sum"]) + epsilon)
-
-
-@_rule
-def adadelta(w, g, s, t, rho, epsilon):
-    size = np.sqrt(s.get("accum_update", 0 * g) + epsilon)
-    step = size / np.sqrt(_moved(s, "accum", rho, g * g) + epsilon) * g
-    _moved(s, "accum_update", rho, step * step)
-    return w - step
-
-
-@_rule
-def rmsprop(w, g, s, t, rate, decay, heavy, epsilon, centered=False, first=0.0, outside=False):
-    size = _moved(s, "rms", decay, g * g, first)
-    if centered:
-        size = size - _moved(s, "mg", decay, g) ** 2
-    root = np.sqrt(size) + epsilon if outside else np.sqrt(size + epsilon)
-    s["momentum"] = heavy * s.get("momentum", 0 * g) + rate * g / root
-    return w - s["momentum"]
-
-
-@_rule
-def ftrl(w, g, s, t, rate, power, first, l1, l2, shrinkage=0.0, beta=0.0):
-    old, linear = s.get("accum", first + 0 * g), s.get("linear", 0 * g)
-    new = s["accum"] = old + g * g
-    s["linear"] = linear + g + 2 * shrinkage * w - (new**-power - old**-power) / rate * w
-    quadratic = new**-power / rate + 2 * (l2 + beta / (2 * rate))
-    return (np.clip(s["linear"], -l1, l1) - s["linear"]) / quadratic
-
-
-def _shrunk(w: Any, rate: Any, l1: float, l2: float) -> Any:
-    return np.sign(w) * np.maximum(np.abs(w) - rate * l1, 0) / (1 + rate * l2)
-
-
-def proximal_descent(rate: float, l1: float, l2: float) -> Rule:
-    return lambda w, g, s, t: _shrunk(w - rate * g, rate, l1, l2)
-
-
-@_rule
-def proximal_adagrad(w, g, s, t, rate, first, l1, l2):
-    s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
-    own = rate / np.sqrt(s["accumulator"])
-    return _shrunk(w - own * g, own, l1, l2)
+    return step
 
 
 def gradient(t: int) -> Any:
     """The gradient of one step: away from zero, so that signs and quotients are sure."""
     return np.sin(np.arange(3.0) * 2 + t) * (1 + np.arange(3.0))
-
-
-def computed(rule: Rule, dtype: Any = np.float64, kept: dict[str, Any] | None = None, steps: int = STEPS) -> Any:
-    """What a rule makes of `START`; half precision is computed in float32, and rounded once in each step."""
-    wide = np.dtype("float32") if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
-    w, state = START.astype(dtype), {} if kept is None else kept
-    for t in range(1, steps + 1):
-        w = np.asarray(rule(w.astype(wide), gradient(t).astype(dtype).astype(wide), state, t), wide).astype(dtype)
-    return w
 
 
 def trained(strategy: Any, optimizer: Any, w: Any, steps: int = STEPS) -> Any:

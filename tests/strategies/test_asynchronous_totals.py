@@ -1,4 +1,4 @@
-"""Metrics and ON_READ variables of asynchronous workers: everybody reads, saves and restores what all have made."""
+"""Metrics and ON_READ variables of asynchronous workers: everybody reads what all have made."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ class Made:
             self.total = on_read("total", AGGREGATION.SUM)
             self.count = on_read("count", AGGREGATION.SUM, np.int64(0))
             self.average = on_read("average", AGGREGATION.MEAN)
-            self.checkpoint = ps.train.Checkpoint(
-                mean=self.mean, precision=self.precision, total=self.total, count=self.count, average=self.average
-            )
 
     def step(self, x):
         """A step of training that fills all."""
@@ -116,67 +113,6 @@ def test_what_a_worker_has_made_stays_when_it_leaves(mode):
 
     found, _ = in_threads(work, consistency=MODES[mode])
     assert found == pytest.approx((3.0, 1.0, 12.0, 14, 4.5))
-
-
-def test_a_reset_or_an_assignment_is_of_all():
-    """By any worker, across replicas; what others add later counts from there. In replicas it is of their copies."""
-    turns = threading.Barrier(2)
-
-    def work(strategy, worker):
-        made = Made(strategy)
-        made.step(1.0 + worker)
-        made.meet(turns)
-        if worker == 0:
-            made.mean.reset_state()
-            made.total.assign(100.0)
-            made.average.assign(7.0)
-            made.average.assign_add(1.0)
-        made.meet(turns)
-        after = made.read()
-        made.meet(turns)
-        if worker == 1:
-            made.strategy.run(lambda: made.mean.update_state([6.0]))
-            made.strategy.run(lambda: made.total.assign_add(1.0))
-            made.strategy.run(lambda: made.count.assign(10))
-        made.meet(turns)
-        found = after, made.read()
-        made.meet(turns)
-        return found
-
-    for after, at_last in in_threads(work, consistency=ps.Async()):
-        assert after == pytest.approx((0.0, 1.0, 100.0, 2, 8.0))
-        assert at_last == pytest.approx((6.0, 1.0, 101.0, 11, 8.0))
-
-
-@pytest.mark.parametrize("later", ["async", "sync"])
-def test_a_checkpoint_has_what_all_have_made(tmp_path, later):
-    """A worker saves what both have; each worker of a later job restores that, asynchronous or not, and goes on."""
-    both, paths = threading.Barrier(2), []
-
-    def save(strategy, worker):
-        made = Made(strategy)
-        made.step(2.0 + 2 * worker)
-        made.meet(both)
-        if worker == 0:
-            paths.append(made.checkpoint.save("run/ckpt"))
-        made.meet(both)
-
-    def go_on(strategy, worker):
-        made = Made(strategy)
-        made.checkpoint.restore(paths[0]).assert_consumed()
-        made.meet(both)
-        restored = made.read()
-        made.meet(both)
-        made.step(3.0)
-        made.meet(both)
-        found = restored, made.read()
-        made.meet(both)
-        return found
-
-    in_threads(save, consistency=ps.Async(), root=tmp_path)
-    for restored, found in in_threads(go_on, consistency=MODES.get(later, ps.Sync()), root=tmp_path):
-        assert restored == pytest.approx((3.0, 1.0, 6.0, 2, 3.0))
-        assert found == pytest.approx((3.0, 1.0, 12.0, 4, 3.0))
 
 
 def test_totals_stay_where_the_consistency_changes():

@@ -10,7 +10,6 @@ import pytest
 
 import psclient as ps
 from psserver.programs.kernels.closed_forms import ClosedForm
-from pstesting.in_process import InProcessCluster
 from tests.kit.references import OPTIMIZERS
 from tests.kit.strategies import USUAL, by_replica, in_replicas, kinds, merged, opened, refused, replicas, variable
 
@@ -217,39 +216,6 @@ def test_a_checkpoint_has_the_values_of_whole_updates(before, after, in_tmp_path
         found = steps(12, 20)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_other_rounds_make_up_alike():
-    """What rows have missed is as if a skipped round, which servers that vote run on trial, had never been. An
-    asynchronous worker makes up by applied updates: one alone makes the steps that it makes with others in step."""
-    bad = 5
-
-    def given(step):
-        rows = gradient(step, 0)
-        return rows if step != bad else ps.IndexedSlices(np.full((1, SHAPE[1]), np.nan, "float32"), [2])
-
-    def train(strategy, make, skip, count):
-        with strategy.scope():
-            tables = [ps.Variable(np.ones(SHAPE, "float32"), name=f"table {n}") for n in range(count)]
-            optimizer = make()
-        for step in range(12):
-            if step != bad or not skip:
-                strategy.run(lambda step=step: optimizer.apply_gradients([(given(step), v) for v in tables]))
-        slots = [slot for v in tables for slot in optimizer._state.of(v).slots]
-        return [x.numpy() for x in (*tables, *slots)]
-
-    for servers, consistency, make in (
-        (2, ps.Sync(nonfinite="skip"), partial(O.Adam, 0.1)),
-        (1, ps.Async(nonfinite="skip"), partial(O.RMSprop, 0.1, momentum=0.9)),
-    ):
-        with InProcessCluster(servers, 1) as cluster:
-            resolver = cluster.resolver(0)
-            with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=consistency) as strategy:
-                found = train(strategy, make, skip=False, count=servers)
-        with ps.MirroredStrategy(devices=["cpu:0"]) as strategy:
-            expected = train(strategy, make, skip=True, count=servers)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
 
 
 # ---- A step of several calls, lazily ----

@@ -17,7 +17,6 @@ from tests.kit.references import OPTIMIZERS, O
 from tests.kit.strategies import by_replica, in_replicas, kind_of, kinds, merged, refused, replicas, variable
 
 SHAPE = (7, 3)
-STEPS = 3
 
 
 def slices(step, replica):
@@ -80,54 +79,6 @@ def test_every_reduction_takes_rows(strategy, op):
         found, (expected, np.full(SHAPE, averaged(5)), expected, np.full(3, averaged(7))), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(value), wanted)
-
-
-def decayed(v, m, g, rate=0.5):
-    m.assign(rate * m + g)
-    v.assign(v - rate * m - 0.25 * v)
-
-
-def test_a_lazy_update_is_for_the_given_rows_alone(strategy):
-    """As a loop in NumPy over the rows that are touched, step after step; all others stay. Nobody can write to what was
-    read."""
-    start = np.arange(21, dtype="float32").reshape(SHAPE)
-    v = variable(strategy, start)
-    m = variable(strategy, np.ones(SHAPE, "float32"), beside=v)
-    table, moment = start.copy(), np.ones(SHAPE, "float32")
-
-    def step(s, g):
-        total = s.extended.reduce_to("sum", g, v)
-        s.extended.update(v, ps.lazy_update(decayed), (m, total))
-
-    for number in range(STEPS):
-        merged(strategy, step, by_replica(strategy, lambda replica, n=number: slices(n, replica)))
-        given = [slices(number, replica) for replica in range(replicas(strategy))]
-        touched = sorted({int(id) for one in given for id in one.indices})
-        total = sum(whole(number, replica) for replica in range(replicas(strategy)))
-        for id in touched:
-            moment[id] = np.float32(0.5) * moment[id] + total[id]
-            table[id] = table[id] - np.float32(0.5) * moment[id] - np.float32(0.25) * table[id]
-    np.testing.assert_array_equal(v.numpy(), table)
-    np.testing.assert_array_equal(m.numpy(), moment)
-    assert not v.numpy().flags.writeable
-
-
-def test_two_gradients_of_rows_are_whole_in_an_update(strategy):
-    """Their product is that of the whole arrays. A lazy update needs the rows of one gradient: it changes nothing."""
-    v = variable(strategy, np.ones(SHAPE, "float32"))
-    one, other = (ps.IndexedSlices(np.ones((1, 3), "float32"), [n], SHAPE) for n in range(2))
-    words = r"a lazy update takes the rows of one gradient|cannot run on given rows only"
-    for args in ((np.ones(SHAPE, "float32"),), (one, other)):
-        with strategy.scope(), pytest.raises(ps.errors.ProgramError, match=words):
-            strategy.extended.update(v, ps.lazy_update(lambda v, *gs: v.assign(sum(gs, 2 * v))), args)
-
-    def step(s, g, h):
-        args = tuple(s.extended.batch_reduce_to("sum", [(g, v), (h, v)]))
-        s.extended.update(v, lambda v, g, h: v.assign_add(g * h), args)
-
-    merged(strategy, step, *(by_replica(strategy, lambda r, n=n: slices(n, r)) for n in (0, 2)))
-    total = [sum(whole(n, replica) for replica in range(replicas(strategy))) for n in (0, 2)]
-    np.testing.assert_array_equal(v.numpy(), 1 + total[0] * total[1])
 
 
 def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):

@@ -278,74 +278,6 @@ def test_a_value_is_reduced_to_a_place(strategy):
             extended.reduce_to("mean", x, to)
 
 
-def test_what_each_replica_all_reduced_is_a_value_of_each(strategy):
-    """A result for each replica, whose sum is R times as large; with one replica the value itself."""
-    n = replicas(strategy)
-    x = of_each(strategy, [np.float32(i + 1.0) for i in range(4)])
-    total = sum(range(1, n + 1))
-    for merge in (
-        lambda own: here().all_reduce("sum", own),
-        lambda own: here().merge_call(lambda s, y: s.extended.reduce_to("sum", y, y), (own,)),
-    ):
-        found = strategy.run(merge, (x,))
-        assert isinstance(found, ps.PerReplica) == (n > 1)
-        assert [float(own) for own in strategy.experimental_local_results(found)] == [total] * n
-        assert strategy.reduce("SUM", found, axis=None) == n * total
-
-
-WAYS = {
-    "reduce": lambda s, x, v: s.reduce("sum", x, axis=None),
-    "reduce_to the value": lambda s, x, v: s.extended.reduce_to("sum", x, x),
-    "reduce_to a device": lambda s, x, v: s.extended.reduce_to("sum", x, s.extended.worker_devices[0]),
-    "reduce_to a variable": lambda s, x, v: s.extended.reduce_to("sum", x, v),
-    "batch_reduce_to": lambda s, x, v: s.extended.batch_reduce_to("sum", [(x, v)])[0],
-    "all_reduce": lambda s, x, v: s.experimental_local_results(s.run(lambda y: here().all_reduce("sum", y), (x,)))[0],
-}
-USES = [lambda r: r + 1, lambda r: 1 + r, lambda r: r / np.float32(2.0), lambda r: -r, lambda r: r**2, lambda r: r > 2]
-USES += [lambda r: r == np.float32(3.0), float, int, bool, np.sqrt, np.asarray, lambda r: np.round(r / 3, 2)]
-USES += [lambda r: r.shape, lambda r: r.ndim, lambda r: r.dtype, lambda r: f"{r:.3f}", lambda r: np.sum([r, r])]
-
-
-def test_a_reduced_value_is_used_as_an_array(strategy):
-    """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's.
-    Arrays are indexed, iterated over, and have a length."""
-    n = replicas(strategy)
-    x, v = of_each(strategy, [np.float32(i + 1.0) for i in range(4)]), variable(strategy, 0.0)
-    expected = np.asarray(np.float32(sum(range(1, n + 1))))
-    for way, reduced in WAYS.items():
-        if kind_of(strategy) == "default" and way == "all_reduce":
-            continue  # the default context's one replica gets back what it gave
-        for number, use in enumerate(USES):
-            with strategy.scope():
-                found, wanted = use(reduced(strategy, x, v)), use(expected)
-            assert (found, type(found)) == (wanted, type(wanted)), (way, number)
-        with strategy.scope():
-            array = reduced(strategy, x, v).numpy()
-        assert (type(array), array) == (np.ndarray, expected)
-    x, total = of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)]), float(expected)
-    for reduced in WAYS.values():
-        with strategy.scope():
-            found = reduced(strategy, x, variable(strategy))
-            assert (len(found), found.shape, float(found[1])) == (3, (3,), total)
-            assert [float(item) for item in found] == [total] * 3
-            assert (found * found).sum() == 3 * total**2
-
-
-def test_a_batch_of_reductions_is_each_of_them(strategy):
-    """Of different shapes, dtypes and destinations, in the order of the pairs, which may be there once."""
-    n, v = replicas(strategy), variable(strategy)
-    x = of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)])
-    y = of_each(strategy, [i + 1 for i in range(4)])
-    pairs = [(x, x), (y, strategy.extended.worker_devices[0]), (x, v)]
-    found = strategy.extended.batch_reduce_to("mean", iter(pairs), experimental_hints={"bytes_per_pack": 1})
-    mean = np.mean(np.arange(1.0, n + 1))
-    assert isinstance(found, list)
-    assert arrays(found[0]) == [[mean] * 3] * n
-    assert (found[1].tolist(), found[1].dtype) == (mean, np.float64)
-    assert np.asarray(strategy.experimental_local_results(found[2])[0]).tolist() == [mean] * 3
-    assert strategy.extended.batch_reduce_to("sum", []) == []
-
-
 def test_a_batch_with_a_wrong_pair_reduces_nothing(strategy):
     """What is wrong is told before anything is recorded; the next one is as if it had not been."""
     v, x = variable(strategy), of_each(strategy, [1.0] * 4)
@@ -482,18 +414,6 @@ def test_every_replica_gets_all(strategy):
             array += 1.0
 
 
-def test_predictions_of_a_pass_are_those_of_all_examples(strategy):
-    """In order, batch by batch, also of a batch of which some replicas have none; what they hold back is kept."""
-    n = replicas(strategy)
-    held = strategy.experimental_distribute_values_from_function(lambda context: np.zeros(1))
-    predictions = []
-    for x in strategy.experimental_distribute_dataset([np.arange(2.0 * n), np.array([99.0])]):
-        held = strategy.run(lambda held, x: held + len(x), args=(held, x))
-        predictions += strategy.gather(strategy.run(np.negative, (x,)), axis=0).tolist()
-    assert predictions == [-i for i in range(2 * n)] + [-99.0]
-    assert strategy.reduce("sum", held, axis=None) == 2 * n + 1
-
-
 def test_what_cannot_be_gathered_is_refused(strategy):
     """With the reason; the next gather is as if it had not been. Each is called in its context."""
     n = replicas(strategy)
@@ -600,15 +520,3 @@ def test_who_has_no_place_yet_sends_nothing():
 
     (found,) = ReplicaPosition(1, 1, total).gather([[np.ones(3), np.ones(3)]], 0)
     assert found.tolist() == one.tolist()
-
-
-def test_each_replica_has_reduced_rows_of_its_own(strategy):
-    """As of arrays: `experimental_local_results` gives one for each, with the same rows."""
-
-    def reduce():
-        here = ps.get_replica_context()
-        return here.all_reduce("SUM", ps.IndexedSlices(np.float32([[1.0]]), [here.replica_id_in_sync_group], (4, 1)))
-
-    found = strategy.experimental_local_results(strategy.run(reduce))
-    assert len(found) == replicas(strategy)
-    assert all(np.asarray(each).tolist() == np.asarray(found[0]).tolist() for each in found)

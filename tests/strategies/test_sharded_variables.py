@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.in_process import InProcessCluster
 from tests.kit.strategies import SHARDS, by_replica, in_replicas, kinds, merged, refused
 
 P = ps.experimental.partitioners
@@ -147,20 +146,6 @@ def test_a_slice_asks_only_the_servers_that_have_it(strategy, table, calls_of):
     assert names_of(asked) == [two, one, three]
 
 
-def test_servers_are_asked_together(strategy, table, monkeypatch, calls_of):
-    """One call is on its way to each before the first answer is waited for."""
-    servers = {v.place for v in table.variables}
-    most = []
-    session = strategy.backend._reads._session
-    wait = session.wait
-    began = calls_of("pull", *session.servers)
-    monkeypatch.setattr(session, "wait", lambda *args: most.append(len(began)) or wait(*args))
-    same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]])
-    same(table.numpy(), FIRST)
-    assert most[0] == SHARDS
-    assert most[-1] == SHARDS + len(servers)
-
-
 def test_it_is_assigned(strategy, table):
     """By arrays, numbers, what is broadcast, variables, values of servers, and a replica's buffer. What does not fit is
     refused. Replicas' values are combined as its aggregation says."""
@@ -249,21 +234,6 @@ def test_rows_are_looked_up(strategy, table):
             table.lookup([0, bad])
 
 
-def test_rows_come_with_the_round(strategy, table, calls_of):
-    """Those that were named before: then no server is asked for them; others are."""
-    table.prefetch([0, 5], [5, 9])
-    table.assign_add(1.0)
-    asked = calls_of("ask", strategy.backend._reads._pulls)
-    same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]] + 1)
-    same(table.lookup([9]).numpy(), FIRST[[9]] + 1)
-    assert asked == []
-    same(table.lookup([0, 6]).numpy(), FIRST[[0, 6]] + 1)
-    assert names_of(asked) == [table.variables[1].name]
-    table.prefetch([1])
-    table.assign_add(1.0)
-    same(table.lookup([1, 9]).numpy(), FIRST[[1, 9]] + 2)
-
-
 def test_a_reduction_to_it_has_its_locality(strategy, table):
     """Of arrays and of rows: an update takes it, and a look, or a merge call, gives the whole."""
     count = len(strategy.extended.worker_devices)
@@ -347,27 +317,6 @@ def test_what_cannot_be_is_told(strategy, table):
     refused((ValueError, ps.errors.LocalityError, ps.errors.PSError), "", lambda: table.variables[0].assign(twice))
     with ps.MirroredStrategy() as elsewhere, pytest.raises(ValueError, match="another strategy"):
         elsewhere.extended.update(table, lambda v: v)
-
-
-@pytest.mark.parametrize("how", ["greedy", "round_robin"])
-def test_shards_go_round(how):
-    """From the server that a variable would get; one beside another does not advance the turn."""
-    with (
-        InProcessCluster(3) as cluster,
-        ps.ParameterServerStrategy(
-            cluster_resolver=cluster.resolver(), variable_partitioner=P.FixedShardsPartitioner(4), ps_strategy=how
-        ) as strategy,
-        strategy.scope(),
-    ):
-        scalar = ps.Variable(np.float32(0))
-        one = ps.Variable(np.zeros((8, 100)))
-        with strategy.extended.colocate_vars_with(one):
-            slot = ps.Variable(np.zeros((8, 100)))
-        two = ps.Variable(np.zeros((9, 100)))
-        assert scalar.place == (0,)
-        assert [v.place for v in one.variables] == [(1,), (2,), (0,), (1,)]
-        assert [v.place for v in slot.variables] == [v.place for v in one.variables]
-        assert [v.place for v in two.variables] == [(2,), (0,), (1,), (2,)]
 
 
 def test_shards_are_made_by_a_partitioner():

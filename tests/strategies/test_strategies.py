@@ -1,21 +1,16 @@
 """Strategies: one of one's own, as the documents tell its author, whose logic is in a subclass of `StrategyExtended`;
-one that is set without a scope; logical devices; the choices of rows that this folder takes of a product."""
+one that is set without a scope; logical devices."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.cases import pairs_of
 from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, refused, replicas, variable
 
 here = ps.get_replica_context
@@ -211,17 +206,6 @@ def test_the_only_logical_device_is_the_replica_s_own(strategy):
     ):
         with pytest.raises(ValueError, match=says):
             split(np.ones(shape), parts)
-
-
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
-def test_any_two_values_meet(sizes):
-    """In a row of a pairwise choice; no row stands twice, and the choice is the same each time."""
-    rows = pairs_of(sizes)
-    assert len({*rows}) == len(rows) <= prod(sizes)
-    assert rows == pairs_of(sizes)
-    for one, other in itertools.combinations(range(len(sizes)), 2):
-        found = {(row[one], row[other]) for row in rows}
-        assert found == {*itertools.product(range(sizes[one]), range(sizes[other]))}
 
 
 def test_a_traceback_shows_the_users_lines(strategy, caplog):

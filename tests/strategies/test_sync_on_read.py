@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.compat.contrib import DistributionStrategy
 from tests.kit.strategies import KINDS, in_replicas, kinds, merged, opened, refused, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
@@ -304,41 +303,6 @@ def test_one_replica_goes_on_where_four_were(saved):
         assert (float(made["sum"]), made["metric"].result()) == (10.0, 3.0)
         one.run(lambda: made["metric"].update_state([7.0]))
         assert made["metric"].result() == 4.0
-
-
-def test_saving_changes_no_copy(four):
-    """What was counted goes on to be counted where it was; the next checkpoint has it, saved in the scope or not."""
-    v = create(four, "count", AGGREGATION.SUM)
-    checkpoint = tracking(four, v)
-    count_up(four, v)
-    first = checkpoint.save("changes/ckpt")
-    assert copies_of(four, v) == [1.0, 2.0, 3.0, 4.0]
-    count_up(four, v)
-    with four.scope():
-        second = checkpoint.save("changes/ckpt")
-    for path, total in ((first, 10.0), (second, 20.0)):
-        checkpoint.restore(path).assert_consumed()
-        assert copies_of(four, v) == [total / 4] * 4
-
-
-@pytest.mark.parametrize("kind", ["servers-2x2", pytest.param("embedded-2", marks=pytest.mark.soak)])
-def test_tower_local_variables_are_saved_as_they_are_reduced(kind):
-    """By the first names: a sum is divided among the towers of now, a mean is each one's; on one server and on two."""
-    with opened(kind) as strategy:
-        distribution, made = DistributionStrategy(strategy), {}
-        with distribution.scope():
-            for method in ("sum", "mean"):
-                with distribution.tower_local_var_scope(method):
-                    made[method] = ps.Variable(0.0, name=method)
-        for v in made.values():
-            count_up(strategy, v)
-        checkpoint = tracking(strategy, made)
-        path = checkpoint.save("towers/ckpt")
-        for v in made.values():
-            v.assign(50.0)
-        checkpoint.restore(path).assert_consumed()
-        assert [float(distribution.fetch(v)) for v in made.values()] == [3.0, 1.5]
-        assert [copies_of(strategy, v) for v in made.values()] == [[1.5, 1.5], [1.5, 1.5]]
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATION)

@@ -88,22 +88,6 @@ def test_a_name_is_one_table(strategy):
         strategy.extended.update(v, lambda v: de.get_variable("late", dim=2) and None)
 
 
-def test_checkpoints_have_it_by_one_path(strategy, table):
-    """And what an optimizer keeps beside it by the slot's name and that path."""
-    with strategy.scope():
-        optimizer = ps.optimizers.Adam(0.1)
-    optimizer.build([table])
-    m, v = optimizer._state.of(table).slots
-    found = explore({"opt": optimizer, "model": {"users": table, "parts": table.variables}}).variables
-    found.pop("opt/iterations")
-    assert {path: id(each) for path, each in found.items()} == {
-        "model/users": id(table),
-        "opt/m/model/users": id(m),
-        "opt/v/model/users": id(v),
-    }
-    assert {part.handle.spec.saved_name for part in m.variables} == {f"adam/{table.name}/m"}
-
-
 WHOLE = [np.asarray, np.square, np.sum, list, len, bool, lambda t: t.numpy(), lambda t: t.read_value(), lambda t: t[3]]
 WHOLE += [lambda t: t.value(), lambda t: t.assign(np.zeros(2)), lambda t: t.assign_add(1.0), lambda t: t * 2.0]
 WHOLE += [lambda t: t == 3]
@@ -417,17 +401,6 @@ def test_filters_count_how_often_a_key_was_asked_for(strategy):
     assert sorted(table.keys().tolist()) == [1, 2]
 
 
-def test_first_values_are_those_of_the_initializer(strategy):
-    """They follow from seed and key; another seed gives others, and no round has to be made."""
-    uniform = ps.initializers.RandomUniform(2.0, 3.0, seed=5)
-    first, second = (made(strategy, initializer=uniform).lookup(np.arange(500)).numpy() for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-    assert 2.0 <= first.min() < 2.1
-    assert 2.9 < first.max() <= 3.0
-    other = made(strategy, initializer=ps.initializers.RandomUniform(2.0, 3.0, seed=6)).lookup(np.arange(500)).numpy()
-    assert (first != other).mean() > 0.9
-
-
 def test_a_limit_is_an_error_that_changes_nothing(strategy):
     """A round that touches more rows than the table may have is refused; the next one is made."""
     table = made(strategy, capacity=MIN_CAPACITY, eviction=de.LRU())
@@ -579,41 +552,6 @@ def test_gradients_of_a_group_that_are_none(strategy, group, what):
     with pytest.raises(ValueError, match=words):
         in_replicas(strategy, lambda replica: ps.optimizers.SGD(1.0).apply_gradients(make(group)))
     assert group.size() == 0
-
-
-def test_rows_of_all_come_with_the_round_before(strategy, group, calls_of):
-    """Each names its own, and keeps what the others have named."""
-    group.prefetch({"item": [4, 9], "user": [4]})
-    group["genre"].prefetch([1], [2, 1])
-    group["user"].prefetch([5, 4, LAST])
-    group["user"].scatter_add(ps.IndexedSlices(ones(1), [4]))
-    strategy.backend.settle()
-    pulls = calls_of("pull", *servers_of(strategy))
-    assert np.asarray(group["user"].lookup([4, LAST]))[:, 0].tolist() == [1.0, 0.0]
-    found = group.lookup({"item": [9, 4], "genre": [1, 2], "user": [5]})
-    assert [np.asarray(rows)[:, 0].tolist() for rows in found.values()] == [[0.0, 0.0], [0.0, 0.0], [0.0]]
-    assert pulls == []
-
-
-def test_a_dataset_names_the_rows_of_its_next_batch(strategy, group):
-    """`InputOptions(prefetch=...)` takes tables, and those of a group; all rows but the first batch's are here."""
-    table, keys = made(strategy, initializer=0), KEYS[np.arange(12) % 4]
-    data = ps.ArrayDataset({"u": np.arange(12), "i": np.arange(12) % 2, "t": keys}).batch(4)
-    lookups = {group["user"]: lambda batch: batch["u"], group["item"]: lambda batch: batch["i"]}
-    lookups[table] = lambda batch: batch["t"]
-    optimizer = ps.optimizers.SGD(1.0)
-
-    def step(batch):
-        rows = group.lookup({"user": batch["u"], "item": batch["i"]})
-        pairs = [(found.gradient(ones(len(found.ids))), group[name]) for name, found in rows.items()]
-        own = table.lookup(batch["t"])
-        optimizer.apply_gradients([*pairs, (own.gradient(np.ones_like(own.values)), table)])
-
-    for batch in strategy.experimental_distribute_dataset(data, ps.InputOptions(prefetch=lookups)):
-        strategy.run(step, (batch,))
-    assert np.asarray(group["user"].lookup(np.arange(13)))[:, 0].tolist() == [-1.0] * 12 + [0.0]
-    assert sorted(group["item"].keys().tolist()) == [0, 1]
-    assert numbers_of(table.lookup(KEYS)) == [-3.0] * 4
 
 
 def test_a_view_is_no_array(group):

@@ -3,7 +3,6 @@ variables live: colocation, non-slot devices, and the devices' names."""
 
 from __future__ import annotations
 
-import operator
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +13,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src.rounds.section import Section
-from tests.kit.cases import pairwise, search
+from tests.kit.cases import search
 from tests.kit.strategies import (
-    USUAL,
     by_replica,
     copies,
     in_replicas,
     kind_of,
     merged,
-    opened,
     refused,
     replicas,
     variable,
@@ -33,23 +29,6 @@ from tests.kit.strategies import (
 def plain(value):
     """A result as numbers; a variable stays what it is."""
     return value if isinstance(value, ps.Variable) else np.asarray(value).tolist()
-
-
-def test_values_are_brought_together(calls_of):
-    """A section is told once of all that is wanted of it, and not once for each value."""
-    told = calls_of("give_back", Section)
-    with opened("servers-1x1") as strategy:
-        v = variable(strategy)
-
-        def merge(strategy):
-            found = [strategy.extended.update(v, lambda v, k: v + k, (float(k),)) for k in range(20)]
-            told.clear()
-            arrays.extend(strategy.backend.bring([*found, np.zeros(3)]))
-            assert len(told) == 1
-
-        arrays = []
-        strategy.run(lambda: ps.get_replica_context().merge_call(merge))
-    assert [array[0] for array in arrays] == [*map(float, range(20)), 0.0]
 
 
 def test_what_the_function_returns_comes_back(strategy):
@@ -177,36 +156,6 @@ def test_arguments_are_one_value(strategy):
     n = replicas(strategy)
     assert float(v) == n
     assert [float(x) for x in strategy.experimental_local_results(local)] == [2.0 + n] * n
-
-
-def test_several_variables_are_assigned(strategy):
-    """Arguments and by closures; each once for every copy, and each sees what was assigned before it."""
-    v = variable(strategy, [1.0, 2.0, 3.0])
-    u, w = (variable(strategy, [1.0, 2.0, 3.0], beside=v) for _ in range(2))
-
-    def fn(v, u):
-        v.assign(u + w)
-        u.assign_sub(v)
-        w.assign_add(u * 2.0)
-
-    for _ in range(2):
-        strategy.extended.update(v, fn, (u,))
-    assert [x.numpy().tolist() for x in (v, u, w)] == [[-2.0, -4.0, -6.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
-    for x in (v, u, w):
-        assert len({tuple(np.asarray(copy)) for copy in strategy.experimental_local_results(x)}) == 1
-
-
-@pairwise(strategy=USUAL, dtype=["float16", "bfloat16", "float32"], how=["assign_add", "assign_sub"])
-def test_what_is_added_is_rounded_once(strategy, how, dtype):
-    """The sum is NumPy's, in its dtype; only that is cast to the variable's, wherever the variable lives."""
-    first = np.array([1000.0, -0.1, 3.0]).astype(dtype)
-    plain = {"assign_add": operator.add, "assign_sub": operator.sub}[how]
-    for delta in (np.array([-1000.3, 0.3, 1e-3]), np.float32([1000.3, 7.7, 1e-4]), np.array(0.3), 0.3, 2):
-        v = variable(strategy, first)
-        strategy.extended.update(v, lambda v, x: getattr(v, how)(x), (delta,))
-        assert v.numpy().tolist() == plain(first, delta).astype(dtype).tolist()
-    with pytest.raises(ValueError, match=f"variable '{v.name}'"):
-        strategy.extended.update(v, lambda v: getattr(v, how)(np.ones(2, dtype)))
 
 
 def test_methods_of_variables_are_update_functions(strategy):

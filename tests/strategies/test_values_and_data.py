@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import psclient as ps
 from psclient._src import values
 from psclient._src.arrays import nest
-from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, refused, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, refused, replicas, variable
 
 here, ON_READ = ps.get_replica_context, ps.VariableSynchronization.ON_READ
 
@@ -71,55 +71,6 @@ def test_arguments_are_a_tuple(strategy):
         with pytest.raises(ValueError, match=f"Mirrored with {count} values was passed to {n} local replicas"):
             strategy.run(lambda x: None, ({"x": ps.Mirrored([1.0] * count)},))
     assert in_replicas(strategy, lambda i: i) == tuple(range(replicas(strategy)))
-
-
-def test_identity_decides_what_is_merged(strategy):
-    """The same object comes back itself; equal arrays that are not one stay apart. With one replica all are bare. What
-    is merged may be given again, and each replica finds its own; a merge function may return it."""
-    array, n, x = np.ones(2), replicas(strategy), numbered(strategy)
-    result = strategy.run(lambda: {"a": array, "b": (None, "text"), "c": Pair(Pair, strategy), "d": [np.ones(2)]})
-    assert result["a"] is array
-    assert (result["b"], result["c"]) == ((None, "text"), Pair(Pair, strategy))
-    assert isinstance(result["d"], list)
-    assert isinstance(result["d"][0], ps.PerReplica) == (n > 1)
-    found = strategy.experimental_local_results(result["d"][0])
-    assert [array.tolist() for array in found] == [[1.0, 1.0]] * n
-    assert len({id(array) for array in found}) == n
-    first = by_replica(strategy, lambda i: {"x": np.array(i), "y": [Pair(np.array(i + 10), None)]})
-    again = in_replicas(strategy, lambda i, own: (int(own["x"]), int(own["y"][0].x), own["y"][0].y), first)
-    assert again == tuple((i, i + 10, None) for i in range(n))
-    mine = in_replicas(strategy, lambda i: here().merge_call(lambda s: (x, "plain")))
-    assert [(int(own), plain) for own, plain in mine] == [(i, "plain") for i in range(n)]
-    assert strategy.experimental_local_results(merged(strategy, lambda s: x)) == tuple(range(n))
-
-
-@pytest.mark.parametrize("number", [7, True, 0.5, 1j])
-def test_python_numbers_that_are_equal_are_one(strategy, number):
-    """Whether Python shares a number says nothing: each replica makes its own. Those that differ stay apart."""
-    result = strategy.run(lambda: type(number)(str(number)))
-    assert (type(result), result) == (type(number), number)
-    apart = by_replica(strategy, lambda replica: number if replica else -1)
-    assert strategy.experimental_local_results(apart) == (-1, *[number] * (replicas(strategy) - 1))
-    assert strategy.reduce("mean", result, axis=None) == number
-    if replicas(strategy) > 1:
-        with pytest.raises(ValueError, match=r"SUM got .*so return arrays"):
-            strategy.reduce("sum", result, axis=None)
-
-
-def test_what_replicas_see_of_a_variable_merges_to_it(strategy):
-    """The variable itself, or its copies, given back as they were given: the result is the variable. Copies of
-    different variables, or in another order, do not merge."""
-    for v in (variable(strategy), variable(strategy, synchronization=ON_READ)):
-        assert strategy.run(lambda v=v: v) is v
-        assert strategy.run(lambda w: w, (v,)) is v
-        assert strategy.run(lambda w: {"a": [w]}, (v,))["a"][0] is v
-        assert merged(strategy, lambda s, w: w, v) is v
-        assert merged(strategy, lambda s, v=v: [v])[0] is v
-    if replicas(strategy) > 1:
-        w, mine = variable(strategy, synchronization=ON_READ), strategy.experimental_local_results(v)
-        mixed = strategy.run(lambda a, b: a if here().replica_id_in_sync_group else b, (v, w))
-        turned = strategy.run(lambda: mine[-1 - here().replica_id_in_sync_group])
-        assert all(isinstance(x, ps.PerReplica) for x in (mixed, turned))
 
 
 def test_in_finds_a_value_in_its_container(strategy):
@@ -182,26 +133,6 @@ def test_a_function_returns_values_of_one_replica(strategy):
             )
 
 
-def test_what_is_shown_of_values(strategy):
-    """One line for each replica, after the name of their kind. A per-replica value says how to make an array of it; a
-    mirrored one is as good as an array. Local results are a tuple: of each replica, of what is not distributed the
-    value alone, of a nest one nest for each."""
-    for made in (by_replica(strategy, lambda i: i), strategy.extended.broadcast_to(5, numbered(strategy))):
-        lines = repr(made).splitlines()
-        if replicas(strategy) == 1:
-            assert len(lines) == 1
-        else:
-            assert lines[0] in ("PerReplica:{", "Mirrored:{")
-            assert [line.split(":")[0].strip() for line in lines[1:-1]] == [str(i) for i in range(replicas(strategy))]
-            assert lines[-1] == "}"
-    if replicas(strategy) > 1:
-        refused(TypeError, r"strategy\.reduce", lambda: np.add(numbered(strategy), 1))
-    assert np.add(strategy.extended.broadcast_to(np.float32(2.0), numbered(strategy)), 1.0) == 3.0
-    n, x, local = replicas(strategy), numbered(strategy), strategy.experimental_local_results
-    assert (local(x), local("text"), local(None)) == (tuple(range(n)), ("text",), (None,))
-    assert local({"a": x, "b": "same"}) == tuple({"a": i, "b": "same"} for i in range(n))
-
-
 LEAVES = st.one_of(st.none(), st.text(max_size=2), st.binary(max_size=2), st.integers(), st.floats(allow_nan=False))
 
 
@@ -238,25 +169,6 @@ def test_replicas_get_and_give_any_nest(strategy, structure):
 # ---- Data ----
 
 Rows = namedtuple("Rows", "x y")
-
-
-def shares(count, batch, n):
-    """The examples that each replica gets, by batch: ceil(its size / n) of each, filled in order."""
-    for start in range(0, count, batch):
-        rows = list(range(start, min(start + batch, count)))
-        size = -(-len(rows) // n)
-        yield [rows[i * size : (i + 1) * size] for i in range(n)]
-
-
-@pytest.mark.parametrize(("count", "batch"), [(7, 6), (9, 6), (16, 8), (5, 8), (13, 4), (3, 1)])
-def test_a_batch_is_shared_in_order(strategy, count, batch):
-    """Every replica a slice of the same size, of a short batch too, while there are examples; the rest get none."""
-    data = strategy.experimental_make_numpy_dataset(np.arange(count)).batch(batch)
-    found = [
-        [x.tolist() for x in strategy.experimental_local_results(x)]
-        for x in strategy.experimental_distribute_dataset(data)
-    ]
-    assert found == list(shares(count, batch, replicas(strategy)))
 
 
 def test_what_a_replica_holds_back_counts_with_the_next_reduction(strategy):
@@ -325,28 +237,6 @@ def test_numpy_datasets_are_made_of_arrays(strategy):
     refused(TypeError, "", lambda: strategy.experimental_distribute_dataset(5))
 
 
-def test_a_function_makes_this_workers_dataset(strategy):
-    """It is called once, is told who asks, and gives batches of one replica each; missing ones are empty. So it is by
-    its name of r2.4, with options."""
-    n, told, newer = replicas(strategy), [], strategy.distribute_datasets_from_function
-
-    def dataset_fn(context):
-        told.append(context)
-        data = ps.ArrayDataset(np.arange(4 * (n + 1)))
-        own = data.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return own.batch(context.get_per_replica_batch_size(4 * n))
-
-    distributed = strategy.experimental_distribute_datasets_from_function(dataset_fn)
-    for data in (distributed, distributed, newer(dataset_fn, options=ps.InputOptions())):
-        found = [[x.tolist() for x in strategy.experimental_local_results(step)] for step in data]
-        batches = [list(range(4 * k, 4 * k + 4)) for k in range(n + 1)]
-        padded = batches + [[]] * (-len(batches) % n)
-        assert found == [padded[k : k + n] for k in range(0, len(padded), n)]
-    assert told == [ps.InputContext(1, 0, n)] * 2
-    assert str(told[0]) == "ps.InputContext(input pipeline id 0, total: 1)"
-    refused(ValueError, "cannot be split equally", lambda: ps.InputContext(1, 0, 2).get_per_replica_batch_size(5))
-
-
 def test_the_training_loop_of_the_documents(strategy):
     """Distribute, run, reduce: the variable ends where one process with all of the data ends."""
     x = np.random.default_rng(0).normal(size=(22, 3))
@@ -403,32 +293,3 @@ def test_the_next_batch_may_be_missing(strategy):
     iterator = iter(strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)]))
     assert [int(strategy.reduce("sum", x, axis=0)) for x in (next(iterator), iterator.get_next())] == [6, 22]
     refused(StopIteration, "", lambda: next(iterator))
-
-
-def test_datasets_of_all_stages_are_distributed(strategy):
-    """Mapped, repeated, sharded, unbatched: a pass has what the dataset gives without a strategy, batch by batch."""
-    n = replicas(strategy)
-    rows = strategy.experimental_make_numpy_dataset((np.arange(10), np.arange(20.0).reshape(10, 2)))
-    for data in (
-        rows.shuffle(4).map(lambda x, y: {"x": x * 2, "y": y + x}).repeat(2).batch(6),
-        rows.batch(4).map(lambda x, y: {"x": -x, "y": y * y}).repeat(2).shard(2, 1),
-        rows.batch(3).unbatch().shard(2, 0).map(lambda x, y: {"x": x, "y": y}).batch(4),
-    ):
-        distributed = strategy.experimental_distribute_dataset(data)
-        for epoch in range(2):
-            found = [
-                [np.concatenate([own[name] for own in strategy.experimental_local_results(batch)]) for name in "xy"]
-                for batch in distributed
-            ]
-            assert listed(found) == listed([[batch["x"], batch["y"]] for batch in data.epoch(epoch)])
-        assert len(nest.flatten(distributed.element_spec)) == 2
-        own = strategy.distribute_datasets_from_function(lambda context, data=data: data)
-        assert sum(len(x["x"]) for b in own for x in strategy.experimental_local_results(b)) == data.size
-    endless = iter(strategy.experimental_distribute_dataset(rows.repeat().batch(2 * n)))
-    total = sum(float(strategy.reduce("sum", next(endless)[0], axis=0)) for _ in range(5))
-    assert total == 45.0 * n
-
-
-def listed(found):
-    """Arrays as lists."""
-    return [[np.asarray(array).tolist() for array in row] for row in found]

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from tests.kit.cases import once
-from tests.kit.strategies import EMBEDDED, kinds, patient, refused, variable
+from tests.kit.strategies import EMBEDDED, kinds, patient, refused
 
 SERVERS = kinds("servers-1x1", "servers-3x2", soak=EMBEDDED)
 
@@ -139,59 +139,6 @@ def test_values_of_both_come_back_by_their_names(two):
         assert values == [1, 10, 100, 2 * number, 20 * number, 200 * number]
 
 
-def test_a_section_of_such_variables_is_no_round(two):
-    """Neither updates, nor assignments, nor values that are reduced to them; a failed one is left out of nothing. A
-    worker sees its own updates: in the next step without asking, as its push brings them."""
-    with two.scope():
-        v = ps.Variable(np.zeros(2), name="mine", consistency=ps.Async())
-        before = two.round
-        v.assign([1.0, 2.0])
-        v.assign_add([1.0, 1.0])
-        assert np.asarray(two.extended.reduce_to("sum", np.ones(2), v)).tolist() == [1.0, 1.0]
-        squares = two.extended.update(v, lambda v: np.sum(v.value()))
-        assert float(squares) == 5.0
-
-    def fails(s, _):
-        s.extended.reduce_to("sum", np.ones(2), v)
-        raise KeyError("the user's")
-
-    refused(KeyError, "", lambda: in_merge(two, fails, 1))
-
-    def step():
-        seen = float(v.read_value()[0])
-        ps.get_replica_context().merge_call(lambda s, x: added(s, x, v) and None, (np.ones(2),))
-        return seen
-
-    assert [two.run(step) for _ in range(4)] == [2.0, 3.0, 4.0, 5.0]
-    assert two.round == before
-    assert v.numpy().tolist() == [6.0, 7.0]
-
-
-def test_a_replica_computes_with_one_value(two):
-    """Within a step; outside of one a read is of now."""
-    with two.scope():
-        v = ps.Variable(np.zeros(2), consistency=ps.Async())
-    session = two._session
-    pulls = []
-    for server in session.servers:
-        server.pull = lambda *args, pull=server.pull: pulls.append(args[1]) or pull(*args)
-
-    def step():
-        return [v.read_value(), v.read_value(), v.read_value()]
-
-    try:
-        two.run(step)
-        assert sum(v.handle.id in asked for asked in pulls) == 1
-        v.numpy()
-        v.numpy()
-        assert sum(v.handle.id in asked for asked in pulls) == 3
-        two.run(step)
-        assert sum(v.handle.id in asked for asked in pulls) == 4
-    finally:
-        for server in session.servers:
-            del server.pull
-
-
 def of_both(strategy):
     """A variable of each kind, on one server."""
     with strategy.scope():
@@ -302,57 +249,6 @@ def test_a_job_keeps_to_what_goes_with_its_variables():
         assert strategy._exchange._alone.round == 4  # in the two synchronous stretches
 
 
-# ---- What else is done with variables, and when it waits ----
-
-
-@SERVERS
-def test_all_else_is_done_alike(strategy, request):
-    """Compressed contributions, rows that are written, tables that are cut, a save and a restore: as in a job of one
-    kind, bit for bit."""
-    found, replicas = [], len(strategy.extended.worker_devices)
-    for number, consistency in enumerate((None, ps.Async())):
-        with strategy.scope():
-            v = ps.Variable(np.zeros(50, "float32"), compression=ps.compression.TopK(0.1), consistency=consistency)
-            s = ps.Variable(
-                np.zeros((5, 2), "float32"), aggregation=ps.VariableAggregation.SUM, consistency=consistency
-            )
-            name = f"cut{number}"
-            table = ps.dynamic_embedding.get_variable(name, dim=2, initializer=0, consistency=consistency)
-            optimizer = ps.optimizers.SGD(1.0)
-            s.scatter_add(ps.IndexedSlices(np.ones((2, 2), "float32"), [1, 3]))
-            table.scatter_update(ps.IndexedSlices(np.full((1, 2), 5, "float32"), [10]))
-
-        def step(v=v, s=s, table=table, optimizer=optimizer):
-            s.assign_add(np.full((5, 2), 1.0, "float32"))
-            rows = table.lookup([10, 11])
-            pairs = [(np.arange(50, dtype="float32"), v), (rows.gradient(rows.values + 1), table)]
-            optimizer.apply_gradients(pairs)
-
-        def told(v=v, s=s, table=table):
-            with strategy.scope():
-                return [v.numpy(), s.numpy(), table.lookup([10, 11]).numpy()]
-
-        for _ in range(3):
-            strategy.run(step)
-        checkpoint = ps.train.Checkpoint(v=v, s=s, table=table, optimizer=optimizer)
-        path = checkpoint.save(f"consistency/{request.node.name}/{number}/ckpt")
-        saved = told()
-        strategy.run(step)
-        after = told()
-        checkpoint.restore(path)
-        restored = told()
-        assert all(one.tobytes() == other.tobytes() for one, other in zip(saved, restored, strict=True))
-        strategy.run(step)
-        again = told()
-        with strategy.scope():
-            table.scatter_add(ps.IndexedSlices(np.ones((20_000, 2), "float32"), np.arange(100, 20_100)))
-            table.restrict(16_384)
-            kept = table.size()
-        found.append([*saved, *after, *(again if replicas == 1 else ()), np.array(kept)])
-    for one, other in zip(*found, strict=True):
-        assert one.tobytes() == other.tobytes()
-
-
 def test_what_is_no_consistency(two, monkeypatch):
     """Is refused where it is written; copies of replicas, which are nobody else's, and of servers have none. Outside of
     every scope, and in a strategy of one process, it says nothing new."""
@@ -370,59 +266,6 @@ def test_what_is_no_consistency(two, monkeypatch):
     assert not ps.Variable(1.0, consistency=ps.Async())._alone
     with ps.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, strategy.scope():
         assert not ps.Variable(1.0, consistency=ps.Async())._alone
-
-
-def test_where_it_waits(two):
-    """A step, and the next batch, for what all make; a save, a change and the end for all; one at a time is under way
-    on several servers."""
-    exchange = two._exchange
-    with two.scope():
-        w = ps.Variable(np.zeros(2))
-    t, u = (variable(two, np.zeros(2), (d,), consistency=ps.Async()) for d in two.extended.parameter_devices)
-
-    def step(*_):
-        ps.get_replica_context().merge_call(lambda s, x: added(s, x, w, t, u) and None, (np.ones(2),))
-
-    two.run(step)  # the first of its plans is waited for
-    dataset = ps.ArrayDataset(np.zeros(4)).batch(1)
-    for batch in two.experimental_distribute_dataset(dataset):
-        two.run(step, (batch,))
-        assert exchange.own.busy
-        assert len(exchange.own._rounds) == 1
-    two.backend.settle()
-    assert not exchange.busy
-    two.run(step)
-    assert exchange.own.busy
-    ps.train.Checkpoint(w=w, t=t).save("consistency/waits/ckpt")
-    assert not exchange.own.busy
-    two.run(step)
-    two.set_consistency(ps.Async())
-    assert not exchange.own.busy
-    two.set_consistency(ps.Sync())
-
-
-def test_a_large_round_has_the_transport_for_itself(two, monkeypatch):
-    """What this worker has on its way of its own is taken in before: it would lie in memory that streams need."""
-    strategy, exchange = two, two._exchange
-    with strategy.scope():
-        large = ps.Variable(np.zeros(1 << 20))
-        t = ps.Variable(np.zeros(2), consistency=ps.Async())
-    push, busy = exchange._push_all, []
-
-    def pushed(outgoing, *rest):
-        busy.append(exchange.own.busy) if outgoing.plan.streams else None
-        return push(outgoing, *rest)
-
-    monkeypatch.setattr(exchange, "_push_all", pushed)
-
-    def merge(s, x, y):
-        for v, z in ((large, x), (t, y)):
-            s.extended.update(v, lambda v, z: v.assign_add(z), (s.extended.reduce_to("sum", z, v),))
-
-    for _ in range(3):
-        strategy.run(lambda: ps.get_replica_context().merge_call(merge, (np.ones(1 << 20), np.ones(2))))
-        assert exchange.own.busy or len(busy) == 1
-    assert busy == [False] * 3
 
 
 def test_an_error_of_all_leaves_nothing():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,7 +16,6 @@ AGGREGATION = ps.VariableAggregation
 SYNCHRONIZATION = ps.VariableSynchronization
 ON_READ, SUM = SYNCHRONIZATION.ON_READ, AGGREGATION.SUM
 COMBINING = [SUM, AGGREGATION.MEAN, AGGREGATION.ONLY_FIRST_REPLICA]
-DTYPES = [ml_dtypes.bfloat16, np.float16, np.float32, np.float64, np.int64, np.complex64]
 WRONG_DTYPE = (TypeError, ps.errors.ProgramError)
 """What an assignment of another kind raises, here or in an update program."""
 
@@ -260,32 +258,6 @@ def test_a_replica_is_given_what_is_as_good_as_the_variable(strategy):
     assert strategy.run(lambda own: own.assign_add(each(0) * 1), (v,)) is v
     assert strategy.run(lambda own: {"v": [own, None]}, (v,)) == {"v": [v, None]}
     assert shown(v) == [replicas(strategy)] * 3
-
-
-@once(strategy=USUAL, dtype=DTYPES)
-def test_every_dtype_is_kept(strategy, dtype):
-    """By creation, reading, assigning and reducing, in all contexts. There is no difference of two truths, and a number
-    is none."""
-    n = replicas(strategy)
-    v = variable(strategy, np.ones(2, dtype), aggregation=SUM)
-    assert (v.dtype, v.numpy().dtype) == (np.dtype(dtype),) * 2
-    v.assign_add(np.ones(2, dtype)).assign_sub(np.full(2, 2, dtype)).assign_add(1)
-    assert shown(v) == [1, 1]
-    strategy.run(lambda: v.assign_add(np.ones(2, dtype) * 1))
-    assert shown(v) == [1 + n] * 2
-    total = merged(strategy, lambda s, x: s.extended.reduce_to("sum", x, v), np.ones(2, dtype)) if n == 1 else None
-    if total is not None:
-        assert np.asarray(total).dtype == dtype
-    assert (v.dtype, v.numpy().dtype) == (np.dtype(dtype),) * 2
-    inside = in_replicas(strategy, lambda _: v.read_value())
-    assert {array.dtype for array in inside} == {np.dtype(dtype)}
-    truth = variable(strategy, np.zeros(2, bool), aggregation=AGGREGATION.ONLY_FIRST_REPLICA)
-    truth.assign([True, False])
-    assert shown(truth) == [True, False]
-    strategy.run(lambda: truth.assign(np.array([False, True])))
-    assert shown(truth) == [False, True]
-    refused(WRONG_DTYPE, "cannot be assigned to bool", lambda: truth.assign(1))
-    refused(WRONG_DTYPE, "subtract", lambda: truth.assign_sub(True))
 
 
 def test_arithmetic_goes_both_ways(strategy):

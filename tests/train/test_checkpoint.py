@@ -63,13 +63,6 @@ def manifest_of(kind, path):
     return json.loads((root_of(kind) / path / "manifest.json").read_text())
 
 
-def moved(kind, other):
-    """Has servers of another kind find what one kind has saved."""
-    if root_of(kind) != root_of(other):
-        root_of(other).mkdir(exist_ok=True)
-        (root_of(kind) / "run").rename(root_of(other) / "run")
-
-
 @KINDS
 def test_everything_comes_back_by_its_path(kind):
     """Lists, dicts, attributes, optimizers with slots, metrics and other state, wherever they are reached from."""
@@ -104,47 +97,6 @@ def test_everything_comes_back_by_its_path(kind):
     assert manifest["state"] == {"sampler": Sampler(7).state}
 
 
-@pytest.mark.parametrize(
-    ("kind", "other"),
-    [
-        ("servers-2x1", "servers-3x1"),
-        *(
-            pytest.param(kind, other, marks=pytest.mark.soak)
-            for kind in ("default", "mirrored-2", "embedded-2", "servers-2x1")
-            for other in ("servers-3x1", "default", "mirrored-1", "embedded-2")
-            if (kind, other) != ("servers-2x1", "servers-3x1")
-        ),
-    ],
-)
-def test_a_checkpoint_moves_between_strategies(kind, other):
-    """The files are the same, whoever wrote them."""
-    with opened(kind) as strategy:
-        with strategy.scope():
-            model = Model(3.0)
-        path = ps.train.Checkpoint(model=model).save("run/ckpt")
-        saved = model.values()
-    moved(kind, other)
-    with opened(other) as strategy:
-        with strategy.scope():
-            model = Model(0.0, "renamed ")
-        ps.train.Checkpoint(model=model).restore(path).assert_consumed()
-        assert model.values() == saved
-
-
-def test_a_plain_reader_reads_what_a_mirrored_strategy_saves():
-    """Its shard is plain safetensors, and its manifest names each tensor."""
-    load_file = pytest.importorskip("safetensors.numpy").load_file
-    with opened("mirrored-2") as strategy:
-        with strategy.scope():
-            model = Model(3.0)
-        path = ps.train.Checkpoint(model=model).save("run/ckpt")
-    manifest = manifest_of("mirrored", path)
-    (file,) = manifest["files"]
-    tensors = load_file(f"{path}/{file}")
-    assert set(tensors) == set(manifest["tensors"])
-    np.testing.assert_array_equal(tensors["dense1/w"], np.full((2, 2), 4.0))
-
-
 @KINDS
 def test_what_is_created_later_begins_with_its_value(kind):
     """By its name, slots at the first step included; the status knows then, and not before."""
@@ -177,37 +129,6 @@ def test_what_is_created_later_begins_with_its_value(kind):
         assert int(optimizer.iterations) == 2
         assert model.values() == trained
         status.assert_consumed()
-
-
-@pytest.mark.parametrize("other", [pytest.param("mirrored-1", marks=pytest.mark.soak), "servers-1x2"])
-@pytest.mark.parametrize("kind", ["mirrored-2", "servers-1x1"])
-def test_the_data_go_on_where_they_stood(kind, other):
-    """After a restore the next batch is the one that came next, in the order of that pass."""
-
-    def opened_data(strategy):
-        with strategy.scope():
-            v = ps.Variable(0.0, name="v")
-        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(20)).shuffle(3).batch(4))
-        return v, ps.train.Checkpoint(v=v, data=batches), batches
-
-    def rows(strategy, batch):
-        return [int(row) for part in strategy.experimental_local_results(batch) for row in part]
-
-    with opened(kind) as strategy:
-        v, checkpoint, batches = opened_data(strategy)
-        seen = [rows(strategy, batch) for epoch in batches.epochs(2) for batch in batches]
-    with opened(kind) as strategy:
-        v, checkpoint, batches = opened_data(strategy)
-        iterator = iter(batches)
-        for _ in range(3):
-            next(iterator)
-        v.assign(1.0)
-        checkpoint.save("run/ckpt")
-    moved(kind, other)
-    with opened(other) as strategy:
-        v, checkpoint, batches = opened_data(strategy)
-        checkpoint.restore("run").assert_consumed()
-        assert [rows(strategy, batch) for epoch in batches.epochs(2) for batch in batches] == seen[3:]
 
 
 @KINDS
@@ -245,7 +166,8 @@ def test_another_dtype_is_refused_unless_asked(kind):
     ],
 )
 def test_sums_of_copies_are_whole_again(kind, dtype, sums):
-    """They are saved as one value, and shared out among the replicas of now; also where they are created later.
+    """They are saved as one value, which changes no copy, and shared out among the replicas of now; also where they are
+    created later.
 
     Replica 0 has what a division by the number of replicas leaves over. What is assigned is cut off: as in TensorFlow.
     """
@@ -268,6 +190,8 @@ def test_sums_of_copies_are_whole_again(kind, dtype, sums):
         checkpoint = ps.train.Checkpoint(count=count, real=real)
         path = checkpoint.save("run/ckpt")
         checkpoint.sync()
+        copies = in_replicas(strategy, lambda _: real.numpy().tolist())
+        assert kind == "default" or copies == tuple([replica + 1.0] * 2 for replica in range(len(copies)))
         in_replicas(strategy, lambda replica: count.assign(np.zeros(2, dtype)))
         in_replicas(strategy, lambda replica: real.assign_add(np.full(2, 50.0)))
         checkpoint.restore(path).assert_consumed()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
-import signal
 import threading
 import uuid
 from dataclasses import replace
@@ -129,20 +127,6 @@ def test_who_came_late_restores_what_the_others_saved(monkeypatch):
         assert float(v) == 0.0
 
 
-def test_asynchronous_workers_save_what_their_servers_have():
-    """The process that `should_checkpoint` names does so, and restores it; they are not deterministic."""
-    with pytest.raises(ps.errors.ConfigError, match="deterministic=True needs rounds"):
-        ps.ParameterServerStrategy(consistency=ps.Async(), deterministic=True)
-    with ps.ParameterServerStrategy(["cpu:0"], consistency=ps.Async()) as strategy:
-        v, checkpoint = counted(strategy)
-        v.assign(3.0)
-        path = checkpoint.save("run/ckpt", REFUSE)
-        checkpoint.sync()
-        v.assign(4.0)
-        checkpoint.restore(path).assert_consumed()
-        assert float(v) == 3.0
-
-
 # ---- What fails ----
 
 
@@ -175,18 +159,6 @@ def test_a_failure_is_told_once(told):
         assert not failed("run/ckpt-1")
 
 
-def test_a_failure_that_nobody_asks_for_is_raised_at_the_end(caplog):
-    """And the process leaves cleanly: what it trained is done."""
-    Path("runs").mkdir()
-    Path("runs/run").write_text("no directory")
-    with (
-        pytest.raises(ps.errors.CheckpointError, match="the last checkpoint 'run/ckpt-1' was not saved"),
-        opened("servers-1x1") as strategy,
-    ):
-        counted(strategy)[1].save("run/ckpt")
-    assert "could not close its session" not in caplog.text
-
-
 def test_a_manifest_that_is_too_large_is_told(monkeypatch):
     """Before it is sent, and to those who wait for the save; training goes on, and so do later saves."""
     with opened("servers-1x1") as strategy:
@@ -204,50 +176,19 @@ def test_a_manifest_that_is_too_large_is_told(monkeypatch):
         assert float(v) == 1.0
 
 
-@contextlib.contextmanager
-def small_files():
-    """No file may grow beyond a thousand bytes, as on a full disk."""
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-class Note:
-    """Makes a manifest longer than a small shard is."""
-
-    def state_dict(self):
-        return "x" * 1000
-
-    def load_state_dict(self, state):
-        assert state == self.state_dict()
-
-
-@pytest.mark.parametrize("size", [10, 10_000])
-def test_what_cannot_be_replaced_stays(size):
-    """A disk that is full when the shard is written, or its manifest, leaves the checkpoint at that path whole."""
+def test_a_failure_without_servers_is_told_at_once():
+    """The checkpoint before stays the newest; what a crash has left goes with the next save."""
     with opened("mirrored-1") as strategy:
-        v, checkpoint = counted(strategy, size)
-        checkpoint.note = Note()
-        checkpoint.write("run/best")
-        before = {path.name: path.read_bytes() for path in Path("run/best").iterdir()}
-        v.assign(np.ones(size))
-        with small_files(), pytest.raises(ps.errors.CheckpointError, match=r"'run/best' was not saved: .*too large"):
-            checkpoint.write("run/best")
-        assert {path.name: path.read_bytes() for path in Path("run/best").iterdir()} == before
-        checkpoint.restore("run/best").assert_consumed()
-        assert not v.numpy().any()
-        with small_files(), pytest.raises(ps.errors.CheckpointError):
-            checkpoint.write("run/better")
-        assert sorted(path.name for path in Path("run").iterdir()) == ["best"]
-        v.assign(np.ones(size))
-        checkpoint.write("run/best")
-        assert len(list(Path("run/best").iterdir())) == 2
-        checkpoint.restore("run").assert_consumed()
-        assert v.numpy().all()
+        _, checkpoint = counted(strategy)
+        first = checkpoint.save("run/ckpt")
+        Path("run/ckpt-2").write_text("no directory")
+        with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
+            checkpoint.save("run/ckpt")
+        assert ps.train.latest_checkpoint("run", strategy) == first
+        Path("run/ckpt-2").unlink()
+        Path("run/ckpt-1/manifest.json").unlink()
+        checkpoint.save("run/ckpt")
+        assert sorted(path.name for path in Path("run").iterdir()) == ["ckpt-3", "latest"]
 
 
 # ---- Where ----
@@ -298,30 +239,3 @@ def test_a_process_without_servers_saves_where_it_says(tmp_path):
             v.assign(0.0)
             assert checkpoint.restore(directory).assert_consumed().path == f"{directory}/ckpt-{number}"
             assert float(v) == number
-
-
-def test_the_rules_of_files_hold_without_servers(tmp_path):
-    """A failure is told at once, and the checkpoint before stays the newest. What a crash has left goes with the next
-    save, and no link leads anywhere else."""
-    with opened("mirrored-1") as strategy:
-        _, checkpoint = counted(strategy)
-        first = checkpoint.save("run/ckpt")
-        Path("run/ckpt-2").write_text("no directory")
-        with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
-            checkpoint.save("run/ckpt")
-        assert ps.train.latest_checkpoint("run", strategy) == first
-        Path("run/ckpt-2").unlink()
-        checkpoint.save("run/ckpt")
-        Path("run/ckpt-1/manifest.json").unlink()
-        assert checkpoint.save(f"{tmp_path}/run/ckpt") == f"{tmp_path}/run/ckpt-4"
-        assert sorted(path.name for path in Path("run").iterdir()) == ["ckpt-3", "ckpt-4", "latest"]
-        (tmp_path / "elsewhere").mkdir()
-        Path("run/ckpt-5").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(
-            ps.errors.CheckpointError, match=r"'run/ckpt-5' was not saved: 'ckpt-5/.* leads out of .* through"
-        ):
-            checkpoint.save("run/ckpt")
-        assert not list((tmp_path / "elsewhere").iterdir())
-        with pytest.raises(ps.errors.CheckpointError, match=r"'run/latest': .*choose another name"):
-            checkpoint.write("run/latest")
-        assert ps.train.latest_checkpoint("run", strategy) == "run/ckpt-4"

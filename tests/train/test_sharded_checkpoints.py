@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
-from functools import partial
 
 import numpy as np
 import pytest
@@ -139,52 +137,6 @@ def test_only_the_rows_that_are_needed_are_read(saved, calls_of):
     assert read(3, 4) == 4 * 8
     assert read(9, 1) == 8
     assert read(0, 2) == 10 * 8
-
-
-def learn(cluster, resume, shards, stop, index):
-    """Trains to a number of steps; saves behind each. Returns the table's bits, its steps, and its shards."""
-    with ps.ParameterServerStrategy(
-        cluster_resolver=cluster.resolver(index),
-        deterministic=True,
-        variable_partitioner=P.FixedShardsPartitioner(shards),
-    ) as strategy:
-        with strategy.scope():
-            table = ps.Variable(np.random.default_rng(1).normal(size=(9, 2)), name="table")
-            optimizer = ps.optimizers.Adam(0.1)
-            optimizer.build([table])
-        checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
-        manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=1)
-        if resume:
-            checkpoint.restore("run").assert_consumed()
-        data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(36) % 9).batch(6))
-
-        def step(ids):
-            rows = table.lookup(ids)
-            optimizer.apply_gradients([(rows.gradient(np.cos(rows.values)), table)])
-
-        for ids in data:
-            if int(optimizer.iterations) == stop:
-                break
-            strategy.run(step, args=(ids,))
-            manager.save()
-            manager.sync()
-        return table.numpy().tobytes(), int(optimizer.iterations), len(table.variables)
-
-
-@pytest.mark.ci  # any number of shards is restored in process
-def test_a_job_goes_on_with_other_shards(tmp_path):
-    """Two workers, one server more and other shards after three of six steps; bit for bit the same."""
-
-    def job(directory, servers, *args):
-        with InProcessCluster(servers, 2, tmp_path / directory) as cluster, ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(partial(learn, patient(cluster), *args), range(2))
-        assert first == second
-        return first
-
-    expected, steps, shards = job("whole", 2, False, 2, 6)
-    assert (steps, shards) == (6, 2)
-    job("cut", 2, False, 2, 3)
-    assert job("cut", 3, True, 4, 6) == (expected, 6, 4)
 
 
 def hold_back(monkeypatch, core):
