@@ -159,23 +159,26 @@ def test_a_loader_has_processes_of_its_own(method):
 
 
 def test_several_optimizers_have_one_loader():
-    """Each weighs its gradients by the part of the batch."""
+    """Each has parameters of its own, and weighs their gradients by the part of the batch: the steps are torch's."""
+    kinds = [(0, torch.optim.Adam, {"lr": 0.01}), (2, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})]
 
-    def work(strategy, worker):
-        module = mlp()
-        every = [
-            pst.Optimizer(module, torch.optim.SGD, module[n].parameters(), lr=0.1, strategy=strategy) for n in (0, 2)
-        ]
-        for x, y in pst.Loader(loader(), every):
-            for each in every:
-                each.zero_grad()
+    def trained(module, optimizers, data):
+        for x, y in data:
+            module.zero_grad()
             (module(x) - y).square().mean().backward()
-            for each in every:
+            for each in optimizers:
                 each.step()
         return values(module)
 
-    (expected,) = job(work)
-    assert all(apart(own, expected) < 1e-6 for own in job(work, 3))
+    def work(strategy, worker):
+        module = mlp()
+        ours = [pst.Optimizer(module, kind, module[n].parameters(), strategy=strategy, **o) for n, kind, o in kinds]
+        assert [[*each.variables] for each in ours] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+        return trained(module, ours, pst.Loader(loader(), ours))
+
+    alone = mlp()
+    expected = trained(alone, [kind(alone[n].parameters(), **options) for n, kind, options in kinds], loader())
+    assert all(apart(own, expected) < 1e-6 for workers in (1, 3) for own in job(work, workers))
 
 
 def test_the_features_of_the_next_batch_come_with_the_round(strategy):

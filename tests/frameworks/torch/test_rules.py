@@ -39,34 +39,16 @@ def test_a_rule_is_torchs_own(pair, kind, options):
         assert_alike(*pair(mlp(dtype), kind, **options), batches(30, dtype=dtype), limit)
 
 
-def step_of_all(module, optimizers, data):
-    for x, y in data:
-        for each in optimizers:
-            each.zero_grad()
-        (module(x) - y).square().mean().backward()
-        for each in optimizers:
-            each.step()
+def test_groups_of_our_optimizers(strategy):
+    """An optimizer of `ps.optimizers` has groups as torch's have them."""
+    module, alone = mlp(), mlp()
 
+    def groups(of):
+        return [{"params": of[0].parameters()}, {"params": of[2].parameters(), "lr": 0.05, "betas": (0.5, 0.999)}]
 
-def test_several_optimizers_of_one_module(strategy):
-    """Each has parameters of its own: two of torch's kinds are torch's two; two of ours, groups of one optimizer."""
-    module, alone, data = mlp(), mlp(), batches(20)
-    kinds = [(0, torch.optim.Adam, {"lr": 0.01}), (2, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})]
-    ours = [pst.Optimizer(module, kind, module[n].parameters(), strategy=strategy, **o) for n, kind, o in kinds]
-    step_of_all(module, ours, data)
-    step_of_all(alone, [kind(alone[n].parameters(), **options) for n, kind, options in kinds], data)
-    assert [[*each.variables] for each in ours] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
-    assert apart(module, alone) < 1e-12
-
-    module, alone, adam = mlp(), mlp(), ps.optimizers.Adam
-    groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.05, "betas": (0.5, 0.999)}]
-    steps(module, pst.Optimizer(module, adam(0.01), groups, strategy=strategy), data)
-    both = [
-        pst.Optimizer(alone, rule, alone[n].parameters(), strategy=strategy)
-        for n, rule in ((0, adam(0.01)), (2, adam(0.05, beta_1=0.5)))
-    ]
-    step_of_all(alone, both, data)
-    assert apart(module, alone) == 0
+    ours = pst.Optimizer(module, ps.optimizers.Adam(0.01, epsilon=1e-14), groups(module), strategy=strategy)
+    theirs = torch.optim.Adam(groups(alone), lr=0.01, eps=1e-14)
+    assert_alike((module, ours), (alone, theirs), batches(20), 1e-9)
 
 
 @pytest.mark.parametrize(
