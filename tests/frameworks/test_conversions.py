@@ -18,7 +18,7 @@ ONES = [
     "torch.ones(3, dtype=torch.uint16)",
     "torch.ones(3, requires_grad=True) * 1",
     "torch.nn.Parameter(torch.ones(3))",
-    "torch.conj(torch.nn.Parameter(torch.ones(3)) + 0j).real",
+    "torch.conj(torch.full((3,), -1j)).imag",
     "torch.ones(6)[::2]",
     "torch.ones(1).expand(3)",
     "torch.ones(3, 2).T[0]",
