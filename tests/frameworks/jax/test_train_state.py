@@ -1,21 +1,19 @@
-"""psj.TrainState and its arrays: values are those on the servers, and memory does not change under an array."""
+"""psj.TrainState, its arrays and rows: values are those on the servers; memory does not change under an array."""
 
 from __future__ import annotations
 
 import weakref
-from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import psclient as ps
 import psclient.jax as psj
 from psclient.jax import arrays
-from pstesting.in_process import InProcessCluster
-from tests.kit.strategies import opened
+from tests.kit.strategies import opened, refused
+from tests.kit.workers import in_threads
 
 
 def params():
@@ -25,10 +23,7 @@ def params():
 
 def create(strategy, tree=None, tx=None, **more):
     given = {"params": params() if tree is None else tree, "tx": ps.optimizers.SGD(1.0) if tx is None else tx}
-    return psj.TrainState.create(apply_fn=None, strategy=strategy, **given | more)
-
-
-Pair = namedtuple("Pair", ["kernel", "bias"])
+    return psj.TrainState.create(**{"apply_fn": None, "strategy": strategy, **given, **more})
 
 
 def ones(state):
@@ -50,37 +45,6 @@ def test_variables_have_the_names_of_their_paths(strategy):
     assert repr(create(strategy)) == "TrainState(3 parameters of 8 numbers, SGD)"
 
 
-def test_each_state_has_an_optimizer_of_its_own(strategy):
-    """One that another state has is refused by name: they would share its count."""
-    tx = psj.optimizers.adam(0.1)
-    state = create(strategy, tx=tx, name="own")
-    with pytest.raises(
-        ValueError, match=r"tx is the Adam 'adam.*' of another TrainState.*create one optimizer for each"
-    ):
-        create(strategy, tx=tx, name="other")
-    state = state.apply_gradients(grads=ones(state))
-    assert state.step == 1
-
-
-def test_large_parameters_may_be_in_shards():
-    """A partitioner of the strategy cuts them, and no bit is another."""
-
-    def train(**keys):
-        with (
-            InProcessCluster(2) as cluster,
-            ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), **keys) as strategy,
-        ):
-            state = create(strategy, tx=psj.optimizers.adam(0.1))
-            for _ in range(3):
-                state = state.apply_gradients(grads=ones(state))
-            return isinstance(state.variables["dense"]["kernel"], ps.ShardedVariable), state.params
-
-    cut, found = train(variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(2))
-    whole, expected = train()
-    assert (cut, whole) == (True, False)
-    equal(found, expected)
-
-
 def test_only_the_newest_state_makes_steps(strategy):
     """Also in a function given to `run`; an older one keeps values that were seen, and says what to write."""
     state = create(strategy)
@@ -90,26 +54,27 @@ def test_only_the_newest_state_makes_steps(strategy):
     equal(state.params, params())
     assert (state.step, after.step) == (0, 1)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(after.params))
-    with pytest.raises(RuntimeError, match=r"an outdated state.*state = state\.apply_gradients"):
-        state.apply_gradients(grads=ones(after))
+    words = r"an outdated state.*state = state\.apply_gradients"
+    refused(RuntimeError, words, lambda: state.apply_gradients(grads=ones(after)))
     newest = strategy.run(lambda: after.apply_gradients(grads=ones(after)))
     equal(newest.params, jax.tree.map(lambda x: x - 2, params()))
     assert strategy.run(lambda: newest.step) == 2
     unseen = create(strategy)
     after = unseen.apply_gradients(grads=jax.tree.map(jnp.asarray, params()))
-    with pytest.raises(RuntimeError, match="outdated and its parameters were freed"):
-        _ = unseen.params
+    refused(RuntimeError, "outdated and its parameters were freed", lambda: unseen.params)
     equal(after.params, jax.tree.map(np.zeros_like, params()))
 
 
 def test_a_state_is_a_pytree(strategy):
-    """Compiled functions take it, once for all steps; what a function of trees makes of it cannot make steps."""
-    state = create(strategy)
+    """Compiled functions take it, once for all steps, with the model's function, such as `apply` of a module of Flax
+    Linen; what a function of trees makes of it cannot make steps.
+    """
+    state = create(strategy, apply_fn=lambda params: sum(leaf.sum() for leaf in jax.tree.leaves(params)))
     traces = []
 
     def total(state, x):
         traces.append(state)
-        return sum(leaf.sum() for leaf in jax.tree.leaves(state.params)) + state.step + x
+        return state.apply_fn(state.params) + state.step + x
 
     compiled = jax.jit(total)
     assert float(compiled(state, 1.0)) == 14
@@ -120,72 +85,8 @@ def test_a_state_is_a_pytree(strategy):
     assert paths[:2] == [".step", ".params['dense']['bias']"]
     doubled = jax.tree.map(lambda x: 2 * x, state)
     assert doubled.step == 2
-    with pytest.raises(RuntimeError, match=r"made by a pytree function.*state\.replace\(params"):
-        doubled.apply_gradients(grads=ones(doubled))
-
-
-def test_a_round_is_not_made_in_jit(strategy):
-    """Neither a step nor a variable is created while JAX traces, nor is a row looked up."""
-    state = create(strategy)
-    with pytest.raises(TypeError, match=r"apply_gradients was called on traced gradients.*outside"):
-        jax.jit(lambda grads: state.apply_gradients(grads=grads))(state.params)
-    with pytest.raises(TypeError, match=r"params/w is traced.*outside of jax\.jit"):
-        jax.jit(lambda w: create(strategy, {"w": w}))(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"row ids of 'params/dense/kernel.*' are traced"):
-        jax.jit(lambda ids: psj.lookup(state.variables["dense"]["kernel"], ids))(jnp.arange(2))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_parameters_keep_their_dtype(strategy, dtype):
-    """So do their values, to the last bit; with double precision switched on."""
-    with jax.enable_x64(dtype == "float64"):
-        name = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-        start = np.array([1 / 3, -2.0, 1e-3], name)
-        state = create(strategy, {"w": start}, ps.optimizers.SGD(0.5))
-        assert state.params["w"].dtype == dtype
-        np.testing.assert_array_equal(state.params["w"], start)
-        state = state.apply_gradients(grads={"w": jnp.array([0, 1, 0], dtype)})
-        np.testing.assert_array_equal(state.params["w"], np.array([1 / 3, -2.5, 1e-3], name))
-
-
-@pytest.mark.parametrize(
-    ("leaf", "error", "why"),
-    [
-        (
-            np.zeros(2, "int32"),
-            ValueError,
-            "params/x is of int32, which cannot hold fractional steps; keep integers out",
-        ),
-        (np.zeros(2, bool), ValueError, "params/x is of bool, which cannot hold fractional steps"),
-        (np.zeros(2, "complex64"), ValueError, "params/x is of complex64, and servers train real numbers"),
-        (np.zeros(2), ValueError, "params/x is of float64, but JAX would compute in float32; use float32, or call"),
-        (np.zeros(2, ml_dtypes.float8_e4m3fn), ValueError, "params/x is of float8_e4m3fn, and parameters must be of"),
-        ("a word", TypeError, "params/x is a str; parameters must be arrays"),
-        (lambda: jax.random.key(0), ValueError, "params/x is of key<fry>, and parameters must be of float16"),
-    ],
-)
-def test_what_is_no_parameter_is_refused(strategy, leaf, error, why):
-    with pytest.raises(error, match=why):
-        create(strategy, {"x": leaf() if callable(leaf) else leaf})
-
-
-def test_gradients_are_like_the_parameters(strategy):
-    """What is missing, what is too much, and what has another shape is named; nothing of the step is done."""
-    state = create(strategy)
-    whole = ones(state)
-    dense = whole["dense"]
-    for grads, word in (
-        ({"dense": dense}, r"the gradients lack params/scales.*pass a tree with the structure"),
-        ({**whole, "more": jnp.ones(1)}, "the gradients have params/more"),
-        ({**whole, "dense": Pair(**dense)}, "in other containers than the parameters"),
-        (
-            {**whole, "dense": {**dense, "bias": jnp.ones(3)}},
-            r"variable 'params/dense/bias.*' has shape \(3,\), but the variable has \(2",
-        ),
-    ):
-        with pytest.raises(ValueError, match=word):
-            state.apply_gradients(grads=grads)
-    equal(state.apply_gradients(grads=whole).params, jax.tree.map(lambda x: x - 1, params()))
+    words = r"made by a pytree function.*state\.replace\(params"
+    refused(RuntimeError, words, lambda: doubled.apply_gradients(grads=ones(doubled)))
 
 
 def test_replaced_parameters_are_assigned(strategy):
@@ -195,10 +96,6 @@ def test_replaced_parameters_are_assigned(strategy):
     assert state.apply_fn is ones
     state = state.apply_gradients(grads=ones(state))
     equal(state.params, jax.tree.map(lambda x: x + 9, params()))
-    with pytest.raises(
-        TypeError, match=r"replace\(step, tx=\.\.\.\) is not supported; only params and apply_fn can be replaced"
-    ):
-        state.replace(step=0, tx=None)
     with strategy.scope():
         state.variables["scales"].assign([[7.0], [8.0]])
     assert state.params["scales"].tolist() == [[7.0], [8.0]]
@@ -214,42 +111,32 @@ def test_other_strategies_with_one_replica_do_the_same(kind):
         assert state.step == 1
 
 
-def test_what_cannot_be_a_strategy_or_an_optimizer_is_refused(strategy):
-    """A process is one replica, for JAX has all its devices; servers run their own optimizers, and two reductions."""
-    with opened("mirrored-2") as two, pytest.raises(ValueError, match="has 2 replicas in this process, but JAX uses"):
-        create(two)
-    with pytest.raises(RuntimeError, match=r"no strategy is active; pass strategy=ps\.ParameterServerStrategy"):
-        create(None)
-    with pytest.raises(TypeError, match=r"tx is a function; use one of psj\.optimizers or ps\.optimizers"):
-        create(strategy, tx=lambda g: g)
-    with pytest.raises(ValueError, match="reduction is 'max'; use 'mean' or 'sum'"):
-        create(strategy, reduction="max")
-
-
-def worker(cluster):
-    return ps.ParameterServerStrategy(cluster_resolver=cluster.resolver())
-
-
 def test_a_job_resumes_and_its_weights_are_read_by_others(tmp_path):
     """A checkpoint has parameters, slots and steps; safetensors reads it into a plain tree, which starts a job."""
     files = pytest.importorskip("safetensors.flax")
-    with InProcessCluster(2, checkpoint_root=tmp_path) as cluster, worker(cluster) as strategy:
+
+    def saves(strategy, worker):
         state = create(strategy, tx=psj.optimizers.adam(0.1))
         for _ in range(3):
             state = state.apply_gradients(grads=state.params)
         ps.train.Checkpoint(params=state.variables, tx=state.tx).save("run/ckpt")
-        state = state.apply_gradients(grads=state.params)
-        expected = state.params
-    with InProcessCluster(1, checkpoint_root=tmp_path) as cluster, worker(cluster) as strategy:
+        return state.apply_gradients(grads=state.params).params
+
+    def resumes(strategy, worker):
         state = create(strategy, jax.tree.map(np.zeros_like, params()), psj.optimizers.adam(0.1))
         assert not state.params["dense"]["kernel"].any()
         ps.train.Checkpoint(params=state.variables, tx=state.tx).restore("run").assert_consumed()
         assert state.step == 3
         saved = state.params
         state = state.apply_gradients(grads=state.params)
-        equal(state.params, expected)
+        after = state.params
         ps.train.Checkpoint(state).restore("run").assert_consumed()
         equal(state.params, saved)
+        return saved, after
+
+    (expected,) = in_threads(saves, 1, 2, root=tmp_path)
+    ((saved, after),) = in_threads(resumes, 1, 1, root=tmp_path)
+    equal(after, expected)
     found = {}
     for path in (tmp_path / "run" / "ckpt-1").glob("*.safetensors"):
         found |= files.load_file(path)
@@ -293,20 +180,12 @@ def test_what_is_aligned_is_not_copied(size):
 
 
 @on_cpu
-def test_gradients_are_not_copied_and_donation_changes_nobodys_memory():
-    """A compiled function that is given a parameter, or a gradient on its way, takes memory of its own."""
-    host = at(0, 1 << 16)
-    host[:] = 1
-    moved = arrays.to_jax(host)
+def test_gradients_are_not_copied():
+    """From JAX: what is sent is a view of the memory that JAX has computed in, which nobody may write to."""
     gradient = jnp.ones(1 << 16) + 0
     (view,) = arrays.to_host([gradient])
     assert view.ctypes.data == gradient.unsafe_buffer_pointer()
     assert (view.flags.writeable, view.flags.c_contiguous) == (False, True)
-    double = jax.jit(lambda x: x * 2, donate_argnums=0)
-    for array in (moved, gradient):
-        assert float(jax.block_until_ready(double(array))[-1]) == 2
-    assert (host == 1).all()
-    assert (view == 1).all()
 
 
 def test_old_parameters_are_free_before_the_new_ones_come(strategy):
@@ -330,3 +209,47 @@ def test_gradients_are_scaled_in_their_dtype(dtype):
         assert found.dtype == dtype
         expected = np.asarray(gradient, np.float64) / 3
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=float(jnp.finfo(dtype).eps))
+
+
+# ---- Rows of tables ----
+
+
+FIRST = np.arange(150, dtype="f4").reshape(50, 3) / 100
+
+
+def static(strategy):
+    with strategy.scope():
+        return ps.Variable(FIRST, name="table")
+
+
+def test_lookups_of_different_counts_are_few_compilations(strategy):
+    """Of 16 rows, and then each of a quarter more. Those that nobody asked for are zeros: no place leads to them."""
+    table, shapes = static(strategy), []
+
+    @jax.jit
+    def found(values, inverse):
+        shapes.append((len(values), *inverse.shape))
+        return values[inverse]
+
+    for ids in ([4, 4, 1, 0], [9, 8, 7, 6], [2, 2, 2, 2], np.arange(16), np.arange(17), np.arange(21)):
+        rows = psj.lookup(table, ids)
+        np.testing.assert_array_equal(found(rows.values, rows.inverse), FIRST[np.array(ids)])
+        assert not rows.values[rows.count :].any()
+        assert rows.ids.tolist() == sorted(set(ids))
+    assert shapes == [(16, 4), (16, 16), (20, 17), (25, 21)]
+    rows = psj.lookup(table, jnp.array([3, 3]), pad=False)
+    assert (rows.values.shape, rows.inverse.dtype, rows.inverse.tolist()) == ((1, 3), "int32", [0, 0])
+
+
+def test_only_tables_may_be_trained(strategy):
+    """Without a dense parameter, and with slots that are there from the beginning."""
+    table = static(strategy)
+    tx = psj.optimizers.adam(0.1)
+    state = psj.TrainState.create(apply_fn=None, params={}, tx=tx, strategy=strategy, tables=[table])
+    slots = [v.name.partition("/")[2] for v in state.tx.variables]
+    assert {f"{table.name}/mu", f"{table.name}/nu"} <= {*slots}
+    rows = psj.lookup(table, [1, 1])
+    state = state.apply_gradients(grads={}, rows={rows: jnp.ones_like(rows.values)})
+    assert (state.step, state.params) == (1, {})
+    assert table.numpy()[1] == pytest.approx(FIRST[1] - 0.1, abs=1e-5)
+    assert set(state._trackable_children()) == {"params", "tx", "tables"}

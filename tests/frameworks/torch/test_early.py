@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -11,8 +9,9 @@ import psclient as ps
 import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
 from tests.kit.internals import PART_BYTES
-from tests.kit.modules import apart, job, seeded, twin, values
+from tests.kit.modules import apart, job, seeded, values
 from tests.kit.rig import eventually
+from tests.kit.strategies import refused
 
 SIDE = 1024
 """A layer has 4 MiB: each is a part of its own."""
@@ -49,12 +48,6 @@ def sgd(strategy, module, lr=1e-4, overlap=True):
     return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, overlap=overlap)
 
 
-def assert_ends(work, match):
-    """The job cannot end as if the step had been done, where gradients have left."""
-    with pytest.raises(ps.errors.PSError, match=match):
-        job(work)
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_server_updates_a_layer_before_backward_ends(transport):
     """From the second step on: the last layer's variable has another value when the first one's gradient is made."""
@@ -79,9 +72,11 @@ def test_a_server_updates_a_layer_before_backward_ends(transport):
         assert not (module.layers[3].weight.detach().numpy() == before).all()
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-def test_early_gradients_change_no_bit(servers):
-    """Two workers compute the same by default, and wait once a step either way."""
+@pytest.mark.parametrize(("compression", "servers"), [(None, 1), (None, 2), (ps.compression.Float16(), 1)])
+def test_early_gradients_change_no_bit(compression, servers):
+    """Two workers compute the same by default, and wait once a step either way. Compressed gradients are so when they
+    are made, and what is left over of each, and kept for the next step, is the same, too.
+    """
 
     def work(strategy, worker):
         found = []
@@ -90,205 +85,86 @@ def test_early_gradients_change_no_bit(servers):
             optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, overlap=early, strategy=strategy)
             before = strategy.blocking_waits
             trained(module, optimizer, 3, worker)
-            found.append((values(module), strategy.blocking_waits - before))
+            assert strategy.blocking_waits == before + 3
+            found.append((values(module), [v.feedback for v in optimizer.variables.values()]))
         return found
 
-    for (one, waits), (other, more) in job(work, 2, servers):
+    for (one, kept), (other, same) in job(work, 2, servers, compression=compression):
         assert all(map(torch.equal, one, other))
-        assert (waits, more) == (3, 3)
+        if compression is not None:
+            left = [(own.residual, its.residual) for own, its in zip(kept, same, strict=True)]
+            assert all(own.any() and own.tobytes() == its.tobytes() for own, its in left)
 
 
-def test_compressed_gradients_that_leave_early_have_the_same_bits():
-    """Each is compressed when it is made, with what is left over of it; what is kept of that is the same, too."""
-    found = []
-    for early in (True, False):
-        with (
-            InProcessCluster() as cluster,
-            ps.ParameterServerStrategy(
-                cluster_resolver=cluster.resolver(), compression=ps.compression.Float16()
-            ) as strategy,
-        ):
-            module = Wide(3)
-            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, overlap=early, strategy=strategy)
-            trained(module, optimizer, 1)
-            before = strategy.bytes_transferred[0]
-            trained(module, optimizer, 3)
-            sent = strategy.bytes_transferred[0] - before
-            left = [optimizer.variables[f"layers.{n}.weight"].feedback.residual.copy() for n in range(3)]
-            found.append((values(module), left))
-            assert 3 * 3 * SIDE * SIDE * 2 <= sent < 3 * 3 * SIDE * SIDE * 3
-    (one, kept), (other, same) = found
-    assert all(map(torch.equal, one, other))
-    assert all(each.any() and each.tobytes() == more.tobytes() for each, more in zip(kept, same, strict=True))
+@pytest.fixture
+def beside(pair, strategy):
+    """A function that trains a module and its twin with torch's own optimizer, by a function that makes a step's
+    gradients; returns our optimizer, and how far they are apart.
+    """
+
+    def trained_beside(kind, lr, backward, hook=None, overlap=True):
+        both = pair(Wide(3), kind, ours={"overlap": overlap}, lr=lr)
+        for module, optimizer in both:
+            if hook:
+                module.layers[1].weight.register_hook(hook)
+            for number in range(6):
+                optimizer.zero_grad()
+                backward(module, optimizer, number, torch.Generator().manual_seed(number))
+                optimizer.step()
+        (module, ours), (alone, _) = both
+        return ours, apart(module, alone)
+
+    return trained_beside
 
 
-def trained_beside(strategy, kind, lr, step, count, hook=None):
-    """A module and its optimizer, and how far it is from a twin with torch's own after some steps of both."""
-    module = Wide(3)
-    alone = twin(module)
-    ours, theirs = pst.Optimizer(module, kind, lr=lr, strategy=strategy, overlap=True), kind(alone.parameters(), lr=lr)
-    for of, optimizer in ((module, ours), (alone, theirs)):
-        if hook:
-            of.layers[1].weight.register_hook(hook)
-        for number in range(count):
-            optimizer.zero_grad()
-            step(of, optimizer, number, torch.Generator().manual_seed(number))
-            optimizer.step()
-    return ours, apart(module, alone)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_layer_that_is_not_used_is_seen_before(beside, overlap):
+    """Nothing leaves early in such a step: what is not used has no gradient, and stays as it is, as do its moments."""
 
-
-def test_a_layer_that_is_not_used_is_seen_before(strategy):
-    """Nothing leaves early in such a step: what is not used has no gradient, and stays as it is."""
-
-    def step(of, optimizer, number, source):
+    def backward(module, optimizer, number, source):
         x = torch.randn(2, SIDE, generator=source)
-        for layer in of.layers[: 2 if number in (2, 3) else 3]:
+        for layer in module.layers[: 2 if number in (2, 3) else 3]:
             x = torch.tanh(layer(x))
         x.square().sum().backward()
 
-    ours, difference = trained_beside(strategy, torch.optim.AdamW, 1e-4, step, 6)
+    ours, difference = beside(torch.optim.AdamW, 1e-4, backward, overlap=overlap)
     assert difference < 1e-5
     assert [int(own["step"]) for own in ours.state_dict()["state"].values()] == [6, 6, 4]
 
 
-def test_a_hook_may_change_a_gradient(strategy):
+def test_a_hook_may_change_a_gradient(beside):
     """Before it is added to `grad`: what the hook returns is what leaves."""
 
-    def step(of, optimizer, number, source):
-        of(torch.randn(2, SIDE, generator=source)).square().sum().backward()
+    def backward(module, optimizer, number, source):
+        module(torch.randn(2, SIDE, generator=source)).square().sum().backward()
 
     clamp = lambda gradient: gradient.clamp(-0.01, 0.01)  # noqa: E731
-    assert trained_beside(strategy, torch.optim.SGD, 1e-3, step, 3, clamp)[1] < 1e-5
+    assert beside(torch.optim.SGD, 1e-3, backward, clamp)[1] < 1e-5
 
 
-def test_accumulated_gradients_leave_early_with_the_last(strategy):
-    """Those within `accumulate` stay here, and are in what the last backward sends."""
+@pytest.mark.parametrize(("overlap", "within"), [(True, 2), (False, 2), (False, 3)])
+def test_accumulated_gradients_are_one_step(beside, strategy, overlap, within):
+    """Those within `no_sync` stay here, and are in what the last backward sends, or the step after it."""
 
-    def step(of, optimizer, number, source):
+    def backward(module, optimizer, number, source):
         x = torch.randn(3, 2, SIDE, generator=source)
         if isinstance(optimizer, torch.optim.SGD):
-            of(x.view(6, SIDE)).square().sum().backward()
+            module(x.view(6, SIDE)).square().sum().backward()
             return
         sent = strategy.bytes_transferred[0]
         with optimizer.no_sync():
-            for own in x[:2]:
-                of(own).square().sum().backward()
+            for own in x[:within]:
+                module(own).square().sum().backward()
         assert strategy.bytes_transferred[0] == sent
-        of(x[2]).square().sum().backward()
+        for own in x[within:]:
+            module(own).square().sum().backward()
+        if overlap and number:  # the first step makes known what will come
+            eventually(lambda: strategy.bytes_transferred[0] > sent)
 
-    assert trained_beside(strategy, torch.optim.SGD, 1e-3, step, 3)[1] < 1e-5
-
-
-def test_small_gradients_leave_at_the_step(strategy):
-    """What fits one part is sent at once, in the step."""
-    module = torch.nn.Linear(SIDE, 4)
-    assert module.weight.nbytes < PART_BYTES
-    optimizer = sgd(strategy, module)
-    for _ in range(3):
-        optimizer.zero_grad()
-        module(torch.ones(1, SIDE)).sum().backward()
-        before = strategy.round
-        optimizer.step()
-        assert strategy.round == before + 1
+    assert beside(torch.optim.SGD, 1e-3, backward, overlap=overlap)[1] < 1e-5
 
 
 # ---- What is told ----
-
-
-@pytest.mark.parametrize(
-    ("left", "word"),
-    [
-        ("a failed closure", r"and zero_grad\(\) came before step\(\)"),
-        ("a failed backward", "which has failed"),
-        ("a skipped step", r"and zero_grad\(\) came before step\(\)"),
-        ("a second backward after a failed one", "which has failed"),
-    ],
-)
-def test_a_step_that_is_excluded_is_told(left, word):
-    """What has happened, and what to do. By default gradients are forgotten, and the next step is made."""
-
-    def fail():
-        raise KeyError(left)
-
-    def leave(module, optimizer, early):
-        def closure():
-            backward(module, optimizer)
-            fail()
-
-        trained(module, optimizer, 1)
-        module.last = fail if "backward" in left else lambda: None
-        if "skipped" in left:
-            backward(module, optimizer)
-        else:
-            with pytest.raises(KeyError, match=left):
-                optimizer.step(closure)
-        module.last = lambda: None
-        if early and "second" in left:
-            module(torch.ones(1, SIDE)).sum().backward()
-        trained(module, optimizer, 1)
-
-    def work(strategy, worker):
-        module, early = Wide(3), Wide(3)
-        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy), early=False)
-        alone = Wide(3)
-        theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
-        for _ in range(2):
-            trained(alone, theirs, 1)
-        assert apart(module, alone) < 1e-5
-        optimizer = sgd(strategy, early)
-        with pytest.raises(
-            RuntimeError, match=rf"were already sent to the servers .*{word}.*create .* without overlap=True"
-        ):
-            leave(early, optimizer, early=True)
-
-    assert_ends(work, word)
-
-
-def test_a_second_backward_is_told_where_gradients_have_left():
-    """Where they have not, gradients add up as with torch alone."""
-
-    def twice(module, optimizer):
-        trained(module, optimizer, 2)
-        loss = module(torch.ones(1, SIDE)).sum()
-        optimizer.zero_grad()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-
-    def work(strategy, worker):
-        module = torch.nn.Linear(SIDE, 1)
-        alone = copy.deepcopy(module)
-        twice(module, sgd(strategy, module))
-        twice(alone, torch.optim.SGD(alone.parameters(), lr=1e-4))
-        assert apart(module, alone) < 1e-5
-        module = Wide(3)
-        with pytest.raises(RuntimeError, match=r"a second backward\(\) before step\(\).*no_sync.*without overlap=True"):
-            twice(module, sgd(strategy, module))
-
-    assert_ends(work, r"a second backward\(\) before step\(\) computed a gradient of 'layers\.2\.weight'")
-
-
-def change_the_rate(module, optimizer):
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which changes it after the step: that is right
-    for _ in range(2):
-        trained(module, optimizer, 1)
-        scheduler.step()
-    backward(module, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.1
-
-
-def fail_in_backward(module, optimizer):
-    def fail():
-        raise ValueError("the test fails here")
-
-    module.last = fail
-    with pytest.raises(ValueError, match="the test fails here"):
-        backward(module, optimizer)
-
-
-def clip(module, optimizer):
-    backward(module, optimizer)
-    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 def backward(module, optimizer):
@@ -296,31 +172,120 @@ def backward(module, optimizer):
     module(torch.ones(1, SIDE)).sum().backward()
 
 
+def fail():
+    raise KeyError("the test fails here")
+
+
+def fail_in_a_closure(module, optimizer):
+    def closure():
+        backward(module, optimizer)
+        fail()
+
+    refused(KeyError, "the test fails here", lambda: optimizer.step(closure))
+
+
+def fail_in_backward(module, optimizer):
+    module.last = fail
+    refused(KeyError, "the test fails here", lambda: backward(module, optimizer))
+    module.last = lambda: None
+
+
+def fail_and_go_on(module, optimizer):
+    fail_in_backward(module, optimizer)
+    module(torch.ones(1, SIDE)).sum().backward()
+
+
+def use_twice(module, optimizer):
+    loss = module(torch.ones(1, SIDE)).sum()
+    optimizer.zero_grad()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def change_the_rate(module, optimizer):
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which changes it after the step: that is right
+    trained(module, optimizer, 1)
+    scheduler.step()
+    backward(module, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+
+
+def clip(module, optimizer):
+    backward(module, optimizer)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
+def step(module, optimizer):
+    optimizer.step()
+
+
+ZEROED = r"sent to the servers during backward\(\), and zero_grad\(\) came before step\(\), .*without overlap=True"
+FAILED = r"sent to the servers during backward\(\), which has failed, .*without overlap=True"
+TWICE = (
+    r"a second backward\(\) before step\(\) computed a gradient of 'layers\.2\.weight'.*no_sync.*without overlap=True"
+)
 CLIPPED = r"clip_grad_norm_, but step\(\) uses the gradient from backward.*use global_clipnorm.*register_hook"
 
+TOLD = {
+    "a failed closure": (fail_in_a_closure, backward, ZEROED),
+    "a step that is left out": (backward, backward, ZEROED),
+    "a failed backward": (fail_in_backward, backward, FAILED),
+    "a failed backward, and another": (fail_and_go_on, step, FAILED),
+    "a failed backward, and a step": (
+        fail_in_backward,
+        step,
+        r"failed, or computed no gradient for 'layers\.0\.weight'",
+    ),
+    "a second backward": (use_twice, step, TWICE),
+    "a changed rate": (change_the_rate, step, r"learning rate was changed between backward\(\) and step\(\)"),
+    "clipping": (clip, step, CLIPPED),
+}
+"""What a script does, and what it then calls in vain."""
 
-@pytest.mark.parametrize(
-    ("do", "wide", "early", "word"),
-    [
-        (change_the_rate, True, True, r"a learning rate was changed between backward\(\) and step\(\)"),
-        (fail_in_backward, True, True, r"backward failed, or computed no gradient for 'layers\.0\.weight'"),
-        (clip, True, True, CLIPPED),
-        (clip, True, False, CLIPPED),
-        (clip, False, True, CLIPPED),
-    ],
-)
-def test_what_comes_too_late_is_told(do, wide, early, word):
-    """Where gradients have left, nobody can take them back: the step ends the worker's part in the job, with a word."""
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_comes_too_late_is_told(name):
+    """Where gradients have left, nobody can take them back: that ends the worker's part in the job, with a word."""
+    do, call, words = TOLD[name]
 
     def work(strategy, worker):
-        module = Wide(3) if wide else torch.nn.Linear(SIDE, 1)
-        optimizer = sgd(strategy, module, overlap=early)
-        trained(module, optimizer, 2)
-        do(module, optimizer)
-        with pytest.raises(RuntimeError, match=word):
-            optimizer.step()
+        module = Wide(3)
+        optimizer = sgd(strategy, module)
+        trained(module, optimizer, 1)
 
-    if wide and early:
-        assert_ends(work, word)
-    else:
-        job(work)
+        def late():
+            do(module, optimizer)
+            call(module, optimizer)
+
+        refused(RuntimeError, words, late)
+
+    refused(ps.errors.PSError, words, lambda: job(work))
+
+
+@pytest.mark.parametrize("do", [fail_in_a_closure, backward, fail_in_backward])
+def test_where_nothing_leaves_early_gradients_are_forgotten(pair, do):
+    """And the next step is made."""
+    (module, ours), theirs = pair(Wide(3), torch.optim.SGD, lr=1e-4)
+    trained(module, ours, 1)
+    do(module, ours)
+    trained(module, ours, 1)
+    for _ in range(2):
+        trained(*theirs, 1)
+    assert apart(module, theirs[0]) < 1e-5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_small_gradients_leave_at_the_step(pair, strategy, overlap):
+    """What fits one part is sent at once: gradients add up as with torch alone. Nobody clips them in a worker."""
+    module = torch.nn.Linear(SIDE, 4)
+    assert module.weight.nbytes < PART_BYTES
+    ours, theirs = pair(module, torch.optim.SGD, ours={"overlap": overlap}, lr=1e-4)
+    for do in (backward, use_twice):
+        for each in (ours, theirs):
+            do(*each)
+            before = strategy.round
+            step(*each)
+            assert strategy.round == before + (each is ours)
+    assert apart(module, theirs[0]) < 1e-5
+    clip(*ours)
+    refused(RuntimeError, CLIPPED, ours[1].step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -21,32 +23,33 @@ def data():
     return torch.utils.data.TensorDataset(x, x[:, :3] * x[:, 1:4])
 
 
-def loader(size=16, **options):
+def loader(size=16, seed=5, **options):
     """Batches of 16, 16 and 13 examples, in another order in each epoch."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
     return torch.utils.data.DataLoader(data(), batch_size=size, shuffle=True, generator=generator, **options)
 
 
-def epochs(module, optimizer, batches, count=3):
-    """Trains for some epochs; returns the number of examples of each batch."""
-    seen = []
-    for _ in batches.epochs(count):
-        for x, y in batches:
-            assert x.dtype is torch.float64
-            seen.append(len(x))
-            optimizer.zero_grad()
-            (module(x) - y).square().mean().backward()
-            optimizer.step()
-    return seen
+def until_told(data, strategy, worker, count=1, begin=lambda epoch: None):
+    """Trains with the data of a worker until it is told that the other's are not the same: steps, and what was said."""
+    module = mlp()
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
+    shared, made = pst.Loader(data(worker), optimizer), 0
+    try:
+        for epoch in shared.epochs(count):
+            begin(epoch)
+            for batch in shared:
+                optimizer.zero_grad()
+                module(batch if isinstance(batch, torch.Tensor) else batch[0]).square().mean().backward()
+                optimizer.step()
+                made += 1
+    except ps.errors.Diverged as error:
+        return made, str(error)
+    return made, ""
 
 
 def unseeded(worker):
     """A loader as scripts of one process have it; torch's source of chance is another one in each worker."""
     return seeded(worker, lambda: torch.utils.data.DataLoader(data(), batch_size=16, shuffle=True))
-
-
-def of_seed(worker):
-    return torch.utils.data.DataLoader(data(), 16, shuffle=True, generator=torch.Generator().manual_seed(worker))
 
 
 def weighted(worker):
@@ -57,35 +60,19 @@ def weighted(worker):
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("make", "named", "servers"),
     [
-        (unseeded, "RandomSampler"),
-        (weighted, "WeightedRandomSampler"),
-        (of_seed, "RandomSampler"),
-        (lambda worker: loader(16 + worker), "has 16 examples"),
-        (lambda worker: loader(drop_last=bool(worker)), "of 2 batches"),
-        (lambda worker: [x for x, _ in batches(3 + worker)], "of 4 batches"),
+        (unseeded, "RandomSampler", 1),
+        (weighted, "WeightedRandomSampler", 2),
+        (lambda worker: loader(seed=worker), "RandomSampler", 2),
+        (lambda worker: loader(16 + worker), "has 16 examples", 1),
+        (lambda worker: loader(drop_last=bool(worker)), "of 2 batches", 2),
+        (lambda worker: [x for x, _ in batches(3 + worker)], "of 4 batches", 1),
     ],
 )
-@pytest.mark.parametrize("several", [1, 2])
-def test_workers_that_read_different_batches_are_told(make, named, several):
+def test_workers_that_read_different_batches_are_told(make, named, servers):
     """In the first step, on both workers: who they are, what differs, and what to do."""
-
-    def work(strategy, worker):
-        module = mlp()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
-        made = 0
-        try:
-            for batch in pst.Loader(make(worker), optimizer):
-                optimizer.zero_grad()
-                module(batch if isinstance(batch, torch.Tensor) else batch[0]).square().mean().backward()
-                optimizer.step()
-                made += 1
-        except ps.errors.Diverged as error:
-            return made, str(error)
-        return made, ""
-
-    for made, told in job(work, 2, several):
+    for made, told in job(partial(until_told, make), 2, servers):
         assert made == 0
         assert "/job:worker/task:0 and /job:worker/task:1 read different global batches: " in told
         assert named in told
@@ -97,21 +84,15 @@ def test_a_difference_that_comes_later_is_told(since, reached):
     """Seeds differ from some epoch on: told at once in the first ten rounds, then in the next one of a hundred."""
 
     def work(strategy, worker):
-        module, source = mlp(), torch.Generator().manual_seed(0)
-        sampler = torch.utils.data.RandomSampler(data(), generator=source)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
-        shared, made = pst.Loader(torch.utils.data.DataLoader(data(), 16, sampler=sampler), optimizer), 0
-        try:
-            for epoch in shared.epochs(40):
-                sampler.generator = torch.Generator().manual_seed(epoch * 2 + worker) if epoch >= since else source
-                for x, y in shared:
-                    optimizer.zero_grad()
-                    (module(x) - y).square().mean().backward()
-                    optimizer.step()
-                    made += 1
-        except ps.errors.Diverged as error:
-            return made, str(error)
-        return made, ""
+        sampler = torch.utils.data.RandomSampler(data(), generator=torch.Generator().manual_seed(0))
+
+        def begin(epoch):
+            if epoch >= since:
+                sampler.generator = torch.Generator().manual_seed(epoch * 2 + worker)
+
+        return until_told(
+            lambda _: torch.utils.data.DataLoader(data(), 16, sampler=sampler), strategy, worker, 40, begin
+        )
 
     for made, told in job(work, 2):
         assert made == reached
@@ -123,49 +104,15 @@ def test_a_difference_that_comes_later_is_told(since, reached):
     [
         (lambda worker: loader(), {}),
         (lambda worker: weighted(0), {}),
-        (of_seed, {"consistency": ps.Async()}),
+        (lambda worker: loader(seed=worker), {"consistency": ps.Async()}),
         (lambda worker: loader(16 + worker), {"consistency": ps.BoundedStaleness(2)}),
         (lambda worker: loader(), {"consistency": ps.Sync(backup_workers=1)}),
     ],
 )
 def test_equal_batches_and_workers_that_go_on_alone_hear_nothing(make, options, caplog):
     """A common seed is enough; and who makes rounds alone, or may be left out of one, is not compared."""
-
-    def work(strategy, worker):
-        module = mlp()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
-        return len(epochs(module, optimizer, pst.Loader(make(worker), optimizer), 5))
-
-    assert all(found >= 15 for found in job(work, 2, **options))
+    assert all(made >= 15 and not told for made, told in job(partial(until_told, make, count=5), 2, **options))
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
-
-
-def asks(strategy):
-    return strategy.backend.exchange.measures.reading.buckets()[-1][1]
-
-
-def trained(workers, servers=2, size=16, **options):
-    def work(strategy, worker):
-        module = mlp()
-        optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy)
-        return epochs(module, optimizer, pst.Loader(loader(size), optimizer)), values(module)
-
-    return job(work, workers, servers, **options)
-
-
-def test_parts_of_batches_count_by_their_examples():
-    """One worker, two and three compute the same; who has no example computes a batch again, which counts nothing."""
-    ((sizes, expected),) = trained(1)
-    assert sizes == [16, 16, 13] * 3
-    for workers in (2, 3):
-        found = trained(workers)
-        assert sum(sum(sizes) for sizes, _ in found) == 3 * EXAMPLES
-        assert all(apart(own, expected) < 1e-6 for _, own in found)
-    ((sizes, expected),) = trained(1, size=22)
-    assert sizes == [22, 22, 1] * 3
-    found = trained(3, size=22)
-    assert [own for own, _ in found] == [[8, 8, 1] * 3, [8, 8, 8] * 3, [6, 6, 6] * 3]
-    assert all(apart(own, expected) < 1e-6 for _, own in found)
 
 
 class Reading:
@@ -189,11 +136,15 @@ def test_a_loader_has_processes_of_its_own(method):
         found = []
         ways = [(0, False), (2, True)]  # each process that is not forked imports torch
         for count, kept in [*ways, (2, False)] if method == "fork" else ways:
-            module = mlp()
+            module, sizes = mlp(), []
             optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy, prefix=f"{count}{kept}/")
             options = {"multiprocessing_context": method, "persistent_workers": kept} if count else {}
-            data = loader(num_workers=count, **options)
-            found.append((epochs(module, optimizer, pst.Loader(data, optimizer), 2), values(module)))
+            shared = pst.Loader(loader(num_workers=count, **options), optimizer)
+            for _ in shared.epochs(2):
+                for batch in shared:
+                    sizes.append(len(batch[0]))
+                    steps(module, optimizer, [batch])
+            found.append((sizes, values(module)))
         with strategy.scope():
             v = ps.Variable(np.ones(1, "float32"))
         reading = torch.utils.data.DataLoader(Reading(v), num_workers=2, multiprocessing_context=method)
@@ -207,57 +158,31 @@ def test_a_loader_has_processes_of_its_own(method):
     assert all(apart(own, found[0][1]) == 0 for _, own in found)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_several_optimizers_have_one_loader(several):
-    """Each weighs its gradients by the part of the batch; where losses are sums, a part counts as it is."""
+def test_several_optimizers_have_one_loader():
+    """Each has parameters of its own, and weighs their gradients by the part of the batch: the steps are torch's."""
+    kinds = [(0, torch.optim.Adam, {"lr": 0.01}), (2, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})]
 
-    def work(strategy, worker):
-        module = mlp()
-        parts = [module[n].parameters() for n in (0, 2)] if several else [None]
-        options = {"lr": 0.1} if several else {"lr": 1e-3, "reduction": "sum"}
-        every = [pst.Optimizer(module, torch.optim.SGD, part, strategy=strategy, **options) for part in parts]
-        for x, y in pst.Loader(loader(), every if several else every[0]):
-            for each in every:
-                each.zero_grad()
-            loss = (module(x) - y).square()
-            (loss.mean() if several else loss.sum()).backward()
-            for each in every:
+    def trained(module, optimizers, data):
+        for x, y in data:
+            module.zero_grad()
+            (module(x) - y).square().mean().backward()
+            for each in optimizers:
                 each.step()
         return values(module)
 
-    (expected,) = job(work)
-    assert all(apart(own, expected) < (1e-6 if several else 1e-12) for own in job(work, 3))
-
-
-def test_asynchronous_workers_share_the_data():
-    """Each has its part of every batch, and its gradients count whole."""
-    found = trained(2, consistency=ps.Async())
-    assert [sum(sizes) for sizes, _ in found] == [3 * (8 + 8 + 7), 3 * (8 + 8 + 6)]
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_the_rows_of_the_next_batch_come_with_the_round(named):
-    """With lookups a step asks the servers for nothing; without them for the rows of each batch."""
-
     def work(strategy, worker):
-        with strategy.scope():
-            users = pst.Embedding(ps.dynamic_embedding.get_variable("users", 4))
-        optimizer = pst.Optimizer(users, torch.optim.Adagrad, lr=0.1, strategy=strategy)
-        batches = ps.ArrayDataset({"user": np.arange(60) % 23, "liked": np.ones(60, "float32")}).batch(12)
-        lookups, asked = {users: lambda batch: batch["user"]}, []
-        for batch in pst.Loader(batches, optimizer, lookups if named else None):
-            asked.append(asks(strategy))
-            optimizer.zero_grad()
-            (users(batch["user"]).sum(1) - batch["liked"]).square().mean().backward()
-            optimizer.step()
-        return np.diff([*asked, asks(strategy)]).tolist()
+        module = mlp()
+        ours = [pst.Optimizer(module, kind, module[n].parameters(), strategy=strategy, **o) for n, kind, o in kinds]
+        assert [[*each.variables] for each in ours] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+        return trained(module, ours, pst.Loader(loader(), ours))
 
-    for found in job(work, 2, 2):
-        assert found[1:] == [int(not named)] * 4
+    alone = mlp()
+    expected = trained(alone, [kind(alone[n].parameters(), **options) for n, kind, options in kinds], loader())
+    assert all(apart(own, expected) < 1e-6 for workers in (1, 3) for own in job(work, workers))
 
 
-def test_features_of_a_collection_ride_as_well(strategy):
-    """A function gives what the collection will be given."""
+def test_the_features_of_the_next_batch_come_with_the_round(strategy):
+    """A function gives what a collection will be given."""
 
     def features(batch):
         return pst.KeyedJaggedTensor(["user"], batch, torch.ones(1, len(batch), dtype=torch.int64))
@@ -265,38 +190,13 @@ def test_features_of_a_collection_ride_as_well(strategy):
     with strategy.scope():
         bags = pst.EmbeddingBagCollection([pst.EmbeddingBagConfig("users", 4, ["user"])])
     optimizer = pst.Optimizer(bags, torch.optim.SGD, lr=0.1, strategy=strategy)
-    asked = []
+    asks, asked = lambda: strategy.backend.exchange.measures.reading.buckets()[-1][1], []
     for batch in pst.Loader([torch.arange(8), torch.arange(4, 12), torch.arange(8)], optimizer, {bags: features}):
-        asked.append(asks(strategy))
+        asked.append(asks())
         optimizer.zero_grad()
         bags(features(batch)).values().sum().backward()
         optimizer.step()
-    assert asks(strategy) == asked[1]
-
-
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (lambda optimizer, rows: pst.Loader(iter(loader()), optimizer), "can be iterated only once"),
-        (
-            lambda optimizer, rows: pst.Loader(loader(), torch.optim.SGD([torch.ones(1)])),
-            "a SGD is not a distributed optimizer",
-        ),
-        (
-            lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}),
-            "prefetch has a key of type Sequential",
-        ),
-        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {rows: 3}), "prefetch has 3 for a Embedding"),
-    ],
-)
-def test_what_is_wrong_is_told(strategy, make, word):
-    """In a sentence: an iterator, an optimizer of torch's own, a key that looks nothing up, or what gives no ids."""
-    optimizer = pst.Optimizer(mlp(), torch.optim.SGD, lr=0.1, strategy=strategy)
-    with strategy.scope():
-        rows = pst.Embedding(ps.Variable([[1.0]], name="rows"))
-    with pytest.raises(TypeError, match=word):
-        make(optimizer, rows)
-    assert len(pst.Loader(loader(), optimizer)) == 3
+    assert asks() == asked[1]
 
 
 # ---- Loss scales ----
@@ -342,21 +242,6 @@ def test_an_overflow_of_one_is_one_of_all(unscales, servers, options):
         assert scales == expected
         assert apart(found, alone) < 1e-6
         assert set(counts) == {10}
-
-
-def test_what_would_decide_for_each_worker_alone_is_refused(strategy):
-    """torch's own scaler, and clipping of what was unscaled."""
-    module = mlp()
-    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
-    with pytest.raises(RuntimeError, match=r"use psclient\.torch\.GradScaler, which decides for all workers"):
-        scaled(optimizer, torch.amp.GradScaler("cpu"), losses_of(module, batches(1)))
-    optimizer.zero_grad()
-    scaler = pst.GradScaler("cpu")
-    scaler.scale(module(batches(1)[0][0]).sum()).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match="use global_clipnorm"):
-        scaler.step(optimizer)
 
 
 def test_a_scaler_that_is_off_does_nothing(strategy):
