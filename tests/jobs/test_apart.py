@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import numpy as np
@@ -10,9 +9,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from pstesting.processes import CALM, W0, W1, W2, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
-from tests.kit.internals import ServerOptions
+from pstesting.script import add_all
 from tests.kit.workers import PATIENT, in_threads, meet
 
 
@@ -119,18 +116,16 @@ def test_processes_that_differ_are_told():
     created, told = threading.Event(), threading.Event()
 
     def create(strategy, worker):
-        if worker:
-            meet(created)
-        with contextlib.ExitStack() as stack:
-            if worker:
-                stack.enter_context(
-                    pytest.raises(ps.errors.VariableMismatch, match=r"'v' float64\[2\] with ps.Async\(\)")
-                )
+        if not worker:
             with strategy.scope():
-                v = ps.Variable(np.zeros(2), name="v", consistency=None if worker else ps.Async())
-            v.numpy()
+                ps.Variable(np.zeros(2), name="v", consistency=ps.Async()).numpy()
             created.set()
             meet(told)
+            return
+        meet(created)
+        differs = pytest.raises(ps.errors.VariableMismatch, match=r"'v' float64\[2\] with ps.Async\(\)")
+        with differs, strategy.scope():
+            ps.Variable(np.zeros(2), name="v").numpy()
         told.set()
 
     in_threads(create, servers=1)
@@ -153,35 +148,3 @@ def test_a_job_that_changes_its_consistency():
         return seen[1::2], strategy.round
 
     assert in_threads(change) == [([[[5005.0 * k] * 4] * 2 for k in (2, 4)], 24)] * 2
-
-
-def push_large(steps, length):
-    """Large contributions to variables of each kind on two servers, of which none waits for the other; on each
-    transport."""
-    strategy = ps.ParameterServerStrategy(transport=["shm", "tcp", "grpc"][ME])
-    with strategy.scope():
-        shared = [ps.Variable(np.zeros(length), name=f"w{n}") for n in range(2)]
-        apart = [ps.Variable(np.zeros(length), name=f"t{n}", consistency=ps.Async()) for n in range(2)]
-    mine = np.full(length, 1000.0**ME)
-    for _ in range(steps):
-        strategy.run(lambda: add_all([(v, mine) for v in (*apart, *shared)]))
-    say("added", [float(v.numpy()[0]) for v in (*shared, *apart)])
-    gate("end")
-    values = [v.numpy() for v in (*shared, *apart)]
-    say("alike", all(bool((value == value[0]).all()) for value in values))
-    say("sums", [float(value[0]) for value in values])
-
-
-@pytest.mark.ci  # small ones share it, too
-def test_large_rounds_of_both_kinds_share_a_transport(tmp_path):
-    """What streams has room beside what is taken in whole, also where a server takes in little at a time."""
-    server = ServerOptions(in_flight="16MiB")
-    keys = {"ps": 2, "workers": 3, "gates": ["end"], "timeouts": CALM, "server": server}
-    with ProcessCluster(push_large, tmp_path, (2, 3 << 18), **keys) as job:
-        for task in (W0, W1, W2):
-            job.hear(task, "added")
-        job.open("end")
-        for task in (W0, W1, W2):
-            assert job.hear(task, "alike")
-            assert job.hear(task, "sums") == [2002002.0] * 4
-        job.finish()

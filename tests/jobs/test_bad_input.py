@@ -9,7 +9,6 @@ import socket
 import pytest
 
 import psclient as ps
-from tests.kit.internals import start_server
 from tests.kit.shell import Done, shell
 
 STARTING = 115.0
@@ -67,6 +66,10 @@ CASES = {
     "missing script": ("psworker none.py", r"there is no script 'none.py' in /"),
     "missing script of a cluster": ("psworker --standalone none.py", r"there is no script 'none.py' in /"),
     "missing file of a cluster": ("psworker --config none.yaml", r"cannot read none.yaml: No such file"),
+    "hosts, and a number of servers": ("psworker --hosts hosts --ps 2 fine.py", r"defines the tasks; leave --ps out"),
+    "hosts, and a local cluster": ("psworker --hosts hosts --standalone fine.py", r"cannot be used together; keep one"),
+    "no file of hosts": ("psworker --hosts none fine.py", r"cannot read none"),
+    "a remote shell without hosts": ("psworker --ssh ssh fine.py", r"is for tasks on other hosts; add --hosts FILE"),
     "unknown option, worker": ("psworker --standlone fine.py", r"'--standlone'.*'--standalone'"),
     "unknown option, server": ("psserver --prot 1", r"'--prot'.*'--port'"),
     "unknown timeout": (
@@ -139,6 +142,7 @@ to do; and TF_CONFIG."""
 def test_a_command_that_cannot_be_done(tmp_path, name):
     """Malformed input never starts anything: one line, exit code 2, also where a script had begun."""
     (tmp_path / "fine.py").write_text(FINE)
+    (tmp_path / "hosts").write_text("h:22 ps=1 worker=1\n")
     (tmp_path / "gpu.py").write_text(FINE.replace("()", "(['gpu:99'])"))
     words, says, *config = CASES[name]
     environ = {"TF_CONFIG": "".join(config)} | ({"PS_TIMEOUT_STRAT": "1"} if name == "unknown timeout" else {})
@@ -168,83 +172,6 @@ def test_a_server_that_cannot_be_reached(tmp_path, silent, index):
     why = "it does not answer" if silent else "nothing listens there"
     says = rf"ps/task:0: no answer at {address} for \S+ s \({why}\); start this task, .* TF_CONFIG \(fine.py:2\)$"
     check(done, 1, f"/job:worker/task:{index}: error: .*{says}", START)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "index", "says"),
-    [
-        ({"worker": ["h:2"], "chief": ["h:3"]}, 0, r"no chief started the job within 2 s; start the chief task"),
-        ({"worker": ["h:2", "h:3"]}, 0, r"worker/task:0 waited too long .*check that .*worker/task:1 .* running"),
-    ],
-    ids=["chief", "worker"],
-)
-def test_a_task_that_does_not_come(tmp_path, cluster, index, says):
-    """Who waits for a chief or a worker that nobody starts gives up, and names it."""
-    (tmp_path / "reads.py").write_text(FINE.strip() + ".extended.should_checkpoint\n")
-    process, address = start_server(flags=("--checkpoint-root", str(tmp_path)))
-    with process:
-        config = tf_config("worker", index, {"ps": [address], **cluster})
-        done = shell(["psworker", "reads.py"], tmp_path, TF_CONFIG=config, **QUICK)
-        assert process.stdin
-        process.stdin.close()
-    check(done, 1, says, START)
-
-
-SHAPES = """
-import numpy as np
-import psclient as ps
-strategy = ps.ParameterServerStrategy()
-with strategy.scope():
-    v = ps.Variable(np.zeros(3 + strategy.task.index), name="v")
-    v.assign_add(np.ones(v.shape))
-"""
-
-LARGE = """
-import numpy as np
-import psclient as ps
-with ps.ParameterServerStrategy().scope():
-    ps.Variable(np.zeros(1000, "float64"), name="large")
-"""
-
-
-ERROR = r"psworker: /job:worker/task:\d: error: "
-
-
-def cluster(tmp_path, script: str, *flags: str) -> Done:
-    (tmp_path / "script.py").write_text(script.lstrip())
-    return shell(["psworker", "--standalone", *flags, "script.py"], tmp_path)
-
-
-def failed(done: Done, says: str) -> None:
-    """A whole cluster ended with a worker's failure: its own line is there once, and comes last, cut, once more."""
-    assert done.code == 1, done.err
-    own = [line for line in done.err.splitlines() if re.fullmatch(rf"\[worker \d\] {ERROR}{says}", line)]
-    assert len(own) == 1, done.err
-    line = done.err.splitlines()[-1]
-    last = re.fullmatch(r"psworker: /job:worker/task:\d failed \(exit code 1\): (.{40,}?)( \.\.\.)?", line)
-    assert last, line
-    assert re.split(ERROR, own[0])[1].startswith(last[1]), line
-    assert "Traceback" not in done.out + done.err
-    assert not done.left
-
-
-def test_two_tasks_that_disagree_on_a_shape(tmp_path):
-    """Who comes second is told both sides, and where in its script."""
-    done = cluster(tmp_path, SHAPES, "--workers", "2")
-    side = r"'v' float64\[[34]\]"
-    says = rf"/job:worker/task:(\d) creates variable {side} as number 0, but /job:worker/task:(?!\1)\d created {side} "
-    failed(done, rf"{says}.*must create the same variables.* \(created at script.py:5\)")
-    assert {"float64[3]", "float64[4]"} <= set(re.findall(r"float64\[\d\]", done.err))
-
-
-def test_a_server_out_of_its_memory_limit(tmp_path):
-    """The error names the server, the variable and its size, the limit, and what to do."""
-    done = cluster(tmp_path, LARGE, "--memory-limit", "5KB")
-    failed(
-        done,
-        r"/job:ps/task:0: variable 'large' float64\[1000\] needs 7\.812 KiB, and this server holds 0 bytes of its "
-        r"limit of 4\.883 KiB; raise --memory-limit \(created at script.py:4\)",
-    )
 
 
 # ---- Scripts with a coordinator ----

@@ -7,19 +7,15 @@ asked.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pstesting import forks
@@ -34,14 +30,6 @@ BENCHMARKS = ROOT / "benchmarks"
 SECONDS = 300
 PYTHONS = os.environ.get("PEERS_PYTHON", sys.executable).split(os.pathsep)
 OF_PYTHONS = " ".join(f"--python {python}" for python in PYTHONS)
-PACKAGES = {
-    "tf-replicas": "tensorflow",
-    "tf-graph": "tensorflow",
-    "torch-tcp": "torch",
-    "torch-shm": "torch",
-    "ray": "ray",
-    "gloo": "torch",
-}
 
 
 def run(words: list[str], file: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -85,28 +73,6 @@ def check_round(found: Any, said: str) -> None:
         assert row["server_rss_mb"] > row["server_growth_mb"]
 
 
-def check_pair(found: Any, said: str) -> None:
-    """Rounds of one kind are measured beside those of another, as many as were asked for."""
-    one, other = found["rounds"]
-    ratio = "to_sgd" if one["optimizer"] != other["optimizer"] else "to_token"
-    assert (one["rounds"], other["rounds"], one[ratio]) == (4, 4, 1)
-    assert other[ratio] == approx(other["ms"]["median"] / one["ms"]["median"])
-
-
-def check_hosts(found: Any, said: str) -> None:
-    """No round is faster than its links of 100 Mbit, and four servers are faster than one."""
-    assert [(row["servers"], row["ways"]) for row in found["limits"]] == list(product((1, 4), (1, 2)))
-    assert 0 < found["rounds"][0]["of_rate"] < 1
-    assert found["rounds"][1]["to_one"] > 1.5
-
-
-def check_predictions(found: Any, said: str) -> None:
-    """Errors are those of the rows, and the last line counts them."""
-    rows = found["rows"]
-    assert [row["error"] for row in rows] == [approx(row["predicted"] / row["measured"] - 1) for row in rows]
-    assert f"{sum(abs(row['error']) <= 0.2 for row in rows)} of {len(rows)} within 20%" in said
-
-
 def check_staleness(found: Any, said: str) -> None:
     """Each consistency has its rows; no bounded worker has read of pushes more than one beyond its bound."""
     rows, names = found["rows"], ["sync", "bounded, k = 2", "async"]
@@ -138,35 +104,17 @@ def check_curves(found: Any, said: str) -> None:
         assert rows[30]["speedup"] > 2 * rows[10]["speedup"]
 
 
-def has(package: str) -> bool:
-    question = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is None)"
-    return any(not forks.run([python, "-c", question], check=False).returncode for python in PYTHONS)
-
-
-def check_peers(found: Any, said: str) -> None:
-    """A quick run has figures of each system that is installed, which checks its variables' values itself."""
-    assert set(found["excluded"]) == {system for system, package in PACKAGES.items() if not has(package)}
-    assert len(found["rounds"]) == 6 + 1 + len(PACKAGES) - len(found["excluded"])
-    transports = [row["beside"] for row in found["rounds"] if row["beside"]]
-    assert all(one == other for one, other in list(pairwise(transports))[:6:2])
-    assert all(row["size"] == "4KB" and is_ordered(row["ms"]) for row in found["rounds"])
-
-
 ONE_ROUND = "round.py --quick --sizes 4KB --workers 1 --chief worker"
 PARTS = ("variables", "servers", "large", "rejoin", "restore")
 TIERED = "--order random --laps 1 --steps 6"
 OF_HOSTS = "hosts.py --quick --rate 100 --nbytes 8000000"
 BENCHES: dict[str, tuple[str, str, Check | None]] = {
     "round": (ONE_ROUND, "rounds", check_round),
-    "round of optimizers": (
-        f"{ONE_ROUND} --transport shm --optimizer sgd --optimizer adam --rounds 4",
-        "rounds",
-        check_pair,
-    ),
-    "round with TLS": (f"{ONE_ROUND} --transport tcp --security token --security tls --rounds 4", "rounds", check_pair),
+    "round of optimizers": (f"{ONE_ROUND} --transport shm --optimizer sgd --optimizer adam --rounds 4", "rounds", None),
+    "round with TLS": (f"{ONE_ROUND} --transport tcp --security token --security tls --rounds 4", "rounds", None),
     "checkpoint": ("checkpoint.py --nbytes 4000000 --laps 2 --directory {disk}", "figures", None),
     "growth": (f"growth.py --quick {' '.join(f'--part {part}' for part in PARTS)}", "parts", None),
-    "hosts": (OF_HOSTS, "rounds", check_hosts),
+    "hosts": (OF_HOSTS, "rounds", None),
     "idle": ("idle.py --quick --seconds 2 --processes 2", "rows", None),
     "rows": ("rows.py --quick --rows 1000 --ids 64 --table static --table dynamic", "rows", None),
     "staleness": ("staleness.py --quick --k 2", "rows", check_staleness),
@@ -176,10 +124,10 @@ BENCHES: dict[str, tuple[str, str, Check | None]] = {
     "tier": ("tier.py --path {disk} --rows 60000 --share 2 --rounds 3", "tiers", None),
     "tier of a job": (f"tier_job.py --path {{disk}} --rows 100000 --share 1 {TIERED}", "tiers", None),
     "update": ("update.py --quick", "ratios", None),
-    "predictions": ("predictions.py --quick --costs {costs} --transport tcp", "rows", check_predictions),
+    "predictions": ("predictions.py --quick --costs {costs} --transport tcp", "rows", None),
     "curves": ("curves.py --quick --costs {costs} --mode sync --mode async", "rows", check_curves),
     "many clients": ("fanin.py --quick --workers 1 --workers 2 --workers 12 --processes 2", "rows", None),
-    "other systems": (f"peers/run.py --quick --sizes 4KB {OF_PYTHONS}", "rounds", check_peers),
+    "other systems": (f"peers/run.py --quick --sizes 4KB {OF_PYTHONS}", "rounds", None),
 }
 """By name: the program with its flags, what its figures are called, and what they must be beside numbers in order.
 
@@ -226,60 +174,8 @@ def test_another_transport_than_the_one_asked_for_is_no_result(tmp_path: Path) -
     assert not file.exists()
 
 
-@pytest.mark.soak
-def test_what_is_not_installed_is_skipped_with_a_word(tmp_path: Path) -> None:
-    """Each peer's line says which package is missing where; nothing has failed."""
-    bare, file = tmp_path / "python", tmp_path / "peers.json"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")
-    bare.chmod(0o755)
-    chosen = " ".join(f"--systems {system}" for system in PACKAGES)
-    done = run(f"peers/run.py --quick --sizes 4KB {chosen} --python {bare}".split(), file)
-    assert done.returncode == 0, done.stdout + done.stderr
-    excluded = json.loads(file.read_text(encoding="utf-8"))["excluded"]
-    assert excluded == {
-        system: f"skipped, {package} is not installed for {bare}" for system, package in PACKAGES.items()
-    }
-    assert all(why in done.stdout for why in excluded.values())
-
-
 def test_who_cannot_make_hosts_is_told(tmp_path: Path) -> None:
     """Nothing is measured, and that is no failure: other benchmarks go on."""
     done = run(OF_HOSTS.split(), tmp_path / "none", PATH=str(tmp_path), PYTHONPATH=":".join(sys.path))
     assert done.returncode == 0, done.stderr
     assert "benchmarks/hosts.py is left out: hosts need ip, tc, nsenter, unshare" in done.stderr
-
-
-@pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
-    monkeypatch.delitem(sys.modules, "rounds", raising=False)
-    import rounds
-
-    yield rounds
-    del sys.modules["rounds"]
-
-
-def test_a_round_that_lost_a_gradient_is_noticed(rounds: Any) -> None:
-    """What comes out is compared exactly: one gradient less in one round of one variable is an error."""
-    work = rounds.Work("tiny", (3, 2), rounds=4, warm=1)
-    values = work.zeros()
-
-    def make_round(lost: bool = False) -> list[np.ndarray]:
-        for worker in range(rounds.WORKERS):
-            for value, gradient in zip(values, work.gradients(worker), strict=True):
-                if not (lost and worker == 1 and value is values[1]):
-                    value -= rounds.RATE * gradient
-        return values
-
-    assert len(work.measure(make_round)) == work.rounds
-    values = work.zeros()
-    turns = iter([False, False, True, False, False])
-    with pytest.raises(ValueError, match="variable 1 should be"):
-        work.measure(lambda: make_round(next(turns)))
-
-
-def test_a_process_that_fails_ends_its_peer(rounds: Any) -> None:
-    """A process of a peer that fails ends the others, and the program with an error."""
-    with pytest.raises(SystemExit, match="1"):
-        rounds.run_together([(signal.pause, ()), (os._exit, (3,))], [(signal.pause, ())])
-    assert not multiprocessing.active_children()

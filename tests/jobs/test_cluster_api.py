@@ -1,7 +1,4 @@
-"""The strategy's methods on a real cluster: several processes do together what one process of four replicas does.
-
-What places and checkpoints have to do with it is tested with workers in threads.
-"""
+"""The strategy's methods on a real cluster: several processes do together what one process of four replicas does."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import ProcessCluster
-from pstesting.script import ME, say
-from tests.kit.workers import in_threads
+from pstesting.script import say
 
 
 def trained(strategy):
@@ -133,9 +129,9 @@ def rows_of(strategy, ids):
     return strategy.run(lambda i: np.full(3, i), (ids,))
 
 
-def program(replicas):
-    """In every process: a strategy of so many replicas as it has, and what is found with it."""
-    with ps.ParameterServerStrategy(devices=[f"cpu:{index}" for index in range(replicas[ME])]) as strategy:
+def program():
+    """In every process: a strategy of two replicas, and what is found with it."""
+    with ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
         extended, resolver = strategy.extended, strategy.cluster_resolver
         leads = [extended.experimental_should_init, extended.should_checkpoint, extended.should_save_summary]
         knows = [resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")]
@@ -150,96 +146,63 @@ def alone():
     return json.loads(json.dumps(found, default=lambda value: np.asarray(value).tolist()))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(2, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((1, 3), (1, 1, 1, 1)))],
-    ids=str,
-)
-def found(request, tmp_path_factory):
-    keys = {"helpers": [trained, asked, rows_of], "ps": 2, "workers": len(request.param)}
-    with ProcessCluster(program, tmp_path_factory.mktemp("job"), (request.param,), **keys) as job:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two processes of two replicas each found."""
+    keys = {"helpers": [trained, asked, rows_of], "ps": 2, "workers": 2}
+    with ProcessCluster(program, tmp_path_factory.mktemp("job"), (), **keys) as job:
         said = [job.hear(task, "found") for task in job.runners]
         job.finish()
     return said
 
 
-@pytest.fixture
-def training(found, alone):
-    if len(found) != 2 or found[0]["trained"]["ids"] != [[0, 4], [1, 4]]:
-        pytest.skip("these tests are of two processes of two replicas")
-    return [process["trained"] for process in found], alone["trained"]
+def test_two_processes_train_what_one_does(found, alone):
+    """The losses of 20 steps, the variables, and the count of the steps; the last batch of each epoch is partial.
 
-
-# ---- Training ----
-
-
-def test_two_processes_train_what_one_does(training):
-    """The losses of 20 steps, the variables, and the count of the steps; the last batch of each generation is
-    partial."""
-    found, expected = training
-    for process in found:
-        assert len(process["losses"]) == 20
-        assert process["losses"] == pytest.approx(expected["losses"], rel=1e-7)
-        for value, wanted in zip(process["variables"], expected["variables"], strict=True):
-            np.testing.assert_allclose(value, wanted, rtol=1e-7, atol=1e-9)
-    assert expected["variables"][2] == 20
-    assert expected["losses"][-1] < expected["losses"][0] / 2
-
-
-def test_both_processes_say_the_same_to_the_last_bit(training):
-    """Losses, variables, metrics: they are computed once."""
-    (first, second), _ = training
+    Metrics are of all examples: each counts once, whatever replica had it; the accuracy goes on from epoch to epoch.
+    Both processes say the same to the last bit: it is computed once.
+    """
+    one, other = (process["trained"] for process in found)
     for what in ("losses", "variables", "metrics", "examples", "replicas"):
-        assert first[what] == second[what]
-
-
-def test_metrics_are_of_all_examples(training):
-    """Each counts once, whatever replica had it; the accuracy goes on from generation to generation."""
-    found, expected = training
-    for process in found:
-        np.testing.assert_allclose(process["metrics"], expected["metrics"], rtol=1e-7)
-        assert process["examples"] == expected["examples"] == 4 * 150
-    generations = np.reshape(expected["losses"], (4, 5)) @ [32, 32, 32, 32, 22] / 150
-    np.testing.assert_allclose([mean for mean, *_ in expected["metrics"]], generations, rtol=1e-9)
+        assert one[what] == other[what]
+    expected = alone["trained"]
+    assert len(one["losses"]) == expected["variables"][2] == 20
+    assert one["losses"] == pytest.approx(expected["losses"], rel=1e-7)
+    assert expected["losses"][-1] < expected["losses"][0] / 2
+    for value, wanted in zip(one["variables"], expected["variables"], strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(one["metrics"], expected["metrics"], rtol=1e-7)
+    assert one["examples"] == expected["examples"] == 4 * 150
+    epochs = np.reshape(expected["losses"], (4, 5)) @ [32, 32, 32, 32, 22] / 150
+    np.testing.assert_allclose([mean for mean, *_ in expected["metrics"]], epochs, rtol=1e-9)
     assert all(accuracy == of_classes for _, accuracy, of_classes, *_ in expected["metrics"])
     assert 0.0 < expected["metrics"][-1][3] < expected["metrics"][-1][4] <= 1.0
 
 
-def test_replicas_are_numbered_over_all_processes(training):
-    """In task order, and each is told of all."""
-    (first, second), expected = training
-    assert first["ids"] == [[0, 4], [1, 4]]
-    assert second["ids"] == [[2, 4], [3, 4]]
-    assert expected["ids"] == first["ids"] + second["ids"]
-    assert (first["first"], second["first"]) == ([0, 1], [2, 3])  # before any round, too
-    assert first["replicas"] == second["replicas"] == expected["replicas"] == 4
-
-
-# ---- Methods ----
-
-
 def test_methods_that_reach_over_all_replicas_agree(found, alone):
-    """Whatever processes the replicas are in: reductions, updates, all_reduce, assignments, ON_READ totals."""
+    """Whatever processes the replicas are in: reductions, updates, all_reduce, assignments, ON_READ totals.
+
+    Local results of all processes, in order, are those of one: values from a function, copies, results, shares.
+    """
     for process in found:
         assert process["asked"]["every"] == alone["asked"]["every"]
-
-
-def test_local_results_are_of_this_process(found, alone):
-    """Those of all processes in order are those of one: values from a function, copies, results, shares."""
-    expected = alone["asked"]["mine"]
-    for what, wanted in expected.items():
+    for what, wanted in alone["asked"]["mine"].items():
         assert (what, [x for process in found for x in process["asked"]["mine"][what]]) == (what, wanted)
-    assert expected["ids"] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_process_knows_its_cluster(found):
-    """By its strategy's resolver: the one that read TF_CONFIG."""
-    assert [process["knows"] for process in found] == [["worker", task, len(found)] for task in range(len(found))]
+def test_a_process_knows_its_place(found, alone):
+    """Its replicas are numbered over all processes, in task order, and each is told of all.
 
-
-def test_one_worker_initializes_and_saves(found):
-    """The first in task order: for initialization, checkpoints and summaries."""
-    assert [process["leads"] for process in found] == [[task == 0] * 3 for task in range(len(found))]
+    Its resolver is the one that read TF_CONFIG; the first task initializes and saves: checkpoints and summaries.
+    """
+    for task, process in enumerate(found):
+        mine = [2 * task, 2 * task + 1]
+        assert process["trained"]["ids"] == [[number, 4] for number in mine]
+        assert process["trained"]["first"] == mine  # before any round, too
+        assert process["trained"]["replicas"] == 4
+        assert process["knows"] == ["worker", task, 2]
+        assert process["leads"] == [task == 0] * 3
+    assert alone["trained"]["ids"] == [[number, 4] for number in range(4)]
 
 
 def test_the_numbers_are_right(alone):
@@ -255,89 +218,5 @@ def test_the_numbers_are_right(alone):
     assert (every["batches"], every["own"]) == ([3.5, 2.0, 1.0], float(np.square(np.arange(30.0)).sum()))
     assert every["initial"] == [4.0, 1.0, 1.0]
     assert every["filled"] == [10.0, 2.5, 1.0]
-    assert mine["own"] == [1.0, 2.0, 3.0, 4.0]
+    assert (mine["ids"], mine["own"]) == ([0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0])
     assert (mine["shares"], every["whole"]) == ([2.0] * 4, [8.0, 8.0, 8.0])
-
-
-# ---- Variables of two servers, two workers of two replicas each ----
-
-TWO = {"devices": ["cpu:0", "cpu:1"]}
-
-
-def test_copies_are_combined_over_all_workers_and_shared_out_again(tmp_path):
-    """SUM, MEAN, and the first of all replicas, which one worker has; restored by one worker, a sum is in two parts."""
-
-    def local(strategy, variables):
-        return [[float(x) for x in strategy.experimental_local_results(v)] for v in variables]
-
-    def train(strategy, worker, restore=False):
-        aggregations = list(ps.VariableAggregation)[1:]
-        with strategy.scope():
-            written = [ps.Variable(0.0, name=f"w {a.value}", aggregation=a) for a in aggregations]
-            on_read = ps.VariableSynchronization.ON_READ
-            read = [ps.Variable(0.0, name=f"r {a.value}", aggregation=a, synchronization=on_read) for a in aggregations]
-            auc, mean = ps.metrics.AUC(3), ps.metrics.Mean()
-        checkpoint = ps.train.Checkpoint(on_write=written, on_read=read, metrics=[auc, mean])
-        if restore:
-            assert checkpoint.restore("run").restored
-            return local(strategy, read), [float(v) for v in [*written, *read]]
-
-        def step():
-            replica = ps.get_replica_context().replica_id_in_sync_group
-            for v in [*written, *read]:
-                v.assign_add(np.float32(replica + 1))
-            # The example in Keras's document: each replica has one of its rows.
-            labels, scores = np.array([0, 0, 1, 1]), np.array([0.0, 0.5, 0.3, 0.9])
-            auc.update_state(labels[replica : replica + 1], scores[replica : replica + 1])
-            mean.update_state(np.arange(replica))
-
-        strategy.run(step)
-        checkpoint.save("run/ckpt")
-        checkpoint.sync()
-        copies, values = local(strategy, read), [float(v) for v in [*written, *read]]
-        read[0].assign(8.0)
-        return copies, values, float(read[0]), local(strategy, read[:1]), [auc.result(), mean.result()]
-
-    values = [10.0, 2.5, 1.0] * 2
-    metrics = [pytest.approx(0.75), pytest.approx(sum([0.0, 0.0, 1.0, 0.0, 1.0, 2.0]) / 6)]
-    expected = [(copies, values, 8.0, [[2.0, 2.0]], metrics) for copies in ([[1.0, 2.0]] * 3, [[3.0, 4.0]] * 3)]
-    assert in_threads(train, root=tmp_path, **TWO) == expected
-    ((copies, again),) = in_threads(lambda *one: train(*one, True), 1, 1, root=tmp_path, **TWO)
-    assert (copies, again) == ([[5.0] * 2, [2.5] * 2, [1.0] * 2], values)
-
-
-def test_values_stay_where_they_are():
-    """What is colocated is used together; what is elsewhere is refused with the remedy, and nothing has changed.
-
-    Replicas create variables beside one of either server, whichever has more room.
-    """
-
-    def place(strategy, worker):
-        extended = strategy.extended
-        with strategy.scope():
-            a, b = (ps.Variable(np.ones(2), name=name) for name in "ab")
-            with extended.colocate_vars_with(a):
-                beside = ps.Variable(np.ones(2), name="beside")
-            with extended.colocate_vars_with(extended.non_slot_devices([a, b])):
-                both = ps.Variable(np.ones(2), name="both")
-        assert (a.devices, len(a.devices), len(b.devices)) == (beside.devices, 1, 1)
-        assert a.devices != b.devices
-        assert sorted(both.devices) == sorted([*a.devices, *b.devices])
-
-        def create(which):
-            with extended.colocate_vars_with(which):
-                return [ps.Variable(np.ones(8), name=f"{which.name} and its own {n}") for n in range(3)]
-
-        for v in (a, b):
-            made = [strategy.experimental_local_results(each)[0] for each in strategy.run(create, (v,))]
-            assert [extended.value_container(each).devices for each in made] == [v.devices] * 3
-        extended.update(a, lambda v, x, y: v.assign_add(x + y), (beside, both))
-        elsewhere = "'b' .*task:1.* is used in an update on /job:ps/task:0.*colocate_vars_with, or read it first"
-        with pytest.raises(ps.errors.LocalityError, match=elsewhere):
-            extended.update(a, lambda v, x: v.assign_add(x), (b,))
-        unreached = "'both' has copies that this update does not change.*update_non_slot"
-        with pytest.raises(ps.errors.LocalityError, match=unreached):
-            extended.update(a, lambda v: both.assign_add(v))
-        return a.numpy().tolist()
-
-    assert in_threads(place, **TWO) == [[3.0, 3.0]] * 2

@@ -26,78 +26,32 @@ def twice(*args, **kwargs):
     signal.raise_signal(signal.SIGINT)
 
 
-class Loop:
-    """Trains a number that each step adds one to, by a dataset or without; says what is wrong with it."""
+def train(strategy):
+    """Returns what makes one more step of training."""
+    with strategy.scope():
+        v = ps.Variable(np.zeros(1, "float32"))
+        optimizer = ps.optimizers.SGD(1.0)
 
-    def __init__(self, strategy):
-        self.strategy = strategy
-        with strategy.scope():
-            self.v = ps.Variable(np.zeros(1, "float32"))
-            self.optimizer = ps.optimizers.SGD(1.0)
-        self.data = strategy.experimental_distribute_dataset([np.ones((2, 1), "float32")] * 3)
+    def step():
+        strategy.run(lambda: optimizer.apply_gradients([(-np.ones(1, "float32"), v)]))
+        v.numpy()
 
-    def step(self):
-        self.strategy.run(lambda: self.optimizer.apply_gradients([(-np.ones(1, "float32"), self.v)]))
-        self.v.numpy()
-
-    def epoch(self):
-        for _ in self.data:
-            self.step()
-
-    def for_ever(self):
-        while True:
-            self.epoch()
-
-    def check(self, before, most):
-        """The interrupted call has made whole steps, and what follows makes all of its own."""
-        now = float(self.v.numpy()[0])
-        assert now in [before + n for n in range(most + 1)]
-        assert not ps.has_strategy()
-        self.step()
-        self.epoch()
-        assert float(self.v.numpy()[0]) == now + 4
-        assert float(self.strategy.reduce("MEAN", np.float32(1), axis=None)) == 1
+    return step
 
 
 def test_a_second_interrupt_while_a_round_is_sent_ends_the_session():
     """The others wait for what this process has not sent: it says what is lost, and goes on no more."""
     with opened("embedded-1") as strategy:
-        loop = Loop(strategy)
-        loop.step()
+        step = train(strategy)
+        step()
         pushes = strategy.backend.exchange
 
         pushes._said, said = twice, pushes._said
         with pytest.raises(KeyboardInterrupt):
-            loop.step()
+            step()
         pushes._said = said
         with pytest.raises(ps.errors.PSError, match=r"interrupted twice in round \d+; .*is lost, .*Restart"):
-            loop.step()
-
-
-# ---- Errors of a dataset ----
-
-
-def test_a_pass_that_ends_by_an_error_is_over():
-    """Steps after it count; the next pass is as if it had not been."""
-    broken = True
-
-    class Data:
-        def __iter__(self):
-            for number in range(3):
-                if broken and number == fails_at:
-                    raise OSError("the disk is gone")
-                yield np.ones((2, 1), "float32")
-
-    with opened("servers-2x1") as strategy:
-        loop = Loop(strategy)
-        loop.data = strategy.experimental_distribute_dataset(Data())
-        for fails_at in (0, 1, 2):
-            broken = True
-            before = float(loop.v.numpy()[0])
-            with pytest.raises(OSError, match="the disk is gone"):
-                loop.epoch()
-            broken = False
-            loop.check(before, fails_at)  # batches are read ahead
+            step()
 
 
 # ---- Strategies that are dropped ----
@@ -109,7 +63,7 @@ def test_a_strategy_that_nothing_refers_to_is_closed():
 
     def cell():
         strategy = ps.ParameterServerStrategy(transport="tcp")
-        Loop(strategy).step()
+        train(strategy)()
         return strategy._embedded._process
 
     processes = [cell() for _ in range(2)]
@@ -149,17 +103,17 @@ def nobody():
     return f"127.0.0.1:{free_port()}"
 
 
-def to_open(*servers, workers=1, worker=0, transport=None):
+def to_open(*servers, workers=1, worker=0):
     spec = ps.ClusterSpec({"ps": servers, "worker": ["127.0.0.1:0"] * workers})
     resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=worker)
-    return ps.ParameterServerStrategy(cluster_resolver=resolver, devices=["cpu:0"], transport=transport)
+    return ps.ParameterServerStrategy(cluster_resolver=resolver, devices=["cpu:0"])
 
 
 @contextlib.contextmanager
-def two_workers(transport=None):
+def two_workers():
     """The second of them; the first does nothing."""
     with InProcessCluster(workers=2) as cluster, to_open(*cluster.addresses, workers=2):
-        worker = to_open(*cluster.addresses, workers=2, worker=1, transport=transport)
+        worker = to_open(*cluster.addresses, workers=2, worker=1)
         yield worker
         interrupt = KeyboardInterrupt()
         worker.__exit__(type(interrupt), interrupt, None)  # as at the end of its `with` block: it waits for nobody
@@ -213,30 +167,14 @@ def replicas():
 
 
 @contextlib.contextmanager
-def a_function_of_the_user():
-    with opened("embedded-1") as strategy:
-        yield lambda: strategy.run(threading.Event().wait)
-
-
-@contextlib.contextmanager
-def a_worker(transport):
-    with two_workers(transport) as worker:
+def a_worker():
+    with two_workers() as worker:
         yield lambda: worker.reduce("SUM", np.float32(1), axis=None).numpy()
-
-
-def a_worker_over_tcp():
-    return a_worker("tcp")
-
-
-def a_worker_over_grpc():
-    """Another thread receives the answers."""
-    return a_worker("grpc")
 
 
 WAITS = [
     *(a_server_that_is_not_there, a_second_server_that_is_not_there, another_process_of_the_task, a_first_value),
-    *(batches, replicas, a_function_of_the_user),
-    *(a_worker_over_tcp, a_worker_over_grpc),
+    *(batches, replicas, a_worker),
 ]
 
 

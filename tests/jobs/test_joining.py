@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, say
-from tests.kit.certificates import options
 from tests.kit.internals import Task
 
 W3, W4 = Task("worker", 3), Task("worker", 4)
@@ -132,14 +131,8 @@ def test_two_become_four_and_then_one(tmp_path):
         assert all(0 < len(job.said(task, "round")) < STEPS - GROW for task in (W2, W3))
 
 
-def stay(members, early=False):
-    """Makes rounds until there are so many members, and says who it is; with `early` those who join wait before.
-
-    Worker 0 waits at the gate before round 3.
-    """
-    if early and ME:
-        say("early", TASK)
-        gate("go")
+def stay(members):
+    """Makes rounds until there are so many members, and says who it is. Worker 0 waits at the gate before round 3."""
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         count = ps.Variable(np.zeros((), "int64"), name="count")
@@ -164,19 +157,6 @@ def joins(job, task, index=None, *flags, **more):
     found, process = job.hear(task, "is")
     assert found == str(index or task)
     return process
-
-
-def test_two_that_join_at_once(tmp_path):
-    """Each has its index before its script runs, however long that takes to open a session."""
-    with ProcessCluster(stay, tmp_path, (3, True), **GOES_ON) as job:
-        job.hear(W0, "made", 3)
-        for task in (W1, W2):
-            job.join(task)
-        assert {job.hear(task, "early") for task in (W1, W2)} == {str(W1), str(W2)}
-        with job.server(PS0) as server:
-            assert {each.member.task for each in server.status().sessions if not each.drives} == {W0}
-        job.open("go")
-        job.finish()
 
 
 def test_an_index_is_free_again_when_its_worker_is_gone(tmp_path):
@@ -226,36 +206,6 @@ def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
         assert len(job.said(W1, "is")) == 1
 
 
-def test_a_job_that_is_begun_anew(tmp_path):
-    """Who joined it before a server was lost joins it again, as the same worker."""
-    with ProcessCluster(stay, tmp_path, (2,), **GOES_ON | {"restarts": 2}) as job:
-        job.hear(W0, "made", 3)
-        joins(job, W1, None, "--restarts", "1")
-        job.until(lambda: waiting(job, W1) and members(job, 2))
-        job.kill(PS0)
-        job.open("go")
-        job.finish()
-        assert [[task for task, _ in job.said(task, "is")] for task in (W0, W1)] == [[str(W0)] * 2, [str(W1)] * 2]
-        assert "failed (exit code 75); restarting" in job.errors(W1)
-
-
-def test_with_certificates(certificates, tmp_path):
-    """Whoever joins is the worker that its certificate names, by TLS on all connections, and again after a failure."""
-    files = {"PS_TLS_CERT": "tls.crt", "PS_TLS_KEY": "tls.key", "PS_TLS_CA": "ca.crt", "PS_TOKEN_FILE": "token"}
-    shown = {name: str(certificates.out / "worker-1" / file) for name, file in files.items()}
-    keys = GOES_ON | {"ps": 2, "security": options(certificates.out), "timeouts": QUICK}
-    with ProcessCluster(stay, tmp_path, (2,), **keys) as job:
-        job.hear(W0, "made", 3)
-        os.kill(joins(job, W1, None, "--restarts", "1", server=PS1, **shown), signal.SIGKILL)
-        assert job.hear(W1, "is")[0] == str(W1)
-        job.join(W2, server=PS1, **shown)
-        assert job.exited(W2) == 2
-        job.hear_error(W2, f"error: {W1}: {W1} is already in this job; end that process first, or join with")
-        del job.cluster.processes[W2]
-        job.open("go")
-        job.finish()
-
-
 def take(examples, batch, dynamic):
     """An asynchronous pass that counts how often each example came; worker 0 waits amid it."""
     strategy = ps.ParameterServerStrategy(consistency=ps.Async())
@@ -287,10 +237,7 @@ def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
             for _ in range(4):
                 job.hear(W1, "took", 4)
         else:
-            job.hear_error(
-                W1,
-                "gets no batches. To share batches, use ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC",
-            )
+            job.hear_error(W1, "gets no batches. To share batches, use ps.InputOptions(auto_shard_policy=ps.AutoShard")
         job.hear(W1, "done")
         job.open("go")
         job.hear(W0, "done")
@@ -299,54 +246,6 @@ def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
             assert set(job.hear(task, "seen")) == {1}
         job.finish()
         assert (sum(job.said(W1, "took")) > 0) == dynamic
-
-
-def coordinate():
-    """The chief schedules a function for each of two workers, once the second is there."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-    with strategy.scope():
-        count = ps.Variable(np.zeros((), "int64"), name="count")
-
-    @ps.coordinator.function
-    def work():
-        say("runs", TASK)
-        gate("both")
-        strategy.run(lambda: add_all([(count, np.int64(1))]))
-        return TASK
-
-    if ps.coordinator.is_coordinator():
-        coordinator = ps.coordinator.ClusterCoordinator(strategy)
-        results = [coordinator.schedule(work) for _ in range(2)]
-        say("who", sorted(coordinator.fetch(results)))
-        say("count", count.numpy())
-
-
-def test_a_worker_that_joins_runs_what_a_coordinator_schedules(tmp_path):
-    """It is as any other worker."""
-    keys = {"workers": 1, "chief": "script", "gates": ["both"], "timeouts": CALM}
-    with ProcessCluster(coordinate, tmp_path, **keys) as job:
-        job.hear(W0, "runs")
-        job.join(W1)
-        assert job.hear(W1, "runs") == str(W1)
-        job.open("both")
-        assert job.hear(CHIEF, "who") == [str(W0), str(W1)]
-        assert job.hear(CHIEF, "count") == 2
-        job.finish()
-
-
-def test_copies_and_the_job_s_name_need_not_be_told(tmp_path):
-    """Who joins learns from the servers that variables have copies, and finds those that are left when one is lost."""
-    keys = GOES_ON | {"ps": 2, "replication_factor": 2, "timeouts": QUICK}
-    with ProcessCluster(stay, tmp_path, (3,), **keys) as job:
-        job.hear(W0, "made", 3)
-        joins(job, W1, server=PS1, PS_REPLICATION_FACTOR="1")
-        job.kill(PS0)
-        job.hear_error(W0, f"goes on without {PS0}")
-        joins(job, W2, server=PS1)  # by the server that keeps the sessions now
-        job.open("go")
-        for task in (W0, W1, W2):
-            job.hear(task, "end")
-            assert job.exited(task) == 0
 
 
 def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):

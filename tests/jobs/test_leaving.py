@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import psclient as ps
 from pstesting import forks
-from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster, until
+from pstesting.processes import CALM, CHIEF, PS0, PS1, W0, W1, W2, ProcessCluster
 from pstesting.script import add, add_all, gate, say
-from tests.kit.internals import STEP
 
 SOON = CALM.session_timeout / 2
 """Far above what any of this takes: who waits for a lease is found out."""
@@ -26,9 +22,9 @@ ALL = (W0, W1, W2)
 TOLD = "received SIGTERM"
 
 
-def visit(examples, batch, passes, stops, backup_workers=0, restores=""):
+def visit(examples, batch, passes, stops, restores=""):
     """Counts each example that it visits, on the servers; waits at some steps: each is a pass, a step, and a gate."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=backup_workers))
+    strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
         steps = ps.Variable(np.zeros((), "int64"), name="steps")
@@ -62,14 +58,13 @@ def tell_to_end(job, *tasks):
         job.hear_error(task, TOLD)
 
 
-@pytest.mark.parametrize("backup_workers", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
+def test_a_worker_that_leaves_loses_no_example(tmp_path):
     """It ends with code 0 after few steps; the others share what is left, and each example of a pass counts once.
 
     Another process of its task is taken in as any other. When all leave the job is over with them: chief and servers,
     which are told as well and stay till then, end as after a script's end.
     """
-    args = (60, 6, 1000, [[0, 3, "go"], [1, 2, "again"], [2, 3, "end"]], backup_workers)
+    args = (60, 6, 1000, [[0, 3, "go"], [1, 2, "again"], [2, 3, "end"]])
     with ProcessCluster(visit, tmp_path, args, gates=["go", "again", "end"], **KEYS) as job:
         for task in ALL:
             job.hear(task, "at")
@@ -77,8 +72,7 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
         began = time.monotonic()
         job.open("go")
         assert job.exited(W1) == 0
-        if not backup_workers:
-            assert len(job.said(W1, "round")) < 10
+        assert len(job.said(W1, "round")) < 10
         for task in (W0, W2):
             job.hear(task, "at", [1, 2])
         assert time.monotonic() - began < SOON
@@ -99,30 +93,7 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
             assert [set(seen) for seen in job.said(task, "seen")][:2] == [{1}, {2}]
         assert set(job.said(W1, "seen")[0]) == {2}
         assert not any(job.said(task, "done") for task in ALL)
-        if not backup_workers:
-            assert not any(job.said(W0, "missed"))
-
-
-def test_a_leaving_worker_that_is_killed(tmp_path):
-    """It was to leave with the next step and dies before that: the others wait for its lease, as for anybody's."""
-    args = (60, 6, 1, [[0, 3, "go"], [0, 4, "next"]])
-    keys = KEYS | {"timeouts": replace(QUICK, termination_grace=SECONDS)}
-    with ProcessCluster(visit, tmp_path, args, gates=["go", "next"], **keys) as job:
-        for task in ALL:
-            job.hear(task, "at")
-        tell_to_end(job, W1)
-        with job.server(PS0) as server:
-            job.until(lambda: [m.task for m in server.status().generation.leaving] == [W1])
-            assert server.status().generation.join_point == STEP
-        job.kill(W1)
-        job.open("go")
-        for task in (W0, W2):
-            job.hear(task, "at", [0, 4])
-        job.open("next")
-        for task in (W0, W2):
-            job.hear(task, "done")
-        for task in (W0, W2, CHIEF, PS0, PS1):
-            assert job.exited(task) == 0
+        assert not any(job.said(W0, "missed"))
 
 
 def loop(enough, stop):
@@ -166,12 +137,9 @@ def test_a_worker_without_a_dataset_leaves_between_steps(tmp_path):
 
 @pytest.mark.ci
 def test_what_leaves_saves_first(tmp_path):
-    """One checkpoint for two that are told within a lease, by the script's manager; it has what all have done by then.
-
-    A job that goes on from it visits what is left of the pass.
-    """
+    """One checkpoint for two that are told within a lease, by the script's manager."""
     keys = KEYS | {"gates": ["go"], "save_on_sigterm": True}
-    with ProcessCluster(visit, tmp_path, (60, 6, 1, [[0, 3, "go"]], 0, "kept"), **keys) as job:
+    with ProcessCluster(visit, tmp_path, (60, 6, 1, [[0, 3, "go"]], "kept"), **keys) as job:
         for task in ALL:
             job.hear(task, "at")
         tell_to_end(job, W1, W2)
@@ -180,44 +148,3 @@ def test_what_leaves_saves_first(tmp_path):
         assert set(job.hear(W0, "seen")) == {1}
         assert job.hear(W0, "saved") == ["kept/ckpt-1"]
         job.finish()
-        left_at = max(job.said(W1, "round") + job.said(W2, "round"))
-        assert left_at < 9
-    (tmp_path / "again").mkdir()
-    (tmp_path / "again" / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    args = (60, 6, 1, [], 0, "kept")
-    with ProcessCluster(visit, tmp_path / "again", args, **(KEYS | {"workers": 2})) as job:
-        for task in (W0, W1):
-            assert job.hear(task, "restored") == "kept/ckpt-1"
-            assert set(job.hear(task, "seen")) == {1}
-            assert 0 < len(job.said(task, "round")) < 10
-        job.finish()
-
-
-ALONE = """
-import sys
-import numpy as np
-import psclient as ps
-strategy = ps.ParameterServerStrategy()
-with strategy.scope():
-    v = ps.Variable(np.zeros((), "int64"), name="v")
-    def step():
-        v.assign_add(1)
-    strategy.run(step)
-    print("made", int(v), flush=True)
-    while True:
-        strategy.run(step)
-"""
-
-
-def test_a_plain_script_leaves_as_well(tmp_path):
-    """Under `python` alone, with a server of its own: code 0, and a checkpoint where the environment asks for one."""
-    environ = os.environ | {"PS_SAVE_ON_SIGTERM": "1"}
-    process = forks.Forked[str](
-        [sys.executable, "-c", ALONE], cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environ
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "made 1\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 0
-    until(lambda: any((tmp_path / "runs" / "sigterm").glob("ckpt-*")), SECONDS, lambda: "no checkpoint")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
-from itertools import product
 
 import numpy as np
-import pytest
 
 import psclient as ps
 from pstesting import faults
-from pstesting.faults import Faults
-from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
 from tests.kit.internals import Task
 from tests.kit.shell import sockets_of
@@ -23,7 +19,7 @@ W3 = Task("worker", 3)
 LEASE = QUICK.session_timeout
 
 
-def endure(rounds, stops, leaves, elements=4, stall=None, rates=None):
+def endure(rounds, stops, leaves, elements=4, stall=None):
     """Each contribution is a power of 1000, so that the sums' digits count contributions by worker.
 
     Stops are (worker, round), each with a gate of its own; one worker leaves before a round, and one stalls in the
@@ -43,8 +39,6 @@ def endure(rounds, stops, leaves, elements=4, stall=None, rates=None):
             transports.stall(is_due, stop)
         else:
             faults.use(faults.Stall(is_due, stop), only=1)
-    if rates is not None:
-        faults.use(Faults(ME, rates))
     strategy = None
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
@@ -55,7 +49,6 @@ def endure(rounds, stops, leaves, elements=4, stall=None, rates=None):
             say("at", strategy.round)
             gate(f"{ME} at {strategy.round}")
         mine = np.full(elements, 1000.0**ME)
-        time.sleep(0 if rates is None else 0.01)  # a step that takes its time
         strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
         found = v.numpy(), u.numpy()
         assert all((value == value[0]).all() for value in found)
@@ -190,8 +183,7 @@ def exact(rows):
     return [float(sum(3 * row + column for row in rows)) for column in range(3)]
 
 
-@pytest.mark.parametrize("chief", ["driver", pytest.param("script", marks=pytest.mark.soak)])
-def test_workers_die_and_come_back(tmp_path, chief):
+def test_workers_die_and_come_back(tmp_path):
     """First one of them, then all: training goes on from the live variables and the data's position.
 
     A worker that comes back joins at a round boundary with the current values, at the group's place in the data. Every
@@ -199,9 +191,7 @@ def test_workers_die_and_come_back(tmp_path, chief):
     the others did, which restores nothing: the variables are newer.
     """
     stops = [[1, 3, "never"], [0, 6, "one"], [0, 10, "all"], [1, 10, "all"]]
-    keys = {"workers": 2, "chief": chief, "timeouts": QUICK, "gates": ["never", "one", "all"]}
-    if chief == "script":
-        stops = stops[:2]
+    keys = {"workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["never", "one", "all"]}
     with ProcessCluster(learn, tmp_path, (96, 6, stops), **keys) as job, job.server(PS0) as server:
 
         def starts(*tasks):
@@ -217,13 +207,12 @@ def test_workers_die_and_come_back(tmp_path, chief):
         job.until(lambda: len(server.status().generation.members) == len(job.runners) - 1)
         starts(W1)
         job.open("one")
-        if chief == "driver":
-            for task in (W0, W1):
-                job.hear(task, "at", 10)
-            for task in (W0, W1):
-                job.kill(task)
-            starts(W0, W1)
-            job.open("all")
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        for task in (W0, W1):
+            job.kill(task)
+        starts(W0, W1)
+        job.open("all")
         for task in job.runners:
             assert job.hear(task, "sums") == exact(set(range(96)) - lost)
         assert sorted(rows_taken(job, *job.runners)) == list(range(96))
@@ -234,171 +223,4 @@ def test_workers_die_and_come_back(tmp_path, chief):
         assert job.said(W1, "value")[-1][0] == max(seen)
         for task in (*job.runners, PS0):
             assert job.exited(task) == 0
-        restored = [job.said(task, "restored") for task in (W0, W1)]
-        assert restored == ([[False], [False] * 2] if chief == "driver" else [[], [False]])
-
-
-def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
-    """With it the chief dies; the other drives on in its place, and goes on with both when it is back."""
-    stops, gates = [[0, 3, "never"], [1, 5, "back"]], ["never", "back"]
-    with ProcessCluster(learn, tmp_path, (40, 4, stops), workers=2, gates=gates, timeouts=QUICK) as job:
-        job.hear(W0, "at", 3)
-        lost = job.said(W0, "took")[-1][1]
-        job.kill(W0)
-        job.hear_error(W1, f"the chief is down: {W1} takes over as chief")
-        job.hear(W1, "at", 5)
-        job.start(W0)
-        job.hear(W0, "open")
-        job.open("back")
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == exact(set(range(40)) - set(lost))
-        job.finish()
-
-
-# ---- Updates of variables that each worker makes alone ----
-
-
-def push_both(rounds, stop, stays):
-    """Adds to a variable of each kind on two servers, in a pass over a dataset; digits count contributions by worker.
-
-    Worker 1 stands before one of its steps, and worker 0 before some of its, until the other one is back.
-    """
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        w = ps.Variable(np.zeros(4), name="w")
-        t = ps.Variable(np.zeros(4), name="t", consistency=ps.Async())
-        u = ps.Variable(np.zeros(4), name="u", consistency=ps.Async())
-    mine = np.full(4, 1000.0**ME)
-    for rows in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(4 * rounds)).batch(4)):
-        if ME == 1 and strategy.round == stop:
-            say("at", strategy.round)
-            gate("go")
-        if ME == 0 and strategy.round in stays:
-            gate(f"on{strategy.round}")
-        say("took", rows)
-        strategy.run(lambda: add_all([(t, mine), (w, mine), (u, mine)]))
-        say("sent")
-        strategy.run(lambda: [t.read_value(), u.read_value()])
-        say("own")
-        w.numpy()
-        say("made", list(strategy.last_round.contributors))
-    say("done")
-    gate("end")
-    say("sums", [v.numpy().tolist() for v in (w, t, u)])
-
-
-@pytest.mark.parametrize("after", ["sent", *(pytest.param(word, marks=pytest.mark.soak) for word in ("own", "made"))])
-def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path, after):
-    """Once before its step, and once amid one, which then counts once or not at all: on each server, and whole.
-
-    Its answered contributions count. The other does not wait for what it adds alone; in the rounds of all it waits
-    until the lease ends. Started again, it is taken in before a batch, with the others' numbers of rounds, and with
-    numbers of its own for the rest; nobody takes a row that another one has taken.
-    """
-    stays = [6, 26]  # who comes is taken in a window of rounds later
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}
-    gates = ["go", "end", *(f"on{round}" for round in stays)]
-    with (
-        ProcessCluster(push_both, tmp_path, (46, 4, stays), gates=gates, **keys) as job,
-        job.server(PS0) as server,
-    ):
-
-        def sessions():
-            return {member.session for member in server.status().generation.members if member.task == W1}
-
-        def comes_back(gate):
-            before = sessions()
-            job.kill(W1)
-            job.open("go")
-            job.start(W1)
-            job.until(lambda: sessions() - before)
-            job.open(gate)
-
-        job.hear(W1, "at", 4)
-        for _ in range(5):
-            job.hear(W0, "own")  # also that of the step before which the other one stands
-        comes_back("on6")
-        for _ in range(3):
-            job.hear(W1, after)
-        comes_back("on26")
-        for task in (W0, W1):
-            job.hear(task, "done")
-        job.open("end")
-        common, *own = job.hear(W0, "sums")
-        assert common == [sum(1000.0 ** (task == str(W1)) for each in job.said(W0, "made") for task in each)] * 4
-        answered = len(job.said(W1, "own"))
-        for value, *others in own:
-            assert others == [value] * 3
-            assert value % 1000 == len(job.said(W0, "own"))
-            assert answered <= value // 1000 <= answered + 1
-        taken = [row for task in (W0, W1) for rows in job.said(task, "took") for row in rows]
-        assert len(set(taken)) == len(taken)
-        job.finish()
-
-
-# ---- At random ----
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(100))
-def test_all_die_and_come_back(tmp_path, seed):
-    """Workers, the chief, and servers, one at a time, die at random moments, again and again, and are started again.
-
-    Each contribution that was answered is in the sums, and of the others at most one for each death.
-    """
-    choices = random.Random(seed)
-    servers = [Task("ps", index) for index in range(3)]
-    deaths = dict.fromkeys((W0, W1, W2, CHIEF, *servers), 0)
-    rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
-    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication_factor": 2}
-    with ProcessCluster(
-        endure, tmp_path, (900, [], [], 50_000, None, rates), **keys
-    ) as job:  # so many that all are there in the end
-        job.hear(W0, "did", 0)
-        away = None
-        until = time.monotonic() + 10 * SECONDS
-        while max(round for task in (W0, W1, W2) for round in job.said(task, "did") or [0]) < 420:
-            assert time.monotonic() < until, job.errors(CHIEF)
-            _check_clients(job)
-            if away is not None and _are_back(job, servers, deaths):
-                away = None
-            for server in servers:  # one that stood still for a lease was lost, and has ended by itself
-                if job.cluster.processes[server].poll() is not None:
-                    assert away in (None, server), f"{server} was lost beside {away}: this machine is too slow"
-                    deaths[server] += away is None
-                    away = server
-                    job.start(server)
-            task = choices.choice([task for task in deaths if task.job != "ps" or away is None])
-            away = task if task.job == "ps" else away
-            job.kill(task)
-            deaths[task] += 1
-            time.sleep(choices.random() * 0.5)
-            job.start(task)
-            time.sleep(choices.random() * 2.5)
-        while not all(job.said(task, "sums") for task in (W0, W1, W2)):
-            assert time.monotonic() < until, job.errors(CHIEF)
-            _check_clients(job)
-            time.sleep(0.1)
-        (sums,) = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
-        for total, task in product(sums, (W0, W1, W2)):  # of contributions without an answer one for each death
-            times, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
-            assert did <= times <= did + deaths[task], (task, times, did, deaths)
-        for task in (W0, W1, W2, CHIEF):
-            assert job.exited(task) == 0
-
-
-def _check_clients(job):
-    """None of those that are not servers ends by itself before its part is done."""
-    for task in (W0, W1, W2, CHIEF):
-        assert job.cluster.processes[task].poll() in (None, 0), job.errors(task)[-4000:]
-
-
-def _are_back(job, servers, deaths):
-    """Whether the job goes on with all its servers, each of which knows it."""
-    killed = sum(deaths[server] for server in servers)
-    for server in servers:
-        with job.server(server) as asked:
-            status = asked.status()
-            if status.gone or len(status.losses) != killed or status.recovering:
-                return False
-    return True
+        assert [job.said(task, "restored") for task in (W0, W1)] == [[False], [False] * 2]

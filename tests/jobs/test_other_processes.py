@@ -209,23 +209,6 @@ def test_what_belongs_to_a_strategy_is_not_sent(job, method):
     job.check()
 
 
-@pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
-def test_joblib_computes_beside_a_strategy(job, backend):
-    """Its processes and its threads; what belongs to a strategy reaches no other process."""
-    joblib = pytest.importorskip("joblib", reason="joblib is not installed")
-    run = joblib.Parallel(n_jobs=2, backend=backend)
-    for _ in range(2):
-        assert [int(value) for _, value in run(joblib.delayed(doubled)(n) for n in range(6))] == [*range(0, 12, 2)]
-        job.step()
-    if backend == "threading":
-        assert [float(x[0]) for x in run(joblib.delayed(job.v.numpy)() for _ in range(2))] == [job.steps] * 2
-    else:
-        with pytest.raises(Exception) as error:
-            run(joblib.delayed(doubled)(job.v) for _ in range(2))
-        assert any("cannot be pickled" in str(each) for each in (error.value, error.value.__cause__))
-    job.check()
-
-
 def test_programs_are_started_beside_a_strategy(job):
     """With and without a function that their fork calls first; they get none of the worker's connections."""
     count = (

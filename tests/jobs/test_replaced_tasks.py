@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
 from tests.jobs.test_lost_servers import learn, values
-from tests.kit.internals import SERVER_LOST, Outcome
+from tests.kit.internals import SERVER_LOST
 
 
 def count(rounds, lives):
@@ -142,48 +141,3 @@ def test_what_fails_by_itself_counts(tmp_path, killed, blamed):
         outcome = job.cluster.wait(SECONDS)
         assert outcome.code == 128 + signal.SIGKILL
         assert outcome.task in blamed
-
-
-@pytest.mark.soak
-def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
-    """Each death costs a restart; the report is about the server, and not about those that it takes with it."""
-    keys = {**KEYS, "restarts": 2, "gates": ["go0", "go1", "go2"]}
-    with ProcessCluster(count, tmp_path, (8, 3), **keys) as job, ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(job.cluster.wait, SECONDS)
-        for life in range(3):
-            job.until(lambda life=life: all(life in job.said(task, "at") for task in (W0, W1)))
-            job.kill(PS0)
-            job.open(f"go{life}")
-        assert outcome.result() == Outcome(128 + signal.SIGKILL, PS0, outcome.result().report)
-        assert outcome.result().report.startswith(f"psworker: {PS0} failed (killed by SIGKILL):")
-        costs = [f"failed (killed by SIGKILL); restarted, {left} restarts left" for left in (1, 0)]
-        assert replaced(job, PS0) == costs
-
-
-def lose(lives):
-    """No server is lost, and each process says so all the same, as often as it may live; all at the same time."""
-    markers = [DIRECTORY / f"lives-{worker}" for worker in range(3)]
-
-    def lived(marker):
-        return len(marker.read_text()) if marker.exists() else 0
-
-    life = lived(markers[ME]) + 1
-    markers[ME].write_text("." * life)
-    if life <= lives:
-        while min(map(lived, markers)) < life:
-            time.sleep(0.01)
-        raise ps.errors.ServerLost("was lost", "/job:ps/task:0")
-
-
-@pytest.mark.parametrize(
-    ("lives", "code"),
-    [pytest.param(1, 0, id="once", marks=pytest.mark.soak), pytest.param(2, SERVER_LOST, id="twice")],
-)
-@pytest.mark.usefixtures("leaves_soon")
-def test_a_client_that_loses_a_server_which_answers_counts_itself(tmp_path, lives, code):
-    """For all that lose one at the time; who loses one in its next life as well counts again."""
-    with ProcessCluster(lose, tmp_path, (lives,), ps=1, workers=3, restarts=1) as job:
-        assert job.cluster.wait(SECONDS).code == code
-        left = [line for task in (W0, W1, W2) for line in replaced(job, task)]
-        assert sorted(left)[0::3] == FOLLOWED[:1]
-        assert sum("restarts left" in line for line in left) == 1

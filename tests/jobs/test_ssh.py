@@ -19,7 +19,7 @@ from psclient._src.launch.hosts_file import load_hosts
 from psclient._src.launch.ssh_cluster import RemoteShell, SshCluster
 from tests.kit import shell as kit
 from tests.kit.internals import MODULE, LaunchConfig, Outcome, Task, Timeouts
-from tests.kit.shell import ENDS, HOSTS, ME, PROGRAMS, WAITING, Done, Sshd, pids, shell, sshd
+from tests.kit.shell import HOSTS, ME, PROGRAMS, WAITING, Done, Sshd, pids, shell, sshd
 
 pytestmark = pytest.mark.ci  # each cluster is four agents and four tasks, which all start anew
 
@@ -169,17 +169,6 @@ def test_a_connection_on_which_nothing_comes_ends_its_task(cluster: Callable[...
         os.kill(running.processes[Task("worker", 1)].pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("text", "code", "said"), ENDS)
-def test_codes_and_reports_are_those_of_a_local_cluster(
-    cluster: Callable[..., SshCluster], text: str, code: int, said: str
-) -> None:
-    """The failing task's; a signal's is 128 more, and the report has its traceback."""
-    with cluster(text) as running:
-        outcome = running.wait(SOON)
-    assert (outcome.task, outcome.code) == (Task("worker", 1), code)
-    assert said in outcome.report
-
-
 @pytest.mark.usefixtures("leaves_soon")
 def test_a_task_that_fails_is_started_again(cluster: Callable[..., SshCluster]) -> None:
     """On its host, and a server at its address; with the variables of this package, and the working directory."""
@@ -238,27 +227,3 @@ def test_hosts_that_are_not_there_are_refused_at_once(hosts: Path, server: Sshd,
     done = run(hosts, server, "print('ran')", "--ssh", strict)
     assert done.code == 2
     assert f"cannot reach {HOSTS[0]} by ssh: Host key verification failed" in done.err
-
-
-def test_servers_that_refuse_say_where(hosts: Path, server: Sshd) -> None:
-    """The host, the task and the reason."""
-    done = run(hosts, server, "print('ran')", "--device", "gpu:77")
-    assert done.code == 2
-    assert re.search(rf"error: .*on {re.escape(HOSTS[0])}: the server did not start", done.err), done.err
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--hosts {hosts} --ps 2", "the file of --hosts defines the tasks; leave --ps out"),
-        ("--hosts {hosts} --standalone", "--standalone and --hosts cannot be used together; keep one of them"),
-        ("--hosts none", "cannot read none"),
-        ("--ssh ssh", "--ssh is for tasks on other hosts; add --hosts FILE"),
-    ],
-)
-def test_flags_that_do_not_go_together(hosts: Path, flags: str, said: str) -> None:
-    """Are refused; without the file those of hosts say nothing."""
-    (hosts.parent / "script.py").write_text("")
-    done = shell(["psworker", *flags.format(hosts=hosts).split(), "script.py"], hosts.parent)
-    (line,) = done.errors
-    assert (done.code, said in line) == (2, True), done.err

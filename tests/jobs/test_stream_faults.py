@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 
 import grpc
 import pytest
@@ -12,7 +11,6 @@ from psserver.execution import calls
 from tests.kit.internals import (
     PART_BYTES,
     VERBS,
-    Assembly,
     Fenced,
     Frame,
     InvalidRequest,
@@ -21,9 +19,7 @@ from tests.kit.internals import (
     Timeouts,
     frames,
     messages,
-    parse,
     parts_of,
-    pb,
     refused,
 )
 from tests.kit.rig import SOON, WORKERS, together
@@ -57,34 +53,6 @@ class Wire:
         """Is gone, as a process that dies."""
         self.send(None)
         self._channel.close()
-
-
-class CutOnce(grpc.StreamStreamClientInterceptor):
-    """Breaks the first push off after two frames, and holds the second one.
-
-    Attributes:
-        attempts: how often there was a push.
-        cut: lets the first one break off.
-        go: lets the second one go on.
-    """
-
-    def __init__(self):
-        self.attempts = 0
-        self.cut, self.go = threading.Event(), threading.Event()
-
-    def intercept_stream_stream(self, continuation, details, messages):
-        self.attempts += 1
-        return continuation(details, self._cut(messages) if self.attempts == 1 else self._late(messages))
-
-    def _cut(self, messages):
-        for _ in range(2):
-            yield next(messages)
-        assert self.cut.wait(SOON)  # what is on its way when a call ends may not arrive
-        raise ConnectionError("a fault of the test")
-
-    def _late(self, messages):
-        assert self.go.wait(SOON)
-        yield from messages
 
 
 class Streams(Site):
@@ -141,39 +109,6 @@ def cluster(stack):
     return Streams(stack)
 
 
-def test_a_push_that_is_cut_off_is_sent_again(cluster):
-    """The first part has changed a variable by then: it does so once, and the rest follows."""
-    fault = CutOnce()
-    answer = cluster.again(fault)
-    cluster.until(11, 22, 0)
-    fault.cut.set()
-    eventually(lambda: fault.attempts == 2)
-    assert not answer.done()
-    fault.go.set()
-    cluster.check(answer)
-
-
-def test_an_answer_comes_before_the_last_contribution(cluster):
-    """Who has sent all receives what is there already."""
-    wire = cluster.wire(cluster.sent[0])
-    eventually(lambda: cluster.server.traffic["grpc"].received >= PART_BYTES)
-    first = wire.read()
-    header = parse(pb.RoundHeader, first.header)
-    assert header == pb.RoundHeader(size=3 * PART_BYTES)
-    assembly = Assembly(header.size)
-    assembly.add(first.offset, first.data)
-    wire.send(*cluster.sent[1:])
-    while not assembly.payload.whole:
-        frame = wire.read()
-        assert not frame.header
-        assembly.add(frame.offset, frame.data)
-    last = wire.read()
-    assert last.data is None
-    assert parse(pb.RoundHeader, last.header).generation.number == 1
-    cluster.check()
-    assert [float(t[-1]) for t in assembly.payload.tensors([v.spec.tensor for v in cluster.variables])] == [11, 22, 33]
-
-
 def test_a_client_that_dies_in_the_middle_of_the_answer(cluster):
     """Holds up nobody: what it sent whole counts, what it did not is left out; it may still ask for its answer."""
     wire = cluster.wire(cluster.sent[0])
@@ -216,30 +151,6 @@ def test_a_malformed_frame_in_the_middle_is_refused_at_once(cluster, case):
     assert case != "its end" or f"{PART_BYTES} of {3 * PART_BYTES}" in str(error)
     assert not cluster.first.done()
     cluster.check(cluster.again())
-
-
-def test_two_attempts_at_once(cluster):
-    """The first one is only slow: both go on, and both are answered."""
-    wire = cluster.wire(cluster.sent[0])
-    cluster.until(11, 0, 0)
-    again = cluster.wire(*cluster.sent[:2])
-    cluster.until(11, 22, 0)
-    wire.send(*cluster.sent[1:])
-    cluster.check()
-    for one in (wire, again):
-        while one.read().data is not None:
-            pass
-
-
-def test_a_server_that_is_stopped_tells_everyone(cluster):
-    """Who waits for the rest of an answer, and who is still sending."""
-    wire = cluster.wire(cluster.sent[0])
-    cluster.until(11, 0, 0)
-    assert wire.read().data is not None
-    cluster.thread.stop()
-    assert isinstance(wire.error(), ServerLost)
-    with pytest.raises(ServerLost):
-        cluster.first.result(SOON)
 
 
 def test_a_round_that_fails_halfway_reaches_everyone(cluster, monkeypatch):

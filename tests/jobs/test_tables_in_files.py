@@ -96,10 +96,13 @@ WAYS = {
     "shared": ({}, {}),
     "one after the other": ({}, {"auto_shard_policy": ps.AutoShardPolicy.OFF}),
     "asynchronous": ({"consistency": ps.Async()}, {}),
+    "by a function": ({}, {}),
 }
 
 
-@pytest.mark.parametrize(("way", "servers"), [("shared", 2), ("one after the other", 1), ("asynchronous", 2)])
+@pytest.mark.parametrize(
+    ("way", "servers"), [("shared", 2), ("one after the other", 1), ("asynchronous", 2), ("by a function", 1)]
+)
 def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
     """Those of the next one to get them, those of the one behind it as a hint; each server is told of its own."""
     of_strategy, of_data = WAYS[way]
@@ -109,7 +112,10 @@ def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
         assert table._takes_hints
         pushes = Pushes(cluster)
         options = ps.InputOptions(prefetch={table: lambda keys: keys}, **of_data)
-        data = strategy.experimental_distribute_dataset(list(KEYS), options)
+        if way == "by a function":
+            data = strategy.distribute_datasets_from_function(lambda context: list(KEYS), options)
+        else:
+            data = strategy.experimental_distribute_dataset(list(KEYS), options)
         train(strategy, table, optimizer, data)
         expected = [*map(sorted, KEYS.tolist())]
         assert pushes.keys("lookups")[:-1] == expected[1:]
@@ -132,15 +138,6 @@ def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(dire
         hints, expected = pushes.keys("hints"), [*batches[2:].tolist(), [], []]
         assert sum(map(bool, hints)) > 25
         assert all(found in ([], more) for found, more in zip(hints, expected, strict=True))
-
-
-def test_a_function_of_a_worker_gives_hints_as_well(world):
-    """A dataset of its own is read two batches ahead."""
-    _, strategy, optimizer, table, pushes = world
-    options = ps.InputOptions(prefetch={table: lambda keys: keys})
-    data = strategy.distribute_datasets_from_function(lambda context: list(KEYS), options)
-    train(strategy, table, optimizer, data)
-    assert pushes.keys("hints") == [*map(sorted, KEYS[2:].tolist()), [], []]
 
 
 @pytest.mark.parametrize("tiered", [True, False])
@@ -171,10 +168,15 @@ def test_data_is_read_further_ahead_only_for_files(directory, tiered):
 
 
 def test_a_hint_is_said_once(directory):
-    """With the next round that assigns the table; a later one says what is named until then, or nothing."""
+    """With the next round that assigns the table; a later one says what is named until then, or nothing.
+
+    Each table of a group names its own keys, and keeps what the others have named.
+    """
     with opened(directory) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table, other = made(strategy, optimizer), made(strategy, optimizer, "others")
+        with strategy.scope():
+            group = de.group(["user", "item"], dim=2)
         pushes = Pushes(cluster)
         table.prefetch_hint([5, 3, 5], [9])
         other.prefetch_hint([4])
@@ -183,22 +185,13 @@ def test_a_hint_is_said_once(directory):
         table.prefetch_hint([6])
         train(strategy, table, optimizer, [[1]])
         train(strategy, other, optimizer, [[1]])
-        assert pushes.keys("hints") == [[3, 5, 9], [], [6], [4]]
-
-
-def test_hints_of_a_group_go_together(directory):
-    """Each table names its own keys, and keeps what the others have named."""
-    with opened(directory) as (cluster, strategy):
-        with strategy.scope():
-            group = de.group(["user", "item"], dim=2)
-        pushes = Pushes(cluster)
         group.prefetch_hint({"item": [4, 9], "user": [4]})
         group["user"].prefetch_hint([5])
         group["user"].scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [1]))
         strategy.backend.settle()
-        (found,) = pushes.keys("hints")
-        assert [(key >> 48, key & 0xFFFF) for key in found] == [(0, 5), (1, 4), (1, 9)]
-        assert group["item"]._takes_hints
+        *said, of_group = pushes.keys("hints")
+        assert said == [[3, 5, 9], [], [6], [4]]
+        assert [(key >> 48, key & 0xFFFF) for key in of_group] == [(0, 5), (1, 4), (1, 9)]
 
 
 def test_what_lookups_leave_of_a_header_is_for_hints(world, monkeypatch):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.in_process import InProcessCluster
 from pstesting.processes import W0, W1, W2
 from pstesting.script import add
 from tests.kit.workers import in_threads
@@ -85,7 +86,7 @@ def train(strategy, worker):
                 if taken == rounds:
                     break
         found[case] = [w.numpy() for w in weights]
-    return found, strategy.num_replicas_in_sync
+    return found
 
 
 @functools.cache
@@ -112,15 +113,9 @@ def alone(case):
     return weights
 
 
-@pytest.mark.parametrize(
-    ("workers", "replicas"),
-    [(2, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(1, 1), (3, 1), (2, 2)])],
-)
-def test_many_workers_give_the_weights_of_one(workers, replicas):
+def test_many_workers_give_the_weights_of_one():
     """Integer gradients bit by bit, float64 within 1e-10 over 20 rounds, float32 within 1e-5 over 5."""
-    devices = [f"cpu:{index}" for index in range(replicas)]
-    for found, all_replicas in in_threads(train, workers, devices=devices):
-        assert all_replicas == workers * replicas
+    for found in in_threads(train):
         for case, (_, dtype, _, integers) in CASES.items():
             atol = 0 if integers else TOLERANCE[dtype]
             moved = zip(found[case], alone(case), first_weights(dtype).values(), strict=True)
@@ -132,47 +127,39 @@ def test_many_workers_give_the_weights_of_one(workers, replicas):
 # ---- Steps that have to know all gradients, of variables on several servers: two rounds ----
 
 
-def learn(strategy, worker, everything):
+def learn(strategy, worker):
     with strategy.scope():
         variables = [ps.Variable(np.ones(n, "float32"), name=f"w{n}") for n in (2, 3, 4)]
-        options = {"global_clipnorm": 1.0, "use_ema": True}
-        if everything:
-            options["loss_scale_factor"] = ps.optimizers.DynamicLossScale(4.0, 2)
-            options["gradient_accumulation_steps"] = 2
-        rate = ps.optimizers.schedules.CosineDecay(0.1, 20)
-        optimizer = ps.optimizers.Adam(rate, **options)
+        options = {"global_clipnorm": 1.0, "use_ema": True, "gradient_accumulation_steps": 2}
+        options["loss_scale_factor"] = ps.optimizers.DynamicLossScale(4.0, 2)
+        optimizer = ps.optimizers.Adam(ps.optimizers.schedules.CosineDecay(0.1, 20), **options)
     first = strategy.extended.should_checkpoint  # One worker alone may see what is not finite.
     for step in range(6):
         grads = [np.sin(np.arange(v.size) + step + 7 * worker).astype("float32") * 4 for v in variables]
-        if everything and step == 2 and first:
+        if step == 2 and first:
             grads[2][1] = np.inf
         strategy.run(lambda g: optimizer.apply_gradients(zip(g, variables, strict=True)), (grads,))
     values = [v.numpy().tolist() for v in [*variables, *(optimizer.average(v) for v in variables)]]
-    return values, [int(optimizer.iterations)] + ([int(optimizer.skipped_steps)] if everything else [])
+    return values, int(optimizer.iterations), int(optimizer.skipped_steps)
 
 
-@pytest.mark.parametrize("everything", [pytest.param(False, marks=pytest.mark.soak), True], ids=["clip", "all"])
-def test_two_servers_make_the_steps_of_one(everything):
+def test_two_servers_make_the_steps_of_one():
     """Norm and finiteness are those of all gradients: weights, averages and counts are equal to the bit."""
-    found = [in_threads(lambda *one: learn(*one, everything), servers=servers) for servers in (1, 2)]
+    found = [in_threads(learn, servers=servers) for servers in (1, 2)]
     assert found == [[found[0][0]] * 2] * 2
-    assert found[0][0][1] == ([2, 1] if everything else [6])
+    assert found[0][0][1:] == (2, 1)
 
 
 def test_asynchronous_workers_do_not_mix_their_norms():
-    """On several servers what a norm is taken of could be another worker's by the second round: refused with a word."""
-
-    def learn(strategy, worker):
+    """On several servers what a norm is taken of could be another worker's by the second round."""
+    with (
+        InProcessCluster(2) as cluster,
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=ps.Async()) as strategy,
+    ):
         with strategy.scope():
-            variables = [ps.Variable(np.ones(n, "float32"), name=f"w{n}") for n in (2, 3)]
-        pairs = [(np.full(v.size, 3.0, "float32"), v) for v in variables]
+            pairs = [(np.full(n, 3.0), ps.Variable(np.ones(n), name=f"w{n}")) for n in (2, 3)]
         with pytest.raises(ValueError, match="asynchronous workers update several servers"):
             strategy.run(lambda: ps.optimizers.SGD(1.0, global_clipnorm=1.0).apply_gradients(pairs))
-        one = ps.optimizers.SGD(1.0, global_clipnorm=1.5, name="one")
-        strategy.run(lambda: one.apply_gradients(pairs[:1]))
-        np.testing.assert_allclose(variables[0].numpy(), 1 - 1.5 / np.sqrt(2), rtol=1e-6)
-
-    in_threads(learn, workers=1, consistency=ps.Async())
 
 
 # ---- Other programs ----
@@ -186,7 +173,6 @@ FIRST = ("'first'", "'second'")
 @pytest.mark.parametrize(
     ("kind", "servers", "words"),
     [
-        pytest.param("sections", 1, FIRST, id="on one server", marks=pytest.mark.soak),
         pytest.param("sections", 2, FIRST, id="on different servers, so that only heartbeats can tell"),
         pytest.param("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]"), id="operands that differ"),
         pytest.param("variable", 2, ("'extra'", "'second'"), id="a variable that others lack"),
@@ -199,7 +185,6 @@ def test_everyone_is_told_where_the_others_are(kind, servers, words):
 
     A script that catches it, and ends, ends its process: nobody waits for a job that cannot go on.
     """
-
     alike = threading.Barrier(3)
 
     def diverge(strategy, worker):
@@ -234,28 +219,3 @@ def test_everyone_is_told_where_the_others_are(kind, servers, words):
             strategy.close()
 
     in_threads(diverge, 3, servers)
-
-
-def test_a_section_that_fails_everywhere_counts_for_nothing():
-    """It takes no round either: all go on together."""
-
-    def fail_in_the_third(strategy, worker):
-        """Adds 1 in each of six sections, all alike; in the third what these workers run in merge_call fails."""
-        with strategy.scope():
-            v = ps.Variable(np.zeros(()), name="v")
-
-        def merge(strategy, fails):
-            total = strategy.extended.reduce_to("sum", 1.0, v)
-            strategy.extended.update(v, lambda v, total: v.assign_add(total), (total,))
-            if fails:
-                raise ValueError("an accident")
-
-        for n in range(6):
-            try:
-                strategy.run(lambda n=n: ps.get_replica_context().merge_call(merge, (n == 2,)))
-                v.numpy()
-            except ValueError:
-                assert (n, strategy.round) == (2, 2)
-        return float(v.numpy()), strategy.round
-
-    assert in_threads(fail_in_the_third) == [(5 * 2.0, 5)] * 2

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-import psclient as ps
 from psclient._src.network import transport_selector as client_transports
-from pstesting.processes import MARGIN, PS0, W0, W1, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
-from tests.kit import transports
 from tests.kit.internals import HEAD, LEAST_IN_FLIGHT, PART_BYTES, TRANSPORTS, Apply, Reduction, Ref, TensorSpec
-from tests.kit.rig import SOON, WORKERS, sum_into
-from tests.kit.transports import ON_ONE_TRANSPORT, Cut, Proxy, Site, eventually, mappings
+from tests.kit.rig import SOON, sum_into
+from tests.kit.transports import Cut, Proxy, Site, eventually
 
 HELLO = 1 + HEAD.size + 48
 """Bytes of a client's hello at most: who breaks off before has no transport that could break."""
@@ -87,60 +81,6 @@ def test_a_push_that_has_changed_a_variable_is_sent_again(proxied, name):
     site.round()
 
 
-@ON_BOTH
-def test_a_member_that_goes_in_the_middle_of_its_push_is_excluded(stack, name):
-    """Others go on once its session has ended; of its memory nothing stays."""
-    site = Site(stack, name, workers=3)
-    *others, gone = site.workers
-    answers = [site.push(worker, 1) for worker in others]
-    guest = stack.enter_context(transports.Hand(site.transports, name)).welcomed(gone.session, site.transports)
-    before = mappings()
-    header, parts = guest.push(site, gone, 100)
-    if name == "shm":
-        guest.memory[: len(parts[0][1])] = parts[0][1]
-        guest.say(3, 1, header, size=len(parts[0][1]), place=0)
-    else:
-        guest.say(3, 1, header, data=parts[0][1])
-    eventually(lambda: site.core.machine.job.store.find(site.variables[0].id).array[0] == 102)
-    guest.sock.close()
-    site.job.close([worker.member for worker in others])
-    for answer in answers:
-        values = answer.result(SOON).payload.tensors([v.spec.tensor for v in site.variables])
-        assert [float(value[0]) for value in values] == [102, 4, 6]
-        assert answer.result().excluded == (WORKERS[2],)
-    if name == "shm":
-        # One of the hand's own, which the test holds, and one of the server's, which goes.
-        eventually(lambda: mappings() == before - 1)
-
-
-def interrupted():
-    """Waits in a round for a worker that does not come, until somebody presses Ctrl-C."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(400_000), name="v")
-    if ME:
-        say("away")
-        gate("never")
-    say("waits")
-    strategy.run(lambda: add_all([(v, np.ones(400_000))]))
-
-
-@ON_ONE_TRANSPORT
-def test_control_c_while_a_push_waits(tmp_path, name):
-    """The process ends at once, as one that waits for a call of gRPC."""
-    with (
-        ProcessCluster(interrupted, tmp_path, gates=["never"], workers=2, transport=name) as job,
-        job.server(PS0) as server,
-    ):
-        job.hear(W1, "away")
-        job.hear(W0, "waits")
-        job.until(lambda: any(W0 not in waiting.missing for waiting in server.status().waiting))
-        began = time.monotonic()
-        job.kill(W0, signal.SIGINT)
-        assert job.exited(W0) != 0
-        assert time.monotonic() - began < MARGIN
-
-
 # ---- Contributions that are larger than what a server holds of them ----
 
 
@@ -167,23 +107,17 @@ ORDERS = {
     "most is never read": lambda plan: replace(plan, applies=plan.applies[:1]),
 }
 
-QUICKLY = {("in order", "tcp"), ("backwards", "shm"), ("two passes", "grpc"), ("most is never read", "tcp")}
-"""Each order on one transport, and that which needs the most on all of them; all others in `make soak`."""
-
 
 @pytest.mark.parametrize(
     ("order", "transport"),
     [
-        pytest.param(
-            order, transport, marks=[] if order == "a loss first" or (order, transport) in QUICKLY else pytest.mark.soak
-        )
-        for order in ORDERS
-        for transport in TRANSPORTS
+        *(("a loss first", transport) for transport in TRANSPORTS),  # it needs the most
+        *(("in order", "tcp"), ("backwards", "shm"), ("two passes", "grpc"), ("most is never read", "tcp")),
     ],
 )
-@pytest.mark.parametrize("elements", [pytest.param(1 << 18, marks=pytest.mark.soak), (1 << 18) - 3])
-def test_a_round_larger_than_what_is_in_flight_completes(stack, transport, order, elements):
+def test_a_round_larger_than_what_is_in_flight_completes(stack, transport, order):
     """And so does the next one, on the same connections; sizes need not be multiples of anything."""
+    elements = (1 << 18) - 3
     site = limited(stack, transport, elements=elements, variables=8)
     plan = site.job.approve(ORDERS[order](sum_into(*site.variables, returned=False)), site.workers[0])
     assert plan.streams
@@ -198,12 +132,9 @@ def test_a_round_larger_than_what_is_in_flight_completes(stack, transport, order
     assert first.tolist() == [2.0 * passes * len(site.workers)] * elements
 
 
-@pytest.mark.parametrize(
-    "transport", ["shm", *(pytest.param(transport, marks=pytest.mark.soak) for transport in ("tcp", "grpc"))]
-)
-def test_a_part_that_is_read_by_half_does_not_stop_what_comes_next(stack, transport):
+def test_a_part_that_is_read_by_half_does_not_stop_what_comes_next(stack):
     """The least that may be in flight is less than a part, and an update may need what lies in two of them."""
-    site = limited(stack, transport, LEAST_IN_FLIGHT, elements=1 << 14, variables=160)
+    site = limited(stack, "shm", LEAST_IN_FLIGHT, elements=1 << 14, variables=160)
     summed = sum_into(*site.variables, returned=False)
     applies = [apply for at in range(1, 159, 2) for apply in (summed.applies[at + 1], summed.applies[at])]
     crosswise = replace(summed, applies=(summed.applies[0], *applies, summed.applies[159]))

@@ -26,35 +26,21 @@ def _half(file: Any, data: Any) -> None:
 
 def _server(point: str) -> None:
     from pswire.checkpoint import safetensors_stream, storage
-    from pswire.checkpoint.manifest import MANIFEST
     from pswire.model.tensor import as_bytes
 
-    directory, replace, put = storage.Directory, os.replace, storage.Directory.put
-
-    def at_name(source: Any, target: Any) -> None:
-        if (os.path.basename(target) == MANIFEST) == (point == "naming the manifest"):
-            die()
-        replace(source, target)
+    directory, put = storage.Directory, storage.Directory.put
 
     def after(self: Any, path: str, data: bytes) -> None:
         put(self, path, data)
         die()
 
     match point:
-        case "before a shard":
-            directory.write = die  # type: ignore[method-assign, assignment]
         case "in a shard":
             safetensors_stream.append = lambda file, arrays: _half(file, as_bytes(next(iter(arrays))))  # type: ignore[assignment, return-value]
-        case "naming a shard" | "naming the manifest":
-            storage.os.replace = at_name  # type: ignore[assignment]
-        case "before the manifest":
-            directory.put = die  # type: ignore[method-assign, assignment]
         case "in the manifest":
             directory.put = lambda self, path, data: self.write(path, lambda file: _half(file, data))  # type: ignore[method-assign]
         case "after the manifest":
             directory.put = after  # type: ignore[method-assign]
-        case "in a restore":
-            safetensors_stream.TensorReader.read = die  # type: ignore[method-assign, assignment]
         case _:
             raise ValueError(point)
 
@@ -65,15 +51,15 @@ def _chief(point: str) -> None:
     ask = RemoteServer.snapshot
 
     def asking(self: RemoteServer, token: int, plan_id: bytes, manifest: str) -> Any:
-        if point == ("before the manifest" if manifest else "before the shards"):
+        if point == "before the shards":
             die()
         answer = ask(self, token, plan_id, manifest)
-        if point == ("after the manifest" if manifest else "after a shard"):
+        if manifest and point == "after the manifest":
             answer.result()
             die()
         return answer
 
-    if point not in ("before the shards", "after a shard", "before the manifest", "after the manifest", "never"):
+    if point not in ("before the shards", "after the manifest", "never"):
         raise ValueError(point)
     RemoteServer.snapshot = asking  # type: ignore[method-assign]
 

@@ -633,7 +633,7 @@ SECONDS = 10.0
 """Within which a thread ends whose connection is gone."""
 
 
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+_ATTACH_FILTER = 26
 _NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
 """A filter of the kernel's: `return 0`."""
 
@@ -642,11 +642,6 @@ def drop(sock: Stream) -> None:
     """Drops whatever arrives for a TCP connection from now on, acknowledgements too; this end is told nothing."""
     program = struct.pack("HL", 1, ctypes.addressof(_NOTHING))
     _plain(sock).setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
-
-
-def take_again(sock: Stream) -> None:
-    """Drops nothing any more: what was lost is sent again by the system."""
-    _plain(sock).setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
 
 def _plain(sock: Stream) -> socket.socket:

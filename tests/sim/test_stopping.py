@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pstesting.processes import CHIEF, W0, W1, W2
-from tests.kit.internals import Consistency, Timeouts
+from pstesting.processes import CHIEF, PS0, W0, W1, W2
+from tests.kit.internals import STEP, Consistency, Timeouts
 from tests.kit.simulated import World
 
 ALL = (CHIEF, W0, W1, W2)
@@ -54,6 +54,23 @@ def test_all_workers_leave_whose_chief_was_killed(before):
         job.wait(before)
         assert stop(job, dict.fromkeys((W0, W1, W2), 0.0)) < SECONDS
         job.check()
+
+
+def test_a_worker_that_is_told_to_end_and_killed_before_its_next_step():
+    """It was to leave with the next step: the others wait for its lease, as for anybody's."""
+    with World(workers=3, copies=0) as job:
+        job.rounds(5)
+        job.hang(W0)
+        job.hang(W1)
+        job.tell_to_end(W1)
+        job.until(lambda: [member.task for member in job.status(PS0).generation.leaving] == [W1])
+        assert job.status(PS0).generation.join_point == STEP
+        job.kill(W1)
+        job.go_on(job.workers[W0])
+        job.rounds(5, W0, W2)
+        there, dead, other = job.finish()
+        assert there == other == job.last
+        assert dead < there
 
 
 def test_who_stays_trains_on_and_drives():
