@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 
-from psclient._src.config import grpc_streams
 from psclient._src.network import grpc_calls
 from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.retries import Attempts
@@ -23,7 +22,7 @@ from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
-from pswire.errors import ConfigError, InvalidRequest, ServerLost, Unreachable
+from pswire.errors import Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.network.grpc_channel import open_channel, stub
 from pswire.network.grpc_frames import Frame, frames
@@ -80,35 +79,17 @@ SIZES = pytest.mark.parametrize("size", [4000, LARGE], ids=["one message", "a ro
 
 
 @SIZES
-def test_calls_share_a_stream(size):
-    """All pushes and pulls of a connection are on the one that the first has opened."""
-    with pair(size) as job:
+@pytest.mark.parametrize("streams", [True, False])
+def test_calls_share_a_stream(size, streams):
+    """All pushes and pulls of a connection are on the one that the first has opened, or each is a call of its own."""
+    with pair(size, streams) as job:
         job.round()
         stream = job.stream
-        assert stream is not None
+        assert (stream is not None) == streams
         for _ in range(2):
             job.round()
             assert job.pulled(job.workers[0])[0] == job.sums
         assert job.stream is stream
-
-
-@SIZES
-def test_without_streams_each_is_a_call(size):
-    with pair(size, streams=False) as job:
-        job.round()
-        job.round()
-        assert job.stream is None
-
-
-def test_a_setting_switches_streams_off(monkeypatch):
-    """Any other word is an error, since a typo would change nothing."""
-    assert [grpc_streams({}), grpc_streams({"PS_GRPC_STREAM": "1"}), grpc_streams({"PS_GRPC_STREAM": "0"})] == [
-        True,
-        True,
-        False,
-    ]
-    with pytest.raises(ConfigError, match="PS_GRPC_STREAM must be 1 or 0, not 'no'"):
-        grpc_streams({"PS_GRPC_STREAM": "no"})
 
 
 @SIZES
@@ -144,19 +125,6 @@ def test_a_stream_that_cannot_go_on_fails_no_call():
         assert job.stream is None
         job.round()
         assert job.stream not in (None, stream)
-
-
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_server_that_stops_is_told_of(streams):
-    """Who waits learns at once why."""
-    with pair(streams=streams) as job:
-        pull = job.server.pull(job.workers[1].session, [job.variables[0].id], 5)
-        push = job.push(job.workers[0], 1)
-        job.job.arrived(job.workers[0])
-        job.thread.stop()
-        for waiting in (push, pull):
-            with pytest.raises(ServerLost, match="was stopped"):
-                waiting.result(SOON)
 
 
 def test_a_call_that_is_interrupted_is_cancelled():
@@ -247,17 +215,6 @@ def test_a_server_ends_at_once_beside_an_idle_stream():
         began = time.monotonic()
         job.thread.stop()
         assert time.monotonic() - began < SOON / 2
-
-
-def test_what_is_no_call_ends_the_stream():
-    """A header that begins nothing is refused; bytes that are no frame end the stream, with the reason."""
-    with pair() as job, grpc.insecure_channel(job.thread.address) as channel:
-        stub = channel.stream_stream(VERBS["Exchange"].path)
-        call = stub(iter([b"\xff\xff"]), timeout=SOON)
-        with pytest.raises(grpc.RpcError):
-            list(call)
-        assert dict(call.trailing_metadata())["ps-error"] == InvalidRequest.__name__
-        job.round()
 
 
 HOST = "127.0.0.1"

@@ -81,15 +81,6 @@ def heartbeats(site, monkeypatch):
 CALL, TRANSPORT = (1, 0), (0, 1)
 
 
-def test_a_process_that_does_nothing_heartbeats_on_its_transport(heartbeats):
-    """Its first heartbeat says over gRPC what it does; those after it are no calls, and each of them is a sign of
-    life."""
-    assert heartbeats.ways() == CALL
-    signs = heartbeats.site.core.machine.tally.signs
-    assert [heartbeats.ways() for _ in range(3)] == [TRANSPORT] * 3
-    assert heartbeats.site.core.machine.tally.signs == signs + 3
-
-
 def test_a_heartbeat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
     """For whoever heartbeats; who does not is lost."""
     now = [0.0]
@@ -104,47 +95,51 @@ def test_a_heartbeat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
     assert (found[WORKERS[0]], found[WORKERS[1]]) == ("open", "lost")
 
 
-@pytest.mark.parametrize(
-    "news",
-    [(-1, b"", Pace(steps=1)), (-1, b"", Pace(leaving=True)), (-1, b"", Pace(), 3)],
-    ids=["a step", "it leaves", "a clock"],
-)
-def test_news_travel_over_grpc(heartbeats, news):
-    """And the server knows them; what is the same once more needs no call."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    assert heartbeats.ways(*news) == CALL
-    pace = next(s.pace for s in heartbeats.site.core.status().sessions if s.member.task == WORKERS[0])
-    assert pace == news[2]
-    assert heartbeats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT)
-    assert heartbeats.ways() == CALL
+NEWS = {"a step": (-1, b"", Pace(steps=1)), "it leaves": (-1, b"", Pace(leaving=True)), "a clock": (-1, b"", Pace(), 3)}
 
 
-def test_who_waits_in_a_round_heartbeats_over_grpc(heartbeats):
-    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat, and
-    once none is waited in any more."""
-    assert [heartbeats.ways(0, b"plan"), heartbeats.ways(0, b"plan")] == [CALL, CALL]
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
+def test_what_says_something_travels_over_grpc(heartbeats):
+    """All else is no call, and each of those heartbeats is a sign of life."""
+    site, tally = heartbeats.site, heartbeats.site.core.machine.tally
 
+    def quiet() -> None:
+        """A process that does nothing heartbeats on its transport."""
+        signs = tally.signs
+        assert [heartbeats.ways() for _ in range(2)] == [TRANSPORT] * 2
+        assert tally.signs == signs + 2
 
-def test_while_a_call_waits_on_a_transport_heartbeats_travel_over_grpc(heartbeats):
-    """They are to show that the server lives, though the transport is silent; after that they are on the transport
-    again."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    here, other = heartbeats.site.workers
-    first = heartbeats.site.push(here, 1)
-    heartbeats.site.job.arrived(here)
+    assert heartbeats.ways() == CALL  # its first heartbeat says what it does
+    quiet()
+    for name, news in NEWS.items():
+        assert heartbeats.ways(*news) == CALL, name
+        pace = next(s.pace for s in site.core.status().sessions if s.member.task == WORKERS[0])
+        assert pace == news[2]
+        assert heartbeats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT), name  # the same once more
+        assert heartbeats.ways() == CALL
+        quiet()
+
+    # A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat.
+    assert [heartbeats.ways(0, b"plan"), heartbeats.ways(0, b"plan"), heartbeats.ways()] == [CALL] * 3
+    quiet()
+
+    # While a call waits on the transport they are to show that the server lives, though the transport is silent.
+    here, other = site.workers
+    first = site.push(here, 1)
+    site.job.arrived(here)
     assert [heartbeats.ways(), heartbeats.ways()] == [CALL, CALL]
-    heartbeats.site.whole([1, 2], first, heartbeats.site.push(other, 2))
-    assert heartbeats.ways() == TRANSPORT
+    site.whole([1, 2], first, site.push(other, 2))
+    quiet()
 
-
-def test_who_keeps_the_sessions_anew_is_told_everything(heartbeats):
-    """It has heard no heartbeat of them: one on a transport is refused, and told over gRPC at once."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    record = heartbeats.site.core.machine.members._sessions[heartbeats.worker.session]
-    record.described = False
+    # A server that keeps the sessions anew has heard no heartbeat: one on a transport is refused, and told at once.
+    site.core.machine.members._sessions[heartbeats.worker.session].described = False
     assert heartbeats.ways() == (1, 1)
-    assert heartbeats.ways() == TRANSPORT
+    quiet()
+
+    # The end of a transport is found at once.
+    (connection,) = site.open([heartbeats.worker.session])
+    site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
+    eventually(lambda: site.transport(heartbeats.worker).lost)
+    assert heartbeats.ways() == CALL
 
 
 def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name):
@@ -199,15 +194,6 @@ def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
         site.round()
         assert site.transport(heartbeats.worker) is not transport
         eventually(lambda: heartbeats.ways() == TRANSPORT)
-
-
-def test_a_transport_that_breaks_costs_no_lease(heartbeats):
-    """Its end is found at once: the heartbeat is a call."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    (connection,) = heartbeats.site.open([heartbeats.worker.session])
-    heartbeats.site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
-    eventually(lambda: heartbeats.site.transport(heartbeats.worker).lost)
-    assert heartbeats.ways() == CALL
 
 
 def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):

@@ -173,12 +173,9 @@ def hosting():
 
 def test_each_loss_is_news_once(hosting):
     """The log is told whole, again and again; an answer of before another one, which comes late, changes nothing."""
-    assert hosting.lose(losses(1)) == losses(1)
-    assert hosting.lose(losses(1)) == []
-    assert hosting.lose(losses(1, 0)) == losses(0)
-    assert (hosting.losses, hosting.live) == ((1, 0), (2, 3))
-    assert hosting.lose(losses(1)) == []
-    assert (hosting.losses, hosting.gone) == ((1, 0), {0, 1})
+    for told, news in (([1], [1]), ([1], []), ([1, 0], [0]), ([1], [])):
+        assert hosting.lose(losses(*told)) == losses(*news)
+    assert (hosting.losses, hosting.gone, hosting.live) == ((1, 0), {0, 1}, (2, 3))
 
 
 def test_a_server_may_have_told_what_its_successor_tells_later(hosting):
@@ -188,35 +185,35 @@ def test_a_server_may_have_told_what_its_successor_tells_later(hosting):
     assert (hosting.losses, hosting.live) == ((1, 3), (0, 2))
 
 
-def test_who_is_back_may_be_lost_again(hosting):
-    """It is the last one to lead."""
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_who_is_back_may_be_lost_again(hosting, meanwhile):
+    """It is the last one to lead; one that is lost while it is taken back is not readmitted."""
     hosting.lose(losses(0))
-    assert hosting.take_back(0, 1, "", lambda: True)
-    assert hosting.live == (1, 2, 3, 0)
-    assert hosting.take_back(0, 1, "", lambda: True) is None
-    assert hosting.lose(losses(0, 0)) == losses(0)
-    assert hosting.gone == {0}
-
-
-def test_who_is_lost_while_it_is_taken_back_stays_away(hosting):
-    """It is told as lost, and not readmitted."""
-    hosting.lose(losses(0))
-
-    def opened() -> bool:
+    if not meanwhile:
+        assert hosting.take_back(0, 1, "", lambda: True)
+        assert hosting.live == (1, 2, 3, 0)
+    assert hosting.take_back(0, 1, "", lambda: hosting.lose(losses(0, 0)) == losses(0)) is None
+    if not meanwhile:
         assert hosting.lose(losses(0, 0)) == losses(0)
-        return True
-
-    assert hosting.take_back(0, 1, "", opened) is None
     assert hosting.gone == {0}
 
 
 def test_who_comes_later_knows_who_leads_and_who_is_gone():
-    """A server that was lost and is back is the last one to lead; it waits for none that the job goes on without."""
+    """A server that was lost and is back is the last one to lead; it waits for none that the job goes on without, or
+    that it finds lost, by itself or by what another server tells. What another job lost, or one that cannot go on, is
+    nothing to it."""
     hosting = look("mine", *(status(server, losses=(0,)) for server in range(3)))
     assert (hosting.live, hosting.gone, hosting.losses) == ((1, 2, 0), frozenset(), (0,))
     assert hosting.lose(losses(0)) == []
     hosting = look("mine", None, *(status(server, losses=(0,), gone=(0,)) for server in (1, 2)))
     assert (hosting.live, hosting.gone, hosting.losses) == ((1, 2), {0}, (0,))
+    for error in (ServerLost("nothing listens there"), ServerGone("is down: was lost")):
+        hosting = look("mine", status(0), error, status(2))
+        assert (hosting.live, hosting.gone) == ((0, 2), {1})
+    for keeper in (status(1, "other", losses=(0,)), status(1, broken="it was lost", losses=(0,))):
+        others = (replace(keeper, server=server, incarnation=LIVES[server], broken="") for server in (0, 2))
+        hosting = look("mine", next(others), keeper, next(others))
+        assert (hosting.live, hosting.losses) == ((0, 1, 2), ())
 
 
 @pytest.mark.parametrize("decides", [True, False])
@@ -233,13 +230,6 @@ def test_a_new_process_in_the_place_of_a_server_is_no_new_job(server, decides):
     assert hosting.losses == (server,)
 
 
-@pytest.mark.parametrize("error", [ServerLost("nothing listens there"), ServerGone("is down: was lost")])
-def test_who_comes_while_a_server_is_lost_takes_it_for_gone(error):
-    """Whether it finds that out by itself, or another server tells it while it asks."""
-    hosting = look("mine", status(0), error, status(2))
-    assert (hosting.live, hosting.gone) == ((0, 2), {1})
-
-
 def test_a_server_that_is_silent_holds_a_chief_up_for_a_lease():
     """The job does not know yet that it is lost."""
     began = time.monotonic()
@@ -253,14 +243,6 @@ def test_a_server_of_no_job_is_waited_for(decides):
     """A worker of a running one waits for what the chief says."""
     with pytest.raises(Unreachable):
         look("mine", *((None, BARE, BARE) if decides else (status(0), None, status(2))), decides=decides)
-
-
-@pytest.mark.parametrize("keeper", [status(1, "other", losses=(0,)), status(1, broken="it was lost", losses=(0,))])
-def test_who_begins_anew_knows_nothing(keeper):
-    """What another job lost, or one that cannot go on, is nothing to a new one, whose log server 0 keeps."""
-    others = (replace(keeper, server=server, incarnation=LIVES[server], broken="") for server in (0, 2))
-    hosting = look("mine", next(others), keeper, next(others))
-    assert (hosting.live, hosting.losses) == ((0, 1, 2), ())
 
 
 def read(*generations: Generation) -> JobNews:
