@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,14 +21,13 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file
 
 from psclient.psctl.checkpoint_diff import CHUNK, compare
-from pstesting import forks
 from pswire.checkpoint import compaction
 from pswire.checkpoint.manifest import latest_text
 from pswire.checkpoint.reader import open_saved
 from pswire.checkpoint.storage import Directory
 from pswire.errors import CheckpointError
 from pswire.model.tables import CounterFilter, TableSpec
-from pswire.model.tensor import DTYPES, Array
+from pswire.model.tensor import Array
 from tests.kit.storage import write_checkpoint
 from tests.kit.tables import Servers
 
@@ -67,18 +65,6 @@ def overwrite(path: Path, at: int, data: bytes) -> None:
 
 def same(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-# ---- Reading ----
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
-    """Bit by bit, in files that safetensors has written."""
-    value = np.arange(24).reshape(2, 3, 4).astype(DTYPES[dtype])
-    path = write_checkpoint(tmp_path / "ckpt-1", {"v": value})
-    assert same(open_saved(str(path)).tensor("v"), value)
-    assert list(open_saved(str(path)).verify()) == []
 
 
 def test_other_places_than_this_file_system(tmp_path, run, saved):
@@ -192,17 +178,6 @@ def test_damage_is_found(run, saved, said, damage):
     assert any(said in fault["fault"] for fault in report.json["faults"])
 
 
-@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_every_flipped_bit_is_found(tmp_path_factory, place, bit):
-    """Wherever it is in a file: in the header, or in the values."""
-    path = write_checkpoint(tmp_path_factory.mktemp("flip") / "ckpt-1", {"v": np.arange(40.0)}, shards=1)
-    file = path / "shard-00000-of-00001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[place % len(data)] ^= 1 << bit
-    file.write_bytes(data)
-    assert list(open_saved(str(path)).verify())
-
-
 # ---- diff ----
 
 
@@ -243,12 +218,13 @@ def test_differences_are_told(run, saved, tmp_path):
     assert run("diff", "--json", finite, infinite).json["tensors"][0]["largest"] == "inf"
 
 
-SHAPES = array_shapes(min_dims=1, max_dims=1, max_side=4)
-
-
 @given(st.data(), st.sampled_from(["float32", "int64", "complex64", "bool", "uint8"]))
 def test_what_is_counted_is_what_differs(data, dtype):
-    shape = data.draw(SHAPES)
+    """Also of arrays that are compared in pieces."""
+    large, changed = np.zeros((2, CHUNK + 3), "float32")
+    changed[[0, -1]] = 1, -4
+    assert compare(large, changed) == (2, 4.0)
+    shape = data.draw(array_shapes(min_dims=1, max_dims=1, max_side=4))
     a, b = (data.draw(arrays(dtype, shape)) for _ in range(2))
     pairs = [(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True) if x != y and (x == x or y == y)]
     count, largest = compare(a, b)
@@ -256,12 +232,6 @@ def test_what_is_counted_is_what_differs(data, dtype):
     assert (largest is None) == (dtype == "bool")
     if dtype in ("int64", "uint8"):
         assert largest == pytest.approx(max((abs(x - y) for x, y in pairs), default=0))
-
-
-def test_large_variables_are_compared_in_pieces():
-    a, b = np.zeros(CHUNK + 3, "float32"), np.zeros(CHUNK + 3, "float32")
-    b[[0, -1]] = 1, -4
-    assert compare(a, b) == (2, 4.0)
 
 
 # ---- export ----
@@ -347,12 +317,6 @@ def test_what_cannot_be_read_is_named(run, saved, monkeypatch):
     done = run("show", "memory://bucket/run")
     assert done.code == 2
     assert done.err == "psctl: error: memory://bucket/run cannot be read: RuntimeError('no credentials')\n"
-
-
-def test_it_is_a_command(saved):
-    command = [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)]
-    done = forks.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- Dynamic tables, and deltas of them ----

@@ -190,25 +190,15 @@ def test_servers_that_cannot_be_reached(looked):
 
 
 def test_servers_that_say_what_is_wrong(looked):
-    broken = patient(looked=changed(looked, broken="round 3 failed halfway"))
-    finds("servers", broken, "fail", "ps-0: round 3 failed halfway")
+    """That they are broken, or miss somebody; that their clock, by more than a second less what the network may have
+    taken, or any version of this package, or the first number of another's, is another one."""
+    finds("servers", patient(looked=changed(looked, broken="round 3 failed")), "fail", "ps-0: round 3 failed")
     gone = tuple(replace(session, state="lost") for session in looked[0].status.sessions)
     finds("servers", patient(looked=changed(looked, sessions=gone)), "warn", "worker-0: it sent no heartbeat")
-
-
-@pytest.mark.parametrize(
-    ("skew", "level", "said"), [(30.0, "warn", "30 s ahead of"), (-90.0, "warn", "1.5 min behind"), (0.5, "ok", "")]
-)
-def test_clocks_that_differ(looked, skew, level, said):
-    """By more than a second, less what the network may have taken."""
-    finds("clock", patient(looked=[replace(each, skew=skew) for each in looked]), level, said)
-    finds("clock", patient(looked=[replace(each, skew=3.0, took=6.0) for each in looked]), "ok")
-
-
-def test_versions_that_differ(looked):
-    """Of this package every difference is told, of others that of the first number."""
-    theirs = {"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}
-    who = patient(looked=told(looked[:1], versions=theirs))
+    skews = ((30.0, 0.0, "warn", "30 s ahead of"), (-90.0, 0.0, "warn", "1.5 min behind"), (0.5, 0.0, "ok"))
+    for skew, took, *said in (*skews, (3.0, 6.0, "ok")):
+        finds("clock", patient(looked=[replace(each, skew=skew, took=took) for each in looked]), *said)
+    who = patient(looked=told(looked[:1], versions={"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}))
     ours = "ps-0: it has paramserver 0.2.0, but this machine has 0.1.0"
     finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, but this machine has 2.1.0")
     assert "python" not in worst("versions", who)[1]
