@@ -147,22 +147,18 @@ def directory(tmp_path, monkeypatch):
 
 
 def test_a_cluster_is_found_as_it_was_told(directory):
-    """By its name, or as the only one; nobody else may read the file, or its directory."""
+    """By its name, or as the only one; none, or several, are said. Nobody else may read the file, or its directory."""
+    assert find_clusters() == []
+    refused(ConfigError, r"no cluster started by psworker --standalone", lambda: choose(""))
     path = register("dir/train.py", SERVERS, CLUSTER, SECRET)
     assert path is not None
     assert (path.stat().st_mode & 0o777, directory.stat().st_mode & 0o777) == (0o600, 0o700)
     (found,) = find_clusters()
-    assert found == choose("") == choose(f"train-{os.getpid()}")
+    name = f"train-{os.getpid()}"
+    assert found == choose("") == choose(name)
     assert (found.servers, found.cluster, found.security) == (tuple(SERVERS), CLUSTER, SECRET)
     assert "t" * 32 not in repr(found)
-
-
-def test_without_one_or_with_several_it_is_said(directory):
-    assert find_clusters() == []
-    refused(ConfigError, r"no cluster started by psworker --standalone", lambda: choose(""))
-    for _ in range(2):
-        register("train.py", SERVERS, CLUSTER, SECRET)
-    name = f"train-{os.getpid()}"
+    register("train.py", SERVERS, CLUSTER, SECRET)
     assert [each.name for each in find_clusters()] == [name, f"{name}-2"]
     refused(ConfigError, rf"2 clusters .*{name}, {name}-2; choose one with --local=NAME", lambda: choose(""))
     refused(ConfigError, f"no cluster is named 'x'; running clusters: {name}", lambda: choose("x"))
@@ -270,22 +266,30 @@ def test_lines(pieces, expected):
 
 
 def test_a_stream_without_lines_takes_no_memory():
-    """It is broken into lines; the last ones are kept for a launcher to show, and bars are not."""
+    """It is broken into lines, but for one of a log, however long its message is; the last lines are kept for a
+    launcher to show, and bars are not."""
     lines, _ = relayed(*[b"x" * 60_000] * 3)
     assert all(len(line.text) <= 2 * MAX_LINE for line in lines)
     assert sum(len(line.text) for line in lines) == 180_000
+    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "\U0001f600" * 100_000, (), None)
+    text = logging_setup.Json().format(record)
+    lines, _ = relayed(text.encode() + b"\n")
+    assert [line.text for line in lines] == [text]
     _, relay = relayed(b"1%\r2%\r", b"end\n")
-    assert relay.lines(WORKER, error=False) == ["end"]
-    assert relay.lines(WORKER, error=True) == []
+    assert (relay.lines(WORKER, error=False), relay.lines(WORKER, error=True)) == (["end"], [])
 
 
 def test_every_line_has_its_task():
-    """Without a terminal a prefix and no codes; on one, colours tell two workers apart, unless none is wanted."""
+    """Without a terminal a prefix and no codes; on one, colours tell two workers apart, unless none is wanted. JSON of
+    a log passes as it is: it says itself whose it is."""
     out, err = io.StringIO(), io.StringIO()
     printer = Printer(out, err)
-    printer(Line(WORKER, False, "one"))
+    line = '{"time": "2026-11-21T21:58:51.123Z", "level": "info", "message": "a\\u001b[2Kb"}'
+    for error, text in ((True, line), (True, "plain"), (True, '{"level": 1}'), (False, line)):
+        printer(Line(WORKER, error, text))
     printer(Line(Task("chief", 0), True, "two"))
-    assert (out.getvalue(), err.getvalue()) == ("[worker 0] one\n", "[chief] two\n")
+    said = [line, "[worker 0] plain", '[worker 0] {"level": 1}', "[chief] two"]
+    assert (err.getvalue().splitlines(), out.getvalue()) == (said, f"[worker 0] {line}\n")
     out = Terminal()
     printer = Printer(out, out)
     printer(Line(WORKER, False, "x"))
@@ -322,25 +326,6 @@ def test_a_terminal_that_is_gone_stops_nobody():
         printer(Line(WORKER, False, "x"))
         printer(Line(WORKER, False, "y"))
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-
-
-def test_lines_in_json_pass_as_they_are():
-    """Those of a log, which say themselves whose they are; what a script prints has its task's name before it."""
-    out, err = io.StringIO(), io.StringIO()
-    printer = Printer(out, err)
-    line = '{"time": "2026-11-21T21:58:51.123Z", "level": "info", "message": "a\\u001b[2Kb"}'
-    for error, text in ((True, line), (True, "plain"), (True, '{"level": 1}'), (False, line)):
-        printer(Line(WORKER, error, text))
-    assert err.getvalue().splitlines() == [line, "[worker 0] plain", '[worker 0] {"level": 1}']
-    assert out.getvalue() == f"[worker 0] {line}\n"
-
-
-def test_a_line_of_a_log_is_never_broken():
-    """However long its message and its traceback are, and whatever they are written in."""
-    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "\U0001f600" * 100_000, (), None)
-    text = logging_setup.Json().format(record)
-    lines, _ = relayed(text.encode() + b"\n")
-    assert [line.text for line in lines] == [text]
 
 
 def test_one_error_that_ends_several_workers_is_said_once():
