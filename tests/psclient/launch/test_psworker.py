@@ -61,30 +61,31 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
     assert done.stdout == f"__main__ ['deep/{script}', '--lr', '1', '--help'] 3\n"
 
 
-def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
-    """The task, what is wrong, and where in the user's code; no traceback. Nobody is to try a wrong setting again."""
-    text = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
-    done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.returncode == 2
-    expected = "psworker: /job:worker/task:0: error: 'nonsense' is not a task; write /job:worker/task:0 (script.py:4)\n"
-    assert done.stderr == expected
+OURS = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
+SAID = "psworker: /job:worker/task:0: error: 'nonsense' is not a task; write /job:worker/task:0 (script.py:4)\n"
+TRACEBACK = "Traceback (most recent call last):\n"
+RAISES = "import psclient as ps\nraise ps.errors.{}('so it is')"
+ATEXIT = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
+
+FAILS: dict[str, tuple[list[str], str, int, str, str]] = {
+    "ours is one line, with the user's": ([], OURS, 2, "", SAID),
+    "--debug shows it all": (["--debug"], OURS, 2, "", f'{TRACEBACK}  File "script.py", line 6'),
+    "the script sees it at exit": ([], ATEXIT, 1, "KeyError('x')\n", "Traceback"),
+    "another attempt goes on from a checkpoint": ([], RAISES.format("ServerLost"), 75, "", "psworker: "),
+    "this process is not to blame": ([], RAISES.format("Abandoned"), 69, "", "psworker: "),
+    "it may help": ([], RAISES.format("Fenced"), 1, "", "psworker: "),
+    **{f"no attempt helps: {e}": ([], RAISES.format(e), 2, "", "psworker: ") for e in ("Forbidden", "ConfigError")},
+}
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [("ServerLost", 75), ("Fenced", 1), ("Forbidden", 2), ("ConfigError", 2), ("Abandoned", 69)]
-)
-def test_the_code_says_whether_another_attempt_helps(tmp_path, error, code):
-    """2 that none will, 75 that this process is not to blame and that the next attempt goes on from a checkpoint."""
-    text = f"import psclient as ps\nraise ps.errors.{error}('so it is')"
-    assert psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER).returncode == code
-
-
-def test_debug_shows_it_all(tmp_path):
-    """With --debug the same error has its traceback, from the script on."""
-    text = "from pswire.cluster import Task\nTask.parse('nonsense')"
-    done = psworker("--debug", write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.returncode == 2
-    assert done.stderr.startswith('Traceback (most recent call last):\n  File "script.py", line 2')
+@pytest.mark.parametrize("case", FAILS)
+def test_what_a_script_ends_by_is_said(tmp_path, case):
+    """By the exit code whether another attempt helps, and in words."""
+    flags, text, code, out, err = FAILS[case]
+    done = psworker(*flags, write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert done.stderr.startswith(err)
+    assert err != SAID or done.stderr == SAID
 
 
 @pytest.mark.parametrize("text", ["1 / 0", "def f(:"], ids=["error", "syntax"])
@@ -148,13 +149,6 @@ def test_a_chief_without_servers_says_who_it_is(tmp_path, monkeypatch):
     assert done.returncode == 1
     assert done.stderr.startswith(f"psworker: /job:chief/task:0: error: /job:ps/task:0: no answer at {address}")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_script_sees_that_it_failed_at_exit(tmp_path):
-    """What runs at exit finds the error where the interpreter leaves it."""
-    text = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
-    done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.stdout == "KeyError('x')\n"
 
 
 INTERRUPTS = """
@@ -226,23 +220,6 @@ def test_a_signal_while_a_cluster_starts_ends_it(monkeypatch, number, lost):
             signal.signal(each, handler)
 
 
-def test_sigterm_is_an_ordinary_exit(tmp_path):
-    """Exit code 143, after `finally` and what runs at exit."""
-    text = (
-        "import atexit, time\natexit.register(print, 'at exit')\n"
-        "try:\n    print('ready', flush=True)\n    while True: time.sleep(0.01)\n"
-        "finally:\n    print('finally', flush=True)"
-    )
-    command = [sys.executable, "-m", "psclient", write(tmp_path, text)]
-    with forks.Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 143
-    assert out == "finally\nat exit\n"
-
-
 def read(directory: Path, text: str) -> tuple[Host, ...]:
     path = directory / "hosts"
     path.write_text(text, encoding="utf-8")
@@ -284,11 +261,8 @@ def test_hosts_and_their_tasks(tmp_path):
     ],
 )
 def test_the_line_that_is_wrong_is_named(tmp_path, text, said):
+    """So is a file that is not there, or is no text."""
     refused(ConfigError, said, lambda: read(tmp_path, text))
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    """Is named, and so is one that is no text."""
     refused(ConfigError, r"cannot read .*none: No such file", lambda: load_hosts(tmp_path / "none"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     refused(ConfigError, "binary is not a text file", lambda: load_hosts(tmp_path / "binary"))
