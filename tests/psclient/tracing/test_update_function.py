@@ -278,75 +278,69 @@ def test_what_a_function_finds_by_name_may_become_something_else(strategy, trace
     assert len(traced) == 5
 
 
-def test_a_function_among_the_arguments_is_looked_into(strategy):
-    factor, v = 2.0, variable(strategy, [1.0])
-    fn = ps.update_function(lambda v, g: g(v))
-
-    def times(x):
-        return x * factor
-
-    assert update(strategy, v, fn, times) == [2.0]
-    factor = 5.0
-    assert update(strategy, v, fn, times) == [5.0]
-
-
-def descent(strategy, optimizer, v, steps=1):
-    """By how much a step of an optimizer moves a variable."""
-    before = float(v.numpy()[0])
-    for _ in range(steps):
-        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
-    return (before - float(v.numpy()[0])) / steps
-
-
-class Plain(ps.optimizers.Optimizer):
-    """Its numbers are the class's."""
+class Ruled(ps.optimizers.Optimizer):
+    """Its numbers are the class's, one of them a cached property; its rule is a function that it has."""
 
     length = 1.0
 
+    def __init__(self):
+        super().__init__(1.0)
+        self.rules = (doubled,)
+
     @property
-    def twice(self):
-        return self.length * 2
+    def whole(self):
+        return self.length
+
+    @functools.cached_property
+    def offset(self):
+        return OFFSET
 
     def update(self, v, gradient, iterations):
-        v.assign_sub(self.twice * gradient * FACTOR)
+        v.assign_sub(self.rules[0](gradient) * self.whole * self.offset)
 
 
-def test_a_class_may_be_changed(strategy, traced, monkeypatch):
-    """Its numbers are operands as an object's are; another method, or another global of a method, makes a trace."""
-    v, optimizer = variable(strategy, [0.0]), Plain(1.0)
-    moved = partial(descent, strategy, optimizer, v, 2)
-    assert moved() == 4.0
-    count = len(traced)
-    monkeypatch.setattr(Plain, "length", 3.0)
-    assert moved() == 12.0
-    assert len(traced) == count
-    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0)
-    assert moved() == 6.0
-    monkeypatch.setattr(Plain, "twice", property(lambda self: self.length * 3))
-    assert moved() == 9.0
-    monkeypatch.setattr(Plain, "update", lambda self, v, gradient, iterations: v.assign_sub(gradient))
-    assert moved() == 1.0
-
-
-class Bare(Plain):
+class Bare(Ruled):
     """Has nothing of its own yet."""
 
 
-def test_a_class_may_get_attributes(strategy, monkeypatch):
-    """Numbers, properties and methods that hide those of its base, or were only asked for; and it may lose them."""
-    v, optimizer = variable(strategy, [0.0]), Bare(1.0)
-    moved = partial(descent, strategy, optimizer, v)
-    assert moved() == 4.0
-    monkeypatch.setattr(Bare, "length", 2.0, raising=False)
-    assert moved() == 8.0
+OFFSET = 1.0
+
+
+def test_an_optimizer_is_looked_into(strategy, traced, monkeypatch):
+    """Numbers of its class are operands as its own are; what its functions, properties and methods are, and read, makes
+    a trace: also where it hides that of a base, or was only asked for, or is gone again."""
+    v, optimizer, module = variable(strategy, [0.0]), Bare(), sys.modules[__name__]
+
+    def moved():
+        """By how much each of two steps moves the variable."""
+        before = float(v.numpy()[0])
+        for _ in range(2):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
+        return (before - float(v.numpy()[0])) / 2
+
+    assert moved() == 2.0
+    count = len(traced)
+    monkeypatch.setattr(Ruled, "length", 3.0)
+    assert moved() == 6.0
+    assert len(traced) == count
+    monkeypatch.setattr(module, "FACTOR", 1.0)
+    assert moved() == 3.0
+    monkeypatch.setattr(module, "OFFSET", 5.0)
+    assert moved() == 15.0
     with monkeypatch.context() as patch:
-        patch.setattr(Bare, "twice", property(lambda self: getattr(self, "more", 1.0)), raising=False)
-        assert moved() == 2.0
-        patch.setattr(Plain, "more", 3.0, raising=False)
-        assert moved() == 6.0
+        patch.setattr(Bare, "length", 2.0, raising=False)
+        assert moved() == 10.0
+        patch.setattr(Bare, "whole", property(lambda self: getattr(self, "more", 1.0)), raising=False)
+        assert moved() == 5.0
+        patch.setattr(Ruled, "more", 4.0, raising=False)
+        assert moved() == 20.0
         patch.setattr(Bare, "update", lambda self, v, gradient, iterations: v.assign_sub(gradient), raising=False)
         assert moved() == 1.0
-    assert moved() == 8.0
+    assert moved() == 15.0
+    monkeypatch.setattr(Ruled, "whole", property(lambda self: self.length * 2))
+    assert moved() == 30.0
+    monkeypatch.setattr(Ruled, "update", lambda self, v, gradient, iterations: v.assign_sub(7.0 * gradient))
+    assert moved() == 7.0
 
 
 def scaled(fn):
@@ -361,52 +355,18 @@ def shifted(x):
     return x + OFFSET
 
 
-OFFSET = 1.0
-WRAPPED = {
-    "a decorator": scaled(shifted),
-    "two": scaled(scaled(shifted)),
-    "a partial": functools.partial(scaled(shifted)),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_each_link_of_a_wrapped_function_is_looked_into(strategy, monkeypatch, name):
-    """What a decorator reads counts, and what the function reads that it wraps."""
-    outer, v = WRAPPED[name], variable(strategy, [1.0])
-    fn, module = ps.update_function(lambda v: outer(v.value())), sys.modules[__name__]
-
-    times = 2 if name == "two" else 1
-    assert update(strategy, v, fn) == [2.0 * 2.0**times]
-    monkeypatch.setattr(module, "FACTOR", 3.0)
-    assert update(strategy, v, fn) == [2.0 * 3.0**times]
-    monkeypatch.setattr(module, "OFFSET", 2.0)
-    assert update(strategy, v, fn) == [3.0 * 3.0**times]
-
-
-class Ruled(ps.optimizers.Optimizer):
-    """Has a function as an attribute, and a cached property."""
-
-    def __init__(self, rules):
-        super().__init__(1.0)
-        self.rules = rules
-
-    @functools.cached_property
-    def offset(self):
-        return OFFSET
-
-    def update(self, v, gradient, iterations):
-        v.assign_sub(self.rules[0](gradient) * self.offset)
-
-
-def test_functions_of_an_optimizer_are_looked_into(strategy, monkeypatch):
-    """Those that it has as attributes, and cached properties of its class."""
-    v, optimizer, module = variable(strategy, [0.0]), Ruled((doubled,)), sys.modules[__name__]
-    moved = partial(descent, strategy, optimizer, v)
-    assert moved() == 2.0
-    monkeypatch.setattr(module, "FACTOR", 5.0)
-    assert moved() == 5.0
-    monkeypatch.setattr(module, "OFFSET", 3.0)
-    assert moved() == 15.0
+def test_each_link_of_a_wrapped_function_is_looked_into(strategy):
+    """What a decorator reads counts, and what the function reads that it wraps; also of a function that is given."""
+    v, module = variable(strategy, [1.0]), sys.modules[__name__]
+    wrapped = partial(scaled(shifted))
+    for outer, times in ((scaled(shifted), 1), (scaled(scaled(shifted)), 2), (wrapped, 1)):
+        by_name = ps.update_function(lambda v: outer(v.value()))  # noqa: B023
+        given = ps.update_function(lambda v, g: g(v.value()))
+        for factor, offset in ((2.0, 1.0), (3.0, 1.0), (3.0, 2.0)):
+            with mock.patch.multiple(module, FACTOR=factor, OFFSET=offset):
+                assert update(strategy, v, by_name) == [(1.0 + offset) * factor**times]
+                if outer is not wrapped:  # such an argument is refused
+                    assert update(strategy, v, given, outer) == [(1.0 + offset) * factor**times]
 
 
 def test_what_a_function_does_not_come_to_is_no_hindrance(strategy, traced, monkeypatch):
