@@ -122,24 +122,9 @@ def same(reader, job):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_it_has_what_servers_have(tmp_path, count):
-    """Of whole checkpoints and of deltas, in one file and in several, with evictions between them."""
-    job, rng = Servers.made(tmp_path, SPEC, count), np.random.default_rng(0)
-    for name, base in (("c-1", ""), ("c-2", "c-1"), ("c-3", "c-2")):
-        job.train(rng)
-        job.save(name, base)
-        assert same(ps.dynamic_embedding.Reader(str(tmp_path / name)), job)
-    reader = ps.dynamic_embedding.Reader(str(tmp_path))
-    assert same(reader, job)
-    assert (reader.tables, [*reader], len(reader)) == ((NAME,), [NAME], 1)
-    assert reader.path == str(tmp_path / "c-3")
-    assert (reader[NAME].spec, reader[NAME].round) == (SPEC, 15)
-    refused(KeyError, "no table 'other'; it has users", lambda: reader["other"])
-
-
-@pytest.mark.parametrize("count", [1, 3])
 def test_it_follows_a_job(tmp_path, count):
-    """Deltas come upon what it has, as many as there are; whole checkpoints take its place; no row is lost."""
+    """Deltas come upon what it has, as many as there are; whole checkpoints take its place; no row is lost. One that is
+    opened later has the same."""
     job, rng = Servers.made(tmp_path, SPEC, count), np.random.default_rng(0)
     job.train(rng)
     job.save("c-1")
@@ -154,10 +139,14 @@ def test_it_follows_a_job(tmp_path, count):
         if number != 3:
             assert reader.refresh()
             assert same(reader, job)
+            assert same(ps.dynamic_embedding.Reader(str(tmp_path / f"c-{number}")), job)
             views.append(len(reader.view(NAME).layers))
         assert not reader.refresh() or number == 3
     assert views == ([2, 4, 1, 1, 2] if count == 1 else [2, 4, 1, 2, 3])  # a delta is whole if all of its parts are
     assert len(table) == job.state().keys.size
+    assert (reader.tables, [*reader], len(reader)) == ((NAME,), [NAME], 1)
+    assert (reader.path, table.spec, table.round) == (str(tmp_path / "c-7"), SPEC, 17)
+    refused(KeyError, "no table 'other'; it has users", lambda: reader["other"])
     compact(job.opened("c-7"))
     assert not reader.refresh()
     assert same(ps.dynamic_embedding.Reader(str(tmp_path / "c-7")), job)
