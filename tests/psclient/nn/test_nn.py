@@ -133,22 +133,6 @@ def test_bags_are_combined_one_by_one(bags, combiner, weighted):
     np.testing.assert_allclose(gradient, shares.T @ upstream(found), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("combiner", COMBINERS)
-@pytest.mark.parametrize("longest", [None, 4.0])
-def test_the_gradient_is_the_difference_quotient(combiner, longest):
-    """By each element of the variable, with weights of both signs, also through the clip."""
-    start = np.random.default_rng(0).normal(size=(5, 3)) * 3
-    v = ps.Variable(start, name="emb")
-    look = lambda: ps.nn.embedding_lookup_sparse(  # noqa: E731
-        v, [[0, 1, 0], [], [4, 2]], [[1.0, -0.5, 2.0], [], [0.3, 0.9]], combiner, longest
-    )
-    bags = look()
-    gradient = np.asarray(bags.gradient(upstream(bags)))
-    found = quotient(v, start, 1e-5, lambda: (np.asarray(look()) * upstream(bags)).sum())
-    assert np.abs(gradient).max() > 1
-    np.testing.assert_allclose(gradient, found, atol=1e-6)
-
-
 def test_each_form_of_ids_is_the_same():
     """Sparse in any order of its rows, lists, arrays in a list, a matrix; empty bags are zeros, also at the end."""
     v = table(7, 2)
