@@ -17,9 +17,9 @@ from psclient._src import values
 from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDatasetFromFunction
-from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
+from psclient._src.options import ArraySpec, InputContext, PerReplicaSpec
 from pswire.model.log import Position
-from tests.kit.workers import Worker, distributed, do_round, rows, team
+from tests.kit.workers import Worker, distributed, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402
@@ -127,23 +127,6 @@ def test_a_change_of_the_group_between_batches_loses_nothing(kind, before, after
     rest = begun[:stay] + begun[len(old) :]
     seen += [joined(parts_of(batches)) for batches in zip(*rest, strict=True)]
     assert seen == whole(make(), epoch)
-
-
-@each_kind
-def test_without_sharding_each_worker_sees_every_example(kind):
-    """In its own steps, which may be more than those of a worker with more replicas: that one gets empty batches."""
-    workers = team((1, 2))
-    options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
-    sources = [distributed(KINDS[kind](10, 6), worker, options=options) for worker in workers]
-    seen: list[list[int]] = [[], []]
-    steps = 0
-    for batches in zip(*sources, strict=True):
-        do_round(*workers)
-        steps += 1
-        for examples, batch in zip(seen, batches, strict=True):
-            examples += joined(parts_of([batch]))
-    assert steps == 5
-    assert seen == [joined(whole(KINDS[kind](10, 6), 0))] * 2
 
 
 def test_arrays_are_not_copied():
