@@ -189,59 +189,41 @@ def test_a_transport_that_breaks_is_opened_again_or_left(stack, name, said, monk
 
 
 def test_a_transport_that_could_not_be_opened_is_tried_again(stack, others, name, said, monkeypatch):
-    """Some calls later, without one that waits for that; a line says that it is used again."""
+    """Some calls later, and again; rounds are made meanwhile, however long that takes. A line says that it is used
+    again."""
     monkeypatch.setattr(client_transports, "AGAIN", 8)
     site = Site(stack, name, elements=SMALL)
-    works = threading.Event()
-
-    def broken(sock: socket.socket) -> socket.socket:
-        if sock.family == (socket.AF_UNIX if name == "shm" else socket.AF_INET) and not works.is_set():
-            sock.close()
-            raise ConnectionRefusedError("not now")
-        return sock
-
-    stack.callback(connecting(broken))
-    for each in site.workers:
-        site.transport(each)._sock.shutdown(socket.SHUT_RDWR)
-    site.round()
-    assert names(site)[0] == TRANSPORTS[TRANSPORTS.index(name) + 1]
-    for _ in range(20):  # in vain, again and again
-        site.round()
-    assert len([line for line in said.messages if "cannot be" in line]) == 2
-    works.set()
-    said.clear()
-
-    eventually(lambda: (site.round(), names(site) == [name] * 2)[1])
-    eventually(
-        lambda: said.messages == [f"{name} transport to {site.core.task}"] * 2
-    )  # said once the transport is in use
-    eventually(lambda: len(threads() - others) == 2)
-
-
-def test_nobody_waits_for_a_transport_that_is_tried_again(stack, others, name, monkeypatch):
-    """Rounds are made while it is opened, however long that takes; one that comes too late is closed."""
-    monkeypatch.setattr(client_transports, "AGAIN", 4)
-    site = Site(stack, name, workers=1, elements=SMALL)
-    arrived, go = threading.Event(), threading.Event()
+    answers, tried, go = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(sock: socket.socket) -> socket.socket:
         if sock.family == (socket.AF_UNIX if name == "shm" else socket.AF_INET):
-            if not arrived.is_set():
-                arrived.set()
+            if not answers.is_set():
                 sock.close()
                 raise ConnectionRefusedError("not now")
+            tried.set()
             assert go.wait(SOON)
         return sock
 
+    def rounds() -> None:
+        for _ in range(20):
+            began = time.monotonic()
+            site.round()
+            assert time.monotonic() - began < SOON / 2
+
     stack.callback(connecting(slowly))
-    site.transport(site.workers[0])._sock.shutdown(socket.SHUT_RDWR)
-    for _ in range(20):
-        began = time.monotonic()
-        site.round()
-        assert time.monotonic() - began < SOON / 2
-    site.server.fail(PSError("it is over"))
+    for each in site.workers:
+        site.transport(each)._sock.shutdown(socket.SHUT_RDWR)
+    rounds()
+    assert names(site)[0] == TRANSPORTS[TRANSPORTS.index(name) + 1]
+    assert len([line for line in said.messages if "cannot be" in line]) == 2
+    answers.set()
+    eventually(lambda: (site.round(), tried.is_set())[1])
+    rounds()
+    said.clear()
     go.set()
-    eventually(lambda: threads() <= others)
+    eventually(lambda: (site.round(), names(site) == [name] * 2)[1])
+    eventually(lambda: said.messages == [f"{name} transport to {site.core.task}"] * 2)  # once it is in use
+    eventually(lambda: len(threads() - others) == 2)
 
 
 def test_a_transport_breaks_once_for_all_calls_on_it(stack, name):
