@@ -186,17 +186,6 @@ def test_batches_are_looked_for_one_step_ahead():
     told = [(len(read), worker.more) for _ in from_batches(Source(), worker)]
     assert told == [(2, True), (3, True), (3, False)]
 
-    class Endless:
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield np.zeros(1)
-
-    worker = Worker(local=2, replicas=2)
-    for step, _ in enumerate(from_batches(Endless(), worker)):
-        assert worker.more
-        if step == 10:
-            break
-
 
 def test_a_worker_without_any_batch_is_told_so():
     """And so is one whose data turn out to be there only once."""

@@ -6,6 +6,7 @@ import faulthandler
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -91,11 +92,12 @@ def test_replicas_run_at_the_same_time(two):
     assert not [t for t in threading.enumerate() if t.name.startswith("replica") and t not in before]
 
 
-def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two):
-    """Each waiting replica and the caller get a RuntimeError; the next run works."""
+def test_replicas_that_do_not_meet_are_told(two):
+    """Another function would be left out in silence; arguments of another structure name the path; one that meets once
+    more than the others is woken. `run` raises it, and the next run works."""
     told: list[str] = []
 
-    def fn() -> None:
+    def unequal() -> None:
         here().merge_call(lambda s: None)
         if here().local_replica_id == 1:
             try:
@@ -104,27 +106,15 @@ def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two):
                 told.append(str(error))
                 raise
 
-    refused(
-        RuntimeError, r"made different numbers of merge_calls: local replicas \[0\] have ended", lambda: two.run(fn)
-    )
+    for error, said, fn in (
+        (RuntimeError, "different functions", lambda: here().merge_call((str, repr)[here().local_replica_id])),
+        (ValueError, "differ at", lambda: here().merge_call(lambda s, *a: None, (1,) * (1 + here().local_replica_id))),
+        (RuntimeError, r"made different numbers of merge_calls: local replicas \[0\] have ended", unequal),
+    ):
+        refused(error, said, lambda fn=fn: two.run(fn))
+        assert works(two)
     assert len(told) == 1
     assert "unequal" in told[0]
-    assert works(two)
-
-
-def test_replicas_that_meet_for_different_things_are_told(two):
-    """Another function would be left out in silence; arguments of another structure name the path; run ends."""
-
-    def first(s: Strategy) -> None: ...
-
-    def second(s: Strategy) -> None: ...
-
-    with pytest.raises(RuntimeError, match="different functions"):
-        two.run(lambda: here().merge_call((first, second)[here().local_replica_id]))
-    assert works(two)
-    with pytest.raises(ValueError, match="structures differ at"):
-        two.run(lambda: here().merge_call(lambda s, *a: None, (1,) * (1 + here().local_replica_id)))
-    assert works(two)
 
 
 def test_the_first_error_is_the_one_that_is_raised(two):
@@ -166,7 +156,7 @@ def test_a_merge_function_runs_replicas(strategy):
 
 
 def test_a_context_that_was_kept_is_stale(strategy):
-    """After its run, in the next run, and in a thread of the replica's own."""
+    """After its run, in the next run, and in a thread of the replica's own, in which nothing can be run."""
     kept: list[ReplicaContext] = []
     errors: list[Exception] = []
 
@@ -176,37 +166,21 @@ def test_a_context_that_was_kept_is_stale(strategy):
         except RuntimeError as error:
             errors.append(error)
 
+    def runs() -> None:
+        attempt()
+        refused(RuntimeError, "^strategy.run was called w", lambda: strategy.run(lambda: None))
+
     def fn() -> None:
         if here().local_replica_id == 0:
             kept.append(here())
-            thread = threading.Thread(target=attempt)
-            thread.start()
-            thread.join()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(runs).result()
 
     strategy.run(fn)
     attempt()
     strategy.run(attempt)
     assert len(errors) == 2 + count(strategy)
     assert works(strategy)
-
-
-def test_two_threads_cannot_run_at_once(two):
-    errors: list[Exception] = []
-
-    def other() -> None:
-        try:
-            two.run(lambda: None)
-        except RuntimeError as error:
-            errors.append(error)
-
-    def fn() -> None:
-        if here().local_replica_id == 0:
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-
-    two.run(fn)
-    assert [str(error)[:25] for error in errors] == ["strategy.run was called w"]
 
 
 def test_an_interrupt_ends_a_run(two):
@@ -231,8 +205,9 @@ def test_an_interrupt_ends_a_run(two):
 
 @pytest.mark.parametrize("answer", ["pass", "catch", "swallow", "fail"])
 def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
-    """`RunAgain` leaves their functions past all that handles errors, whatever they do on the way out."""
-    ended, handled = [], []
+    """`RunAgain` leaves their functions past all that handles errors, whatever they do on the way out. It is made again
+    when none runs any more: one that takes its time would meet those of the next run."""
+    ended, handled, late = [], [], threading.Event()
 
     def again(s: Strategy) -> None:
         raise RunAgain
@@ -248,6 +223,8 @@ def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
             if answer != "swallow":
                 raise
         finally:
+            if here().local_replica_id == 1:
+                late.wait(0.1)
             ended.append(here().local_replica_id)
             if answer == "fail":
                 raise OSError("cannot close what was never opened")
@@ -256,22 +233,3 @@ def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
     assert sorted(ended) == list(range(count(strategy)))
     assert not handled
     assert works(strategy)
-
-
-def test_a_run_is_made_again_when_no_replica_runs_any_more(two):
-    """The one that takes its time on the way out would meet those of the next run."""
-    late, ended = threading.Event(), []
-
-    def again(s: Strategy) -> None:
-        raise RunAgain
-
-    def fn() -> None:
-        try:
-            here().merge_call(again)
-        finally:
-            if here().local_replica_id == 1:
-                late.wait(0.2)
-            ended.append(here().local_replica_id)
-
-    refused(RunAgain, "", lambda: two.run(fn))
-    assert sorted(ended) == [0, 1]

@@ -121,16 +121,6 @@ def test_an_evaluator_is_waited_for(script):
     assert said.count("psworker: all workers have ended; waiting for /job:evaluator/task:0, or press Ctrl-C") == 1
 
 
-@pytest.mark.soak
-def test_an_evaluator_that_fails_is_a_failure(script):
-    """It ends the cluster, as others do, unless it is replaced."""
-    outcome, _ = run(
-        script("time.sleep(600 * (json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'evaluator')); exit(3)"),
-        evaluator=True,
-    )
-    assert (outcome.code, outcome.task) == (3, launch.EVALUATOR)
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_the_first_failure_ends_all(script, log_format):
     """The others are ended, the failing task's code is returned, and its traceback shows user code alone, as text."""
@@ -147,76 +137,53 @@ def test_the_first_failure_ends_all(script, log_format):
 
 LATE = "import atexit\natexit.register(print, '12:00:00 W psclient: could not say goodbye', file=sys.stderr)\n"
 FAILED = "psworker: /job:worker/task:0 failed"
+EVALUATES = "time.sleep(600 * (json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'evaluator')); exit(3)"
+ODD = "psworker: /job:worker/task:0: error: odd ("
+
+CODES: dict[str, tuple[str, int, str]] = {
+    "a code": ("sys.exit(7)", 7, f"{FAILED} (exit code 7)"),
+    "a signal": ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"{FAILED} (killed by SIGKILL)"),
+    "an error of ours": (f"{LATE}from pswire.errors import PSError\nraise PSError('odd')", 1, ODD),
+    "the user's": (f"{LATE}raise KeyError('mine')", 1, "KeyError: 'mine'"),
+    "neither": (f"{LATE}sys.exit('no data here')", 1, "no data here"),
+    "an evaluator's": (EVALUATES, 3, "psworker: /job:evaluator/task:0 failed (exit code 3)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("sys.exit(7)", 7, f"{FAILED} (exit code 7)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"{FAILED} (killed by SIGKILL)"),
-        pytest.param("os.abort()", 134, f"{FAILED} (killed by SIGABRT)", marks=pytest.mark.soak),
-        (
-            f"{LATE}from pswire.errors import PSError\nraise PSError('odd')",
-            1,
-            "psworker: /job:worker/task:0: error: odd (",
-        ),
-        (f"{LATE}raise KeyError('mine')", 1, "KeyError: 'mine'"),
-        (f"{LATE}sys.exit('no data here')", 1, "no data here"),
-    ],
-    ids=["a code", "a signal", "another one", "an error of ours", "the user's", "neither"],
-)
-def test_the_code_is_the_failing_task_s(script, text, code, said):
+@pytest.mark.parametrize("case", CODES)
+def test_the_code_is_the_failing_task_s(script, case):
     """A signal's is 128 more. The report is our last line or the last traceback, whatever is logged in the end."""
-    outcome, _ = run(script(text), workers=1)
+    text, code, said = CODES[case]
+    outcome, _ = run(script(text), workers=1, evaluator="evaluator" in case)
     assert outcome.code == code
-    assert outcome.report.splitlines()[0 if said.startswith(FAILED) else -1].startswith(said)
+    assert outcome.report.splitlines()[0 if " failed (" in said else -1].startswith(said)
 
 
-def test_the_one_to_blame_is_shown(script):
-    """A process that fails because another did may end first; the report is about the other."""
-    text = (
-        "import pathlib\nfrom pswire.errors import PSError\nfailing = pathlib.Path(__file__).with_suffix('.failing')\n"
-        "if me == 0:\n    while not failing.exists():\n        time.sleep(0.01)\n"
-        "    raise PSError('worker 1 has failed')\n"
-        "try:\n    failing.touch()\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
-    )
-    outcome, _ = run(script(text))
-    assert outcome.task == Task("worker", 1)
-    assert outcome.report.endswith("KeyError: 'cause'")
+ONE = (
+    "import pathlib\nfrom pswire.errors import PSError, ServerLost\n"
+    "mark, pid = pathlib.Path(__file__).with_suffix('.mark'), str(os.getpid())\n"
+)
+BLAMES = (
+    "if me == 0:\n    while not mark.exists():\n        time.sleep(0.01)\n    raise PSError('worker 1 has failed')\n"
+    "try:\n    mark.touch()\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
+)
+LOST = (
+    "if me == 0:\n    mark.write_text(pid)\n    raise ServerLost('was lost', '/job:ps/task:0')\n"
+    "while not mark.exists() or not (other := mark.read_text()):\n    time.sleep(0.01)\n"
+    "while (stat := pathlib.Path('/proc', other, 'stat')).exists() and ') Z ' not in stat.read_text():\n"
+    "    time.sleep(0.01)\n"
+    "time.sleep(0.2)\nsys.exit(3)"
+)
 
 
-def test_who_says_that_a_server_was_lost_is_not_to_blame(script, monkeypatch):
-    """It may end first, and the report is about another that failed, whatever that one printed."""
+@pytest.mark.parametrize(("text", "code", "said"), [(BLAMES, 1, "KeyError: 'cause'"), (LOST, 3, "(exit code 3)")])
+def test_the_one_to_blame_is_shown(script, monkeypatch, text, code, said):
+    """A process that fails because another did, or says that a server was lost, may end first; the report is about the
+    other, whatever that one printed."""
     monkeypatch.setattr(launch, "SETTLE_SECONDS", 5.0)
-    text = (
-        "import pathlib\nfrom pswire.errors import ServerLost\nlost = pathlib.Path(__file__).with_suffix('.lost')\n"
-        "if me == 0:\n    lost.write_text(str(os.getpid()))\n    raise ServerLost('was lost', '/job:ps/task:0')\n"
-        "while not lost.exists() or not (other := lost.read_text()):\n    time.sleep(0.01)\n"
-        "while (stat := pathlib.Path('/proc', other, 'stat')).exists() and ') Z ' not in stat.read_text():\n"
-        "    time.sleep(0.01)\n"
-        "time.sleep(0.2)\nsys.exit(3)"
-    )
-    outcome, _ = run(script(text))
-    assert (outcome.task, outcome.code) == (Task("worker", 1), 3)
-
-
-def test_a_lost_server_is_replaced_at_its_address(script, tmp_path):
-    """Clients find the new server where the old one was."""
-    said: list[str] = []
-    server, killed = Task("ps", 0), tmp_path / "killed"
-    text = (
-        f"import socket\nwhile not os.path.exists({str(killed)!r}): time.sleep(0.02)\n"
-        "host, port = json.loads(os.environ['TF_CONFIG'])['cluster']['ps'][0].split(':')\n"
-        "while socket.socket().connect_ex((host, int(port))): time.sleep(0.02)\n"
-    )
-    with launch.Cluster(
-        script=script(text), chief="none", restarts=1, sink=lambda line: said.append(line.text)
-    ) as cluster:
-        cluster.kill(server)
-        killed.touch()
-        assert cluster.wait(SECONDS).code == 0
-    assert cluster.addresses[server] in " ".join(cluster.output(server))
-    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); restarted, 0 restarts left" in said
+    outcome, _ = run(script(ONE + text))
+    assert (outcome.task, outcome.code) == (Task("worker", 1), code)
+    assert said in outcome.report
 
 
 def test_who_still_runs_in_the_end_is_named(script):
@@ -226,15 +193,6 @@ def test_who_still_runs_in_the_end_is_named(script):
         pytest.raises(TimeoutError, match=r"still run after 0\.5 s: /job:ps/task:0, /job:worker/task:0"),
     ):
         cluster.wait(0.5)
-
-
-def test_a_lost_server_is_a_failure(script):
-    """Without restarts the loss of a server ends the cluster with the signal's code."""
-    with launch.Cluster(script=script("time.sleep(600)"), chief="none") as cluster:
-        cluster.kill(Task("ps", 0))
-        outcome = cluster.wait(SECONDS)
-    assert outcome.code == 137
-    assert outcome.report.startswith("psworker: /job:ps/task:0 failed (killed by SIGKILL)")
 
 
 @pytest.mark.parametrize(

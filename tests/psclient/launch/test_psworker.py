@@ -359,29 +359,23 @@ def test_any_server_tells_of_the_job(job):
         assert list(joined.cluster.job_tasks("worker"))[:2] == ["a:0", "b:0"]
 
 
-def test_a_place_is_kept_while_the_script_begins(job):
-    """However long that takes; once a session of the task is open, that keeps it."""
-    with joiner(job.verbs[0].address) as joining:
-        joining.take()
-        joining.hold(always=False)
-        for _ in range(3):
-            job.servers.spend(LEASE / 2, job.opened.session)
-            eventually(lambda: kept(job) == {2: job.servers.clock.now})
-        job.open(W2)
-        eventually(lambda: not joining._thread.is_alive())
-
-
-def test_a_place_is_kept_between_two_attempts(job):
-    """By the process that starts the script again: also while a session is open, which may end at any time."""
+@pytest.mark.parametrize("always", [False, True])
+def test_a_place_is_kept_while_the_script_begins(job, always):
+    """However long that takes; once a session of the task is open, that keeps it. By a process that starts the script
+    again it is kept also then, as the session may end at any time."""
     with joiner(job.verbs[0].address) as joining:
         joined = joining.take()
-        joining.hold(always=True)
-        session = job.open(W2).session
+        joining.hold(always=always)
+        session = job.open(W2).session if always else job.opened.session
         for _ in range(3):
             job.servers.spend(LEASE / 2, job.opened.session, session)
             eventually(lambda: kept(job) == {2: job.servers.clock.now})
-        assert joining.take() == joined
         thread = joining._thread
+        if always:
+            assert joining.take() == joined
+        else:
+            job.open(W2)
+            eventually(lambda: not thread.is_alive())
     eventually(lambda: not thread.is_alive())
 
 
@@ -405,18 +399,6 @@ def test_psworker_keeps_the_place_as_long_as_it_needs_it(job, monkeypatch, resta
     monkeypatch.setenv("PS_HEARTBEAT_INTERVAL", "0.02")
     said = Invocation("x.py", (), None, 0, "warning", "text", False, join=(job.verbs[0].address,), restarts=restarts)
     assert module.run_joined(said) == 7
-
-
-def test_a_job_that_is_begun_anew_has_the_same_place(job):
-    """After a loss all processes start again: this one as the worker that it was."""
-    with joiner(job.verbs[0].address) as joining:
-        assert joining.take().task == W2
-        with joiner(job.verbs[0].address) as other:
-            assert other.take().task == WORKERS[3]
-            begin(job.servers, [server.address for server in job.verbs], "again")
-            assert other.take().task == WORKERS[3]
-        joined = joining.take()
-        assert (joined.task, joined.job.name) == (W2, "again")
 
 
 def test_given_addresses_go_before_the_log_s(job):

@@ -220,7 +220,12 @@ PAUSE = 2.0
 
 
 def test_sessions_heartbeat_together_at_a_few_times_of_a_pause():
-    """Those of one time together, whenever they began; the times are spread over a pause."""
+    """Those of one time together, whenever they began; the times are spread over a pause. One that was woken a little
+    early does not heartbeat twice."""
+    for early in (1e-6, 1e-3, PAUSE / HEARTBEATS):
+        assert until_heartbeat(PAUSE, 3, 3 / HEARTBEATS * PAUSE - early) == pytest.approx(PAUSE + early)
+    for tenth in range(200):
+        assert 0 < until_heartbeat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / HEARTBEATS) + 1e-9
     times = {
         round(now + until_heartbeat(PAUSE, 5 + HEARTBEATS * k, now), 6) % PAUSE
         for k in range(9)
@@ -229,13 +234,6 @@ def test_sessions_heartbeat_together_at_a_few_times_of_a_pause():
     assert times == {5 / HEARTBEATS * PAUSE}
     times = sorted((1e9 + until_heartbeat(PAUSE, number, 1e9)) % PAUSE for number in range(HEARTBEATS))
     assert times == pytest.approx([PAUSE * number / HEARTBEATS for number in range(HEARTBEATS)])
-
-
-def test_one_that_was_woken_a_little_early_does_not_heartbeat_twice():
-    for early in (1e-6, 1e-3, PAUSE / HEARTBEATS):
-        assert until_heartbeat(PAUSE, 3, 3 / HEARTBEATS * PAUSE - early) == pytest.approx(PAUSE + early)
-    for tenth in range(200):
-        assert 0 < until_heartbeat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / HEARTBEATS) + 1e-9
 
 
 TRANSPORT_LEASE = 8.0
@@ -248,7 +246,12 @@ def silent(silence: Silence, *times: float, waiting: bool = True) -> list[str]:
 
 
 def test_a_transport_is_broken_once_heartbeats_were_answered_for_a_lease():
-    """Since the first, or since something came; not while no call is under way, when nothing is to be said."""
+    """Since the first, or since something came; not while no call is under way, when nothing is to be said. A pause of
+    heartbeats counts for half a lease: the server may have stood still, or this process."""
+    for gap in (5.0, 100.0):
+        silence = Silence(TRANSPORT_LEASE)
+        assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
+        assert silent(silence, gap + 4) != [""]
     *before, last = silent(Silence(TRANSPORT_LEASE), 0, 2, 4, 6, 8)
     assert before == [""] * 4
     assert last == "nothing was received on it for 8 s"
@@ -262,14 +265,6 @@ def test_a_transport_is_broken_once_heartbeats_were_answered_for_a_lease():
     assert not any(silent(silence, 100, 102, 104, 106))
 
 
-@pytest.mark.parametrize("gap", [5.0, 100.0])
-def test_a_pause_counts_for_half_a_lease(gap):
-    """Between two heartbeats the server may have stood still, or this process: no word could come, or be read."""
-    silence = Silence(TRANSPORT_LEASE)
-    assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
-    assert silent(silence, gap + 4) != [""]
-
-
 def words(silence: Silence, received: int, sent: int, *times: float, paused: bool = False) -> str:
     """What is said at a heartbeat after words that came at these times."""
     for now in times:
@@ -279,7 +274,8 @@ def words(silence: Silence, received: int, sent: int, *times: float, paused: boo
 
 
 def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
-    """Though its words come; not what it does not want for now, has received, or gets of a slow network."""
+    """Though its words come; not what it does not want for now, has received, or gets of a slow network. Words count
+    that say something of now: not of a call that is over, nor those that come together after a standstill."""
     silence = Silence(TRANSPORT_LEASE)
     assert words(silence, 10, 20, 0, 2, 4, 6) == ""
     assert words(silence, 10, 30, 8) == "the server has not read from it for 8 s"
@@ -294,10 +290,6 @@ def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
     silence = Silence(TRANSPORT_LEASE)
     for count in range(20):
         assert words(silence, count, 1000, 6 * count, 6 * count + 3) == ""
-
-
-def test_words_that_say_nothing_of_now_do_not_count():
-    """Of a call that is over, though not all was received; those that come together after a standstill."""
     silence = Silence(TRANSPORT_LEASE)
     assert words(silence, 10, 20, 0, 2, 4, 6) == ""
     silence.word(10, False, 20, 8)
@@ -311,58 +303,46 @@ def test_words_that_say_nothing_of_now_do_not_count():
 PATIENT, HEARTBEAT = 4.0, 1.0
 
 
+class Patient:
+    """A patience with a clock, and servers whose heartbeats are answered."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.patience = Patience(PATIENT, HEARTBEAT, self.clock)
+
+    def after(self, seconds: float, *servers: int) -> float:
+        """How long any has stood still when these answer so much later."""
+        self.clock.now += seconds
+        for server in servers:
+            self.patience.heard(server)
+        return self.patience.stood()
+
+
 def test_a_silence_and_the_lease_after_it_do_not_count():
-    """Of whichever server; two at a time are one, one after another add; answered heartbeats take no time."""
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
-    for _ in range(10):
-        patience.heard(0)
-        clock.now += HEARTBEAT + PATIENT / 4
-        assert patience.stood() == 0.0
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
+    """Of whichever server; two at a time are one, one after another add; answered heartbeats take no time. Of two waits
+    up to one deadline the second has the silence of the first; one from before does not count."""
+    both = Patient()
+    assert [both.after(HEARTBEAT + PATIENT / 4, 0) for _ in range(10)] == [0.0] * 10
+    both = Patient()
+    assert both.after(0.0, 0, 1) == 0.0
+    assert both.after(10.0) == both.after(0.0, 0, 1) == both.after(HEARTBEAT) == 10.0 + PATIENT
+    assert both.after(0.0, 1) == 10.0 + PATIENT
+    assert both.after(3.0) == 10.0 + PATIENT + 4.0
+    both = Patient()
     for server in (0, 1):
-        patience.heard(server)
-    clock.now += 10.0
-    assert patience.stood() == 10.0 + PATIENT
-    for server in (0, 1):
-        patience.heard(server)
-    assert patience.stood() == 10.0 + PATIENT
-    clock.now += HEARTBEAT
-    assert patience.stood() == 10.0 + PATIENT
-    patience.heard(1)
-    clock.now += 3.0
-    assert patience.stood() == 10.0 + PATIENT + 4.0
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
-    for server in (0, 1):
-        clock.now += 100.0
-        patience.heard(1 - server)
-        patience.heard(server)
-        before = patience.stood()
-        clock.now += 10.0
-        patience.heard(server)
-        assert patience.stood() - before >= 10.0
-
-
-def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
-    """Of two waits up to one deadline the second has the silence of the first; one from before does not count."""
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
-    patience.heard(0)
-    clock.now += 100.0
+        before = both.after(100.0, 1 - server, server)
+        assert both.after(10.0, server) - before >= 10.0
+    one = Patient()
+    one.after(0.0, 0)
+    one.after(100.0, 0)
     for _ in range(5):
-        patience.heard(0)
-        clock.now += HEARTBEAT
-    patience.heard(0)
-    deadline = patience.deadline(20.0)
+        one.after(HEARTBEAT, 0)
+    deadline = one.patience.deadline(20.0)
     assert deadline.left() == 20.0
-    clock.now += 10.0
-    patience.heard(0)
+    one.after(10.0, 0)
     assert deadline.left() == 20.0 + PATIENT
     for _ in range(20):
-        clock.now += HEARTBEAT
-        patience.heard(0)
+        one.after(HEARTBEAT, 0)
     assert deadline.left() == PATIENT
 
 

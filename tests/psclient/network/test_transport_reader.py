@@ -120,16 +120,6 @@ def test_what_comes_while_nobody_waits_is_handled_at_once(waiting, name):
         site.whole([3, 4], *answers)
 
 
-def test_large_answers_and_contributions_go_both_ways(stack, name):
-    """The caller receives while the transport's thread sends the rest of what it pushed, and both make room."""
-    site = Site(stack, name, elements=3 * SIZE, variables=2)
-    waiting = Waiting(site)
-    answers = pushed(site, 1, 2)
-    for answer in answers:
-        waiting.answer(answer)
-    site.whole([1, 2], *answers)
-
-
 def test_one_wait_receives_from_several_servers(stack, name):
     sites = [Site(stack, name, workers=1, elements=SMALL) for _ in range(3)]
     waiting, here = Waiting(*sites), threading.current_thread().name

@@ -227,29 +227,9 @@ def test_nobody_waits_for_what_was_pushed_before_a_role(make):
         worker.close()
 
 
-def test_an_answer_is_not_overwritten_while_it_is_read(make, monkeypatch):
-    """A leader that leaves writes nothing where others read, though answers to older sums still come."""
-    (server, leads, follows), size = make(2), 1 << 18
-    first = follows.push(0, size)
-    leads.push(0, size)
-    server.until(1)
-    second = follows.push(1, size)
-    leads.push(1, size)
-    server.until(2)
-    reads, go = held_in(monkeypatch, thread_of(follows))
-    server.answer(0, 111.0, size)
-    assert reads.wait(LONG)
-    thread = thread_of(leads)
-    leads.close()
-    thread.join(LONG)
-    server.answer(1, 222.0, size)
-    go.set()
-    assert values(first) == [111.0]
-    assert values(second) == [-1.0]
-
-
-@pytest.mark.parametrize("how", ["leaves", "sends nonsense"])
+@pytest.mark.parametrize("how", ["leaves", "sends nonsense", "the leader leaves"])
 def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch, how):
+    """Though answers to older sums still come."""
     (server, leads, follows, third), size = make(3), 1 << 18
     first = follows.push(0, size)
     owns = [worker.push(0, size) for worker in (third, leads)]
@@ -258,6 +238,17 @@ def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch
     server.answer(0, 111.0, size)
     assert reads.wait(LONG)
     assert [values(own) for own in owns] == [[111.0]] * 2
+    if how == "the leader leaves":
+        owns = [worker.push(1, size) for worker in (follows, third, leads)]
+        server.until(2)
+        thread = thread_of(leads)
+        leads.close()
+        thread.join(LONG)
+        server.answer(1, 222.0, size)
+        go.set()
+        assert values(first) == [111.0]
+        assert values(owns[0]) == [-1.0]
+        return
     if how == "leaves":
         follows.close()
     else:
@@ -352,29 +343,25 @@ def test_after_a_sum_that_was_of_no_use_a_few_are_not_made(make):
     assert made == [0, 2, 5, 10, 19, 36]
 
 
-def test_what_never_comes_whole_is_pushed_by_itself_at_the_end(make):
-    _, leads, follows = make(2)
-    halves = [Payload(size=16), Payload(size=16)]
-    owns = [worker.push(0, payload=half) for worker, half in zip((leads, follows), halves, strict=True)]
-    assert not any(own.future.done() for own in owns)
-    leads.close()
-    assert singly(*owns)
-    for half in halves:
-        half.add(0, memoryview(bytes(16)))  # too late
-    assert (leads.singly, follows.singly) == ([0], [0])
-
-
-def test_what_comes_whole_after_a_later_round_is_pushed_by_itself(make):
+def test_what_comes_whole_too_late_is_pushed_by_itself(make):
+    """After a later round, or at the end."""
     server, leads, follows = make(2)
-    half = Payload(size=16)
-    owns = [follows.push(0), leads.push(0, payload=half)]
+    halves = [Payload(size=16) for _ in range(3)]
+    owns = [follows.push(0), leads.push(0, payload=halves[0])]
     later = [worker.push(1) for worker in (leads, follows)]
     server.until(1)
     server.answer(0, 2.0, 4)
     assert [values(own) for own in later] == [[2.0]] * 2
     assert values(owns[0]) == [-1.0]
-    half.add(0, memoryview(bytes(16)))
+    last = [worker.push(2, payload=half) for worker, half in zip((leads, follows), halves[1:], strict=True)]
+    assert not any(own.future.done() for own in (owns[1], *last))
+    halves[0].add(0, memoryview(bytes(16)))
     assert values(owns[1]) == [-1.0]
+    leads.close()
+    assert singly(*last)
+    for half in halves[1:]:
+        half.add(0, memoryview(bytes(16)))
+    assert (leads.singly, follows.singly) == ([0, 2], [0, 2])
 
 
 def test_a_round_of_which_one_is_late_is_pushed_singly_after_the_lease(make):

@@ -55,17 +55,12 @@ def test_a_script_and_its_server_share_the_cores(environ, after):
     assert [int(number) for number in done.stdout.split()] == [CORES, after], done.stderr
 
 
-def test_tasks_elsewhere_share_nothing():
-    """Those at the same host do, whatever they are."""
+def test_tasks_of_a_host_share_its_cores(monkeypatch):
+    """Whatever they are, and those elsewhere do not; a number that is smaller is the user's, and never raised."""
     spec = ClusterSpec({"ps": ["a:1", "b:1"], "worker": ["a:2", "b:2"], "chief": ["a:3"]})
     assert spec.at_host_of(W0) == [Task("ps", 0), W0, Task("chief", 0)]
     assert spec.at_host_of(Task("ps", 1)) == [Task("ps", 1), Task("worker", 1)]
     assert spec.at_host_of(Task("evaluator", 0)) == [Task("evaluator", 0)]
-
-
-@pytest.mark.skipif(CORES == 1, reason="one core is not shared")
-def test_a_number_is_never_raised(monkeypatch):
-    """A smaller one is the user's."""
     for name in THREADS:
         monkeypatch.delenv(name, raising=False)
     with threadpool_limits(1, "blas"):
@@ -301,6 +296,24 @@ def test_every_line_has_its_task():
     assert plain.getvalue().endswith("[worker 0] x\n")
 
 
+def test_one_error_that_ends_several_workers_is_said_once():
+    """The first line says what it is; others, from another place of the script too, that theirs is the same. A terminal
+    that is gone stops nobody: processes that nobody hears would wait for a full pipe."""
+    out = io.StringIO()
+    printer = Printer(out, out, colour=False)
+    for task, text in ((WORKER, "all is lost (a.py:3)"), (OTHER, "all is lost (a.py:9)"), (WORKER, "another (a.py:3)")):
+        printer(Line(task, True, f"psworker: {task}: error: {text}"))
+    said = [line.partition("error: ")[2] or line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert said == ["all is lost (a.py:3)", f"same error as {WORKER}", "another (a.py:3)"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as gone:
+        printer = Printer(gone, gone)
+        printer(Line(WORKER, False, "x"))
+        printer(Line(WORKER, False, "y"))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), gone.fileno())
+
+
 def test_one_bar_stays_below_the_lines():
     """The first task's; a line is printed above it; in a file, its states are a line now and then."""
     out = Terminal()
@@ -315,24 +328,3 @@ def test_one_bar_stays_below_the_lines():
     for percent in range(100):
         printer(Line(WORKER, False, f"{percent}%", bar=True))
     assert out.getvalue() == "[worker 0] 0%\n"
-
-
-def test_a_terminal_that_is_gone_stops_nobody():
-    """The processes are heard all the same, or they would wait for a full pipe."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w", buffering=1) as out:
-        printer = Printer(out, out)
-        printer(Line(WORKER, False, "x"))
-        printer(Line(WORKER, False, "y"))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-
-
-def test_one_error_that_ends_several_workers_is_said_once():
-    """The first line says what it is; others, from another place of the script too, that theirs is the same."""
-    out, other = io.StringIO(), Task("worker", 1)
-    printer = Printer(out, out, colour=False)
-    for task, text in ((WORKER, "all is lost (a.py:3)"), (other, "all is lost (a.py:9)"), (WORKER, "another (a.py:3)")):
-        printer(Line(task, True, f"psworker: {task}: error: {text}"))
-    said = [line.partition("error: ")[2] or line.partition("] ")[2] for line in out.getvalue().splitlines()]
-    assert said == ["all is lost (a.py:3)", f"same error as {WORKER}", "another (a.py:3)"]

@@ -217,10 +217,14 @@ def options(directory: Path) -> SecurityOptions:
     return SecurityOptions(*(str(directory / file) for file in ("tls.crt", "tls.key", "ca.crt")))
 
 
-def test_certificates_are_examined(certificates, tmp_path):
-    """Whose they are and until when; what is wrong with them as any process would say it at its start."""
+def test_certificates_are_examined(certificates, looked, tmp_path):
+    """Whose they are and until when; what is wrong with them as any process would say it at its start. Those who speak
+    TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
     admin = patient(security=options(certificates / "admin"))
     finds("TLS", admin, "ok", "our certificate is for admin, and valid until")
+    spoken = patient(looked=looked, security=options(certificates / "admin"))
+    finds("TLS", spoken, "fail", "ps-0: the server does not use TLS")
+    finds("TLS", patient(looked=[replace(looked[0], address="192.0.2.1:1")]), "warn", "certificates with psctl certs")
     Authority(tmp_path / "certs", 7).issue("admin", True)
     finds("TLS", admin, "warn", "run psctl certs OUT --renew")
     finds("TLS", patient(security=options(certificates / "nowhere")), "fail", "cannot be read")
@@ -229,22 +233,11 @@ def test_certificates_are_examined(certificates, tmp_path):
     finds("TLS", admin, "fail", "does not contain a PEM private key")
 
 
-def test_servers_without_tls_are_found_out(certificates, looked):
-    """Those who speak TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
-    spoken = patient(looked=looked, security=options(certificates / "admin"))
-    finds("TLS", spoken, "fail", "ps-0: the server does not use TLS")
-    far = [replace(looked[0], address="192.0.2.1:1")]
-    finds("TLS", patient(looked=far), "warn", "make certificates with psctl certs")
-
-
-def test_every_check_can_find_something():
-    """Each row of the table has a case above in which it is not content."""
+def test_what_fails_is_in_the_exit_code(call, monkeypatch):
+    """1 where anything fails, in words and in JSON; nothing that is wrong keeps it from looking at the rest. Each check
+    has a case above in which it is not content."""
     bad = {check for check, _, level, _ in HOSTS if level != "ok"}
     assert bad | {"TF_CONFIG", "names", "ports", "TLS", "servers", "clock", "versions"} == {row.name for row in CHECKS}
-
-
-def test_what_fails_is_in_the_exit_code(call, monkeypatch):
-    """1 where anything fails, in words and in JSON; nothing that is wrong keeps it from looking at the rest."""
     monkeypatch.delenv("PS_TOKEN", raising=False)
     for text, code in (("{", 1), ("", 0)):
         monkeypatch.setenv("TF_CONFIG", text)

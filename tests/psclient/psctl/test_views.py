@@ -102,22 +102,16 @@ def test_a_job_begins_runs_and_ends(serve):
     assert [(task.task, task.state) for task in seen.tasks] == [(str(CHIEF), "left"), (str(W0), "left")]
 
 
-def test_servers_of_two_jobs_are_told_apart(serve):
-    """Those that are not of server 0's job are named, and that one is missing."""
+def test_who_does_not_fit_is_told(serve):
+    """One server twice, one too few, server 0 left out, one of another job; who never came is known by TF_CONFIG alone.
+    Of a task that came back the newest session counts: what became of the one before is over."""
     job, other = Job(serve()), core(1, 777)
-    job.join(W0)
+    (old,) = job.join(W0)
     with remote(other) as alone:
         assert other.approve(1, 0, [JobStarted(1, (776, 777))]) == 1
         seen = view(job.verbs[0], alone)
     other.close()
-    assert kinds(seen) == [("other_job", "ps-1")]
-    assert "another job" in seen.problems[0].message
-
-
-def test_who_does_not_fit_is_told(serve):
-    """One server twice, one too few, server 0 left out; who never came is known by TF_CONFIG alone."""
-    job = Job(serve())
-    job.join(W0)
+    assert (kinds(seen), "another job" in seen.problems[0].message) == ([("other_job", "ps-1")], True)
     one, two = job.verbs
     assert kinds(view(one, one)) == [("same_server", "ps-0")]
     assert kinds(view(one)) == [("incomplete", "")]
@@ -129,12 +123,6 @@ def test_who_does_not_fit_is_told(serve):
     assert kinds(seen) == [("missing", "worker-1")]
     assert [task.state for task in seen.tasks if task.task == str(W1)] == ["missing"]
     assert kinds(view(*job.verbs)) == []
-
-
-def test_a_task_that_came_back_is_told_once(serve):
-    """Its newest session counts: what became of the one before is over."""
-    job = Job(serve())
-    (old,) = job.join(W0)
     job.verbs[0].leave(old.session, "it failed")
     assert ("failed", "worker-0") in kinds(view(*job.verbs))
     job.open(W0)

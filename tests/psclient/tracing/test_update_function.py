@@ -49,7 +49,8 @@ def update(strategy, v, fn, *args, **kwargs):
 
 
 def test_other_numbers_make_no_other_trace(strategy, traced):
-    """Numbers and what is computed from them are operands; also of another variable of that shape."""
+    """Numbers and what is computed from them are operands; arrays and reduced values are inputs, but for an array that
+    the function makes itself. Also of another variable of that shape, and where a function asks for a number's type."""
 
     @ps.update_function
     def fn(v, x, rate, decay=0.5):
@@ -61,22 +62,23 @@ def test_other_numbers_make_no_other_trace(strategy, traced):
             value = (1 - decay) * value + (2 * rate**2 + rate // 2) * 2.0
             assert update(strategy, v, fn, np.full(3, 2.0, "float32"), rate, decay=decay) == [value] * 3
     assert len(traced) == 1
-
-
-def test_arrays_and_reduced_values_are_inputs(strategy, traced):
-    """Their values may be others; an array that the function makes itself stays."""
-
-    @ps.update_function
-    def fn(v, xs, named):
-        v.assign(xs["a"] * np.array([1.0, 2.0, 3.0]) + named)
-
-    v = variable(strategy)
+    fn = ps.update_function(lambda v, xs, named: v.assign(xs["a"] * np.array([1.0, 2.0, 3.0]) + named))
     for k in (1.0, 2.0):
         with strategy.scope():
             total = strategy.extended.reduce_to("sum", np.full(3, k, "float32"), v)
-            strategy.extended.update(v, fn, ({"a": total},), {"named": np.full(3, k, "float32")})
-        assert v.numpy().tolist() == [2 * k, 3 * k, 4 * k]
-        assert len(traced) == 1
+        assert update(strategy, v, fn, {"a": total}, named=np.full(3, k, "float32")) == [2 * k, 3 * k, 4 * k]
+    assert len(traced) == 2
+
+    @ps.update_function
+    def typed(v, k):
+        match k:
+            case int():
+                return v * 0 + k * 10
+            case float() if isinstance(k, float):
+                return v * 0 + k
+
+    assert [update(strategy, v, typed, k)[0] for k in (1.0, 2.0, 3, 4)] == [1.0, 2.0, 30.0, 40.0]
+    assert len(traced) == 4
 
 
 class Way(enum.Enum):
@@ -117,19 +119,24 @@ def test_what_differs_is_not_taken_for_the_same(strategy, different):
         assert results[0] == results[1]
 
 
-def test_variables_that_are_one_are_not_two(strategy):
-    """A call with one variable twice is another call than one with two of that shape."""
+def test_a_variable_that_is_given_twice_is_another_call(strategy):
+    """Than two of that shape; a function is the same elsewhere, without servers."""
 
     @ps.update_function
     def fn(v, a, b):
+        """Moves on."""
         a.assign(b + 1.0)
         b.assign(a * 2.0)
 
     v, a, b = (variable(strategy, np.zeros(1)) for _ in range(3))
-    strategy.extended.update(v, fn, (a, b))
-    strategy.extended.update(v, fn, (v, v))
-    strategy.extended.update(v, fn, (b, a))
+    for args in ((a, b), (v, v), (b, a)):
+        strategy.extended.update(v, fn, args)
     assert [x.numpy().tolist() for x in (v, a, b)] == [[2.0], [4.0], [2.0]]
+    with opened("mirrored-2") as mirrored:
+        v, a, b = (variable(mirrored, np.zeros(1)) for _ in range(3))
+        mirrored.extended.update(v, fn, (a, b))
+        assert [x.numpy().tolist() for x in (a, b)] == [[1.0], [2.0]]
+    assert (fn.__name__, fn.__doc__) == ("fn", "Moves on.")
 
 
 # ---- Looking at numbers ----
@@ -393,20 +400,6 @@ def test_what_a_function_does_not_come_to_is_no_hindrance(strategy, traced, monk
     del number
 
 
-def test_it_is_the_function_elsewhere():
-    """Without servers, and called by hand; name and docstring are the function's."""
-
-    @ps.update_function
-    def halved(v):
-        """Halves it."""
-        v.assign(v / 2)
-
-    with opened("mirrored-2") as mirrored:
-        v = variable(mirrored, [4.0])
-        assert update(mirrored, v, halved) == [2.0]
-    assert (halved.__name__, halved.__doc__) == ("halved", "Halves it.")
-
-
 def test_memory_is_bounded(strategy, monkeypatch):
     monkeypatch.setattr(update_function, "MAX_TRACES", 3)
     fn = ps.update_function(lambda v, n, word: v * int(n))
@@ -501,22 +494,6 @@ def test_a_scalar_is_a_number_of_its_type(number):
     assert tape.replay([number * 2]) is not None
     assert (scalar.real, scalar.imag, str(scalar)) == (number.real, number.imag, str(number))
     assert tape.replay([number * 2]) is None
-
-
-def test_a_function_may_ask_for_the_type_of_a_number(strategy, traced):
-    """As in Python; other numbers of that type need no other trace, one of another type does."""
-
-    @ps.update_function
-    def fn(v, k):
-        match k:
-            case int():
-                return v + k * 10
-            case float() if isinstance(k, float):
-                return v + k
-
-    v = variable(strategy, [1.0])
-    assert [update(strategy, v, fn, k) for k in (1.0, 2.0, 3, 4)] == [[2.0], [3.0], [31.0], [41.0]]
-    assert len(traced) == 2
 
 
 # ---- Optimizers keep the promise ----
