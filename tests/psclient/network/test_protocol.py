@@ -34,6 +34,7 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from tests.kit.rig import eventually
 from tests.kit.samples import BARE
+from tests.kit.strategies import refused
 
 OURS = f"paramserver {version('paramserver')} (protocol {PROTOCOL})"
 
@@ -92,11 +93,11 @@ def test_another_protocol_is_refused_with_both_versions(monkeypatch, talk):
 
             monkeypatch.setattr(calls, "_saying", says)
             began = time.monotonic()
-            with pytest.raises(ConfigError) as refused:
+            with pytest.raises(ConfigError) as caught:
                 act(cluster)
             assert time.monotonic() - began < 5.0
-            assert refused.value.message.startswith(words.replace(f"protocol {PROTOCOL + 1}", f"protocol {number}"))
-            assert "Install the same version of paramserver everywhere" in refused.value.message
+            assert caught.value.message.startswith(words.replace(f"protocol {PROTOCOL + 1}", f"protocol {number}"))
+            assert "Install the same version of paramserver everywhere" in caught.value.message
 
 
 def test_a_server_of_another_protocol_does_not_vote(monkeypatch):
@@ -121,10 +122,10 @@ def test_a_server_of_another_protocol_does_not_vote(monkeypatch):
 def test_the_error_is_short_whatever_a_stranger_says():
     """A process that says nothing has protocol 0, as those had of before; what is not printable is not repeated."""
     for said in (pb.Spoken(), pb.Spoken(protocol=2**32 - 1, version="x" * 9999), pb.Spoken(version="\n9")):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as caught:
             check_protocol(said, "the standby server at a-host.of-a-cluster:12345", "/job:worker/task:1234")
-        assert len(refused.value.message) <= 300
-        assert refused.value.message.isprintable()
+        assert len(caught.value.message) <= 300
+        assert caught.value.message.isprintable()
 
 
 def losses(*servers: int) -> list[Gone]:
@@ -231,18 +232,14 @@ def test_a_new_process_in_the_place_of_a_server_is_no_new_job(server, decides):
 
 
 def test_a_server_that_is_silent_holds_a_chief_up_for_a_lease():
-    """The job does not know yet that it is lost."""
+    """The job does not know yet that it is lost. A worker of a running job waits for what the chief says, and all wait
+    for a server of no job."""
     began = time.monotonic()
     hosting = look("mine", status(0), None, status(2), decides=True)
     assert (hosting.gone, [*hosting.suspects]) == ({1}, [1])
     assert time.monotonic() - began > TIMEOUTS.session_timeout
-
-
-@pytest.mark.parametrize("decides", [True, False])
-def test_a_server_of_no_job_is_waited_for(decides):
-    """A worker of a running one waits for what the chief says."""
-    with pytest.raises(Unreachable):
-        look("mine", *((None, BARE, BARE) if decides else (status(0), None, status(2))), decides=decides)
+    refused(Unreachable, "", lambda: look("mine", status(0), None, status(2)))
+    refused(Unreachable, "", lambda: look("mine", None, BARE, BARE, decides=True))
 
 
 def read(*generations: Generation) -> JobNews:

@@ -335,32 +335,26 @@ WIDE = st.sampled_from([-(2**70), -(2**63), -129, -128, -5, 0, 3, 127, 128, 255,
 COMPARISONS = [np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal]
 
 
-@search(2)
-@given(dtype=st.sampled_from(INTEGERS), compare=st.sampled_from(COMPARISONS), k=WIDE)
-def test_integers_are_compared_with_any_whole_number(dtype, compare, k):
-    """Also with one that their dtype does not have; on either side."""
-    info = np.iinfo(dtype)
-    check(lambda x: [compare(x, k), compare(k, x)], Val(np.array([info.min, 3, info.max], dtype)))
-
-
-@search(2)
-@given(dtype=st.sampled_from(INTEGERS), low=st.none() | WIDE, high=st.none() | WIDE)
-def test_integers_are_clipped_as_by_numpy(dtype, low, high):
-    """A bound outside of the dtype is none, or no bound can be; then both refuse it."""
-    info = np.iinfo(dtype)
-    x = np.array([info.min, 3, info.max], dtype)
-    try:
-        np.clip(x, low, high)
-    except OverflowError:
-        refused(ProgramError, r"out of bounds|too large", lambda: traced(lambda x: np.clip(x, low, high), Val(x)))
-    else:
-        check(lambda x: np.clip(x, low, high), Val(x))
-
-
 def test_bfloat16_follows_numpy_and_is_assigned_back():
     """NumPy promotes it beside a Python float, and `assign` casts back."""
     half = np.dtype("bfloat16")
     check(lambda v, g: [v.assign_sub(0.5 * g), ops.astype(v, "bfloat16") + g], Var(D.astype(half)), Val(D.astype(half)))
+
+
+@search(2)
+@given(dtype=st.sampled_from(INTEGERS), compare=st.sampled_from(COMPARISONS), k=WIDE, low=st.none() | WIDE)
+def test_integers_beside_any_whole_number(dtype, compare, k, low):
+    """They are compared with one that their dtype does not have, on either side. As a bound to clip by, that is none,
+    or no bound can be; then NumPy refuses it as well."""
+    info = np.iinfo(dtype)
+    x = np.array([info.min, 3, info.max], dtype)
+    check(lambda x: [compare(x, k), compare(k, x)], Val(x))
+    try:
+        np.clip(x, low, k)
+    except OverflowError:
+        refused(ProgramError, r"out of bounds|too large", lambda: traced(lambda x: np.clip(x, low, k), Val(x)))
+    else:
+        check(lambda x: np.clip(x, low, k), Val(x))
 
 
 # Variables.
