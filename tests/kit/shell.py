@@ -1,4 +1,4 @@
-"""Commands as a user types them, other hosts, and what a test may leave behind: processes, ports, open files."""
+"""Commands as a user types them, terminals, other hosts, and what a test may leave behind: processes, ports, files."""
 
 from __future__ import annotations
 

@@ -122,6 +122,16 @@ def test_a_scope_is_of_the_moment_when_it_is_entered():
         assert (context.get_strategy(), context.in_merge_call()) == (s, False)
 
 
+def test_the_default_context_is_one_replica():
+    """Its `merge_call` runs at once, with the default strategy; there is nothing to reduce, and values stay the
+    same."""
+    replica, default, given = context.get_replica_context(), ps.get_strategy(), object()
+    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, default)
+    merged = replica.merge_call(lambda strategy, x: (strategy, x, context.in_cross_replica_context()), (3,))
+    assert merged == (default, 3, True)
+    assert replica.all_reduce("sum", given) is given
+
+
 def test_a_replica_context_is_of_now():
     """Its numbers change with the generation; it is of no use while another replica's function runs."""
     where, s = [(2, 5)], Strategy()

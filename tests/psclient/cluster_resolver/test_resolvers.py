@@ -21,7 +21,7 @@ from psclient.cluster_resolver import (
 )
 from pswire.cluster import JOBS, ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError
-from tests.kit.strategies import refused
+from tests.kit.strategies import opened, refused
 
 JOBS_GIVEN = {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
 SPEC = ClusterSpec(JOBS_GIVEN)
@@ -254,6 +254,18 @@ NO_SCRIPTS = {
     "evaluator": "an evaluator does not take part in training; give it its own strategy, such as Mirrored",
 }
 """A strategy is for workers and the chief; others are told how to start."""
+
+
+def test_a_strategy_hands_out_the_resolver_that_it_was_given():
+    """It tells the cluster and the task; a strategy without a cluster has none."""
+    for kind in ("embedded-1", "mirrored-1"):
+        with opened(kind) as strategy:
+            assert strategy.cluster_resolver is None
+    with opened("servers-1") as strategy:
+        resolver = strategy.cluster_resolver
+        assert isinstance(resolver, SimpleClusterResolver)
+        assert task_of(resolver) == TaskConfig(resolver.cluster_spec(), Task("worker", 0))
+        assert resolver.cluster_spec().jobs == ["ps", "worker"]
 
 
 ADDRESSES = st.lists(st.sampled_from(["a:1", "b:2", "c"]), max_size=2)

@@ -173,6 +173,14 @@ def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches():
         assert sizes == [(2, 2, []), (0, 3, [0]), (0, 1, [0])]
 
 
+class Forever:
+    """Endless batches, as a function may give."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield np.zeros(1)
+
+
 def test_batches_are_looked_for_one_step_ahead():
     """Whether another follows is told with each batch; of an endless dataset nothing is read but what is needed."""
     worker, read = Worker(), []
@@ -185,6 +193,11 @@ def test_batches_are_looked_for_one_step_ahead():
 
     told = [(len(read), worker.more) for _ in from_batches(Source(), worker)]
     assert told == [(2, True), (3, True), (3, False)]
+    worker = Worker(local=2, replicas=2)
+    for step, _ in enumerate(from_batches(Forever(), worker)):
+        assert worker.more
+        if step == 10:
+            break
 
 
 def test_a_worker_without_any_batch_is_told_so():
