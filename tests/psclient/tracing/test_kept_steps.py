@@ -294,3 +294,26 @@ def test_a_repeated_section_knows_what_it_assigns(strategy):
     assert section.writes(w.handle.id)
     refused(RuntimeError, "complete", lambda: section.apply((0,), doubled, (again, 2.0), {}))
     refused(RuntimeError, "complete", lambda: section.reduce(combine("sum", [np.ones(2)], frozenset(), None), (0,)))
+
+
+def kept(numbers=(2.0,)):
+    section, (total,) = reduced(np.ones(2))
+    section.apply((0,), doubled, (total, 2.0), {})
+    return section.complete(list(numbers))
+
+
+def test_only_the_same_reductions_are_repeated():
+    """Others, more of them, or something recorded behind are another section; what depends on more is not kept."""
+    for arrays in ([np.ones(3)], [np.ones(2, "float32")], [np.ones(2)] * 2, []):
+        assert not reduced(*arrays)[0].repeat(kept(), [2.0])
+    section, (total,) = reduced(np.ones(2))
+    section.apply((0,), doubled, (total, 2.0), {})
+    assert not section.repeat(kept(), [2.0])
+    section, (total,) = reduced(np.ones(2))
+    section.give_back(total)
+    assert not section.repeat(kept(), [2.0])
+    assert kept(numbers=(3.0,)) is None
+    for fn, args in ((doubled, (np.ones(2),)), (lambda x, y: x + y, (2.0,))):
+        section, (total,) = reduced(np.ones(2))
+        section.apply((0,), fn, (total, *args), {})
+        assert section.complete([2.0]) is None
