@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent import futures
 from dataclasses import replace
 
 import numpy as np
@@ -193,6 +194,57 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(job):
             break
     assert given
     assert not given & {chunk for ask in asked for chunk in ask.done}
+
+
+def test_rows_that_are_looked_up_come_with_the_round_before(job, monkeypatch):
+    """The next batch is known while one is in use, so that a step reads no rows by itself.
+
+    Steps here take as long as server 0 needs to hand the next batches out.
+    """
+    asked, calls = [], job.group.chunk_calls
+    ask = calls.ask
+    monkeypatch.setattr(calls, "ask", lambda question: asked.append(ask(question)) or asked[-1])
+    with job.strategy.scope():
+        table = ps.Variable(np.ones((40, 2), "float32"), name="table")
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, prefetch={table: lambda rows: rows})
+    optimizer = ps.optimizers.SGD(1.0)
+
+    def step(rows):
+        found = table.lookup(rows)
+        optimizer.apply_gradients([(ps.IndexedSlices(found.numpy(), rows), table)])
+
+    pulls = []
+    server = job.cluster.cores[0]
+    server.stimuli.record = lambda stimulus: pulls.append(stimulus) if stimulus.name == "pull" else None
+    for rows in job.data(ps.ArrayDataset(np.arange(40)).batch(1), options):
+        futures.wait(asked)
+        job.strategy.run(step, args=(rows,))
+    assert not table.numpy().any()
+    assert len(pulls) < 10  # those of the first batch, and the read above
+
+
+def test_a_restore_goes_back_to_what_was_done_then(tmp_path):
+    """What was handed out since is nothing to it, whatever the worker has ahead."""
+    with InProcessCluster(checkpoint_root=tmp_path) as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
+            job = Job(cluster, strategy)
+            checkpoint = ps.train.Checkpoint(sum=job.sum)
+            batches, seen, path = job.data(arrays(40, 4)), list[list[list[int]]](), ""
+            for go in range(2):
+                if go:
+                    checkpoint.restore(path)
+                for _ in batches.epochs(2):
+                    seen.append([])
+                    for rows in batches:
+                        seen[-1].append(rows.tolist())
+                        job.update()
+                        if not go and len(seen) == 1 and len(seen[0]) == 4:
+                            path = checkpoint.save("run/ckpt")
+                            checkpoint.sync()
+            first, second, *again = seen
+            assert again == [first[4:], second]
+            assert job.sum.numpy() == 20
 
 
 def test_each_batch_is_read_once(job):
