@@ -9,7 +9,7 @@ Worlds
     simulated        whole jobs in simulated time, which a test makes fail
     transports       one server behind a transport, and networks that break
     faulty_servers   processes that die at a point of a save, flip a bit, or hold a read back
-    shell            commands as a user types them; other hosts; what may be left behind
+    shell            commands as a user types them; terminals; other hosts; what may be left behind
     storage          disks, an object store, checkpoints that were written by other means
     certificates     certificates of a cluster, and others
 

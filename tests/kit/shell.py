@@ -1,17 +1,20 @@
-"""Commands as a user types them, other hosts, and what a test may leave behind: processes, ports, open files."""
+"""Commands as a user types them, terminals, other hosts, and what a test may leave behind: processes, ports, files."""
 
 from __future__ import annotations
 
 import fcntl
 import getpass
 import os
+import select
 import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -128,6 +131,36 @@ def listens(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def terminal(start: Callable[..., Any], columns: int = 80) -> Iterator[tuple[subprocess.Popen[Any], int]]:
+    """A process on a terminal of its own, and that terminal's other end.
+
+    Args:
+        start: starts the process, with the arguments of `Popen` that it is given.
+        columns: the terminal's width.
+    """
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = start(stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def shown(terminal: int, expected: str) -> str:
+    """All that a terminal shows until it has shown something."""
+    text = b""
+    while expected.encode() not in text:
+        ready, _, _ = select.select([terminal], [], [], SECONDS)
+        assert ready, f"{expected!r} does not come: {text.decode()!r}"
+        text += os.read(terminal, 1 << 16)
+    return text.decode()
 
 
 def sockets_of(process: int) -> list[Path]:

@@ -18,10 +18,12 @@ from psclient._src.arrays.devices import Device
 from psclient._src.config import (
     LaunchConfig,
     child_environ,
+    grpc_streams,
     local_reduction_from,
     metrics_from,
     task_config,
     timeouts_from,
+    transport_from,
 )
 from psclient._src.options import Async, AutoShardPolicy, InputContext, InputOptions, RunOptions, Sync, ValueContext
 from psclient._src.rounds import counters
@@ -40,44 +42,46 @@ from tests.kit.telemetry import Page, documented, mistakes
 TF_CONFIG = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
 
 
-def test_tf_config_is_read_at_each_call(monkeypatch):
-    """A process that sets TF_CONFIG after the import is in that cluster."""
+def test_what_the_environment_says(monkeypatch):
+    """What a launcher hands on is what a child reads; TF_CONFIG may be set after the import; a file or a flag wins."""
+    timeouts = Timeouts(session_timeout=3.25, round_timeout=9.75, heartbeat_interval=1e-3)
+    assert timeouts_from(timeouts.environ()) == timeouts
+    assert [local_reduction_from({"PS_LOCAL_REDUCTION": said}) for said in ("", "0", "1")] == [False, False, True]
+    assert grpc_streams({})
+    assert [grpc_streams({"PS_GRPC_STREAM": said}) for said in ("1", "0")] == [True, False]
+    assert (transport_from({}), transport_from({"PS_TRANSPORT": "tcp"})) == ("shm", "tcp")
+    monkeypatch.setenv("PS_METRICS_PORT", "9100")
+    assert (LaunchConfig().metrics_port, LaunchConfig(metrics_port=0).metrics_port) == (9100, 0)
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert task_config() is None
     monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
     config = task_config()
     assert config is not None
     assert config.task == Task("worker", 0)
+    services = {"PS_SERVICE_HOST": "10.0.0.1", "PS_0_PORT": "tcp://10.0.0.1:2222", "PS_PORTS": "tcp://10.0.0.1:2222"}
+    others = {**services, "PS_FORMAT": "pid", "PS1": "$", "LS_TRANSPORT": "x"}
+    assert timeouts_from(others) == timeouts_from({}) == Timeouts(), "of ps, and of a service that is called ps"
 
 
-def test_timeouts_and_aggregation_travel():
-    """What a launcher hands on is what a child reads; a name that is close is said."""
-    timeouts = Timeouts(session_timeout=3.25, round_timeout=9.75, heartbeat_interval=1e-3)
-    assert timeouts_from(timeouts.environ()) == timeouts
-    assert timeouts_from({}) == Timeouts()
-    found = [local_reduction_from({"PS_LOCAL_REDUCTION": said}) for said in ("", "0", "1")]
-    assert found == [False, False, True]
-    with pytest.raises(ConfigError, match="PS_LOCAL_REDUCTION must be 1 or 0, not 'host'"):
-        local_reduction_from({"PS_LOCAL_REDUCTION": "host"})
+WRONG = [
+    (timeouts_from, {"PS_SESION_TIMEOUT": "1"}, "PS_SESION_TIMEOUT is unknown; did you mean PS_SESSION_TIMEOUT?"),
+    (timeouts_from, {"PS_REPLICATION_FACTR": "1"}, "is unknown; did you mean PS_REPLICATION_FACTOR?"),
+    (timeouts_from, {"PS_TLS_CERTS": "1"}, "is unknown; did you mean PS_TLS_CERT?"),
+    (timeouts_from, {"PS_SESSION_TIMEOUT": "soon"}, "'soon' must be a positive number"),
+    *((timeouts_from, {"PS_SESSION_TIMEOUT": said}, "positive") for said in ("-1", "nan", "inf")),
+    (timeouts_from, {"PS_SESSION_TIMEOUT": "5", "PS_ROUND_TIMEOUT": "14.9"}, "PS_ROUND_TIMEOUT=14.9 is below 3 times"),
+    (local_reduction_from, {"PS_LOCAL_REDUCTION": "host"}, "PS_LOCAL_REDUCTION must be 1 or 0, not 'host'"),
+    (grpc_streams, {"PS_GRPC_STREAM": "no"}, "PS_GRPC_STREAM must be 1 or 0, not 'no'"),
+    (transport_from, {"PS_TRANSPORT": "tpc"}, r"tpc.*tcp"),
+    *((metrics_from, {"PS_METRICS_PORT": said}, "PS_METRICS_PORT") for said in ("x", "-1", "65536", "1.5")),
+    (lambda given: LaunchConfig(**given), {"metrics_port": 70_000}, "metrics_port"),
+]
 
 
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
-        ({"PS_SESION_TIMEOUT": "1"}, "PS_SESSION_TIMEOUT"),
-        ({"PS_SESSION_TIMEOUT": "soon"}, "'soon' must be a positive number"),
-        (
-            {"PS_SESSION_TIMEOUT": "5", "PS_ROUND_TIMEOUT": "14.9"},
-            "PS_ROUND_TIMEOUT=14.9 is below 3 times PS_SESSION_TIMEOUT",
-        ),
-        ({"PS_SESSION_TIMEOUT": "-1"}, "positive"),
-        ({"PS_SESSION_TIMEOUT": "nan"}, "positive"),
-        ({"PS_SESSION_TIMEOUT": "inf"}, "positive"),
-    ],
-)
-def test_bad_timeouts_are_named(environ, said):
-    """An error names the variable, and for an unknown one the nearest known."""
-    refused(ConfigError, said, lambda: timeouts_from(environ))
+@pytest.mark.parametrize(("read", "given", "said"), WRONG, ids=str)
+def test_wrong_settings_are_named(read, given, said):
+    """A word that means nothing would count as absent: the nearest one is told."""
+    refused(ConfigError, said, lambda: read(given))
 
 
 def test_children_keep_what_the_user_set(monkeypatch):
@@ -117,32 +121,19 @@ def test_options_have_the_names_and_defaults_of_tensorflow():
     )
 
 
-def test_consistencies_that_cannot_be():
-    """Backup workers fewer than none; a bound may be NumPy's, and is kept as Python's."""
-    refused(
-        ValueError, "backup_workers=-1 is negative; use 0 to wait for every worker", lambda: Sync(backup_workers=-1)
-    )
+def test_numbers_of_a_consistency_are_whole():
+    """Anything else is refused where it is said, with the name of the argument; NumPy's are kept as Python's."""
     assert (Sync().backup_workers, Sync(backup_workers=2).mode, Async().backup_workers) == (0, "sync", 0)
     assert type(ps.BoundedStaleness(cast(Any, np.int64(3))).k) is int
     assert ps.BoundedStaleness(0) == ps.BoundedStaleness(k=0, nonfinite="apply")
     refused(ValueError, "unknown nonfinite 'never'", lambda: ps.BoundedStaleness(1, nonfinite=cast(Any, "never")))
-
-
-WORKERS = "backup_workers={} is not a number of workers; use an integer"
-BOUND = "BoundedStaleness has k={}; use "
-
-
-@pytest.mark.parametrize(
-    ("make", "given", "error", "said"),
-    [
-        *((lambda given: Sync(backup_workers=given), wrong, TypeError, WORKERS) for wrong in (True, 1.0, "1", None)),
-        *((ps.BoundedStaleness, k, ValueError, BOUND) for k in (-1, 2**31)),
-        *((ps.BoundedStaleness, k, TypeError, BOUND) for k in (True, np.True_, 3.0, "3")),
-    ],
-)
-def test_numbers_of_a_consistency_are_whole(make, given, error, said):
-    """Anything else is refused where it is said, and the message has it, with the name of the argument."""
-    refused(error, re.escape(said.format(repr(given))), lambda: make(given))
+    refused(ValueError, "backup_workers=-1 is negative; use 0 to wait for every", lambda: Sync(backup_workers=-1))
+    for wrong in (True, 1.0, "1", None):
+        said = re.escape(f"backup_workers={wrong!r} is not a number of workers; use an integer")
+        refused(TypeError, said, lambda wrong=wrong: Sync(backup_workers=wrong))
+    for error, bounds in ((ValueError, (-1, 2**31)), (TypeError, (True, np.True_, 3.0, "3"))):
+        for k in bounds:
+            refused(error, re.escape(f"BoundedStaleness has k={k!r}; use "), lambda k=k: ps.BoundedStaleness(k))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +152,20 @@ def test_devices_are_read(text, device):
     assert Device.parse(text) == device
 
 
-@pytest.mark.parametrize("text", ["", "tpu:0", "gpu:-1", "gpu:", "gpu:1x", "cpu:0 ", "/job:worker/task:0"])
-def test_what_is_no_device_is_refused(text):
-    refused(ConfigError, "use cpu:0 or gpu:0", lambda: Device.parse(text))
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        *(([text], "use cpu:0 or gpu:0") for text in ("", "tpu:0", "gpu:-1", "gpu:", "gpu:1x", "cpu:0 ")),
+        (["/job:worker/task:0"], "use cpu:0 or gpu:0"),
+        ([], "the list of devices is empty"),
+        (["cpu:0", "cpu"], "listed twice"),
+        (["cpu:0", "abacus"], "'abacus' is not a device"),
+        ([f"gpu:{devices.available_gpus()}"], "use cpu:0"),
+    ],
+    ids=str,
+)
+def test_devices_that_cannot_be_are_refused(names, message):
+    refused(ConfigError, message, lambda: devices.local_devices(names))
 
 
 def test_the_default_is_all_gpus_or_one_cpu():
@@ -178,19 +180,6 @@ def test_the_default_is_all_gpus_or_one_cpu():
     assert Device.parse(device.full_name(Task("worker", 1))) == Device.parse(str(device)) == device
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([], "the list of devices is empty"),
-        (["cpu:0", "cpu"], "listed twice"),
-        (["cpu:0", "abacus"], "'abacus' is not a device"),
-        ([f"gpu:{devices.available_gpus()}"], "use cpu:0"),
-    ],
-)
-def test_devices_that_cannot_be_are_refused(names, message):
-    refused(ConfigError, message, lambda: devices.local_devices(names))
-
-
 class Foreign:
     """An array of another library, in host memory."""
 
@@ -201,27 +190,17 @@ class Foreign:
         return 1, 0
 
 
-@pytest.mark.parametrize("make", [lambda: np.arange(3), lambda: [0, 1, 2], Foreign])
-def test_arrays_come_to_the_host(make):
-    """NumPy arrays are not copied; what NumPy can read is read."""
-    given = make()
-    got = devices.to_device(given, Device("cpu", 1))
-    assert got.tolist() == [0, 1, 2]
-    assert got is given or not isinstance(given, np.ndarray)
-
-
-def test_host_arrays_are_added_on_the_host():
+def test_arrays_are_added_on_the_host(monkeypatch):
+    """NumPy's are not copied, what NumPy can read is read; a GPU needs CuPy, and the error says what to install."""
+    array = np.arange(3)
+    assert devices.to_device(array, Device("cpu", 1)) is array
+    for given in ([0, 1, 2], Foreign()):
+        assert devices.to_device(given, Device("cpu", 1)).tolist() == [0, 1, 2]
     total = devices.add(np.array([1, 2], "float32"), np.array([3, 4], "float32"))
-    assert total.dtype == np.float32
-    assert total.tolist() == [4, 6]
-    assert devices.device_of(total) == devices.CPU
+    assert (total.dtype, total.tolist(), devices.device_of(total)) == (np.float32, [4, 6], devices.CPU)
     assert devices.namespace(devices.CPU) is np
     with devices.device_scope(devices.CPU):
         assert devices.device_of(1.0) == devices.CPU
-
-
-def test_without_cupy_there_are_no_gpus(monkeypatch):
-    """That is no error; asking for one is, and says what to install."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert devices.default_devices() == (devices.CPU,)
     refused(ConfigError, r"pip install -e .\.\[gpu\]", lambda: devices.to_device(np.zeros(1), Device("gpu", 0)))
@@ -239,7 +218,8 @@ def clock(monkeypatch):
 
 
 def test_time_is_computing_waiting_or_reading(clock):
-    """None of it is two of these; before the first round nothing is computed for one."""
+    """None of it is two of these; before the first round nothing is computed for one. Reads of several threads are not
+    more than the time, and a wait that is interrupted is one."""
     one = RoundCounters()
     clock[0] += 5.0
     with one:
@@ -249,27 +229,12 @@ def test_time_is_computing_waiting_or_reading(clock):
     with one:
         clock[0] += 4.0
     assert (one.computing.total, one.waiting.total, one.reading.total) == (1.0, 5.0, 2.0)
-    assert one.waits == 2
-
-
-def test_reads_of_several_threads_are_not_more_than_the_time(clock):
-    """Replicas read at the same time."""
-    one = RoundCounters()
-    with one:
-        pass
     clock[0] += 1.0
     one.read(1.0)
     one.read(1.0)
-    with one:
-        pass
-    assert one.computing.total == 0.0
-
-
-def test_a_wait_that_is_interrupted_is_one(clock):
-    one = RoundCounters()
     with pytest.raises(KeyboardInterrupt), one:
         raise KeyboardInterrupt
-    assert one.waits == 1
+    assert (one.computing.total, one.waits) == (1.0, 3)
 
 
 def test_the_document_has_the_metrics_of_the_code():
@@ -315,18 +280,6 @@ def test_a_port_for_metrics(monkeypatch):
         refused(ConfigError, rf"127.0.0.1:{port} .*in use.*--metrics-port", lambda: Exporter(WORKER, Security()))
 
 
-@pytest.mark.parametrize("text", ["x", "-1", "65536", "1.5"])
-def test_what_is_no_port_is_said(text):
-    refused(ConfigError, "PS_METRICS_PORT", lambda: metrics_from({"PS_METRICS_PORT": text}))
-
-
-def test_a_cluster_takes_its_port_from_the_environment(monkeypatch):
-    """Where neither a flag nor its file say another."""
-    monkeypatch.setenv("PS_METRICS_PORT", "9100")
-    assert (LaunchConfig().metrics_port, LaunchConfig(metrics_port=0).metrics_port) == (9100, 0)
-    refused(ConfigError, "metrics_port", lambda: LaunchConfig(metrics_port=70_000))
-
-
 @pytest.mark.parametrize("expiry", [0.0, 2e9])
 def test_a_page_without_sources_has_the_process_alone(expiry):
     """Before it has a session there is nothing else to tell; only certificates have an end."""
@@ -335,23 +288,3 @@ def test_a_page_without_sources_has_the_process_alone(expiry):
     build, end = Page(generate_latest(registry).decode()).ours
     assert build.samples[0].labels["task"] == "/job:worker/task:0"
     assert [sample.value for sample in end.samples] == ([expiry] if expiry else [])
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("PS_REPLICATION_FACTR", "PS_REPLICATION_FACTOR"),
-        ("PS_TLS_CERTS", "PS_TLS_CERT"),
-        ("PS_METRICS_PROT", "PS_METRICS_PORT"),
-    ],
-)
-def test_a_variable_that_is_misspelt_is_told(name, meant):
-    """It would count as absent."""
-    with pytest.raises(ConfigError, match=f"environment variable {name} is unknown; did you mean {meant}?"):
-        timeouts_from({name: "1"})
-
-
-def test_variables_of_others_are_none_of_ours():
-    """Those of the command ps, and of a service of Kubernetes that is called ps."""
-    services = {"PS_SERVICE_HOST": "10.0.0.1", "PS_0_PORT": "tcp://10.0.0.1:2222", "PS_PORTS": "tcp://10.0.0.1:2222"}
-    assert timeouts_from({**services, "PS_FORMAT": "pid", "PS1": "$", "LS_TRANSPORT": "x"}) == timeouts_from({})

@@ -56,16 +56,6 @@ def test_a_loss_is_keras(name):
     np.testing.assert_allclose(CASES[name](), KERAS[name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("loss", [L.binary_crossentropy, L.categorical_crossentropy])
-def test_logits_are_as_their_probabilities(loss):
-    """Which `from_logits` says to compute first."""
-    small = LOGITS[:3]
-    shares = 1 / (1 + np.exp(-small))
-    if loss is L.categorical_crossentropy:
-        shares = np.exp(small) / np.exp(small).sum(-1, keepdims=True)
-    np.testing.assert_allclose(loss(LABELS[:3], small, from_logits=True), loss(LABELS[:3], shares), rtol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_great_logits_do_not_overflow(dtype):
     """The loss is as great as the logits are; no warning, which would be an error here."""
@@ -129,35 +119,51 @@ def test_shapes_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("wrong", [-1, 3, 0.5, np.nan])
 def test_a_label_is_the_number_of_a_class(wrong):
-    """Anything else is refused, and would be another class's loss."""
+    """Anything else is refused, and would be another class's loss; so is a smoothing that is no fraction."""
     with pytest.raises(ValueError, match="not an integer from 0 to 2, but there are 3 classes"):
         L.sparse_categorical_crossentropy(np.array([0, 1, 2, wrong]), LOGITS, from_logits=True)
-
-
-@pytest.mark.parametrize("loss", [L.binary_crossentropy, L.categorical_crossentropy])
-@pytest.mark.parametrize("smoothing", [-0.1, 1.5, np.nan])
-def test_smoothing_is_a_fraction(loss, smoothing):
-    refused(ValueError, f"label_smoothing is {smoothing}", lambda: loss(LABELS, SHARES, label_smoothing=smoothing))
+    for loss in (L.binary_crossentropy, L.categorical_crossentropy):
+        for smoothing in (-0.1, 1.5, np.nan):
+            with pytest.raises(ValueError, match=f"label_smoothing is {smoothing}"):
+                loss(LABELS, SHARES, label_smoothing=smoothing)
 
 
 I = ps.initializers  # noqa: E741
-RANDOM = [I.RandomUniform(), I.RandomNormal(), I.TruncatedNormal()]
-ALL = [I.Zeros(), I.Ones(), I.Constant(0.5), *RANDOM]
+RANDOM = I.RandomUniform, I.RandomNormal, I.TruncatedNormal
+WIRE = {
+    I.Zeros(): tables.Zeros(),
+    I.Ones(): tables.Constant(1.0),
+    I.Constant(3.0): tables.Constant(3.0),
+    I.RandomUniform(-1, 1, 7): tables.Uniform(-1, 1),
+    I.RandomNormal(1, 2, 7): tables.Normal(1, 2),
+    I.TruncatedNormal(1, 2, 7): tables.TruncatedNormal(1, 2),
+}
+"""What servers are told of each."""
 
 
-@pytest.mark.parametrize("initializer", ALL, ids=repr)
+@pytest.mark.parametrize("initializer", WIRE, ids=repr)
 @pytest.mark.parametrize("dtype", ["float32", np.float64, np.float16, ml_dtypes.bfloat16])
 def test_values_are_the_same_each_time(initializer, dtype):
-    """In each dtype of floats, as an ordinary array of their own."""
+    """In each dtype of floats, as an ordinary array of their own; in other dtypes the user has to choose a constant."""
     first, second = initializer((3, 4), dtype), initializer((3, 4), dtype)
-    assert first.dtype == dtype
-    assert first.shape == (3, 4)
+    assert (first.dtype, first.shape, first.flags.writeable) == (dtype, (3, 4), True)
     assert first.tobytes() == second.tobytes()
-    assert first.flags.writeable
     assert first is not second
+    assert initializer._of_rows() == WIRE[initializer]
+    if isinstance(initializer, RANDOM):
+        refused(TypeError, "float32", lambda: initializer((2,), "int32"))
+        refused(TypeError, "is not supported for variables", lambda: initializer((2,), "datetime64[s]"))
 
 
-@pytest.mark.parametrize("kind", [I.RandomUniform, I.RandomNormal, I.TruncatedNormal])
+def test_numbers_that_cannot_be():
+    nan, infinite = float("nan"), float("inf")
+    refused(ValueError, "", lambda: I.Constant(nan), lambda: I.TruncatedNormal(infinite))
+    refused(ValueError, "", lambda: I.RandomUniform(1, 0), lambda: I.RandomNormal(0, -1))
+    refused(ValueError, "", lambda: I.RandomUniform(seed=-1), lambda: I.RandomNormal(seed=1.5))
+    refused(ValueError, "", lambda: I.TruncatedNormal(seed=True))
+
+
+@pytest.mark.parametrize("kind", RANDOM)
 def test_another_seed_gives_other_values(kind):
     """And equal ones are equal initializers."""
     assert kind(seed=1)((9,)).tolist() != kind(seed=2)((9,)).tolist()
@@ -191,45 +197,6 @@ def test_defaults_are_keras():
     init = I.RandomNormal(seed=3)
     assert ps.Variable(init((2, 2))).numpy().tolist() == init((2, 2)).tolist()
     assert ps.Variable(lambda: init((2, 2))).numpy().tolist() == init((2, 2)).tolist()
-
-
-@pytest.mark.parametrize(
-    ("initializer", "wire"),
-    [
-        (I.Zeros(), tables.Zeros()),
-        (I.Ones(), tables.Constant(1.0)),
-        (I.Constant(3.0), tables.Constant(3.0)),
-        (I.RandomUniform(-1, 1, 7), tables.Uniform(-1, 1)),
-        (I.RandomNormal(1, 2, 7), tables.Normal(1, 2)),
-        (I.TruncatedNormal(1, 2, 7), tables.TruncatedNormal(1, 2)),
-    ],
-    ids=repr,
-)
-def test_servers_know_each(initializer, wire):
-    assert initializer._of_rows() == wire
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: I.Constant(float("nan")),
-        lambda: I.RandomUniform(1, 0),
-        lambda: I.RandomNormal(0, -1),
-        lambda: I.TruncatedNormal(float("inf")),
-        lambda: I.RandomUniform(seed=-1),
-        lambda: I.RandomNormal(seed=1.5),
-        lambda: I.TruncatedNormal(seed=True),
-    ],
-)
-def test_numbers_that_cannot_be(make):
-    refused(ValueError, "", lambda: make())
-
-
-@pytest.mark.parametrize("initializer", RANDOM, ids=repr)
-def test_random_values_are_floats(initializer):
-    """Of other dtypes a constant is for the user to choose."""
-    refused(TypeError, "float32", lambda: initializer((2,), "int32"))
-    refused(TypeError, "is not supported for variables", lambda: initializer((2,), "datetime64[s]"))
 
 
 STEPS = (0, 1, 2, 3, 4, 5, 7, 8, 11, 12, 15, 20, 100)
@@ -289,21 +256,23 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_its_closed_form(name):
+    """On numbers; traced on an int64 count and run as a program, in float64 and the same bits; and made of its config,
+    through JSON, a schedule within another included, where that of Keras has a name besides."""
     schedule, closed = SCHEDULES[name]
-    assert [float(schedule(t)) for t in STEPS] == pytest.approx([closed(t) for t in STEPS], rel=1e-12, abs=1e-15)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_computed_where_the_count_is(name):
-    """Traced on an int64 count and run as a program: float64, the same bits as on numbers."""
-    schedule, _ = SCHEDULES[name]
-    for t in STEPS:
+    rates = [float(schedule(t)) for t in STEPS]
+    assert rates == pytest.approx([closed(t) for t in STEPS], rel=1e-12, abs=1e-15)
+    for t, expected in zip(STEPS, rates, strict=True):
         count, recording = np.array(t), Recording()
         found = trace(recording, schedule, (recording.value(spec_of(count), "count"),))
         inputs = [o if isinstance(o, np.ndarray) else count for o in found.origins]
         (rate,) = run(found.program, inputs, np)[1]
         assert np.asarray(rate).dtype == np.float64
-        assert float(rate) == pytest.approx(float(schedule(t)), rel=1e-14)
+        assert float(rate) == pytest.approx(expected, rel=1e-14)
+    config = json.loads(json.dumps(schedule.get_config()))
+    for given in (config, {**config, "name": "Keras"}):
+        made = type(schedule).from_config(given)
+        assert (type(made), made.get_config()) == (type(schedule), config)
+        assert [float(made(t)) for t in STEPS] == rates
 
 
 @pytest.mark.parametrize(
@@ -323,25 +292,10 @@ def test_a_schedule_is_computed_where_the_count_is(name):
     ],
 )
 def test_wrong_arguments_are_refused(make, text):
-    """At once, by name and value."""
+    """At once, by name and value; words are no numbers, not even those that Python makes numbers of."""
     refused(ValueError, text, lambda: make())
-
-
-def test_what_schedules_refuse():
-    """Words are no numbers, not even those that Python makes numbers of; the base computes nothing."""
     refused(TypeError, r"initial_learning_rate is '0.1'; use a number", lambda: s.CosineDecay("0.1", 10))
     refused(NotImplementedError, "", lambda: s.LearningRateSchedule()(0))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_made_of_its_config(name):
-    """Through JSON, a schedule within another included; and that of Keras has a name besides."""
-    schedule, _ = SCHEDULES[name]
-    config = json.loads(json.dumps(schedule.get_config()))
-    for given in (config, {**config, "name": "Keras"}):
-        made = type(schedule).from_config(given)
-        assert (type(made), made.get_config()) == (type(schedule), config)
-        assert [float(made(t)) for t in STEPS] == [float(schedule(t)) for t in STEPS]
 
 
 o = ps.optimizers

@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,44 +111,27 @@ def interrupted(script: Any) -> None:
         pass  # a second one would come here
 
 
-def test_a_call_is_whole_and_the_interrupt_is_its_result(ours):
-    """In the line that has called it: the user's `finally` and `except` see it there."""
-
-    def script() -> None:
-        try:
-            ours.seen.append(ours.comes())
-        finally:
-            ours.seen.append("finally")
-
-    interrupted(script)
-    assert ours.seen == ["whole", "finally"]
+def calls(ours: Any) -> None:
+    try:
+        ours.seen.append(ours.comes())
+    finally:
+        ours.seen.append("finally")
 
 
-def test_an_error_of_the_call_gives_way(ours):
-    """It is the interrupt that the script sees, whether it handles the error or not."""
+def handles_errors(ours: Any) -> None:
+    with suppress(ValueError):
+        ours.fails()
+    ours.seen.append("goes on")
 
-    def handles() -> None:
-        try:
-            ours.fails()
-        except ValueError:
-            ours.seen.append("handled")
 
-    interrupted(handles)
-    interrupted(ours.fails)
-    assert ours.seen == ["whole", "whole"]
+def is_interrupted(ours: Any) -> None:
+    signal.raise_signal(signal.SIGINT)
+    ours.seen.append("goes on")
 
 
 def loops(batches: Any) -> None:
     for _ in batches:
         pass
-
-
-def lists(batches: Any) -> None:
-    list(batches)
-
-
-def comprehends(batches: Any) -> None:
-    [number + 1 for number in batches]
 
 
 def delegates(batches: Any) -> None:
@@ -158,78 +142,57 @@ def delegates(batches: Any) -> None:
         pass
 
 
-def asks(batches: Any) -> None:
-    next(batches)
-
-
-def handles(batches: Any) -> None:
-    try:
+def handles_the_end(batches: Any) -> None:
+    with suppress(StopIteration):
         next(batches)
-    except StopIteration:
-        return
 
 
-@pytest.mark.parametrize("passes", [loops, lists, comprehends, delegates, asks, handles])
-def test_the_call_that_ends_a_pass_is_as_any_other(ours, passes):
-    """However the script asks for batches: the interrupt comes behind the loop."""
-    interrupted(lambda: passes(ours.Pass()))
-    assert ours.seen == ["whole"]
+def within(ours: Any, block: Any) -> None:
+    with block:
+        ours.seen.append("within")
 
 
-@pytest.mark.parametrize("ends", ["enter", "exit"])
-def test_what_is_entered_is_left(ours, ends):
-    """An interrupt as a block is entered, or left, comes within it, or behind it; never between."""
-
-    def script() -> None:
-        with ours.Scope(ends):
-            ours.seen.append("within")
-
-    interrupted(script)
-    within = {"enter": ["whole", "entered", "left"], "exit": ["entered", "within", "whole", "left"]}
-    assert ours.seen == within[ends]
+def spans(ours: Any) -> None:
+    ours.begins()
+    ours.seen.append("between")
+    ours.ends()
+    ours.seen.append("goes on")
 
 
-def test_generators_and_blocks_of_them_end(ours):
-    """A pass over data is over, and a block that was not entered is left."""
+RAISED: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+    "a call is whole, the interrupt is its result": (calls, ["whole", "finally"]),
+    "an error of the call gives way": (lambda ours: ours.fails(), ["whole"]),
+    "though the script handles it": (handles_errors, ["whole"]),
+    "code of the user is left at once": (is_interrupted, []),
+    "also where ours calls it": (lambda ours: ours.runs(lambda: is_interrupted(ours)), ["left"]),
+    "a call that the user's makes is whole": (lambda o: o.runs(lambda: calls(o)), ["whole", "finally", "left"]),
+    "it comes behind a loop": (lambda ours: loops(ours.Pass()), ["whole"]),
+    "behind a list": (lambda ours: list(ours.Pass()), ["whole"]),
+    "behind a comprehension": (lambda ours: [number + 1 for number in ours.Pass()], ["whole"]),
+    "behind `yield from`": (lambda ours: delegates(ours.Pass()), ["whole"]),
+    "behind `next`": (lambda ours: next(ours.Pass()), ["whole"]),
+    "behind the end of a pass": (lambda ours: handles_the_end(ours.Pass()), ["whole"]),
+    "a pass over data is over": (lambda ours: loops(ours.batches()), ["whole", "left"]),
+    "a block that is entered is left": (lambda o: within(o, o.Scope("enter")), ["whole", "entered", "left"]),
+    "a block is left first": (lambda o: within(o, o.Scope("exit")), ["entered", "within", "whole", "left"]),
+    "what spans calls is held between them": (spans, ["whole", "between", "ended"]),
+    "a second one is raised at once": (lambda ours: ours.comes(lambda: signal.raise_signal(signal.SIGINT)), ["whole"]),
+}
+"""Scripts, and what is done by then."""
 
-    def over_data() -> None:
-        for number in ours.batches():
-            ours.seen.append(number)
 
-    def in_block() -> None:
-        with ours.block():
-            ours.seen.append("within")
+@pytest.mark.parametrize("case", RAISED)
+def test_where_it_is_raised(ours, case):
+    """Once; the next one is a first one."""
+    script, seen = RAISED[case]
+    interrupted(lambda: script(ours))
+    assert ours.seen == seen
+    interrupted(ours.comes)
 
-    interrupted(over_data)
-    assert ours.seen == ["whole", "left"]
-    ours.seen.clear()
-    interrupted(in_block)
+
+def test_a_block_of_a_generator_is_not_entered_or_left(ours):
+    interrupted(lambda: within(ours, ours.block()))
     assert ours.seen in (["whole"], ["whole", "left"])
-
-
-def test_in_code_of_the_user_it_is_raised_at_once(ours):
-    """Also where our code calls that."""
-
-    def users() -> None:
-        signal.raise_signal(signal.SIGINT)
-        ours.seen.append("goes on")
-
-    interrupted(users)
-    interrupted(lambda: ours.runs(users))
-    assert ours.seen == ["left"]
-
-
-def test_a_call_that_ours_makes_of_the_users_is_whole_too(ours):
-    """What the user's function calls returns to that function."""
-
-    def users() -> None:
-        try:
-            ours.comes()
-        finally:
-            ours.seen.append("the user's")
-
-    interrupted(lambda: ours.runs(users))
-    assert ours.seen == ["whole", "the user's", "left"]
 
 
 def test_a_wait_is_left_after_a_while(ours, monkeypatch):
@@ -252,30 +215,9 @@ def test_a_wait_is_left_after_a_while(ours, monkeypatch):
     assert ours.seen == ["left"]
 
 
-def test_a_second_one_is_raised_at_once(ours):
-    """In the middle of the call."""
-    interrupted(lambda: ours.comes(lambda: signal.raise_signal(signal.SIGINT)))
-    assert ours.seen == ["whole"]
-    ours.comes.__globals__["seen"].clear()
-    interrupted(ours.comes)  # the next one is a first one
-
-
-def test_what_spans_calls_is_held_between_them(ours):
-    """One that came before it as well."""
-
-    def script() -> None:
-        ours.begins()
-        ours.seen.append("between")
-        signal.raise_signal(signal.SIGINT) if len(ours.seen) > 3 else None
-        ours.ends()
-        ours.seen.append("never")
-
-    interrupted(script)
-    assert ours.seen == ["whole", "between", "ended"]
-
-
 def test_handlers_of_others_are_called_once(ours):
-    """One that calls the handler that it has replaced, and one that is taken away again."""
+    """One that calls the handler that it has replaced, and one that is taken away again; where one raises nothing the
+    call returns what it returns, and the script goes on."""
     ours_in_front = signal.getsignal(signal.SIGINT)
 
     def theirs(number: int, frame: object) -> None:
@@ -291,14 +233,10 @@ def test_handlers_of_others_are_called_once(ours):
     signal.signal(signal.SIGINT, ours_in_front)
     interrupted(ours.comes)
     assert ours.seen == ["whole", "theirs", "whole"]
-
-
-def test_a_handler_that_raises_nothing_changes_nothing(ours):
-    """The call returns what it returns, and the script goes on."""
     signal.signal(signal.SIGINT, lambda number, frame: ours.seen.append("noted"))
     ours.INTERRUPTS.guard()
     assert ours.comes() == 1
-    assert ours.seen == ["whole", "noted"]
+    assert ours.seen[3:] == ["whole", "noted"]
     assert sys.gettrace() is None
 
 

@@ -1,11 +1,9 @@
-"""Distributed values, nests of leaves, and the contexts in which they are seen."""
+"""Distributed values, nests of leaves, and contexts: what the API over kinds of strategy does not show."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,27 +14,14 @@ import pytest
 
 import psclient as ps
 from psclient._src import context, values
-from psclient._src.arraylike import Mirrored
 from psclient._src.arrays import nest
 from psclient._src.arrays.devices import CPU, as_array
 from psclient._src.context import ReplicaContext
-from psclient._src.values import Component, DistributedValues, PerReplica
+from psclient._src.values import PerReplica
 from tests.kit.strategies import refused
 
 
-class Part(Component):
-    def __init__(self, whole: Copies) -> None:
-        self.distributed_container = whole
-
-
-class Copies(DistributedValues):
-    """A variable with one component for each replica."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__([Part(self) for _ in range(count)])
-
-
-class Greedy:
+class Lazy:
     """Computes whatever it is asked for, as a lazy value may."""
 
     def __getattr__(self, name: str) -> Any:
@@ -45,84 +30,19 @@ class Greedy:
         raise AttributeError
 
 
-def test_regroup_goes_by_identity():
-    """The same object comes back itself, lazy values untouched; equal but distinct ones become per replica."""
-    array, lazy = np.ones(2), Greedy()
-    merged = values.regroup([{"a": array, "b": (None, lazy)}] * 2)
-    assert merged["a"] is array
-    assert merged["b"][0] is None
-    assert merged["b"][1] is lazy
-    a, b = np.ones(2), np.ones(2)
-    merged = values.regroup([(a,), (b,)])
-    assert isinstance(merged[0], PerReplica)
-    assert merged[0].values[0] is a
-    assert merged[0].values[1] is b
-    assert isinstance(values.regroup([Greedy(), Greedy()]), PerReplica)
+def test_lazy_values_are_merged_without_a_look():
+    """The same object comes back itself, different ones become per replica."""
+    lazy = Lazy()
+    assert values.regroup([{"a": (None, lazy)}] * 2)["a"][1] is lazy
+    assert isinstance(values.regroup([Lazy(), Lazy()]), PerReplica)
 
 
-def test_components_of_one_variable_become_the_variable():
-    """In the right order, and all of them; else they are just different values."""
-    v, w = Copies(2), Copies(2)
-    assert values.regroup([v.values[0], v.values[1]]) is v
-    assert isinstance(values.regroup([v.values[1], v.values[0]]), PerReplica)
-    assert isinstance(values.regroup([v.values[0], w.values[1]]), PerReplica)
-    three = Copies(3)
-    assert isinstance(values.regroup([three.values[0], three.values[1]]), PerReplica)
-
-
-def test_regroup_needs_one_structure_and_wraps_nothing_of_one_replica():
-    """A difference is an error that names the path; each replica finds again what it returned."""
-    result = {"loss": np.float32(1)}
-    assert values.regroup([result]) is result
-    assert values.per_replica([3]) == 3
-    refused(ValueError, r"at \[0\]", lambda: values.regroup([(1,), ((1, 2),)]))
-    own = [(np.arange(3) + i, {"k": i * 1000}) for i in range(3)]
-    merged = values.regroup(own)
-    for index, expected in enumerate(own):
-        got = values.select(merged, index)
-        assert got[0] is expected[0]
-        assert got[1] == expected[1]
-
-
-@pytest.mark.parametrize("kind", [PerReplica, Mirrored])
-def test_select_gives_a_replica_its_component(kind):
-    """Distributed leaves are unwrapped, all else stays the same object."""
-    plain = object()
-    nested = {"x": kind([1, 2]), "y": [plain]}
-    assert values.select(nested, 1) == {"x": 2, "y": [plain]}
-    refused(ValueError, "2 values has no value for local replica 2", lambda: values.select(nested, 2))
-
-
-def test_python_numbers_that_replicas_return_merge_by_their_value():
-    """Python shares small numbers, so that identity says nothing of them; a single replica's comes back bare."""
-    for one, other in ((7, int("7")), (True, True), (1e9, float("1e9")), (1j, complex("1j"))):
-        assert values.regroup_results([(one,), (other,)]) == (one,)
-    for one, other in ((7, 8), (1, True), (1, 1.0), (math.nan, float("nan")), (np.float64(1), np.float64(1))):
+def test_what_is_nothing_but_alike_stays_per_replica():
+    """Numbers that are equal but of two types, NaN, and arrays of NumPy's; a nest has the values of each replica."""
+    for one, other in ((1, True), (1, 1.0), (math.nan, float("nan")), (np.float64(1), np.float64(1))):
         (merged,) = values.regroup_results([(one,), (other,)])
         assert all(leaf is own for leaf, own in zip(merged.values, (one, other), strict=True))
-    shared = object()
-    assert values.regroup_results([(shared, None), (shared, None)]) == (shared, None)
-    assert values.regroup_results([7]) == 7
-
-
-def test_local_results():
-    """A distributed value gives its values, a single value itself, a nest one nest for each replica."""
-    assert values.local_results(PerReplica([1, 2])) == (1, 2)
-    assert values.local_results(7) == (7,)
-    assert values.local_results({"a": 1}) == ({"a": 1},)
     assert values.local_results((PerReplica([1, 2]), 5)) == ((1, 5), (2, 5))
-    copies = Copies(2)
-    assert values.local_results(copies) == copies.values
-
-
-def test_a_per_replica_value_is_no_array():
-    """NumPy makes none of it in silence; a mirrored value is as good as one; `repr` shows every value."""
-    refused(TypeError, r"strategy\.reduce", lambda: np.sum(PerReplica([np.ones(2), np.ones(2)])))
-    refused(TypeError, "experimental_local_results", lambda: np.ones(2) + PerReplica([np.ones(2), np.ones(2)]))
-    mirrored = Mirrored([np.ones(2), np.ones(2)])
-    assert np.add(mirrored, 1).tolist() == [2, 2]
-    assert np.asarray(mirrored, "float32").dtype == np.float32
-    assert repr(PerReplica([1, "b"])) == "PerReplica:{\n  0: 1,\n  1: 'b'\n}"
 
 
 Point = namedtuple("Point", "x y")
@@ -139,26 +59,6 @@ class Batch:
 class Atom:
     _nest_leaf: ClassVar[bool] = True
     inside: int = 0
-
-
-NESTS = [
-    5,
-    None,
-    (),
-    (1, (2, [3, None])),
-    {"b": 1, "a": {"c": (2,)}},
-    Point(1, [2, 3]),
-    Batch((1, 2), {"y": 3}),
-    OrderedDict(z=1, a=[2]),
-]
-
-
-@pytest.mark.parametrize("value", NESTS, ids=repr)
-def test_a_nest_is_rebuilt_from_its_leaves(value):
-    """What `flatten` takes apart, `pack_sequence_as` puts together again."""
-    rebuilt = nest.pack_sequence_as(value, nest.flatten(value))
-    assert rebuilt == value
-    assert type(rebuilt) is type(value)
 
 
 def test_dicts_and_dataclasses_are_nests():
@@ -202,140 +102,45 @@ class Strategy:
     pass
 
 
-def replica_of(strategy: Any) -> ReplicaContext:
-    return ReplicaContext(strategy, 1, CPU, lambda fn, args, kwargs: fn(strategy, *args, **kwargs), lambda: (2, 5))
-
-
-def state() -> tuple[Any, bool, bool, bool, bool]:
-    return (
-        context.get_strategy(),
-        context.has_strategy(),
-        context.get_replica_context() is not None,
-        context.in_cross_replica_context(),
-        context.in_merge_call(),
-    )
-
-
-DEFAULT = (ps.get_strategy(), False, True, False, False)
-
-
-def test_each_context_says_what_it_is():
-    """Entering and leaving: default, cross-replica, replica, cross-replica again, update."""
-    s = Strategy()
-    assert state() == DEFAULT
-    with context.enter_strategy_scope(s):
-        assert state() == (s, True, False, True, False)
-        with context.enter_replica(replica_of(s)):
-            assert state() == (s, True, True, False, False)
-            with context.enter_cross_replica(s):
-                assert state() == (s, True, False, True, True)
-                with context.enter_strategy_scope(s):
-                    assert state() == (s, True, False, True, True)
-                with context.enter_update(s):
-                    assert state() == (s, True, False, True, False)
-                    assert not context.crosses_replicas()
-            assert state() == (s, True, True, False, False)
-    assert state() == DEFAULT
-
-
-def test_contexts_are_left():
-    """In order, also after an error; an outer one that is left first is told, and does not stay behind."""
-    with pytest.raises(KeyError), context.enter_strategy_scope(Strategy()):
-        raise KeyError
-    assert state() == DEFAULT
-    s = Strategy()
+def test_an_outer_context_that_is_left_first_is_told():
+    """And does not stay behind."""
+    s, before = Strategy(), context.get_strategy()
     outer, inner = context.enter_strategy_scope(s), context.enter_update(s)
     outer.__enter__()
     inner.__enter__()
     refused(RuntimeError, "left before", lambda: outer.__exit__(None, None, None))
     inner.__exit__(None, None, None)
-    assert state() == DEFAULT
+    assert (context.get_strategy(), context.has_strategy()) == (before, False)
 
 
-def test_strategies_do_not_mix():
-    """Another strategy's scope or method raises; the same one's nests, and a scope is of the moment it is entered."""
+def test_a_scope_is_of_the_moment_when_it_is_entered():
+    """Where it was made does not count."""
     s = Strategy()
-    with context.enter_strategy_scope(s), context.enter_strategy_scope(s):
-        assert context.in_cross_replica_context()
-    inner = replica_of(s)
-    with context.enter_replica(inner), context.enter_strategy_scope(s):
-        assert context.get_replica_context() is inner
-    assert state() == DEFAULT
-    s, other = Strategy(), Strategy()
-    with context.enter_strategy_scope(s):
-        with pytest.raises(RuntimeError, match="in the scope of another strategy"), context.enter_strategy_scope(other):
-            pass
-        refused(RuntimeError, "scope of another strategy", lambda: context.require_cross_replica(other, "reduce"))
-        assert context.get_strategy() is s
     with context.enter_strategy_scope(s):
         made = context.enter_strategy_scope(s)
     with made:
-        assert state() == (s, True, False, True, False)
-
-
-def test_scopes_are_per_thread():
-    seen: list[Any] = []
-    with context.enter_strategy_scope(Strategy()):
-        thread = threading.Thread(target=lambda: seen.append(state()))
-        thread.start()
-        thread.join()
-    assert seen == [DEFAULT]
-
-
-@pytest.mark.parametrize(
-    ("enter", "message"),
-    [
-        (
-            lambda s: context.enter_replica(replica_of(s)),
-            "in replica context; .*outside of strategy.run, or .*merge_call",
-        ),
-        (lambda s: context.enter_update(s), "in update context; .*passed to update"),
-        (lambda s: contextlib.nullcontext(), "in default context; .*with strategy.scope"),
-    ],
-)
-def test_wrong_contexts_name_the_remedy(enter, message):
-    """A cross-replica method in any other context says what to do."""
-    s = Strategy()
-    with enter(s), pytest.raises(RuntimeError, match=f"reduce needs cross-replica context but .*{message}"):
-        context.require_cross_replica(s, "reduce")
-
-
-def test_what_needs_a_replica_says_so():
-    """In cross-replica and update context there is none; the default context is one."""
-    s = Strategy()
-    for entered in (context.enter_strategy_scope(s), context.enter_update(s)):
-        with entered, pytest.raises(RuntimeError, match=r"all_gather needs replica context.*strategy.run"):
-            context.require_replica("all_gather")
-    assert context.require_replica("all_gather").num_replicas_in_sync == 1
-
-
-def test_a_replica_context_is_of_now():
-    """Its numbers change with the generation; it is of use in its own thread, while its function runs."""
-    where = [(2, 5)]
-    replica = ReplicaContext(Strategy(), 1, CPU, lambda *_: None, lambda: where[0])
-    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync) == (3, 5)
-    where[0] = (0, 2)
-    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync) == (1, 2)
-    assert replica.devices == ("cpu:0",)
-    s = Strategy()
-    replica = replica_of(s)
-    for entered in (context.enter_strategy_scope(s), context.enter_replica(replica_of(s))):
-        with entered, pytest.raises(RuntimeError, match="a replica context that is not current"):
-            replica.merge_call(lambda strategy: None)
-    with context.enter_replica(replica):
-        assert replica.merge_call(lambda strategy, a, b: (strategy, a, b), (1,), {"b": 2}) == (s, 1, 2)
+        assert (context.get_strategy(), context.in_merge_call()) == (s, False)
 
 
 def test_the_default_context_is_one_replica():
-    """Its `merge_call` runs at once, in cross-replica context, with the default strategy."""
-    replica, default = context.get_replica_context(), ps.get_strategy()
-    assert replica is not None
+    """Its `merge_call` runs at once, with the default strategy; there is nothing to reduce, and values stay the
+    same."""
+    replica, default, given = context.get_replica_context(), ps.get_strategy(), object()
     assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, default)
     merged = replica.merge_call(lambda strategy, x: (strategy, x, context.in_cross_replica_context()), (3,))
     assert merged == (default, 3, True)
-    assert replica.all_reduce("sum", {"a": 1}) == {"a": 1}
-    given = object()
     assert replica.all_reduce("sum", given) is given
+
+
+def test_a_replica_context_is_of_now():
+    """Its numbers change with the generation; it is of no use while another replica's function runs."""
+    where, s = [(2, 5)], Strategy()
+    replica, other = (ReplicaContext(s, 1, CPU, lambda *_: None, lambda: where[0]) for _ in range(2))
+    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync) == (3, 5)
+    where[0] = (0, 2)
+    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync) == (1, 2)
+    with context.enter_replica(other), pytest.raises(RuntimeError, match="a replica context that is not current"):
+        replica.merge_call(lambda strategy: None)
 
 
 class Frozen(Mapping):

@@ -50,18 +50,10 @@ def leave(job, *sessions):
         job.verbs[0].leave(session, "")
 
 
-def test_a_job_is_done_when_all_have_left(job):
-    """Cleanly, and each of them."""
-    one, other = job.join(A, B)
-    leave(job, one.session)
-    assert not is_done(job)
-    leave(job, other.session)
-    assert is_done(job)
-
-
 def test_a_failed_task_is_waited_for(job):
-    """It did not do its part, and no other process of its task has."""
+    """It did not do its part, and no other process of its task has. A job is done when all have left cleanly."""
     one, other = job.join(A, B)
+    assert not is_done(job)
     job.verbs[0].leave(other.session, "ValueError: a bug")
     leave(job, one.session)
     assert not is_done(job)
@@ -156,25 +148,22 @@ def given_up(presence: AbandonmentTimer, sessions: list[SessionState], start: fl
 
 
 def test_it_waits_for_those_who_are_gone():
-    """And says of each task what became of its newest process."""
-    presence = AbandonmentTimer({A, B}, TIMEOUTS)
-    now, told = given_up(presence, states(a="lost", b="failed", a2="left"), 100.0, 200.0)
-    assert now == 110.0
-    assert told.startswith(f"no worker was connected for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed. ")
+    """It says of each task what became of its newest process. A script may do much before it makes its strategy, also
+    where another one has failed by then: it waits longer for those who never came. Whoever is there begins it anew."""
 
+    def given(sessions: list[SessionState], tasks: set[Task] = {A, B}, **more: float) -> tuple[float, str]:  # noqa: B006
+        timer = AbandonmentTimer(tasks, Timeouts(**{"no_workers_timeout": 10.0, "first_worker_timeout": 30.0, **more}))
+        return given_up(timer, sessions, 0.0, 100.0)
 
-def test_it_waits_longer_for_those_who_never_came():
-    """A script may do much before it makes its strategy, also where another one has failed by then."""
-    now, told = given_up(AbandonmentTimer({A, B}, TIMEOUTS), states(a="failed"), 0.0, 100.0)
+    now, told = given(states(a="lost", b="failed", a2="left"))
+    assert (now, told.partition(". ")[0]) == (
+        *(10.0, f"no worker was connected for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed"),
+    )
+    now, told = given(states(a="failed"))
     assert now == 30.0
     assert f"(PS_FIRST_WORKER_TIMEOUT): {A} failed, {B} never connected. " in told
-    now, told = given_up(
-        AbandonmentTimer({A}, Timeouts(no_workers_timeout=50.0, first_worker_timeout=30.0)), [], 0.0, 100.0
-    )
+    now, told = given([], {A}, no_workers_timeout=50.0)
     assert (now, "(PS_NO_WORKERS_TIMEOUT)" in told) == (50.0, True)
-
-
-def test_whoever_is_there_begins_it_anew():
     presence = AbandonmentTimer({A, B}, TIMEOUTS)
     assert given_up(presence, states(a="lost", b="lost"), 0.0, 10.0) == (10.0, "")
     assert given_up(presence, states(a="lost", b="lost", b2="open"), 10.0, 50.0) == (50.0, "")
@@ -207,18 +196,14 @@ def looks(stalls: Stalls, statuses: list[ServerStatus], start: float, seconds: f
 
 
 def test_the_oldest_round_counts_from_the_look_that_shows_it():
-    """Over all servers; whom any of them misses there is missing, and nobody else."""
+    """Over all servers; whom any of them misses there is missing, and nobody else. When it is over the next one has all
+    of its time; between two rounds there is nothing."""
     servers = [status((5, (B,)), (6, (A,))), status(), status((5, (A, B)))]
-    assert looks(Stalls(LEASE, PERIOD), servers, 100.0, 7.0) == Stall(5, 7.0, (A, B))
-
-
-def test_a_round_that_is_over_is_forgotten():
-    """The next one has all of its time; between two rounds there is nothing."""
     stalls = Stalls(LEASE, PERIOD)
-    looks(stalls, [status((5, (B,)))], 100.0, 9.0)
-    assert looks(stalls, [status((6, (B,)))], 110.0, 2.0) == Stall(6, 2.0, (B,))
-    assert stalls.look([status()], 113.0) is None
-    assert looks(stalls, [status((6, (B,)))], 114.0, 0.0) == Stall(6, 0.0, (B,))
+    assert looks(stalls, servers, 100.0, 7.0) == Stall(5, 7.0, (A, B))
+    assert looks(stalls, [status((6, (B,)))], 108.0, 2.0) == Stall(6, 2.0, (B,))
+    assert stalls.look([status()], 111.0) is None
+    assert looks(stalls, [status((6, (B,)))], 112.0, 0.0) == Stall(6, 0.0, (B,))
 
 
 def test_time_in_which_somebody_stood_still_does_not_count():

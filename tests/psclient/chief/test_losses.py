@@ -60,9 +60,12 @@ def told(hosting, *errors, dying=()):
 
 
 def test_one_is_told_once(hosting):
-    assert told(hosting, lost(1), ServerGone("is gone", "/job:ps/task:1"), lost(1)) == [1]
-    assert hosting.gone == {1}
-    assert hosting.live == (0, 2, 3)
+    """With what others have found, after what the chief before may have told: this process has heard of server 3 from a
+    server that is lost since, whose successor does not know."""
+    hosting.lose([Gone(3, "was lost")])
+    hosting.suspect(0, lost(0), True)
+    assert told(hosting, lost(1), ServerGone("is gone", "/job:ps/task:1"), lost(1)) == [3, 0, 1]
+    assert (hosting.losses, hosting.gone, hosting.live) == ((3, 0, 1), {0, 1, 3}, (2,))
 
 
 @pytest.mark.parametrize("tells", [True, False])
@@ -72,19 +75,6 @@ def test_the_one_that_is_told_is_lost_as_well(hosting, first, second, tells):
     assert told(hosting, lost(first), dying=[(second, tells)]) == [first, second]
     assert hosting.losses == (first, second)
     assert hosting.live == (0, 2)
-
-
-def test_what_others_have_found_is_told_as_well(hosting):
-    """In one step, after what a server may have told already."""
-    hosting.suspect(0, lost(0), True)
-    assert told(hosting, lost(2), dying=[(1, False)]) == [0, 2, 1]
-
-
-def test_what_the_chief_before_has_told_comes_first(hosting):
-    """This process has heard of server 3 from a server that is lost since, whose successor does not know."""
-    hosting.lose([Gone(3, "was lost")])
-    assert told(hosting, lost(1)) == [3, 1]
-    assert hosting.losses == (3, 1)
 
 
 def test_the_last_one_cannot_be_lost(hosting):
@@ -167,14 +157,27 @@ def test_who_has_what_others_read_is_kept(job):
 
 
 def test_nobody_is_given_up_before_both_have_told(job):
+    """Nor while a server is taken back: members wait for it, and the others save for it."""
     assert job.look((0, 1), round=64, at=64) is None
+    job.state.take([GenerationClosed(Generation(2, (), returns=Return(3, 9, 2)))])
+    assert job.look((0, 1), round=64, at=65) is None
+    job.state.take([GenerationClosed(Generation(3, ()))])
     assert job.look((0, 1), round=64, at=65) == 1
 
 
-def test_nobody_is_given_up_while_a_server_is_taken_back(job):
-    """Members wait for it, and the others save for it."""
-    job.state.take([GenerationClosed(Generation(2, (), returns=Return(3, 9, 2)))])
-    assert job.look((0, 1)) is None
+@pytest.mark.parametrize("agreed", [0, 3])
+def test_who_has_begun_with_the_same_and_differs_again_stays(job, caplog, agreed):
+    """The two compute differently, and will: that is said once, and another pair is repaired all the same. If they had
+    the same values since, they are repaired again after ten leases."""
+    assert job.look((0, 1)) == 1
+    job.clock.now += LEASES * LEASE - 1
+    assert job.look((0, 1), round=640, agreed=agreed, at=700) is None
+    for seconds in (1, LEASES * LEASE):
+        job.clock.now += seconds
+        assert job.look((0, 1), round=640, agreed=agreed, at=700) == (1 if agreed else None)
+    said = sum("so they compute differently" in record.getMessage() for record in caplog.records)
+    assert said == (not agreed)
+    assert job.look((0, 1), (2, 3), names=["c"]) == 3
 
 
 def test_nobody_is_given_up_whose_values_would_be_lost(job, caplog):
@@ -185,24 +188,6 @@ def test_nobody_is_given_up_whose_values_would_be_lost(job, caplog):
         "/job:ps/task:0 and /job:ps/task:1 have different values since round 64 ('a'). They are not repaired: removing "
         "either server would lose variables that have no other copy"
     ]
-
-
-def test_who_has_begun_with_the_same_and_differs_again_stays(job, caplog):
-    """The two compute differently, and will: that is said once, and another pair is repaired all the same."""
-    assert job.look((0, 1)) == 1
-    for _ in range(2):
-        job.clock.now += LEASES * LEASE
-        assert job.look((0, 1)) is None
-    assert sum("so they compute differently" in record.getMessage() for record in caplog.records) == 1
-    assert job.look((0, 1), (2, 3), names=["c"]) == 3
-
-
-def test_who_had_the_same_values_since_is_repaired_again_after_ten_leases(job):
-    assert job.look((0, 1)) == 1
-    job.clock.now += LEASES * LEASE - 1
-    assert job.look((0, 1), round=640, agreed=3, at=700) is None
-    job.clock.now += 1
-    assert job.look((0, 1), round=640, agreed=3, at=700) == 1
 
 
 LOG = [JobStarted(1, (11, 12), "mine", (), (1, 0)), GenerationClosed(Generation(1, ()))]
@@ -234,7 +219,11 @@ def reader(*logs, copied=True):
 
 
 def test_it_reads_all_that_there_is():
-    """In however many answers; where its keeper is lost from the next server, and the chief tells of that."""
+    """In however many answers; where its keeper is lost from the next server, and the chief tells of that. The last
+    server cannot be overlooked, nor one whose variables nobody else has; what is over is not taken over."""
+    for logs, copied in (((None, None), True), ((None, LOG), False)):
+        refused(ServerLost, "", reader(*logs, copied=copied).attach)
+    refused(JobOver, "", reader([*LOG, Done()], LOG).attach)
     log = reader(LOG, LOG)
     log.attach()
     assert log.state.log == LOG
@@ -243,16 +232,6 @@ def test_it_reads_all_that_there_is():
     assert log.state.log == LOG
     assert log._session.hosting.gone == {0}
     assert [*log._session.hosting.suspects] == [0]
-
-
-@pytest.mark.parametrize("logs", [(None, None), (None, LOG)], ids=["all", "without copies"])
-def test_the_last_server_cannot_be_overlooked(logs):
-    """Nor one whose variables nobody else has."""
-    refused(ServerLost, "", lambda: reader(*logs, copied=logs[1] is None).attach())
-
-
-def test_what_is_over_is_not_taken_over():
-    refused(JobOver, "", lambda: reader([*LOG, Done()], LOG).attach())
 
 
 def test_a_job_begins_with_what_those_need_who_join_it():

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from psclient import cluster_resolver
 from psclient._src.arrays.devices import available_gpus
 from psclient._src.config import task_config
 from psclient.cluster_resolver import (
@@ -29,11 +28,6 @@ SPEC = ClusterSpec(JOBS_GIVEN)
 OWN_GPUS = {"GPU": available_gpus()} if available_gpus() else {}
 
 SetConfig = Callable[..., None]
-
-
-def test_the_face_is_a_table_of_contents():
-    assert cluster_resolver.__all__ == sorted(cluster_resolver.__all__)
-    assert all(hasattr(cluster_resolver, name) for name in cluster_resolver.__all__)
 
 
 @pytest.fixture
@@ -74,6 +68,14 @@ def test_tf_config_is_told_at_each_call(tf_config):
     assert resolver.master(task_id=0) == "grpc://w0:1"
     tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": 1})
     assert (resolver.task_id, resolver.master()) == (1, "w1:1")
+    for cluster, master in (
+        ({"worker": ["a:1"]}, ""),  # only the master of a cluster of one task is empty
+        ({"worker": {"0": "a:1"}}, ""),
+        ({"worker": ["a:1"], "ps": ["p:1"]}, "a:1"),
+        ({"worker": ["a:1", "b:1"]}, "a:1"),
+    ):
+        tf_config(cluster=cluster, task={"type": "worker", "index": 0})
+        assert resolver.master() == master
     tf_config(cluster={"ps": ["z:1"]}, task={"type": "ps", "index": 0})
     assert resolver.cluster_spec() == ClusterSpec({"ps": ["z:1"]})
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("ps", 0, "")
@@ -89,21 +91,6 @@ def test_what_is_given_goes_before_tf_config(tf_config):
     assert resolver.master() == "set://w0:1"
     resolver.task_type = resolver.task_id = resolver.rpc_layer = None
     assert resolver.master() == "there://p:1"
-
-
-@pytest.mark.parametrize(
-    ("cluster", "master"),
-    [
-        ({"worker": ["a:1"]}, ""),
-        ({"worker": {"0": "a:1"}}, ""),
-        ({"worker": ["a:1"], "ps": ["p:1"]}, "a:1"),
-        ({"worker": ["a:1", "b:1"]}, "a:1"),
-    ],
-)
-def test_a_single_task_has_no_master(tf_config, cluster, master):
-    """Only the master of a cluster of one task is empty."""
-    tf_config(cluster=cluster, task={"type": "worker", "index": 0})
-    assert TFConfigClusterResolver().master() == master
 
 
 def test_accelerators_and_masters_are_of_tasks_that_are_there(tf_config):
@@ -203,20 +190,13 @@ def union(*clusters: dict[str, Any], **given: Any) -> UnionResolver:
     ],
 )
 def test_unions(clusters, expected):
-    """Lists of a job are put one after another; where one has gaps, all tasks keep their indices."""
+    """Lists of a job are put one after another; where one has gaps, all tasks keep their indices: two with one index
+    are told."""
     assert union(*clusters).cluster_spec().as_dict() == expected
-
-
-@pytest.mark.parametrize(
-    "clusters",
-    [
-        [{"worker": ["a:1"]}, {"worker": {0: "b:1", 2: "c:1"}}],
-        [{"worker": ["a:1"]}, {"worker": ["b:1"]}, {"worker": {5: "c:1"}}],
-    ],
-)
-def test_a_conflict_in_a_union_is_told(clusters):
-    """Two tasks with one index, in a job with gaps, are a KeyError that names them."""
-    refused(KeyError, "several resolvers have task 0 of job 'worker'", lambda: union(*clusters).cluster_spec())
+    one, two, gap = ({"worker": tasks} for tasks in (["a:1"], ["b:1"], {0: "c:1", 2: "d:1"}))
+    for conflict in ((one, gap), (one, two, {"worker": {5: "c:1"}})):
+        said = "several resolvers have task 0 of job 'worker'"
+        refused(KeyError, said, lambda conflict=conflict: union(*conflict).cluster_spec())
 
 
 def two_resolvers() -> tuple[SimpleClusterResolver, SimpleClusterResolver]:
@@ -251,7 +231,11 @@ def test_a_union_follows_its_resolvers(tf_config):
 
 
 def test_the_task_of_a_strategy():
-    """The resolver's; without an index it is task 0; no cluster is no task; one that is not there is told."""
+    """The resolver's; without an index it is task 0; no cluster is no task; one that is not there, or does not train,
+    is told."""
+    for job, said in NO_SCRIPTS.items():
+        with pytest.raises(ConfigError, match=f"^/job:{job}/task:0: {said}"):
+            task_of(SimpleClusterResolver(ClusterSpec(JOBS_GIVEN), task_type=job, task_id=0))
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=1)) == TaskConfig(SPEC, Task("worker", 1))
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker")) == TaskConfig(SPEC, Task("worker", 0))
     assert task_of(SimpleClusterResolver(ClusterSpec({}))) is None
@@ -259,53 +243,28 @@ def test_the_task_of_a_strategy():
         task_of(SimpleClusterResolver(ClusterSpec({}), task_type="boss"))
     with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2; it has 1 ps, 2 worker: correct"):
         task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
+    with pytest.raises(ConfigError, match=r'^Simple.* a cluster but no task type; .* task_type="worker", task_id=0'):
+        task_of(SimpleClusterResolver(SPEC))
+    with pytest.raises(ConfigError, match=r"^SimpleClusterResolver.* 'ps' task; variables need at least one server"):
+        task_of(SimpleClusterResolver(ClusterSpec({"worker": ["w:1"]}), task_type="worker"))
 
 
-P, W = ["p:1"], ["w:1"]
-NO_TASKS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
-    "no task": (JOBS_GIVEN, None, None, 'a cluster but no task type; .* task_type="worker", task_id=0 of a resolver'),
-    "an unknown task": (JOBS_GIVEN, "boss", 0, "unknown task type 'boss'; known are chief"),
-    "a broken index": (JOBS_GIVEN, "worker", -1, "task index -1 must be a whole number"),
-    "no server": ({"worker": W}, "worker", 0, "no 'ps' task; variables need at least one server"),
-    "two chiefs": ({"worker": W, "ps": P, "chief": ["a:1", "b:1"]}, "worker", 0, "2 chiefs, but can have only one"),
-    "nobody who trains": ({"ps": P}, "ps", 0, "so no task would train"),
-    "an unknown job": ({**JOBS_GIVEN, "boss": W}, "worker", 0, "unknown job 'boss'"),
-    "a gap": ({"worker": {1: "w:1"}, "ps": P}, "worker", 1, r"cluster\['worker'\] must have the indices 0, 1"),
-    "no address": ({"worker": ["w"], "ps": P}, "worker", 0, r"cluster\['worker'\]: 'w' is not an address"),
+NO_SCRIPTS = {
+    "ps": "a ps task does not run a training script; start a ps task with psserver",
+    "evaluator": "an evaluator does not take part in training; give it its own strategy, such as Mirrored",
 }
+"""A strategy is for workers and the chief; others are told how to start."""
 
 
-@pytest.mark.parametrize("case", NO_TASKS)
-def test_what_is_no_task_of_a_strategy_is_told(case):
-    """The checks are those of TF_CONFIG; the error names the resolver."""
-    cluster, job, index, said = NO_TASKS[case]
-    with pytest.raises(ConfigError, match=f"^SimpleClusterResolver.* {said}"):
-        task_of(SimpleClusterResolver(ClusterSpec(cluster), task_type=job, task_id=index))
-
-
-@pytest.mark.parametrize(
-    ("job", "said"),
-    [
-        ("ps", "a ps task does not run a training script; start a ps task with psserver"),
-        ("evaluator", "an evaluator does not take part in training; give it its own strategy, such as Mirrored"),
-    ],
-)
-def test_a_task_that_does_not_train_is_told(job, said):
-    """A strategy is for workers and the chief; others are told how to start."""
-    with pytest.raises(ConfigError, match=f"^/job:{job}/task:0: {said}"):
-        task_of(SimpleClusterResolver(ClusterSpec(JOBS_GIVEN), task_type=job, task_id=0))
-
-
-@pytest.mark.parametrize("kind", ["servers-1", "embedded-1", "mirrored-1"])
-def test_a_strategy_hands_out_the_resolver_that_it_was_given(kind):
+def test_a_strategy_hands_out_the_resolver_that_it_was_given():
     """It tells the cluster and the task; a strategy without a cluster has none."""
-    with opened(kind) as strategy:
+    for kind in ("embedded-1", "mirrored-1"):
+        with opened(kind) as strategy:
+            assert strategy.cluster_resolver is None
+    with opened("servers-1") as strategy:
         resolver = strategy.cluster_resolver
-        if kind != "servers-1":
-            assert resolver is None
-            return
         assert isinstance(resolver, SimpleClusterResolver)
-        assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+        assert task_of(resolver) == TaskConfig(resolver.cluster_spec(), Task("worker", 0))
         assert resolver.cluster_spec().jobs == ["ps", "worker"]
 
 

@@ -39,55 +39,55 @@ def pod(monkeypatch):
     return made
 
 
-def test_indexed_jobs_and_stateful_sets(pod):
-    """The hostname ends with the controller's name and the index; servers are found through the Service of theirs."""
+TOLD = {"JOBSET_NAME": "digits", "REPLICATED_JOB_NAME": "worker", "JOB_INDEX": "1", "JOB_COMPLETION_INDEX": "0"}
+NAMES = {"ps": "server", "worker": "big-server"}
+
+PODS: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, int], str]] = {
+    "of an indexed Job": ("worker-3", {"JOB_COMPLETION_INDEX": "3"}, {}, ("worker", 3), "ps-{}.ps:2222"),
+    "of a StatefulSet of any name": ("a-b-ps-1", {}, {}, ("ps", 1), "a-b-ps-{}.a-b-ps:2222"),
+    "with a namespace": ("ps-1", {}, {"service": "ps.training", "port": 3333}, ("ps", 1), "ps-{}.ps.training:3333"),
+    "of the longest name": ("x-big-server-2", {}, {"names": NAMES}, ("worker", 2), "x-server-{}.x-server:2222"),
+    "of a JobSet": ("a-worker-0-3", {"JOB_COMPLETION_INDEX": "3"}, {}, ("worker", 3), "a-ps-0-{}.a:2222"),
+    "of several Jobs, by an argument": (
+        *("digits-worker-1-1", {}, {"completions": {"worker": 2, "ps": 1}}, ("worker", 3)),
+        "digits-ps-{}-0.digits:2222",
+    ),
+    "of several Jobs, by variables, which win over the hostname that a node's network may have set": (
+        *("node7", TOLD, {"completions": {"worker": 2}}, ("worker", 2)),
+        "digits-ps-0-{}.digits:2222",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PODS)
+def test_a_pod_knows_its_task(pod, case):
+    """The hostname ends with the controller's name and the index; servers are found through the Service of theirs.
+    Tasks of a JobSet are numbered through its Jobs, whose Service has the JobSet's name."""
+    host, variables, given, task, servers = PODS[case]
+    resolver = pod(host, variables, **given)
+    assert (resolver.task_type, resolver.task_id) == task
+    assert resolver.cluster_spec().job_tasks("ps") == [servers.format(index) for index in range(2)]
+
+
+def test_a_pod_knows_the_others(pod):
+    """Workers have names and no ports; how many pods a Job has a variable may say."""
     resolver = pod("worker-3", {"JOB_COMPLETION_INDEX": "3"})
-    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
-    cluster = resolver.cluster_spec()
-    assert cluster.job_tasks("ps") == ["ps-0.ps:2222", "ps-1.ps:2222"]
-    assert cluster.job_tasks("worker") == [f"worker-{index}:0" for index in range(4)]
+    assert resolver.cluster_spec().job_tasks("worker") == [f"worker-{index}:0" for index in range(4)]
     assert (resolver.master("ps", 1), resolver.master(rpc_layer="x")) == ("grpc://ps-1.ps:2222", "x://worker-3:0")
     config = task_of(resolver)
     assert config is not None
     assert config.task == Task("worker", 3)
-    assert resolver is not None
     assert isinstance(resolver, ps.ClusterResolver)
+    of_two = pod("digits-worker-1-1", {"JOB_COMPLETIONS": "2"}, completions={"ps": 1})
+    assert (of_two.task_id, of_two.cluster_spec().task_address("worker", 2)) == (3, "digits-worker-1-0:0")
 
 
-def test_other_names_of_controllers(pod):
-    """What is before the name is in all names; a namespace and a port may be said; the longest name counts."""
-    resolver = pod("a-b-ps-1")
-    assert (resolver.task_type, resolver.task_id) == ("ps", 1)
-    assert resolver.cluster_spec().job_tasks("ps") == ["a-b-ps-0.a-b-ps:2222", "a-b-ps-1.a-b-ps:2222"]
-    resolver = pod("a-b-ps-1", service="servers.training", port=3333)
-    assert resolver.cluster_spec().task_address("ps", 0) == "a-b-ps-0.servers.training:3333"
-    names = {"ps": "server", "worker": "big-server"}
-    resolver = pod("x-big-server-2", names=names)
-    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
-    assert resolver.cluster_spec().task_address("ps", 1) == "x-server-1.x-server:2222"
-
-
-def test_a_job_set_by_its_hostnames(pod):
-    """Its Service has its name; tasks are numbered through Jobs, whose pods are in `completions` or a variable."""
-    resolver = pod("digits-worker-0-3", {"JOB_COMPLETION_INDEX": "3"})
-    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
-    assert resolver.cluster_spec().job_tasks("ps") == ["digits-ps-0-0.digits:2222", "digits-ps-0-1.digits:2222"]
-    resolver = pod("digits-worker-1-1", completions={"worker": 2, "ps": 1})
-    assert resolver.task_id == 3
-    cluster = resolver.cluster_spec()
-    assert cluster.job_tasks("ps") == ["digits-ps-0-0.digits:2222", "digits-ps-1-0.digits:2222"]
-    assert cluster.task_address("worker", 2) == "digits-worker-1-0:0"
-    assert pod("digits-worker-1-1", {"JOB_COMPLETIONS": "2"}).task_id == 3
-
-
-def test_a_job_set_by_its_variables(pod):
-    """They win over the hostname, which the network of a node may have set."""
-    told = {"JOBSET_NAME": "digits", "REPLICATED_JOB_NAME": "worker", "JOB_INDEX": "1", "JOB_COMPLETION_INDEX": "0"}
-    resolver = pod("node7", told, completions={"worker": 2})
-    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
-    assert resolver.cluster_spec().task_address("ps", 1) == "digits-ps-0-1.digits:2222"
-
-
+NO_CLUSTER: list[tuple[dict[str, Any], str]] = [
+    ({"jobs": {"worker": 2}}, "jobs must contain the servers"),
+    ({"jobs": {"ps": 0}}, r"jobs\['ps'\] must be a whole number from 1, not 0"),
+    ({"completions": {"worker": "2"}}, r"completions\['worker'\] must be a whole number"),
+    ({"names": {"wroker": "x"}}, "names contains 'wroker', which is not in jobs; jobs has ps, worker"),
+]
 SET = {"JOBSET_NAME": "digits", "REPLICATED_JOB_NAME": "worker", "JOB_COMPLETION_INDEX": "0"}
 
 
@@ -111,21 +111,10 @@ SET = {"JOBSET_NAME": "digits", "REPLICATED_JOB_NAME": "worker", "JOB_COMPLETION
     ],
 )  # fmt: skip
 def test_what_is_no_pod_of_the_cluster_is_refused(pod, host, variables, given, said):
-    """The error names the variable, and says what to do."""
+    """The error names the variable, or the argument, and says what to do."""
     refused(ConfigError, said, lambda: pod(host, variables, **given))
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"jobs": {"worker": 2}}, "jobs must contain the servers"),
-        ({"jobs": {"ps": 0}}, r"jobs\['ps'\] must be a whole number from 1, not 0"),
-        ({"completions": {"worker": "2"}}, r"completions\['worker'\] must be a whole number"),
-        ({"names": {"wroker": "x"}}, "names contains 'wroker', which is not in jobs; jobs has ps, worker"),
-    ],
-)
-def test_arguments_that_are_no_cluster_are_refused(pod, given, said):
-    refused(ValueError, said, lambda: pod("worker-0", **given))
+    for wrong, words in NO_CLUSTER:
+        refused(ValueError, words, lambda wrong=wrong: pod("worker-0", **wrong))
 
 
 Slurm = Callable[..., SlurmClusterResolver]
@@ -213,22 +202,17 @@ def test_slurm_is_not_asked_what_is_given(slurm, monkeypatch):
     [("0,1,2,3", None, "2,3"), ("4,5,6,7", None, "6,7"), ("4,5,6,7", 2, "5"), ("2,3", 4, "2,3"), ("", None, "")],
 )
 def test_slurm_gpus_are_those_that_are_visible(slurm, monkeypatch, visible, per_node, own):
-    """A task gets its share of what Slurm has given; where that is less than a node is said to have, by number.
+    """A task gets its share of what Slurm has given; where that is less than a node is said to have, by number. Without
+    `auto_set_gpu` the environment stays as it is.
 
     TensorFlow always goes by number, and may take the GPUs of others.
     """
+    assert slurm(0, 2, "a,b", "1(x2)", gpus_per_node=2, auto_set_gpu=False).num_accelerators() == {"GPU": 2}
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     resolver = slurm(1, 2, "a", "2", gpus_per_node=per_node)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
     assert resolver.num_accelerators() == {"GPU": len(own.replace(",", ""))}
-
-
-def test_slurm_gpus_are_left_alone_on_request(slurm):
-    """Without `auto_set_gpu` the environment stays as it is."""
-    resolver = slurm(0, 2, "a,b", "1(x2)", gpus_per_node=2, auto_set_gpu=False)
-    assert resolver.cluster_spec().num_tasks("worker") == 2
-    assert resolver.num_accelerators() == {"GPU": 2}
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def nvidia_smi(directory: Path, script: str) -> None:
@@ -276,16 +260,11 @@ NO_STEPS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]
 
 @pytest.mark.parametrize("case", NO_STEPS)
 def test_what_is_no_slurm_step_is_told(slurm, case):
-    """The error names the variable or the argument that is wrong."""
+    """The error names the variable or the argument that is wrong; outside of Slurm it says how to start."""
+    said_outside = "SLURM_PROCID is not set, because this process does not run in a Slurm step; start it with"
+    refused(RuntimeError, said_outside, SlurmClusterResolver)
     step, given, error, said = NO_STEPS[case]
     refused(error, said, lambda: slurm(*step, **given))
-
-
-def test_outside_of_slurm_one_is_told(slurm):
-    with pytest.raises(
-        RuntimeError, match="SLURM_PROCID is not set, because this process does not run in a Slurm step; start it with"
-    ):
-        SlurmClusterResolver()
 
 
 Torchrun = Callable[..., TorchrunClusterResolver]
@@ -334,8 +313,11 @@ def test_by_itself_one_task_is_a_server(torchrun):
     assert config.cluster.at_host_of(Task("worker", 0)) == [Task("ps", 0), Task("ps", 1), Task("worker", 0)]
     assert config.cluster.at_host_of(Task("worker", 2)) == [Task("worker", index) for index in (1, 2, 3)]
     assert config.cluster.task_address("ps", 1) == "node1:9001"
-    cluster = torchrun().cluster_spec()
+    resolver = torchrun()
+    cluster = resolver.cluster_spec()
     assert (cluster.num_tasks("ps"), cluster.num_tasks("worker")) == (1, 5)
+    resolver.serve()  # returns in workers, where the script goes on
+    assert resolver.task_type == "worker"
 
 
 @pytest.mark.parametrize(
@@ -371,11 +353,3 @@ def test_a_chief_has_the_first_rank(torchrun, rank, task):
 )
 def test_what_makes_no_cluster_is_refused(torchrun, variables, given, error, said):
     refused(error, said, lambda: torchrun(variables, **given))
-
-
-def test_serve_returns_in_workers(torchrun, monkeypatch):
-    """The script goes on there, without a `TF_CONFIG`."""
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    resolver = torchrun()
-    resolver.serve()
-    assert resolver.task_type == "worker"

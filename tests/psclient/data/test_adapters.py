@@ -17,9 +17,9 @@ from psclient._src import values
 from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDatasetFromFunction
-from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
+from psclient._src.options import ArraySpec, InputContext, PerReplicaSpec
 from pswire.model.log import Position
-from tests.kit.workers import Worker, distributed, do_round, rows, team
+from tests.kit.workers import Worker, distributed, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402
@@ -127,23 +127,6 @@ def test_a_change_of_the_group_between_batches_loses_nothing(kind, before, after
     rest = begun[:stay] + begun[len(old) :]
     seen += [joined(parts_of(batches)) for batches in zip(*rest, strict=True)]
     assert seen == whole(make(), epoch)
-
-
-@each_kind
-def test_without_sharding_each_worker_sees_every_example(kind):
-    """In its own steps, which may be more than those of a worker with more replicas: that one gets empty batches."""
-    workers = team((1, 2))
-    options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
-    sources = [distributed(KINDS[kind](10, 6), worker, options=options) for worker in workers]
-    seen: list[list[int]] = [[], []]
-    steps = 0
-    for batches in zip(*sources, strict=True):
-        do_round(*workers)
-        steps += 1
-        for examples, batch in zip(seen, batches, strict=True):
-            examples += joined(parts_of([batch]))
-    assert steps == 5
-    assert seen == [joined(whole(KINDS[kind](10, 6), 0))] * 2
 
 
 def test_arrays_are_not_copied():
@@ -270,7 +253,15 @@ def test_who_shuffles_alone_is_warned(caplog):
 
 @each_kind
 def test_element_spec_disturbs_no_iteration(kind):
-    """The first dimension is open; asked for before, in and after a pass, and of its iterator."""
+    """The first dimension is open; asked for before, in and after a pass, and of its iterator. Of several replicas it
+    has one `ArraySpec` for each, at each leaf, also of datasets from functions."""
+    spec, worker = ArraySpec((None,), np.dtype("int64")), Worker(local=2, replicas=4)
+    several = PerReplicaSpec((spec, spec))
+    made = KINDS[kind](10, 4)
+    of_function = DistributedDatasetFromFunction(lambda _: made, InputContext(), worker, 0)
+    assert distributed(made, worker).element_spec == of_function.element_spec == {"x": several}
+    with pytest.raises(ValueError, match="the list has no batch"):
+        distributed([], worker).element_spec  # noqa: B018
     source = distributed(KINDS[kind](10, 4), Worker())
     spec = {"x": ArraySpec((None,), np.dtype("int64"))}
     assert source.element_spec == spec
@@ -280,20 +271,6 @@ def test_element_spec_disturbs_no_iteration(kind):
         seen.append(batch["x"].tolist())
         assert source.element_spec == iterator.element_spec == spec
     assert seen == whole(KINDS[kind](10, 4), 0)
-
-
-def test_element_spec_of_several_replicas():
-    """One `ArraySpec` for each, at each leaf, also of datasets from functions."""
-    data = (np.zeros((6, 3, 2), "float32"), {"y": np.zeros(6, "int8")})
-    x, y = ArraySpec((None, 3, 2), np.dtype("float32")), ArraySpec((None,), np.dtype("int8"))
-    worker = Worker(local=2, replicas=4)
-    for source in (
-        distributed(ArrayDataset(data).batch(2), worker),
-        DistributedDatasetFromFunction(lambda _: ArrayDataset(data).batch(2), InputContext(), worker, 0),
-    ):
-        assert source.element_spec == (PerReplicaSpec((x, x)), {"y": PerReplicaSpec((y, y))})
-    with pytest.raises(ValueError, match="the list has no batch"):
-        distributed([], worker).element_spec  # noqa: B018
 
 
 def test_what_is_no_dataset_is_refused():

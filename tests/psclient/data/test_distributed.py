@@ -15,29 +15,16 @@ import numpy as np
 import pytest
 
 from psclient._src import values
-from psclient._src.arrays import nest
 from psclient._src.arrays.devices import Device
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction
 from psclient._src.data.group import Passes
 from psclient._src.data.progress import Progress
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
-from psclient._src.values import PerReplica
 from pswire.model.log import Examples, Position
 from tests.kit.workers import Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----
-
-
-def test_the_tail_gets_empty_arrays():
-    """Seven examples in batches of 6 over two replicas: three and three, then one and none."""
-    worker = Worker(local=2, replicas=2)
-    taken = []
-    for batch in distributed(ArrayDataset(np.arange(7)).batch(6), worker):
-        assert isinstance(batch, PerReplica)
-        taken.append((rows(batch), sorted(worker.empty), worker.more))
-    assert taken == [([[0, 1, 2], [3, 4, 5]], [], True), ([[6], []], [1], False)]
-    assert worker.empty == frozenset()
 
 
 @pytest.mark.parametrize("split", [(1,), (1, 1), (1, 2), (3, 1, 2)])
@@ -54,16 +41,6 @@ def test_each_worker_knows_its_fraction_of_a_batch(split):
     assert workers[0].fraction is None
 
 
-def test_one_local_replica_gets_bare_arrays():
-    """Nests keep their structure, and their leaves are what is per replica."""
-    data = (np.arange(4), {"y": np.arange(4.0)})
-    x, more = next(iter(distributed(ArrayDataset(data).batch(2), Worker())))
-    assert (x.tolist(), more["y"].tolist()) == ([0, 1], [0, 1])
-    x, more = next(iter(distributed(ArrayDataset(data).batch(2), Worker(local=2, replicas=2))))
-    assert [type(leaf) for leaf in nest.flatten((x, more))] == [PerReplica, PerReplica]
-    assert rows(more["y"]) == [[0], [1]]
-
-
 def test_a_newer_epoch_of_membership_changes_the_slices():
     """Asked for before each batch; the batch after it is cut anew."""
     worker = Worker(replicas=2)
@@ -72,6 +49,23 @@ def test_a_newer_epoch_of_membership_changes_the_slices():
     worker.where = (0, 1)
     assert rows(next(batches)) == [[4, 5, 6, 7]]
     assert worker.events == ["join 0", "boundary 0", "boundary 0"]
+
+
+class Asynchronous(Worker):
+    """It makes rounds alone, and shares the data with all."""
+
+    def slice(self) -> tuple[int, int]:
+        return 0, 1
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
+@pytest.mark.parametrize("kind", [Worker, Asynchronous])
+def test_workers_share_by_data(kind, policy):
+    """Without prefetching batches are NumPy arrays, whatever the replica's device is."""
+    worker, options = kind(1, 1, 2), InputOptions(False, policy)
+    worker.devices = (Device("gpu", 0),)
+    source = distributed(ArrayDataset(np.arange(8)).batch(8), worker, options=options)
+    assert [rows(batch) for batch in source] == [[[4, 5, 6, 7]]]
 
 
 def test_an_unbatched_dataset_is_refused():
@@ -86,7 +80,8 @@ def test_an_unbatched_dataset_is_refused():
 
 
 def test_epochs_begin_where_the_group_stands():
-    """`epochs` names what is still to be done; a pass that is counted from 0 gives nothing up to there."""
+    """`epochs` names what is still to be done; a pass that is counted from 0 gives nothing up to there. With `epochs`
+    other datasets begin there, too: a test set that the group has gone through twice gives all of its third pass."""
     worker = Worker(at=Position(0, 2, 1))
     dataset = ArrayDataset(np.arange(6)).shuffle(1).batch(2)
     source = distributed(dataset, worker)
@@ -99,10 +94,6 @@ def test_epochs_begin_where_the_group_stands():
     assert list(source.epochs(4)) == []
     assert list(source.epochs(5)) == [4]
 
-
-def test_with_epochs_the_other_datasets_begin_there_too():
-    """A test set that the group has gone through twice is at its third pass, and gives all of it."""
-
     class Both(Worker):
         def position(self, dataset: int) -> Position | None:
             return (Position(0, 2, 0), Position(1, 2, 0))[dataset]
@@ -110,8 +101,7 @@ def test_with_epochs_the_other_datasets_begin_there_too():
     worker, passes = Both(), Passes()
     train = DistributedDataset(ArrayDataset(np.arange(2)).batch(2), worker, 0, passes)
     test = DistributedDataset(ArrayDataset(np.arange(3)).batch(3), worker, 1, passes)
-    seen = [(epoch, len(list(train)), len(list(test))) for epoch in train.epochs(4)]
-    assert seen == [(2, 1, 1), (3, 1, 1)]
+    assert [(epoch, len(list(train)), len(list(test))) for epoch in train.epochs(4)] == [(2, 1, 1), (3, 1, 1)]
     assert worker.next[1] == Position(1, 4, 0)
 
 
@@ -129,16 +119,8 @@ def test_a_restored_position_counts_from_then_on():
 
 
 def test_the_place_that_is_told_is_the_next_batch():
-    """After the last batch of a pass that is the first of the next one; whoever resumes there misses nothing."""
-    worker = Worker()
-    source = distributed(ArrayDataset(np.arange(4)).batch(2), worker)
-    told = [(worker.next[0].epoch, worker.next[0].index, worker.more) for _ in source]
-    assert told == [(0, 1, True), (1, 0, False)]
-
-
-def test_after_a_pass_that_was_broken_off_the_next_one_is_told_before_its_first_batch():
-    """Who joins at that batch must not be sent to the middle of the pass before."""
-    worker = Worker()
+    """After the last batch of a pass that is the first of the next one; whoever resumes there misses nothing. After a
+    pass that was broken off the next one is told before its first batch."""
     told: list[Position] = []
 
     class Noting(Worker):
@@ -146,11 +128,14 @@ def test_after_a_pass_that_was_broken_off_the_next_one_is_told_before_its_first_
             told.append(self.next.get(dataset, Position(dataset, 0, 0)))
 
     worker = Noting()
-    source = distributed(ArrayDataset(np.arange(8)).batch(2), worker)
+    source = distributed(ArrayDataset(np.arange(4)).batch(2), worker)
+    found = [(worker.next[0].epoch, worker.next[0].index, worker.more) for _ in source]
+    assert found == [(0, 1, True), (1, 0, False)]
+    told.clear()
     for _ in range(2):
         for _ in source:
             break
-    assert told == [Position(0, 0, 0), Position(0, 1, 0)]
+    assert told == [Position(0, 1, 0), Position(0, 2, 0)]
 
 
 # ---- Datasets from functions ----
@@ -160,21 +145,8 @@ def from_batches(batches: Any, worker: Worker, context: InputContext | None = No
     return DistributedDatasetFromFunction(lambda _: batches, context or InputContext(), worker, 0)
 
 
-def test_the_function_is_called_once_with_its_context():
-    calls: list[InputContext] = []
-
-    def make(context: InputContext) -> ArrayDataset:
-        calls.append(context)
-        return ArrayDataset(np.arange(6)).shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
-
-    told = InputContext(2, 1, 2)
-    source = DistributedDatasetFromFunction(make, told, Worker(), 0)
-    assert [[b.tolist() for b in source] for _ in range(2)] == [[[1, 3], [5]]] * 2
-    assert calls == [told]
-
-
 def test_each_replica_takes_one_batch_a_step():
-    """Missing ones are empty, with the structure and dtype of the others."""
+    """Missing ones are empty, with the structure and dtype of the others; also if all of a late worker's are."""
     worker = Worker(local=2, replicas=2)
     batches = [(np.full(2, i, "float32"), {"y": np.full((2, 3), i)}) for i in range(3)]
     steps = [(rows(x), [v.shape for v in y["y"].values], worker.empty) for x, y in from_batches(batches, worker)]
@@ -182,6 +154,10 @@ def test_each_replica_takes_one_batch_a_step():
         ([[0, 0], [1, 1]], [(2, 3), (2, 3)], frozenset()),
         ([[2, 2], []], [(2, 3), (0, 3)], frozenset({1})),
     ]
+    worker = Worker(local=2, replicas=4, at=Position(0, 0, 5))
+    worker.others_more = True
+    first = next(iter(from_batches([np.zeros((2, 3), "int8")], worker)))
+    assert [(part.shape, part.dtype) for part in first.values] == [((0, 3), np.int8)] * 2
 
 
 def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches():
@@ -197,6 +173,14 @@ def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches():
         assert sizes == [(2, 2, []), (0, 3, [0]), (0, 1, [0])]
 
 
+class Forever:
+    """Endless batches, as a function may give."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield np.zeros(1)
+
+
 def test_batches_are_looked_for_one_step_ahead():
     """Whether another follows is told with each batch; of an endless dataset nothing is read but what is needed."""
     worker, read = Worker(), []
@@ -209,29 +193,11 @@ def test_batches_are_looked_for_one_step_ahead():
 
     told = [(len(read), worker.more) for _ in from_batches(Source(), worker)]
     assert told == [(2, True), (3, True), (3, False)]
-
-    class Endless:
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield np.zeros(1)
-
     worker = Worker(local=2, replicas=2)
-    for step, _ in enumerate(from_batches(Endless(), worker)):
+    for step, _ in enumerate(from_batches(Forever(), worker)):
         assert worker.more
         if step == 10:
             break
-
-
-def test_a_late_worker_skips_what_the_group_has_behind_it():
-    """By steps of one batch for each replica; one whose data are used up gets empty batches if others have more."""
-    batches = [np.full(1, i) for i in range(7)]
-    source = from_batches(batches, Worker(local=2, replicas=2, at=Position(0, 1, 2)))
-    assert [rows(b) for b in source] == []
-    assert [rows(b) for b in source] == [[[4], [5]], [[6], []]]
-    worker = Worker(local=2, replicas=4, at=Position(0, 0, 5))
-    worker.others_more = True
-    first = next(iter(from_batches([np.zeros((2, 3), "int8")], worker)))
-    assert [(part.shape, part.dtype) for part in first.values] == [((0, 3), np.int8)] * 2
 
 
 def test_a_worker_without_any_batch_is_told_so():
@@ -256,9 +222,18 @@ def test_a_worker_without_any_batch_is_told_so():
 @pytest.mark.parametrize("lengths", [(1, 4), (3, 4), (4, 4), (6, 1)])
 def test_workers_end_together_however_seldom_rounds_are(every, lengths):
     """After a step without a round one is made, so that nobody ends while another has data, and nobody goes on alone.
+    Who makes rounds alone is not asked.
 
     `every`: of so many steps one makes a round, as where gradients are accumulated. 100: none does.
     """
+
+    def refuse() -> None:
+        raise AssertionError("a round was made")
+
+    three, unasked = [np.zeros(2)] * 3, Passes(make_round=refuse)
+    for alone in (Worker(), Asynchronous(1, 1, 4)):
+        own = DistributedDatasetFromFunction(lambda _: three, InputContext(), alone, 0, unasked)
+        assert len(list(own)) == 3
     workers = team((1, 1))
     barrier = threading.Barrier(2, lambda: do_round(*workers), timeout=10)
     made = [0, 0]
@@ -307,43 +282,7 @@ def test_a_pass_that_was_broken_off_within_a_step_does_not_speak_for_it():
     assert said == [(False, Position(0, 0, 1))]
 
 
-def test_who_makes_rounds_alone_is_not_asked():
-    """One process, or an asynchronous one: its own data say when it ends, and no round is made for it."""
-
-    class Asynchronous(Worker):
-        def slice(self) -> tuple[int, int]:
-            return 0, 1
-
-    def refuse() -> None:
-        raise AssertionError("a round was made")
-
-    for worker in (Worker(), Asynchronous(1, 1, 4)):
-        passes = Passes(make_round=refuse)
-        source = DistributedDatasetFromFunction(lambda _: [np.zeros(2)] * 3, InputContext(), worker, 0, passes)
-        assert len(list(source)) == 3
-
-
 # ---- Options ----
-
-
-def test_batches_may_stay_on_the_host():
-    """Without prefetching they are NumPy arrays, whatever the replica's device is."""
-    worker = Worker()
-    worker.devices = (Device("gpu", 0),)
-    options = InputOptions(experimental_prefetch_to_device=False)
-    (batch,) = distributed(ArrayDataset(np.arange(2)).batch(2), worker, options=options)
-    assert isinstance(batch, np.ndarray)
-
-
-def test_data_share_is_not_the_slice_of_rounds():
-    """Asynchronous workers make rounds alone, and share the data with all."""
-
-    class Asynchronous(Worker):
-        def slice(self) -> tuple[int, int]:
-            return 0, 1
-
-    (batch,) = distributed(ArrayDataset(np.arange(6)).batch(6), Asynchronous(1, 1, 3))
-    assert batch.tolist() == [2, 3]
 
 
 def test_a_policy_that_needs_files_is_refused():
@@ -354,12 +293,6 @@ def test_a_policy_that_needs_files_is_refused():
             distributed(ArrayDataset(np.arange(2)).batch(2), Worker(), options=options)
         batches = DistributedDatasetFromFunction(lambda _: [np.zeros(1)], InputContext(), Worker(), 0, options=options)
         assert len(list(batches)) == 1
-
-
-@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
-def test_auto_shares_by_data(policy):
-    source = distributed(ArrayDataset(np.arange(8)).batch(8), Worker(1, 1, 2), options=InputOptions(True, policy))
-    assert [rows(batch) for batch in source] == [[[4, 5, 6, 7]]]
 
 
 def test_without_sharding_each_worker_sees_all_in_smaller_steps():
@@ -470,24 +403,22 @@ def test_who_was_excluded_takes_its_own_batch_once_more():
     assert next(batches, None) is None
 
 
-def test_who_joins_before_a_loop_asks_is_as_the_others_are():
-    """What was restored goes along as such: all begin anew, or go on, by their loops, which are the same."""
+@pytest.mark.parametrize("in_use", [False, True])
+def test_who_joins_is_as_the_others_are(in_use):
+    """What was restored goes along as such: all begin anew, or go on, by their loops, which are the same. A dataset in
+    use stays where it is: its loop goes on, and asks for nothing."""
     position = Position(0, 1, 2, (), 7)
     one, joins = Progress(1), Progress(1)
+    if in_use:
+        one.advance(0, 3, 4, True, frozenset(), source=7)
     one.restore((position,))
     joins.begin_at(one.positions)
+    if in_use:
+        assert joins.position(0) == Position(0, 3, 4, (), 7)
+        return
     assert joins.position(0) is None
     for each in (one, joins):
         each.go_on(0, position)
         assert each.position(0) == position
     joins.begin_at(one.positions)
     assert joins.position(0) == position
-
-
-def test_a_dataset_in_use_stays_where_it_is_for_who_joins():
-    """Though a checkpoint was restored: its loop goes on, and asks for nothing."""
-    one, joins = Progress(1), Progress(1)
-    one.advance(0, 3, 4, True, frozenset(), source=7)
-    one.restore((Position(0, 1, 2, (), 7),))
-    joins.begin_at(one.positions)
-    assert joins.position(0) == Position(0, 3, 4, (), 7)

@@ -84,12 +84,16 @@ def arrays(examples: int, size: int) -> ps.ArrayDataset:
     ids=["arrays", "a list", "a MapDataset", "nothing"],
 )
 def test_each_example_comes_once_in_each_pass(job, dataset, sizes):
-    """In whole batches, and from every kind of dataset of which any batch can be read."""
+    """In whole batches, and from every kind of dataset of which any batch can be read; one that never trains needs no
+    rounds."""
     batches = job.data(dataset)
     for _ in range(2):
         seen = list(batches)
         assert [len(rows) for rows in seen] == sizes
         assert sorted(row for rows in seen for row in rows.tolist()) == list(range(sum(sizes)))
+    assert job.stands() == (Position(0, 2, 0),)
+    endless = iter(job.data(ps.ArrayDataset(np.arange(4)).batch(2).repeat()))
+    assert [next(endless).tolist() for _ in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
 def test_local_replicas_share_a_batch():
@@ -174,16 +178,6 @@ def test_batches_whose_gradients_are_accumulated_are_done_with_their_round(job):
     assert job.stands() == (Position(0, 1, 0),)
 
 
-def test_an_evaluation_needs_no_rounds(job):
-    """A batch of a dataset that never trains is done when the next one is asked for."""
-    batches = iter(job.data(arrays(40, 4)))
-    for _ in range(5):
-        next(batches)
-    assert {each.index for each in job.stands()[0].returned} <= {4, 5, 6}
-    list(batches)
-    assert job.stands() == (Position(0, 1, 0),)
-
-
 def test_a_pass_that_is_broken_off_leaves_nothing_behind(job):
     """The next one has all batches, once each; what was ahead is given back, for workers that are still in it."""
     batches, asked = job.data(arrays(40, 4)), job.asked()
@@ -200,11 +194,6 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(job):
             break
     assert given
     assert not given & {chunk for ask in asked for chunk in ask.done}
-
-
-def test_a_dataset_that_is_repeated_for_ever_has_no_end(job):
-    batches = iter(job.data(ps.ArrayDataset(np.arange(4)).batch(2).repeat()))
-    assert [next(batches).tolist() for _ in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
 def test_rows_that_are_looked_up_come_with_the_round_before(job, monkeypatch):
@@ -276,28 +265,19 @@ def test_each_batch_is_read_once(job):
     assert sorted(read) == list(range(20))
 
 
-def test_synchronous_workers_go_on_with_what_was_not_done():
-    """A checkpoint is the same as one of backup workers."""
+def test_a_checkpoint_says_what_was_not_done(job):
+    """Parts of batches are handed out as they came back, as a job with backup workers has saved them, which is saved as
+    here: synchronous workers go on with it. A batch that is none of this dataset is refused."""
+    job.restore(Position(0, 1, 4, (Examples(0, 1, 3), Examples(2, 3, 9))))
+    batches = job.data(ps.ArrayDataset(np.arange(20)).batch(4))
+    assert [rows.tolist() for rows in batches] == []
+    assert [rows.tolist() for rows in batches] == [[1, 2], [11], [16, 17, 18, 19]]
+    job.restore(Position(1, 0, 3, (Examples(9, 0, 4),)))
+    with pytest.raises(ValueError, match="batch 9 of pass 0 was unfinished, but dataset 1 has only 5 batches"):
+        list(job.data(arrays(20, 4)))
     with ps.ParameterServerStrategy() as strategy:
         position = Position(0, 0, 3, (Examples(1, 0, 4),))
         strategy.backend.group.restore((position,))
         strategy.backend.group.go_on(0, position)
-        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(20)).batch(4))
-        seen = sorted(row for rows in batches for row in rows.tolist())
-    assert seen == [*range(4, 8), *range(12, 20)]
-
-
-def test_a_checkpoint_of_another_dataset_is_refused(job):
-    """A batch that it says was not done is none of this one."""
-    job.restore(Position(0, 0, 3, (Examples(9, 0, 4),)))
-    with pytest.raises(ValueError, match="batch 9 of pass 0 was unfinished, but dataset 0 has only 5 batches"):
-        list(job.data(arrays(20, 4)))
-
-
-def test_parts_of_batches_are_handed_out_as_they_came_back(job):
-    """As a job with backup workers has saved them."""
-    job.restore(Position(0, 1, 4, (Examples(0, 1, 3), Examples(2, 3, 9))))
-    data = ps.ArrayDataset(np.arange(20)).batch(4)
-    batches = job.data(data)
-    assert [rows.tolist() for rows in batches] == []
-    assert [rows.tolist() for rows in batches] == [[1, 2], [11], [16, 17, 18, 19]]
+        seen = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(20)).batch(4))
+        assert sorted(row for rows in seen for row in rows.tolist()) == [*range(4, 8), *range(12, 20)]

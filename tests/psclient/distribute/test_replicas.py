@@ -1,4 +1,4 @@
-"""Running a function on the local replicas, and merge_call."""
+"""Threads of the local replicas, and how a run ends; what `run` and `merge_call` give is in strategies/."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import faulthandler
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from psclient._src import context, values
-from psclient._src.arraylike import Mirrored
 from psclient._src.arrays.devices import Device
 from psclient._src.context import ReplicaContext
 from psclient._src.distribute.replicas import ReplicaRunner, RunAgain
-from psclient._src.options import ReduceOp
-from psclient._src.values import PerReplica
 from tests.kit.strategies import refused
 
 
@@ -29,27 +27,16 @@ def _no_hang():
 
 
 class Strategy:
-    """As much of a strategy as a runner needs: sections are noted, reductions are sums of one process."""
+    """As much of a strategy as a runner needs."""
 
     def __init__(self, replicas: int) -> None:
-        self.sections: list[str] = []
         self.extended = self
         devices = [Device("cpu", index) for index in range(replicas)]
-        self.runner = ReplicaRunner(self, devices, lambda: (0, replicas), self._section)
-
-    def _section(self, call: Callable[[], Any]) -> Any:
-        self.sections.append("open")
-        result = call()
-        self.sections.append("flush")
-        return result
+        self.runner = ReplicaRunner(self, devices, lambda: (0, replicas), lambda call: call())
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         with context.enter_strategy_scope(self):
             return self.runner.run(fn, args, kwargs)
-
-    def batch_reduce_to(self, op: ReduceOp, pairs: list[tuple[Any, Any]]) -> list[Any]:
-        assert op is ReduceOp.SUM
-        return [Mirrored([sum(v := values.local_results(value))] * len(v)) for value, _ in pairs]
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -76,33 +63,15 @@ def count(strategy: Strategy) -> int:
     return len(strategy.runner.devices)
 
 
-def numbered(strategy: Strategy) -> Any:
-    return values.per_replica([np.array(i) for i in range(count(strategy))])
-
-
 def works(strategy: Strategy) -> bool:
     """A run with a merge_call, as a proof that the strategy is still usable."""
     answer = object()
     return strategy.run(lambda: here().merge_call(lambda s: answer)) is answer
 
 
-def test_fn_runs_once_for_each_replica_with_its_own_arguments(strategy):
-    """In replica context, on its device, with distributed arguments unwrapped."""
-
-    def fn(x: Any, *, batch: Any) -> Any:
-        me = here()
-        assert me.strategy is strategy
-        assert me.device == Device("cpu", me.local_replica_id)
-        return np.array([me.replica_id_in_sync_group, x, batch["a"], me.num_replicas_in_sync])
-
-    result = strategy.run(fn, (numbered(strategy),), {"batch": {"a": 7}})
-    got = [item.tolist() for item in values.local_results(result)]
-    assert got == [[i, i, 7, count(strategy)] for i in range(count(strategy))]
-    assert strategy.sections == []
-
-
 def test_replicas_run_at_the_same_time(two):
-    """Each in a thread of its own, the same ones in every run, which `close` ends; one alone in the caller's."""
+    """Each in a thread of its own, the same ones in every run, which `close` ends; one alone in the caller's. What is
+    set for the caller, such as numpy.errstate, holds in a run."""
     barrier = threading.Barrier(2, timeout=30)
 
     def fn() -> str:
@@ -112,6 +81,8 @@ def test_replicas_run_at_the_same_time(two):
     names = [set(values.local_results(two.run(fn))) for _ in range(2)]
     assert len(names[0]) == 2
     assert names[0] == names[1]
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        two.run(lambda: np.ones(1) / np.zeros(1))
     only = Strategy(1)
     assert only.run(threading.current_thread) is threading.current_thread()
     before = set(threading.enumerate())  # other tests keep strategies
@@ -121,66 +92,12 @@ def test_replicas_run_at_the_same_time(two):
     assert not [t for t in threading.enumerate() if t.name.startswith("replica") and t not in before]
 
 
-def test_merge_fn_runs_once_in_the_callers_thread(strategy):
-    """In cross-replica context, inside a section; the strategy comes first."""
-    main, calls = threading.current_thread(), []
-    shared = np.ones(2)
-
-    def merge(s: Strategy, own: Any, same: Any, *, k: Any) -> Any:
-        calls.append(1)
-        assert s is strategy
-        assert strategy.sections == ["open"]
-        assert threading.current_thread() is main
-        assert context.in_cross_replica_context()
-        assert same is shared
-        assert isinstance(own, PerReplica) == (count(s) > 1)
-        return sum(values.local_results(own)) + k
-
-    def fn(x: Any) -> Any:
-        total = here().merge_call(merge, (x + 1, shared), {"k": 100})
-        assert here().strategy is strategy
-        return total + x
-
-    result = strategy.run(fn, (numbered(strategy),))
-    n = count(strategy)
-    total = 100 + sum(range(1, n + 1))
-    assert [int(v) for v in values.local_results(result)] == [total + i for i in range(n)]
-    assert calls == [1]
-    assert strategy.sections == ["open", "flush"]
-
-
-def test_several_merge_calls_are_several_sections(strategy):
-    """In order, each with the values of its own; results of PerReplica and Mirrored are unwrapped for each replica."""
-
-    def fn(x: Any) -> Any:
-        for _ in range(20):
-            x = here().merge_call(lambda s, v: sum(values.local_results(v)), (x + 0,))
-        return x
-
-    n = count(strategy)
-    result = strategy.run(fn, (numbered(strategy),))
-    assert int(values.local_results(result)[0]) == sum(range(n)) * n**19
-    assert strategy.sections == ["open", "flush"] * 20
-    plain = object()
-
-    def merge(s: Strategy) -> Any:
-        return {"per": numbered(s), "mirrored": Mirrored([5] * count(s)), "plain": [plain]}
-
-    def fn() -> Any:
-        got = here().merge_call(merge)
-        assert got["mirrored"] == 5
-        assert got["plain"] == [plain]
-        assert got["per"] == here().local_replica_id
-        return None
-
-    assert strategy.run(fn) is None
-
-
-def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two):
-    """Each waiting replica and the caller get a RuntimeError; the next run works."""
+def test_replicas_that_do_not_meet_are_told(two):
+    """Another function would be left out in silence; arguments of another structure name the path; one that meets once
+    more than the others is woken. `run` raises it, and the next run works."""
     told: list[str] = []
 
-    def fn() -> None:
+    def unequal() -> None:
         here().merge_call(lambda s: None)
         if here().local_replica_id == 1:
             try:
@@ -189,55 +106,23 @@ def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two):
                 told.append(str(error))
                 raise
 
-    refused(
-        RuntimeError, r"made different numbers of merge_calls: local replicas \[0\] have ended", lambda: two.run(fn)
-    )
+    for error, said, fn in (
+        (RuntimeError, "different functions", lambda: here().merge_call((str, repr)[here().local_replica_id])),
+        (ValueError, "differ at", lambda: here().merge_call(lambda s, *a: None, (1,) * (1 + here().local_replica_id))),
+        (RuntimeError, r"made different numbers of merge_calls: local replicas \[0\] have ended", unequal),
+    ):
+        refused(error, said, lambda fn=fn: two.run(fn))
+        assert works(two)
     assert len(told) == 1
     assert "unequal" in told[0]
-    assert works(two)
-
-
-def test_replicas_that_meet_for_different_things_are_told(two):
-    """Another function would be left out in silence; arguments of another structure name the path; run ends."""
-
-    def first(s: Strategy) -> None: ...
-
-    def second(s: Strategy) -> None: ...
-
-    with pytest.raises(RuntimeError, match="different functions"):
-        two.run(lambda: here().merge_call((first, second)[here().local_replica_id]))
-    assert works(two)
-    with pytest.raises(ValueError, match="structures differ at"):
-        two.run(lambda: here().merge_call(lambda s, *a: None, (1,) * (1 + here().local_replica_id)))
-    assert works(two)
-
-
-def test_an_error_in_one_replica_ends_all(two):
-    """Those in merge_call are woken; the caller gets the error itself, with the replica in a note."""
-    woken = threading.Event()
-
-    def fn() -> None:
-        if here().local_replica_id == 0:
-            try:
-                here().merge_call(lambda s: None)
-            except RuntimeError:
-                woken.set()
-                raise
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine") as caught:
-        two.run(fn)
-    assert woken.is_set()
-    assert caught.value.__notes__ == ["in replica 1 of 2 (local replica 1, on cpu:1)"]
-    assert works(two)
 
 
 def test_the_first_error_is_the_one_that_is_raised(two):
     """Others because of it do not hide it, nor can they go on by catching it; `sys.exit` ends the script."""
 
-    def fn() -> None:
+    def fn(error: type[BaseException]) -> None:
         if here().local_replica_id == 1:
-            raise ZeroDivisionError
+            raise error
         for _ in range(3):
             try:
                 here().merge_call(lambda s: None)
@@ -245,41 +130,13 @@ def test_the_first_error_is_the_one_that_is_raised(two):
                 pass
         raise KeyError
 
-    refused(ZeroDivisionError, "", lambda: two.run(fn))
-    assert works(two)
-
-    def leaves() -> None:
-        if here().local_replica_id == 1:
-            raise SystemExit(3)
-        here().merge_call(lambda s: None)
-
-    refused(SystemExit, "", lambda: two.run(leaves))
-    assert works(two)
-
-
-@pytest.mark.parametrize("swallow", [False, True])
-def test_an_error_in_a_merge_fn_is_raised_by_run(strategy, swallow):
-    """A replica cannot swallow it; the strategy stays usable."""
-
-    def merge(s: Strategy) -> None:
-        raise KeyError("section")
-
-    def fn() -> None:
-        try:
-            here().merge_call(merge)
-        except (KeyError, RuntimeError):
-            if not swallow:
-                raise
-
-    refused(KeyError, "section", lambda: strategy.run(fn))
-    assert works(strategy)
+    for error in (ZeroDivisionError, SystemExit):
+        refused(error, "", lambda error=error: two.run(fn, (error,)))
+        assert works(two)
 
 
 def test_a_merge_function_runs_replicas(strategy):
-    """To any depth, in threads of their own, which `RunAgain` and errors leave; a replica's function does not."""
-    with pytest.raises(RuntimeError, match=r"strategy\.run needs cross-replica context"):
-        strategy.run(lambda: strategy.run(lambda: None))
-    assert works(strategy)
+    """To any depth, in threads of their own, which `RunAgain` and errors leave."""
 
     def deeper(depth: int) -> list[int]:
         def merge(s: Strategy) -> list[int]:
@@ -299,7 +156,7 @@ def test_a_merge_function_runs_replicas(strategy):
 
 
 def test_a_context_that_was_kept_is_stale(strategy):
-    """After its run, in the next run, and in a thread of the replica's own."""
+    """After its run, in the next run, and in a thread of the replica's own, in which nothing can be run."""
     kept: list[ReplicaContext] = []
     errors: list[Exception] = []
 
@@ -309,60 +166,21 @@ def test_a_context_that_was_kept_is_stale(strategy):
         except RuntimeError as error:
             errors.append(error)
 
+    def runs() -> None:
+        attempt()
+        refused(RuntimeError, "^strategy.run was called w", lambda: strategy.run(lambda: None))
+
     def fn() -> None:
         if here().local_replica_id == 0:
             kept.append(here())
-            thread = threading.Thread(target=attempt)
-            thread.start()
-            thread.join()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(runs).result()
 
     strategy.run(fn)
     attempt()
     strategy.run(attempt)
     assert len(errors) == 2 + count(strategy)
     assert works(strategy)
-
-
-def test_two_threads_cannot_run_at_once(two):
-    errors: list[Exception] = []
-
-    def other() -> None:
-        try:
-            two.run(lambda: None)
-        except RuntimeError as error:
-            errors.append(error)
-
-    def fn() -> None:
-        if here().local_replica_id == 0:
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-
-    two.run(fn)
-    assert [str(error)[:25] for error in errors] == ["strategy.run was called w"]
-
-
-def test_a_distributed_argument_of_another_size_is_refused(two):
-    """Before anything runs; what is set for the caller, such as numpy.errstate, holds in a run."""
-    for given in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match=f"PerReplica with {len(given)} values was passed to 2 local replicas"):
-            two.run(lambda x: None, (PerReplica(given),))
-    assert works(two)
-    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
-        two.run(lambda: np.ones(1) / np.zeros(1))
-
-
-def test_all_reduce_sums_over_the_replicas(strategy):
-    """Each replica counts, even if all give the same object."""
-    shared = np.ones(2)
-
-    def fn(x: Any) -> Any:
-        got = here().all_reduce("sum", {"x": x, "s": (shared, 1)})
-        assert got["s"][0].tolist() == [count(strategy)] * 2
-        assert got["s"][1] == count(strategy)
-        return got["x"]
-
-    assert strategy.run(fn, (numbered(strategy),)) == sum(range(count(strategy)))
 
 
 def test_an_interrupt_ends_a_run(two):
@@ -387,8 +205,9 @@ def test_an_interrupt_ends_a_run(two):
 
 @pytest.mark.parametrize("answer", ["pass", "catch", "swallow", "fail"])
 def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
-    """`RunAgain` leaves their functions past all that handles errors, whatever they do on the way out."""
-    ended, handled = [], []
+    """`RunAgain` leaves their functions past all that handles errors, whatever they do on the way out. It is made again
+    when none runs any more: one that takes its time would meet those of the next run."""
+    ended, handled, late = [], [], threading.Event()
 
     def again(s: Strategy) -> None:
         raise RunAgain
@@ -404,6 +223,8 @@ def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
             if answer != "swallow":
                 raise
         finally:
+            if here().local_replica_id == 1:
+                late.wait(0.1)
             ended.append(here().local_replica_id)
             if answer == "fail":
                 raise OSError("cannot close what was never opened")
@@ -412,22 +233,3 @@ def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
     assert sorted(ended) == list(range(count(strategy)))
     assert not handled
     assert works(strategy)
-
-
-def test_a_run_is_made_again_when_no_replica_runs_any_more(two):
-    """The one that takes its time on the way out would meet those of the next run."""
-    late, ended = threading.Event(), []
-
-    def again(s: Strategy) -> None:
-        raise RunAgain
-
-    def fn() -> None:
-        try:
-            here().merge_call(again)
-        finally:
-            if here().local_replica_id == 1:
-                late.wait(0.2)
-            ended.append(here().local_replica_id)
-
-    refused(RunAgain, "", lambda: two.run(fn))
-    assert sorted(ended) == [0, 1]

@@ -50,13 +50,6 @@ def test_options_that_cannot_be(make, given, said):
     refused(ValueError, said, lambda: make(given))
 
 
-@pytest.mark.parametrize("strategy", ["default", "mirrored"])
-def test_tables_live_on_parameter_servers(strategy):
-    scope = ps.get_strategy() if strategy == "default" else ps.MirroredStrategy(["cpu:0"])
-    with scope.scope(), pytest.raises(RuntimeError, match="ParameterServerStrategy"):
-        de.get_variable("users", dim=8)
-
-
 WRONG = {
     "capacity too small": ({"capacity": 1000}, ValueError, "table 'users': a capacity of 1000 rows"),
     "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts rows only above a limit"),
@@ -88,19 +81,18 @@ def test_what_a_table_cannot_be(wrong):
     refused(error, words, lambda: de.get_variable(**{"name": "users", "dim": 8, **options}))
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "error"),
-    [
-        ("users", {}, TypeError),
-        ([], {}, ValueError),
-        (["a", "b", "a"], {}, ValueError),
-        (["a"], {"key_dtype": "uint64"}, TypeError),
-        (map(str, range(40_000)), {}, ValueError),
-    ],
-    ids=["a word", "none", "twice", "keys", "too many"],
-)
-def test_groups_that_cannot_be(names, options, error):
-    refused(error, r"names|group 'group'", lambda: de.group(names, dim=8, **options))
+def test_what_groups_and_readers_cannot_be():
+    """No names or a word, names that come twice or are too many, other keys; tables live on parameter servers. A place
+    without checkpoints, or a URL, is not read."""
+    said = r"names|group 'group'"
+    for names in ([], ["a", "b", "a"], map(str, range(40_000))):
+        refused(ValueError, said, lambda names=names: de.group(names, dim=8))
+    refused(TypeError, said, lambda: de.group("users", dim=8), lambda: de.group(["a"], dim=8, key_dtype="uint64"))
+    for scope in (ps.get_strategy(), ps.MirroredStrategy(["cpu:0"])):
+        with scope.scope():
+            refused(RuntimeError, "ParameterServerStrategy", lambda: de.get_variable("users", dim=8))
+    refused(ps.errors.NoCheckpoint, "", lambda: de.Reader("nothing"))
+    refused(ps.errors.ConfigError, "copy the checkpoint to this machine", lambda: de.Reader("s3://bucket/run"))
 
 
 SPEC = TableSpec((2,), admission=CounterFilter(2), eviction=GlobalStepEvict(6), initializer=Normal())
@@ -122,28 +114,13 @@ def same(reader, job):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_it_has_what_servers_have(tmp_path, count):
-    """Of whole checkpoints and of deltas, in one file and in several, with evictions between them."""
-    job, rng = Servers.made(tmp_path, SPEC, count), np.random.default_rng(0)
-    for name, base in (("c-1", ""), ("c-2", "c-1"), ("c-3", "c-2")):
-        job.train(rng)
-        job.save(name, base)
-        assert same(ps.dynamic_embedding.Reader(str(tmp_path / name)), job)
-    reader = ps.dynamic_embedding.Reader(str(tmp_path))
-    assert same(reader, job)
-    assert (reader.tables, [*reader], len(reader)) == ((NAME,), [NAME], 1)
-    assert reader.path == str(tmp_path / "c-3")
-    assert (reader[NAME].spec, reader[NAME].round) == (SPEC, 15)
-    refused(KeyError, "no table 'other'; it has users", lambda: reader["other"])
-
-
-@pytest.mark.parametrize("count", [1, 3])
 def test_it_follows_a_job(tmp_path, count):
-    """Deltas come upon what it has, as many as there are; whole checkpoints take its place; no row is lost."""
+    """Deltas come upon what it has, as many as there are; whole checkpoints take its place; no row is lost. One that is
+    opened later has the same."""
     job, rng = Servers.made(tmp_path, SPEC, count), np.random.default_rng(0)
     job.train(rng)
     job.save("c-1")
-    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    reader = de.Reader(str(tmp_path))
     table, views = reader[NAME], []
     assert not reader.refresh()
     for number, base in ((2, 1), (3, 2), (4, 3), (5, 0), (6, 5), (7, 6)):
@@ -154,13 +131,17 @@ def test_it_follows_a_job(tmp_path, count):
         if number != 3:
             assert reader.refresh()
             assert same(reader, job)
+            assert same(de.Reader(str(tmp_path / f"c-{number}")), job)
             views.append(len(reader.view(NAME).layers))
         assert not reader.refresh() or number == 3
     assert views == ([2, 4, 1, 1, 2] if count == 1 else [2, 4, 1, 2, 3])  # a delta is whole if all of its parts are
     assert len(table) == job.state().keys.size
+    assert (reader.tables, [*reader], len(reader)) == ((NAME,), [NAME], 1)
+    assert (reader.path, table.spec, table.round) == (str(tmp_path / "c-7"), SPEC, 17)
+    refused(KeyError, "no table 'other'; it has users", lambda: reader["other"])
     compact(job.opened("c-7"))
     assert not reader.refresh()
-    assert same(ps.dynamic_embedding.Reader(str(tmp_path / "c-7")), job)
+    assert same(de.Reader(str(tmp_path / "c-7")), job)
     (tmp_path / "latest").write_text(latest_text("c-2"))
     assert reader.refresh()
     assert reader.path == str(tmp_path / "c-2")
@@ -173,7 +154,7 @@ def test_what_it_has_mapped_stays(tmp_path):
     job.save("c-1")
     job.train(rng)
     job.save("c-2", "c-1")
-    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    reader = de.Reader(str(tmp_path))
     shutil.rmtree(tmp_path / "c-1")
     assert same(reader, job)
     refused(ps.errors.DamagedCheckpoint, "c-1", lambda: reader.refresh())
@@ -186,7 +167,7 @@ def test_lookups_go_on_while_it_takes_a_delta(tmp_path):
     keys = np.arange(2000)
     job.step(keys, 1)
     job.save("c-1")
-    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    reader = de.Reader(str(tmp_path))
     table, ended, seen = reader[NAME], threading.Event(), set()
 
     def look() -> None:
@@ -212,7 +193,7 @@ def test_hashes_that_are_not_spread_evenly(tmp_path):
     job.step(keys_of(close, combined(0), "int64"))
     job.step(np.arange(100))
     job.save("c-1")
-    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    reader = de.Reader(str(tmp_path))
     assert same(reader, job)
     beside = keys_of(close - np.uint64(1), combined(0), "int64")
     assert not reader[NAME].contains(beside).any()
@@ -224,7 +205,7 @@ def test_keys_of_all_kinds(tmp_path):
         job = Servers.made(tmp_path / key_dtype, TableSpec((2,), key_dtype=key_dtype))
         job.step(np.array([-1, 3, 1 << 62]))
         job.save("c-1")
-        table = ps.dynamic_embedding.Reader(str(tmp_path / key_dtype))[NAME]
+        table = de.Reader(str(tmp_path / key_dtype))[NAME]
         rows = table.lookup(np.array([-1, 3]))
         assert table.lookup(np.array([(1 << 64) - 1, 3], "uint64")).tolist() == rows.tolist()
         assert table.lookup(np.array([[-1], [3]], "int8")).tolist() == rows[:, None].tolist()
@@ -235,26 +216,16 @@ def test_keys_of_all_kinds(tmp_path):
 
 
 def test_zeros_for_what_is_refused(tmp_path):
-    """As a lookup on servers gives, where the table says so; other tables give the first value."""
+    """As a lookup on servers gives, where the table says so; other tables give the first value. A checkpoint may have
+    no tables."""
+    write_checkpoint(tmp_path / "plain", {"w": np.zeros(2)})
+    reader = de.Reader(str(tmp_path / "plain"))
+    assert (reader.tables, reader.refresh(), "no tables" in repr(reader)) == ((), False, True)
     for instead in ("zeros", "initial"):
         spec = TableSpec((2,), admission=CounterFilter(3), refused=instead, initializer=Normal())
         job = Servers.made(tmp_path / instead, spec)
         job.step(np.array([5]))
         job.save("c-1")
-        found = ps.dynamic_embedding.Reader(str(tmp_path / instead))[NAME].lookup([5])
+        found = de.Reader(str(tmp_path / instead))[NAME].lookup([5])
         assert found.tolist() == job.parts[0].lookup(np.array([5])).tolist()
         assert (found == 0).all() == (instead == "zeros")
-
-
-def test_what_it_cannot_read(tmp_path):
-    """A place without checkpoints, a URL, and one without tables."""
-    refused(ps.errors.NoCheckpoint, "", lambda: ps.dynamic_embedding.Reader(str(tmp_path / "nothing")))
-    refused(
-        ps.errors.ConfigError,
-        "copy the checkpoint to this machine",
-        lambda: ps.dynamic_embedding.Reader("s3://bucket/run"),
-    )
-    write_checkpoint(tmp_path / "plain", {"w": np.zeros(2)})
-    reader = ps.dynamic_embedding.Reader(str(tmp_path / "plain"))
-    assert (reader.tables, reader.refresh()) == ((), False)
-    assert "no tables" in repr(reader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from pstesting import forks
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.server_options import ServerOptions
+from tests.kit.strategies import refused
 
 SECONDS = 180
 WORKERS = [Task("worker", index) for index in range(3)]
@@ -45,20 +45,6 @@ def run(script: str, **keys: object) -> tuple[launch.Outcome, launch.Cluster]:
         outcome = cluster.wait(SECONDS)
     assert all(process.returncode is not None for process in cluster.processes.values())
     return outcome, cluster
-
-
-@pytest.mark.soak
-def test_everybody_runs_the_script(script):
-    """Each worker has its task, the arguments, and the true addresses of the servers."""
-    text = "print(me, sys.argv[1:], os.environ['TF_CONFIG'])"
-    outcome, cluster = run(script(text), ps=2, workers=3, args=("--a", "b c"))
-    assert outcome == launch.Outcome(0)
-    for task in WORKERS:
-        (line,) = cluster.output(task)
-        assert line.startswith(f"{task.index} ['--a', 'b c'] ")
-        config = json.loads(line.partition("] ")[2])
-        assert config["cluster"]["ps"] == [cluster.addresses[Task("ps", i)] for i in range(2)]
-        assert "chief" not in config["cluster"]
 
 
 def test_tasks_start_beside_the_servers(script):
@@ -135,22 +121,6 @@ def test_an_evaluator_is_waited_for(script):
     assert said.count("psworker: all workers have ended; waiting for /job:evaluator/task:0, or press Ctrl-C") == 1
 
 
-@pytest.mark.soak
-def test_an_evaluator_that_fails_is_a_failure(script):
-    """It ends the cluster, as others do, unless it is replaced."""
-    outcome, _ = run(
-        script("time.sleep(600 * (json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'evaluator')); exit(3)"),
-        evaluator=True,
-    )
-    assert (outcome.code, outcome.task) == (3, launch.EVALUATOR)
-
-
-def test_a_server_that_refuses_says_why_in_json_as_well():
-    with pytest.raises(ConfigError, match="write cpu or gpu:0") as caught:
-        launch.Cluster(server=ServerOptions(device="tpu"), log_format="json").start()
-    assert "{" not in str(caught.value)
-
-
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_the_first_failure_ends_all(script, log_format):
     """The others are ended, the failing task's code is returned, and its traceback shows user code alone, as text."""
@@ -167,94 +137,53 @@ def test_the_first_failure_ends_all(script, log_format):
 
 LATE = "import atexit\natexit.register(print, '12:00:00 W psclient: could not say goodbye', file=sys.stderr)\n"
 FAILED = "psworker: /job:worker/task:0 failed"
+EVALUATES = "time.sleep(600 * (json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'evaluator')); exit(3)"
+ODD = "psworker: /job:worker/task:0: error: odd ("
+
+CODES: dict[str, tuple[str, int, str]] = {
+    "a code": ("sys.exit(7)", 7, f"{FAILED} (exit code 7)"),
+    "a signal": ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"{FAILED} (killed by SIGKILL)"),
+    "an error of ours": (f"{LATE}from pswire.errors import PSError\nraise PSError('odd')", 1, ODD),
+    "the user's": (f"{LATE}raise KeyError('mine')", 1, "KeyError: 'mine'"),
+    "neither": (f"{LATE}sys.exit('no data here')", 1, "no data here"),
+    "an evaluator's": (EVALUATES, 3, "psworker: /job:evaluator/task:0 failed (exit code 3)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("sys.exit(7)", 7, f"{FAILED} (exit code 7)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"{FAILED} (killed by SIGKILL)"),
-        pytest.param("os.abort()", 134, f"{FAILED} (killed by SIGABRT)", marks=pytest.mark.soak),
-        (
-            f"{LATE}from pswire.errors import PSError\nraise PSError('odd')",
-            1,
-            "psworker: /job:worker/task:0: error: odd (",
-        ),
-        (f"{LATE}raise KeyError('mine')", 1, "KeyError: 'mine'"),
-        (f"{LATE}sys.exit('no data here')", 1, "no data here"),
-    ],
-    ids=["a code", "a signal", "another one", "an error of ours", "the user's", "neither"],
-)
-def test_the_code_is_the_failing_task_s(script, text, code, said):
+@pytest.mark.parametrize("case", CODES)
+def test_the_code_is_the_failing_task_s(script, case):
     """A signal's is 128 more. The report is our last line or the last traceback, whatever is logged in the end."""
-    outcome, _ = run(script(text), workers=1)
+    text, code, said = CODES[case]
+    outcome, _ = run(script(text), workers=1, evaluator="evaluator" in case)
     assert outcome.code == code
-    assert outcome.report.splitlines()[0 if said.startswith(FAILED) else -1].startswith(said)
+    assert outcome.report.splitlines()[0 if " failed (" in said else -1].startswith(said)
 
 
-def test_the_one_to_blame_is_shown(script):
-    """A process that fails because another did may end first; the report is about the other."""
-    text = (
-        "import pathlib\nfrom pswire.errors import PSError\nfailing = pathlib.Path(__file__).with_suffix('.failing')\n"
-        "if me == 0:\n    while not failing.exists():\n        time.sleep(0.01)\n"
-        "    raise PSError('worker 1 has failed')\n"
-        "try:\n    failing.touch()\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
-    )
-    outcome, _ = run(script(text))
-    assert outcome.task == Task("worker", 1)
-    assert outcome.report.endswith("KeyError: 'cause'")
+ONE = (
+    "import pathlib\nfrom pswire.errors import PSError, ServerLost\n"
+    "mark, pid = pathlib.Path(__file__).with_suffix('.mark'), str(os.getpid())\n"
+)
+BLAMES = (
+    "if me == 0:\n    while not mark.exists():\n        time.sleep(0.01)\n    raise PSError('worker 1 has failed')\n"
+    "try:\n    mark.touch()\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
+)
+LOST = (
+    "if me == 0:\n    mark.write_text(pid)\n    raise ServerLost('was lost', '/job:ps/task:0')\n"
+    "while not mark.exists() or not (other := mark.read_text()):\n    time.sleep(0.01)\n"
+    "while (stat := pathlib.Path('/proc', other, 'stat')).exists() and ') Z ' not in stat.read_text():\n"
+    "    time.sleep(0.01)\n"
+    "time.sleep(0.2)\nsys.exit(3)"
+)
 
 
-def test_who_says_that_a_server_was_lost_is_not_to_blame(script, monkeypatch):
-    """It may end first, and the report is about another that failed, whatever that one printed."""
+@pytest.mark.parametrize(("text", "code", "said"), [(BLAMES, 1, "KeyError: 'cause'"), (LOST, 3, "(exit code 3)")])
+def test_the_one_to_blame_is_shown(script, monkeypatch, text, code, said):
+    """A process that fails because another did, or says that a server was lost, may end first; the report is about the
+    other, whatever that one printed."""
     monkeypatch.setattr(launch, "SETTLE_SECONDS", 5.0)
-    text = (
-        "import pathlib\nfrom pswire.errors import ServerLost\nlost = pathlib.Path(__file__).with_suffix('.lost')\n"
-        "if me == 0:\n    lost.write_text(str(os.getpid()))\n    raise ServerLost('was lost', '/job:ps/task:0')\n"
-        "while not lost.exists() or not (other := lost.read_text()):\n    time.sleep(0.01)\n"
-        "while (stat := pathlib.Path('/proc', other, 'stat')).exists() and ') Z ' not in stat.read_text():\n"
-        "    time.sleep(0.01)\n"
-        "time.sleep(0.2)\nsys.exit(3)"
-    )
-    outcome, _ = run(script(text))
-    assert (outcome.task, outcome.code) == (Task("worker", 1), 3)
-
-
-def test_a_failed_worker_is_replaced(script, tmp_path):
-    """With restarts a failure is not the end; the replacement is the same task."""
-    text = (
-        f"mark = os.path.join({str(tmp_path)!r}, str(me))\n"
-        "if not os.path.exists(mark):\n    open(mark, 'w')\n    sys.exit(3)\nprint(me)"
-    )
-    outcome, cluster = run(script(text), restarts=2)
-    assert outcome.code == 0
-    assert [cluster.output(task) for task in WORKERS[:2]] == [["0"], ["1"]]
-
-
-@pytest.mark.soak
-def test_restarts_are_counted_over_all(script):
-    outcome, cluster = run(script("print(me); sys.exit(3)"), workers=1, restarts=2)
-    assert outcome.code == 3
-    assert cluster.output(Task("worker", 0)) == ["0", "0", "0"]
-
-
-def test_a_lost_server_is_replaced_at_its_address(script, tmp_path):
-    """Clients find the new server where the old one was."""
-    said: list[str] = []
-    server, killed = Task("ps", 0), tmp_path / "killed"
-    text = (
-        f"import socket\nwhile not os.path.exists({str(killed)!r}): time.sleep(0.02)\n"
-        "host, port = json.loads(os.environ['TF_CONFIG'])['cluster']['ps'][0].split(':')\n"
-        "while socket.socket().connect_ex((host, int(port))): time.sleep(0.02)\n"
-    )
-    with launch.Cluster(
-        script=script(text), chief="none", restarts=1, sink=lambda line: said.append(line.text)
-    ) as cluster:
-        cluster.kill(server)
-        killed.touch()
-        assert cluster.wait(SECONDS).code == 0
-    assert cluster.addresses[server] in " ".join(cluster.output(server))
-    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); restarted, 0 restarts left" in said
+    outcome, _ = run(script(ONE + text))
+    assert (outcome.task, outcome.code) == (Task("worker", 1), code)
+    assert said in outcome.report
 
 
 def test_who_still_runs_in_the_end_is_named(script):
@@ -264,15 +193,6 @@ def test_who_still_runs_in_the_end_is_named(script):
         pytest.raises(TimeoutError, match=r"still run after 0\.5 s: /job:ps/task:0, /job:worker/task:0"),
     ):
         cluster.wait(0.5)
-
-
-def test_a_lost_server_is_a_failure(script):
-    """Without restarts the loss of a server ends the cluster with the signal's code."""
-    with launch.Cluster(script=script("time.sleep(600)"), chief="none") as cluster:
-        cluster.kill(Task("ps", 0))
-        outcome = cluster.wait(SECONDS)
-    assert outcome.code == 137
-    assert outcome.report.startswith("psworker: /job:ps/task:0 failed (killed by SIGKILL)")
 
 
 @pytest.mark.parametrize(
@@ -319,11 +239,14 @@ def test_a_job_that_does_not_come_to_its_end_is_a_failure(script, chief):
 
 
 def test_a_server_that_cannot_start_is_an_error():
-    """The server's own line is in the error, and what was started before is ended."""
-    cluster = launch.Cluster(ps=2, server=ServerOptions(memory_limit="lots"))
-    with pytest.raises(ConfigError, match=r"ps/task:0: the server did not start \(exit code 2\): .*lots"):
-        cluster.start()
-    assert all(process.returncode is not None for process in cluster.processes.values())
+    """The server's own line is in the error, also where that is JSON; what was started before is ended."""
+    for log_format, options, said in (
+        ("text", ServerOptions(memory_limit="lots"), r"ps/task:0: the server did not start \(exit code 2\): [^{]*lots"),
+        ("json", ServerOptions(device="tpu"), r"^[^{]*write cpu or gpu:0[^{]*$"),
+    ):
+        cluster = launch.Cluster(ps=2, server=options, log_format=log_format)
+        refused(ConfigError, said, cluster.start)
+        assert all(process.returncode is not None for process in cluster.processes.values())
 
 
 def test_a_server_alone(tmp_path):
@@ -409,25 +332,16 @@ def test_a_second_signal_kills(script, tmp_path):
     assert gone(children)
 
 
-def test_the_failure_comes_last(script, tmp_path):
-    """The last lines on stderr are the failing task's traceback, headed by its name."""
-    flags = ["--standalone", "--workers", "2", "--no-chief", script("print('x')\nif me:\n    raise KeyError(me)")]
-    launcher = psworker(*flags, cwd=tmp_path)
+def test_a_file_gives_the_cluster_and_flags_win(script, tmp_path):
+    """--config means what the flags mean; a flag beside it is stronger. The last lines on stderr are the failing task's
+    traceback, headed by its name."""
+    text = "print(sys.argv[1:])\nif me:\n    raise KeyError(me)"
+    (tmp_path / "c.yaml").write_text(f"workers: 3\nchief: none\nscript: {script(text)}\nargs: [a]\n")
+    launcher = psworker("--config", "c.yaml", "--workers", "2", cwd=tmp_path)
     out, err = launcher.communicate(timeout=SECONDS)
     assert launcher.returncode == 1
-    assert "[worker 0] x\n" in out
+    assert "[worker 0] ['a']" in out
+    assert "[worker 2]" not in out
     assert "\x1b" not in out + err
     last = err[err.index("psworker: /job:worker/task:1 failed") :]
     assert last.endswith("KeyError: 1\n")
-
-
-def test_a_file_gives_the_cluster_and_flags_win(script, tmp_path):
-    """--config means what the flags mean; a flag beside it is stronger."""
-    (tmp_path / "c.yaml").write_text(
-        f"workers: 3\nchief: none\nscript: {script('print(sys.argv[1:]); sys.exit(5)')}\nargs: [a]\n"
-    )
-    launcher = psworker("--config", "c.yaml", "--workers", "1", cwd=tmp_path)
-    out, _ = launcher.communicate(timeout=SECONDS)
-    assert launcher.returncode == 5
-    assert "[worker 0] ['a']" in out
-    assert "[worker 1]" not in out

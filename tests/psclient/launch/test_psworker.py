@@ -61,30 +61,31 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
     assert done.stdout == f"__main__ ['deep/{script}', '--lr', '1', '--help'] 3\n"
 
 
-def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
-    """The task, what is wrong, and where in the user's code; no traceback. Nobody is to try a wrong setting again."""
-    text = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
-    done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.returncode == 2
-    expected = "psworker: /job:worker/task:0: error: 'nonsense' is not a task; write /job:worker/task:0 (script.py:4)\n"
-    assert done.stderr == expected
+OURS = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
+SAID = "psworker: /job:worker/task:0: error: 'nonsense' is not a task; write /job:worker/task:0 (script.py:4)\n"
+TRACEBACK = "Traceback (most recent call last):\n"
+RAISES = "import psclient as ps\nraise ps.errors.{}('so it is')"
+ATEXIT = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
+
+FAILS: dict[str, tuple[list[str], str, int, str, str]] = {
+    "ours is one line, with the user's": ([], OURS, 2, "", SAID),
+    "--debug shows it all": (["--debug"], OURS, 2, "", f'{TRACEBACK}  File "script.py", line 6'),
+    "the script sees it at exit": ([], ATEXIT, 1, "KeyError('x')\n", "Traceback"),
+    "another attempt goes on from a checkpoint": ([], RAISES.format("ServerLost"), 75, "", "psworker: "),
+    "this process is not to blame": ([], RAISES.format("Abandoned"), 69, "", "psworker: "),
+    "it may help": ([], RAISES.format("Fenced"), 1, "", "psworker: "),
+    **{f"no attempt helps: {e}": ([], RAISES.format(e), 2, "", "psworker: ") for e in ("Forbidden", "ConfigError")},
+}
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [("ServerLost", 75), ("Fenced", 1), ("Forbidden", 2), ("ConfigError", 2), ("Abandoned", 69)]
-)
-def test_the_code_says_whether_another_attempt_helps(tmp_path, error, code):
-    """2 that none will, 75 that this process is not to blame and that the next attempt goes on from a checkpoint."""
-    text = f"import psclient as ps\nraise ps.errors.{error}('so it is')"
-    assert psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER).returncode == code
-
-
-def test_debug_shows_it_all(tmp_path):
-    """With --debug the same error has its traceback, from the script on."""
-    text = "from pswire.cluster import Task\nTask.parse('nonsense')"
-    done = psworker("--debug", write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.returncode == 2
-    assert done.stderr.startswith('Traceback (most recent call last):\n  File "script.py", line 2')
+@pytest.mark.parametrize("case", FAILS)
+def test_what_a_script_ends_by_is_said(tmp_path, case):
+    """By the exit code whether another attempt helps, and in words."""
+    flags, text, code, out, err = FAILS[case]
+    done = psworker(*flags, write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert done.stderr.startswith(err)
+    assert err != SAID or done.stderr == SAID
 
 
 @pytest.mark.parametrize("text", ["1 / 0", "def f(:"], ids=["error", "syntax"])
@@ -148,13 +149,6 @@ def test_a_chief_without_servers_says_who_it_is(tmp_path, monkeypatch):
     assert done.returncode == 1
     assert done.stderr.startswith(f"psworker: /job:chief/task:0: error: /job:ps/task:0: no answer at {address}")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_script_sees_that_it_failed_at_exit(tmp_path):
-    """What runs at exit finds the error where the interpreter leaves it."""
-    text = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
-    done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.stdout == "KeyError('x')\n"
 
 
 INTERRUPTS = """
@@ -226,23 +220,6 @@ def test_a_signal_while_a_cluster_starts_ends_it(monkeypatch, number, lost):
             signal.signal(each, handler)
 
 
-def test_sigterm_is_an_ordinary_exit(tmp_path):
-    """Exit code 143, after `finally` and what runs at exit."""
-    text = (
-        "import atexit, time\natexit.register(print, 'at exit')\n"
-        "try:\n    print('ready', flush=True)\n    while True: time.sleep(0.01)\n"
-        "finally:\n    print('finally', flush=True)"
-    )
-    command = [sys.executable, "-m", "psclient", write(tmp_path, text)]
-    with forks.Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 143
-    assert out == "finally\nat exit\n"
-
-
 def read(directory: Path, text: str) -> tuple[Host, ...]:
     path = directory / "hosts"
     path.write_text(text, encoding="utf-8")
@@ -284,11 +261,8 @@ def test_hosts_and_their_tasks(tmp_path):
     ],
 )
 def test_the_line_that_is_wrong_is_named(tmp_path, text, said):
+    """So is a file that is not there, or is no text."""
     refused(ConfigError, said, lambda: read(tmp_path, text))
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    """Is named, and so is one that is no text."""
     refused(ConfigError, r"cannot read .*none: No such file", lambda: load_hosts(tmp_path / "none"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     refused(ConfigError, "binary is not a text file", lambda: load_hosts(tmp_path / "binary"))
@@ -385,29 +359,23 @@ def test_any_server_tells_of_the_job(job):
         assert list(joined.cluster.job_tasks("worker"))[:2] == ["a:0", "b:0"]
 
 
-def test_a_place_is_kept_while_the_script_begins(job):
-    """However long that takes; once a session of the task is open, that keeps it."""
-    with joiner(job.verbs[0].address) as joining:
-        joining.take()
-        joining.hold(always=False)
-        for _ in range(3):
-            job.servers.spend(LEASE / 2, job.opened.session)
-            eventually(lambda: kept(job) == {2: job.servers.clock.now})
-        job.open(W2)
-        eventually(lambda: not joining._thread.is_alive())
-
-
-def test_a_place_is_kept_between_two_attempts(job):
-    """By the process that starts the script again: also while a session is open, which may end at any time."""
+@pytest.mark.parametrize("always", [False, True])
+def test_a_place_is_kept_while_the_script_begins(job, always):
+    """However long that takes; once a session of the task is open, that keeps it. By a process that starts the script
+    again it is kept also then, as the session may end at any time."""
     with joiner(job.verbs[0].address) as joining:
         joined = joining.take()
-        joining.hold(always=True)
-        session = job.open(W2).session
+        joining.hold(always=always)
+        session = job.open(W2).session if always else job.opened.session
         for _ in range(3):
             job.servers.spend(LEASE / 2, job.opened.session, session)
             eventually(lambda: kept(job) == {2: job.servers.clock.now})
-        assert joining.take() == joined
         thread = joining._thread
+        if always:
+            assert joining.take() == joined
+        else:
+            job.open(W2)
+            eventually(lambda: not thread.is_alive())
     eventually(lambda: not thread.is_alive())
 
 
@@ -431,18 +399,6 @@ def test_psworker_keeps_the_place_as_long_as_it_needs_it(job, monkeypatch, resta
     monkeypatch.setenv("PS_HEARTBEAT_INTERVAL", "0.02")
     said = Invocation("x.py", (), None, 0, "warning", "text", False, join=(job.verbs[0].address,), restarts=restarts)
     assert module.run_joined(said) == 7
-
-
-def test_a_job_that_is_begun_anew_has_the_same_place(job):
-    """After a loss all processes start again: this one as the worker that it was."""
-    with joiner(job.verbs[0].address) as joining:
-        assert joining.take().task == W2
-        with joiner(job.verbs[0].address) as other:
-            assert other.take().task == WORKERS[3]
-            begin(job.servers, [server.address for server in job.verbs], "again")
-            assert other.take().task == WORKERS[3]
-        joined = joining.take()
-        assert (joined.task, joined.job.name) == (W2, "again")
 
 
 def test_given_addresses_go_before_the_log_s(job):

@@ -14,7 +14,6 @@ from typing import Any
 import grpc
 import pytest
 
-from psclient._src.config import grpc_streams
 from psclient._src.network import grpc_calls
 from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.retries import Attempts
@@ -23,7 +22,7 @@ from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
-from pswire.errors import ConfigError, InvalidRequest, ServerLost, Unreachable
+from pswire.errors import Fenced, Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.network.grpc_channel import open_channel, stub
 from pswire.network.grpc_frames import Frame, frames
@@ -32,6 +31,7 @@ from pswire.network.traffic import TransportName
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from tests.kit.rig import SOON, Worker, eventually
+from tests.kit.strategies import refused
 from tests.kit.transports import Site
 
 
@@ -80,12 +80,13 @@ SIZES = pytest.mark.parametrize("size", [4000, LARGE], ids=["one message", "a ro
 
 
 @SIZES
-def test_calls_share_a_stream(size):
-    """All pushes and pulls of a connection are on the one that the first has opened."""
-    with pair(size) as job:
+@pytest.mark.parametrize("streams", [True, False])
+def test_calls_share_a_stream(size, streams):
+    """All pushes and pulls of a connection are on the one that the first has opened, or each is a call of its own."""
+    with pair(size, streams) as job:
         job.round()
         stream = job.stream
-        assert stream is not None
+        assert (stream is not None) == streams
         for _ in range(2):
             job.round()
             assert job.pulled(job.workers[0])[0] == job.sums
@@ -93,22 +94,26 @@ def test_calls_share_a_stream(size):
 
 
 @SIZES
-def test_without_streams_each_is_a_call(size):
-    with pair(size, streams=False) as job:
+def test_calls_leave_one_another_alone(size):
+    """A push that waits for others holds no pull up; a refusal ends a call, whose rest is passed over, and not the
+    stream. Nobody waits on an idle one, so that the server's end does not either."""
+    with ExitStack() as stack:
+        job = Pair(stack, size, grace=SOON)
         job.round()
+        stream, stranger = job.stream, replace(job.workers[0], session=1 << 60)
+        waiting = job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        assert job.pulled(job.workers[0])[0] == job.sums
+        assert not waiting.done()
+        job.whole([1, 10], waiting, job.push(job.workers[1], 10))
+        stream = job.stream
+        for _ in range(3):
+            refused(Fenced, "session", lambda: job.push(stranger, 1, job.server).result(SOON))
         job.round()
-        assert job.stream is None
-
-
-def test_a_setting_switches_streams_off(monkeypatch):
-    """Any other word is an error, since a typo would change nothing."""
-    assert [grpc_streams({}), grpc_streams({"PS_GRPC_STREAM": "1"}), grpc_streams({"PS_GRPC_STREAM": "0"})] == [
-        True,
-        True,
-        False,
-    ]
-    with pytest.raises(ConfigError, match="PS_GRPC_STREAM must be 1 or 0, not 'no'"):
-        grpc_streams({"PS_GRPC_STREAM": "no"})
+        assert job.stream is stream
+        began = time.monotonic()
+        job.thread.stop()
+        assert time.monotonic() - began < SOON / 2
 
 
 @SIZES
@@ -146,19 +151,6 @@ def test_a_stream_that_cannot_go_on_fails_no_call():
         assert job.stream not in (None, stream)
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_server_that_stops_is_told_of(streams):
-    """Who waits learns at once why."""
-    with pair(streams=streams) as job:
-        pull = job.server.pull(job.workers[1].session, [job.variables[0].id], 5)
-        push = job.push(job.workers[0], 1)
-        job.job.arrived(job.workers[0])
-        job.thread.stop()
-        for waiting in (push, pull):
-            with pytest.raises(ServerLost, match="was stopped"):
-                waiting.result(SOON)
-
-
 def test_a_call_that_is_interrupted_is_cancelled():
     """Its server does not go on with what nobody takes."""
     with pair() as job:
@@ -167,31 +159,6 @@ def test_a_call_that_is_interrupted_is_cancelled():
         with pytest.raises(KeyboardInterrupt), job.calls._endable(call):
             raise KeyboardInterrupt
         assert call.code() is grpc.StatusCode.CANCELLED
-
-
-def test_a_second_call_at_the_same_time_is_one_of_its_own():
-    """A push that waits for others holds no pull up."""
-    with pair() as job:
-        job.round()
-        waiting = job.push(job.workers[0], 1)
-        job.job.arrived(job.workers[0])
-        assert job.pulled(job.workers[0])[0] == job.sums
-        assert not waiting.done()
-        job.whole([1, 10], waiting, job.push(job.workers[1], 10))
-        job.round()
-
-
-@SIZES
-def test_a_refusal_ends_a_call_and_not_the_stream(size):
-    """Also where the rest of the push is still on its way: it is passed over."""
-    with pair(size) as job:
-        job.round()
-        stream, stranger = job.stream, replace(job.workers[0], session=1 << 60)
-        for _ in range(3):
-            with pytest.raises(Exception, match="session"):
-                job.push(stranger, 1, job.server).result(SOON)
-        job.round()
-        assert job.stream is stream
 
 
 def test_the_rest_of_a_push_that_is_answered_is_passed_over():
@@ -238,74 +205,25 @@ def test_streams_that_never_last_are_given_up(monkeypatch, caplog):
         )
 
 
-def test_a_server_ends_at_once_beside_an_idle_stream():
-    """Nobody waits on it, so that the server's last answers do not wait for it either."""
-    with ExitStack() as stack:
-        job = Pair(stack, 4000, grace=SOON)
-        job.round()
-        assert job.stream is not None
-        began = time.monotonic()
-        job.thread.stop()
-        assert time.monotonic() - began < SOON / 2
-
-
-def test_what_is_no_call_ends_the_stream():
-    """A header that begins nothing is refused; bytes that are no frame end the stream, with the reason."""
-    with pair() as job, grpc.insecure_channel(job.thread.address) as channel:
-        stub = channel.stream_stream(VERBS["Exchange"].path)
-        call = stub(iter([b"\xff\xff"]), timeout=SOON)
-        with pytest.raises(grpc.RpcError):
-            list(call)
-        assert dict(call.trailing_metadata())["ps-error"] == InvalidRequest.__name__
-        job.round()
-
-
-HOST = "127.0.0.1"
-
-STATUS = VERBS["Status"]
-
-TIMEOUTS = Timeouts(call_timeout=0.5, session_timeout=8.0)
-
-
-@pytest.fixture
-def nobody():
-    """An address at which nothing listens."""
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        yield f"{HOST}:{sock.getsockname()[1]}"
-
-
-@pytest.fixture
-def silent():
-    """An address at which a connection is taken, and nothing is said."""
-    with socket.create_server((HOST, 0)) as sock:
-        yield f"{HOST}:{sock.getsockname()[1]}"
-
-
-def told(*addresses: str) -> str:
-    """What is told of a server whose first attempts go to some addresses, and all others to the last of these."""
-    attempts = Attempts(
-        addresses[-1], Task("ps", 0), TIMEOUTS, threading.Event(), lambda: None, lambda: "", lambda: "", lambda: None
-    )
-    left = list(addresses)
-
-    def once(seconds: float) -> bytes:
-        address = left.pop(0) if len(left) > 1 else left[0]
-        began = time.monotonic()
-        with open_channel(address, Security(), "") as channel:
-            try:
-                return bytes(stub(channel, STATUS.path, STATUS.streams)(b"", timeout=seconds))
-            except grpc.RpcError:
-                if address != addresses[-1]:
-                    time.sleep(max(0.0, began + seconds - time.monotonic() - 0.05))  # little is left for the next
-                raise
-
-    with pytest.raises(Unreachable) as caught:
-        attempts.until_answered(STATUS, once)
-    return str(caught.value)
-
-
-def test_the_most_that_was_known_of_a_server_is_told(nobody, silent):
+def test_the_most_that_was_known_of_a_server_is_told():
     """The last attempt has what is left of the deadline, which may be too short to hear that nothing listens."""
-    assert "(nothing listens there)" in told(nobody, silent)
-    assert "(it does not answer)" in told(silent)
+    with socket.socket() as nobody, socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody.bind(("127.0.0.1", 0))
+        addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (nobody, silent)]
+        for left, said in ((addresses, "(nothing listens there)"), (addresses[1:], "(it does not answer)")):
+            timeouts, nothing = Timeouts(call_timeout=0.5, session_timeout=8.0), lambda: None
+            attempts = Attempts(left[-1], Task("ps", 0), timeouts, threading.Event(), nothing, str, str, nothing)
+
+            def once(seconds: float, left: list[str] = left) -> bytes:
+                """Asks the first address, and all others the last one, for which little time is left."""
+                began, first = time.monotonic(), len(left) > 1
+                with open_channel(left.pop(0) if first else left[0], Security(), "") as channel:
+                    try:
+                        return bytes(stub(channel, VERBS["Status"].path, VERBS["Status"].streams)(b"", timeout=seconds))
+                    except grpc.RpcError:
+                        time.sleep(max(0.0, began + seconds - time.monotonic() - 0.05) if first else 0.0)
+                        raise
+
+            with pytest.raises(Unreachable) as caught:
+                attempts.until_answered(VERBS["Status"], once)
+            assert said in str(caught.value)

@@ -81,15 +81,6 @@ def heartbeats(site, monkeypatch):
 CALL, TRANSPORT = (1, 0), (0, 1)
 
 
-def test_a_process_that_does_nothing_heartbeats_on_its_transport(heartbeats):
-    """Its first heartbeat says over gRPC what it does; those after it are no calls, and each of them is a sign of
-    life."""
-    assert heartbeats.ways() == CALL
-    signs = heartbeats.site.core.machine.tally.signs
-    assert [heartbeats.ways() for _ in range(3)] == [TRANSPORT] * 3
-    assert heartbeats.site.core.machine.tally.signs == signs + 3
-
-
 def test_a_heartbeat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
     """For whoever heartbeats; who does not is lost."""
     now = [0.0]
@@ -104,47 +95,51 @@ def test_a_heartbeat_on_a_transport_renews_the_lease(stack, name, monkeypatch):
     assert (found[WORKERS[0]], found[WORKERS[1]]) == ("open", "lost")
 
 
-@pytest.mark.parametrize(
-    "news",
-    [(-1, b"", Pace(steps=1)), (-1, b"", Pace(leaving=True)), (-1, b"", Pace(), 3)],
-    ids=["a step", "it leaves", "a clock"],
-)
-def test_news_travel_over_grpc(heartbeats, news):
-    """And the server knows them; what is the same once more needs no call."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    assert heartbeats.ways(*news) == CALL
-    pace = next(s.pace for s in heartbeats.site.core.status().sessions if s.member.task == WORKERS[0])
-    assert pace == news[2]
-    assert heartbeats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT)
-    assert heartbeats.ways() == CALL
+NEWS = {"a step": (-1, b"", Pace(steps=1)), "it leaves": (-1, b"", Pace(leaving=True)), "a clock": (-1, b"", Pace(), 3)}
 
 
-def test_who_waits_in_a_round_heartbeats_over_grpc(heartbeats):
-    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat, and
-    once none is waited in any more."""
-    assert [heartbeats.ways(0, b"plan"), heartbeats.ways(0, b"plan")] == [CALL, CALL]
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
+def test_what_says_something_travels_over_grpc(heartbeats):
+    """All else is no call, and each of those heartbeats is a sign of life."""
+    site, tally = heartbeats.site, heartbeats.site.core.machine.tally
 
+    def quiet() -> None:
+        """A process that does nothing heartbeats on its transport."""
+        signs = tally.signs
+        assert [heartbeats.ways() for _ in range(2)] == [TRANSPORT] * 2
+        assert tally.signs == signs + 2
 
-def test_while_a_call_waits_on_a_transport_heartbeats_travel_over_grpc(heartbeats):
-    """They are to show that the server lives, though the transport is silent; after that they are on the transport
-    again."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    here, other = heartbeats.site.workers
-    first = heartbeats.site.push(here, 1)
-    heartbeats.site.job.arrived(here)
+    assert heartbeats.ways() == CALL  # its first heartbeat says what it does
+    quiet()
+    for name, news in NEWS.items():
+        assert heartbeats.ways(*news) == CALL, name
+        pace = next(s.pace for s in site.core.status().sessions if s.member.task == WORKERS[0])
+        assert pace == news[2]
+        assert heartbeats.ways(*news) == (CALL if len(news) > 3 else TRANSPORT), name  # the same once more
+        assert heartbeats.ways() == CALL
+        quiet()
+
+    # A server compares rounds that processes wait in, whoever comes first: it has to be told in each heartbeat.
+    assert [heartbeats.ways(0, b"plan"), heartbeats.ways(0, b"plan"), heartbeats.ways()] == [CALL] * 3
+    quiet()
+
+    # While a call waits on the transport they are to show that the server lives, though the transport is silent.
+    here, other = site.workers
+    first = site.push(here, 1)
+    site.job.arrived(here)
     assert [heartbeats.ways(), heartbeats.ways()] == [CALL, CALL]
-    heartbeats.site.whole([1, 2], first, heartbeats.site.push(other, 2))
-    assert heartbeats.ways() == TRANSPORT
+    site.whole([1, 2], first, site.push(other, 2))
+    quiet()
 
-
-def test_who_keeps_the_sessions_anew_is_told_everything(heartbeats):
-    """It has heard no heartbeat of them: one on a transport is refused, and told over gRPC at once."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    record = heartbeats.site.core.machine.members._sessions[heartbeats.worker.session]
-    record.described = False
+    # A server that keeps the sessions anew has heard no heartbeat: one on a transport is refused, and told at once.
+    site.core.machine.members._sessions[heartbeats.worker.session].described = False
     assert heartbeats.ways() == (1, 1)
-    assert heartbeats.ways() == TRANSPORT
+    quiet()
+
+    # The end of a transport is found at once.
+    (connection,) = site.open([heartbeats.worker.session])
+    site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
+    eventually(lambda: site.transport(heartbeats.worker).lost)
+    assert heartbeats.ways() == CALL
 
 
 def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name):
@@ -201,15 +196,6 @@ def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
         eventually(lambda: heartbeats.ways() == TRANSPORT)
 
 
-def test_a_transport_that_breaks_costs_no_lease(heartbeats):
-    """Its end is found at once: the heartbeat is a call."""
-    assert [heartbeats.ways(), heartbeats.ways()] == [CALL, TRANSPORT]
-    (connection,) = heartbeats.site.open([heartbeats.worker.session])
-    heartbeats.site.thread._loop.call_soon_threadsafe(connection.close, "the test says so")
-    eventually(lambda: heartbeats.site.transport(heartbeats.worker).lost)
-    assert heartbeats.ways() == CALL
-
-
 def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):
     """If a client heartbeats and reads no answers, a server reads no more of it once it has so many answers to send."""
     here, other = site.workers
@@ -234,7 +220,12 @@ PAUSE = 2.0
 
 
 def test_sessions_heartbeat_together_at_a_few_times_of_a_pause():
-    """Those of one time together, whenever they began; the times are spread over a pause."""
+    """Those of one time together, whenever they began; the times are spread over a pause. One that was woken a little
+    early does not heartbeat twice."""
+    for early in (1e-6, 1e-3, PAUSE / HEARTBEATS):
+        assert until_heartbeat(PAUSE, 3, 3 / HEARTBEATS * PAUSE - early) == pytest.approx(PAUSE + early)
+    for tenth in range(200):
+        assert 0 < until_heartbeat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / HEARTBEATS) + 1e-9
     times = {
         round(now + until_heartbeat(PAUSE, 5 + HEARTBEATS * k, now), 6) % PAUSE
         for k in range(9)
@@ -243,13 +234,6 @@ def test_sessions_heartbeat_together_at_a_few_times_of_a_pause():
     assert times == {5 / HEARTBEATS * PAUSE}
     times = sorted((1e9 + until_heartbeat(PAUSE, number, 1e9)) % PAUSE for number in range(HEARTBEATS))
     assert times == pytest.approx([PAUSE * number / HEARTBEATS for number in range(HEARTBEATS)])
-
-
-def test_one_that_was_woken_a_little_early_does_not_heartbeat_twice():
-    for early in (1e-6, 1e-3, PAUSE / HEARTBEATS):
-        assert until_heartbeat(PAUSE, 3, 3 / HEARTBEATS * PAUSE - early) == pytest.approx(PAUSE + early)
-    for tenth in range(200):
-        assert 0 < until_heartbeat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / HEARTBEATS) + 1e-9
 
 
 TRANSPORT_LEASE = 8.0
@@ -262,7 +246,12 @@ def silent(silence: Silence, *times: float, waiting: bool = True) -> list[str]:
 
 
 def test_a_transport_is_broken_once_heartbeats_were_answered_for_a_lease():
-    """Since the first, or since something came; not while no call is under way, when nothing is to be said."""
+    """Since the first, or since something came; not while no call is under way, when nothing is to be said. A pause of
+    heartbeats counts for half a lease: the server may have stood still, or this process."""
+    for gap in (5.0, 100.0):
+        silence = Silence(TRANSPORT_LEASE)
+        assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
+        assert silent(silence, gap + 4) != [""]
     *before, last = silent(Silence(TRANSPORT_LEASE), 0, 2, 4, 6, 8)
     assert before == [""] * 4
     assert last == "nothing was received on it for 8 s"
@@ -276,14 +265,6 @@ def test_a_transport_is_broken_once_heartbeats_were_answered_for_a_lease():
     assert not any(silent(silence, 100, 102, 104, 106))
 
 
-@pytest.mark.parametrize("gap", [5.0, 100.0])
-def test_a_pause_counts_for_half_a_lease(gap):
-    """Between two heartbeats the server may have stood still, or this process: no word could come, or be read."""
-    silence = Silence(TRANSPORT_LEASE)
-    assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
-    assert silent(silence, gap + 4) != [""]
-
-
 def words(silence: Silence, received: int, sent: int, *times: float, paused: bool = False) -> str:
     """What is said at a heartbeat after words that came at these times."""
     for now in times:
@@ -293,7 +274,8 @@ def words(silence: Silence, received: int, sent: int, *times: float, paused: boo
 
 
 def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
-    """Though its words come; not what it does not want for now, has received, or gets of a slow network."""
+    """Though its words come; not what it does not want for now, has received, or gets of a slow network. Words count
+    that say something of now: not of a call that is over, nor those that come together after a standstill."""
     silence = Silence(TRANSPORT_LEASE)
     assert words(silence, 10, 20, 0, 2, 4, 6) == ""
     assert words(silence, 10, 30, 8) == "the server has not read from it for 8 s"
@@ -308,10 +290,6 @@ def test_a_transport_is_broken_once_the_server_receives_nothing_for_a_lease():
     silence = Silence(TRANSPORT_LEASE)
     for count in range(20):
         assert words(silence, count, 1000, 6 * count, 6 * count + 3) == ""
-
-
-def test_words_that_say_nothing_of_now_do_not_count():
-    """Of a call that is over, though not all was received; those that come together after a standstill."""
     silence = Silence(TRANSPORT_LEASE)
     assert words(silence, 10, 20, 0, 2, 4, 6) == ""
     silence.word(10, False, 20, 8)
@@ -325,58 +303,46 @@ def test_words_that_say_nothing_of_now_do_not_count():
 PATIENT, HEARTBEAT = 4.0, 1.0
 
 
+class Patient:
+    """A patience with a clock, and servers whose heartbeats are answered."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.patience = Patience(PATIENT, HEARTBEAT, self.clock)
+
+    def after(self, seconds: float, *servers: int) -> float:
+        """How long any has stood still when these answer so much later."""
+        self.clock.now += seconds
+        for server in servers:
+            self.patience.heard(server)
+        return self.patience.stood()
+
+
 def test_a_silence_and_the_lease_after_it_do_not_count():
-    """Of whichever server; two at a time are one, one after another add; answered heartbeats take no time."""
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
-    for _ in range(10):
-        patience.heard(0)
-        clock.now += HEARTBEAT + PATIENT / 4
-        assert patience.stood() == 0.0
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
+    """Of whichever server; two at a time are one, one after another add; answered heartbeats take no time. Of two waits
+    up to one deadline the second has the silence of the first; one from before does not count."""
+    both = Patient()
+    assert [both.after(HEARTBEAT + PATIENT / 4, 0) for _ in range(10)] == [0.0] * 10
+    both = Patient()
+    assert both.after(0.0, 0, 1) == 0.0
+    assert both.after(10.0) == both.after(0.0, 0, 1) == both.after(HEARTBEAT) == 10.0 + PATIENT
+    assert both.after(0.0, 1) == 10.0 + PATIENT
+    assert both.after(3.0) == 10.0 + PATIENT + 4.0
+    both = Patient()
     for server in (0, 1):
-        patience.heard(server)
-    clock.now += 10.0
-    assert patience.stood() == 10.0 + PATIENT
-    for server in (0, 1):
-        patience.heard(server)
-    assert patience.stood() == 10.0 + PATIENT
-    clock.now += HEARTBEAT
-    assert patience.stood() == 10.0 + PATIENT
-    patience.heard(1)
-    clock.now += 3.0
-    assert patience.stood() == 10.0 + PATIENT + 4.0
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
-    for server in (0, 1):
-        clock.now += 100.0
-        patience.heard(1 - server)
-        patience.heard(server)
-        before = patience.stood()
-        clock.now += 10.0
-        patience.heard(server)
-        assert patience.stood() - before >= 10.0
-
-
-def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
-    """Of two waits up to one deadline the second has the silence of the first; one from before does not count."""
-    clock = Clock()
-    patience = Patience(PATIENT, HEARTBEAT, clock)
-    patience.heard(0)
-    clock.now += 100.0
+        before = both.after(100.0, 1 - server, server)
+        assert both.after(10.0, server) - before >= 10.0
+    one = Patient()
+    one.after(0.0, 0)
+    one.after(100.0, 0)
     for _ in range(5):
-        patience.heard(0)
-        clock.now += HEARTBEAT
-    patience.heard(0)
-    deadline = patience.deadline(20.0)
+        one.after(HEARTBEAT, 0)
+    deadline = one.patience.deadline(20.0)
     assert deadline.left() == 20.0
-    clock.now += 10.0
-    patience.heard(0)
+    one.after(10.0, 0)
     assert deadline.left() == 20.0 + PATIENT
     for _ in range(20):
-        clock.now += HEARTBEAT
-        patience.heard(0)
+        one.after(HEARTBEAT, 0)
     assert deadline.left() == PATIENT
 
 

@@ -34,6 +34,7 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from tests.kit.rig import eventually
 from tests.kit.samples import BARE
+from tests.kit.strategies import refused
 
 OURS = f"paramserver {version('paramserver')} (protocol {PROTOCOL})"
 
@@ -92,11 +93,11 @@ def test_another_protocol_is_refused_with_both_versions(monkeypatch, talk):
 
             monkeypatch.setattr(calls, "_saying", says)
             began = time.monotonic()
-            with pytest.raises(ConfigError) as refused:
+            with pytest.raises(ConfigError) as caught:
                 act(cluster)
             assert time.monotonic() - began < 5.0
-            assert refused.value.message.startswith(words.replace(f"protocol {PROTOCOL + 1}", f"protocol {number}"))
-            assert "Install the same version of paramserver everywhere" in refused.value.message
+            assert caught.value.message.startswith(words.replace(f"protocol {PROTOCOL + 1}", f"protocol {number}"))
+            assert "Install the same version of paramserver everywhere" in caught.value.message
 
 
 def test_a_server_of_another_protocol_does_not_vote(monkeypatch):
@@ -121,10 +122,10 @@ def test_a_server_of_another_protocol_does_not_vote(monkeypatch):
 def test_the_error_is_short_whatever_a_stranger_says():
     """A process that says nothing has protocol 0, as those had of before; what is not printable is not repeated."""
     for said in (pb.Spoken(), pb.Spoken(protocol=2**32 - 1, version="x" * 9999), pb.Spoken(version="\n9")):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as caught:
             check_protocol(said, "the standby server at a-host.of-a-cluster:12345", "/job:worker/task:1234")
-        assert len(refused.value.message) <= 300
-        assert refused.value.message.isprintable()
+        assert len(caught.value.message) <= 300
+        assert caught.value.message.isprintable()
 
 
 def losses(*servers: int) -> list[Gone]:
@@ -173,12 +174,9 @@ def hosting():
 
 def test_each_loss_is_news_once(hosting):
     """The log is told whole, again and again; an answer of before another one, which comes late, changes nothing."""
-    assert hosting.lose(losses(1)) == losses(1)
-    assert hosting.lose(losses(1)) == []
-    assert hosting.lose(losses(1, 0)) == losses(0)
-    assert (hosting.losses, hosting.live) == ((1, 0), (2, 3))
-    assert hosting.lose(losses(1)) == []
-    assert (hosting.losses, hosting.gone) == ((1, 0), {0, 1})
+    for told, news in (([1], [1]), ([1], []), ([1, 0], [0]), ([1], [])):
+        assert hosting.lose(losses(*told)) == losses(*news)
+    assert (hosting.losses, hosting.gone, hosting.live) == ((1, 0), {0, 1}, (2, 3))
 
 
 def test_a_server_may_have_told_what_its_successor_tells_later(hosting):
@@ -188,35 +186,35 @@ def test_a_server_may_have_told_what_its_successor_tells_later(hosting):
     assert (hosting.losses, hosting.live) == ((1, 3), (0, 2))
 
 
-def test_who_is_back_may_be_lost_again(hosting):
-    """It is the last one to lead."""
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_who_is_back_may_be_lost_again(hosting, meanwhile):
+    """It is the last one to lead; one that is lost while it is taken back is not readmitted."""
     hosting.lose(losses(0))
-    assert hosting.take_back(0, 1, "", lambda: True)
-    assert hosting.live == (1, 2, 3, 0)
-    assert hosting.take_back(0, 1, "", lambda: True) is None
-    assert hosting.lose(losses(0, 0)) == losses(0)
-    assert hosting.gone == {0}
-
-
-def test_who_is_lost_while_it_is_taken_back_stays_away(hosting):
-    """It is told as lost, and not readmitted."""
-    hosting.lose(losses(0))
-
-    def opened() -> bool:
+    if not meanwhile:
+        assert hosting.take_back(0, 1, "", lambda: True)
+        assert hosting.live == (1, 2, 3, 0)
+    assert hosting.take_back(0, 1, "", lambda: hosting.lose(losses(0, 0)) == losses(0)) is None
+    if not meanwhile:
         assert hosting.lose(losses(0, 0)) == losses(0)
-        return True
-
-    assert hosting.take_back(0, 1, "", opened) is None
     assert hosting.gone == {0}
 
 
 def test_who_comes_later_knows_who_leads_and_who_is_gone():
-    """A server that was lost and is back is the last one to lead; it waits for none that the job goes on without."""
+    """A server that was lost and is back is the last one to lead; it waits for none that the job goes on without, or
+    that it finds lost, by itself or by what another server tells. What another job lost, or one that cannot go on, is
+    nothing to it."""
     hosting = look("mine", *(status(server, losses=(0,)) for server in range(3)))
     assert (hosting.live, hosting.gone, hosting.losses) == ((1, 2, 0), frozenset(), (0,))
     assert hosting.lose(losses(0)) == []
     hosting = look("mine", None, *(status(server, losses=(0,), gone=(0,)) for server in (1, 2)))
     assert (hosting.live, hosting.gone, hosting.losses) == ((1, 2), {0}, (0,))
+    for error in (ServerLost("nothing listens there"), ServerGone("is down: was lost")):
+        hosting = look("mine", status(0), error, status(2))
+        assert (hosting.live, hosting.gone) == ((0, 2), {1})
+    for keeper in (status(1, "other", losses=(0,)), status(1, broken="it was lost", losses=(0,))):
+        others = (replace(keeper, server=server, incarnation=LIVES[server], broken="") for server in (0, 2))
+        hosting = look("mine", next(others), keeper, next(others))
+        assert (hosting.live, hosting.losses) == ((0, 1, 2), ())
 
 
 @pytest.mark.parametrize("decides", [True, False])
@@ -233,34 +231,15 @@ def test_a_new_process_in_the_place_of_a_server_is_no_new_job(server, decides):
     assert hosting.losses == (server,)
 
 
-@pytest.mark.parametrize("error", [ServerLost("nothing listens there"), ServerGone("is down: was lost")])
-def test_who_comes_while_a_server_is_lost_takes_it_for_gone(error):
-    """Whether it finds that out by itself, or another server tells it while it asks."""
-    hosting = look("mine", status(0), error, status(2))
-    assert (hosting.live, hosting.gone) == ((0, 2), {1})
-
-
 def test_a_server_that_is_silent_holds_a_chief_up_for_a_lease():
-    """The job does not know yet that it is lost."""
+    """The job does not know yet that it is lost. A worker of a running job waits for what the chief says, and all wait
+    for a server of no job."""
     began = time.monotonic()
     hosting = look("mine", status(0), None, status(2), decides=True)
     assert (hosting.gone, [*hosting.suspects]) == ({1}, [1])
     assert time.monotonic() - began > TIMEOUTS.session_timeout
-
-
-@pytest.mark.parametrize("decides", [True, False])
-def test_a_server_of_no_job_is_waited_for(decides):
-    """A worker of a running one waits for what the chief says."""
-    with pytest.raises(Unreachable):
-        look("mine", *((None, BARE, BARE) if decides else (status(0), None, status(2))), decides=decides)
-
-
-@pytest.mark.parametrize("keeper", [status(1, "other", losses=(0,)), status(1, broken="it was lost", losses=(0,))])
-def test_who_begins_anew_knows_nothing(keeper):
-    """What another job lost, or one that cannot go on, is nothing to a new one, whose log server 0 keeps."""
-    others = (replace(keeper, server=server, incarnation=LIVES[server], broken="") for server in (0, 2))
-    hosting = look("mine", next(others), keeper, next(others))
-    assert (hosting.live, hosting.losses) == ((0, 1, 2), ())
+    refused(Unreachable, "", lambda: look("mine", status(0), None, status(2)))
+    refused(Unreachable, "", lambda: look("mine", None, BARE, BARE, decides=True))
 
 
 def read(*generations: Generation) -> JobNews:

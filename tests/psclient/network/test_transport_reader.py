@@ -120,16 +120,6 @@ def test_what_comes_while_nobody_waits_is_handled_at_once(waiting, name):
         site.whole([3, 4], *answers)
 
 
-def test_large_answers_and_contributions_go_both_ways(stack, name):
-    """The caller receives while the transport's thread sends the rest of what it pushed, and both make room."""
-    site = Site(stack, name, elements=3 * SIZE, variables=2)
-    waiting = Waiting(site)
-    answers = pushed(site, 1, 2)
-    for answer in answers:
-        waiting.answer(answer)
-    site.whole([1, 2], *answers)
-
-
 def test_one_wait_receives_from_several_servers(stack, name):
     sites = [Site(stack, name, workers=1, elements=SMALL) for _ in range(3)]
     waiting, here = Waiting(*sites), threading.current_thread().name
@@ -196,36 +186,24 @@ def test_a_transport_that_is_closed_while_it_is_read_is_let_go(waiting):
     eventually(lambda: transport._over and transport._events.closed and transport._sock.fileno() < 0)
 
 
-def test_the_end_of_all_waits_is_told_at_once(waiting):
-    """Though nothing comes on the transport; and it receives by its own thread again."""
-    site = waiting.site
-    answer = site.push(site.workers[0], 1)
-    with waiting.once_taken(lambda: waiting.end.set_result(None)):
-        waiting.wait(answer, SOON)
-    assert not answer.done()
-    site.whole([1, 2], answer, site.push(site.workers[1], 2))
-
-
-def test_a_wait_ends_in_time(waiting):
-    site = waiting.site
+def test_what_ends_a_wait(waiting):
+    """Its time, beside another wait too; an answer that another thread brings; the end of all waits, though nothing
+    comes on the transport, which its own thread reads again."""
+    site, other = waiting.site, Future[int]()
     answer = site.push(site.workers[0], 1)
     began = time.monotonic()
     waiting.wait(answer, 0.05)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(waiting.answer, answer)
+        longer = pool.submit(waiting.wait, other, SOON)
         eventually(waiting.taken)
         waiting.wait(answer, 0.05)
         assert 0.1 <= time.monotonic() - began < SOON / 2
-        assert not answer.done()
-        site.whole([1, 2], answer, site.push(site.workers[1], 2))
-
-
-def test_an_answer_that_another_thread_brings_wakes_the_caller(waiting):
-    site = waiting.site
-    pending, other = site.push(site.workers[0], 1), Future[int]()
-    with waiting.once_taken(lambda: other.set_result(5)):
-        assert waiting.answer(other) == 5
-    site.whole([1, 2], pending, site.push(site.workers[1], 2))
+        other.set_result(5)
+        longer.result(SOON / 2)
+    with waiting.once_taken(lambda: waiting.end.set_result(None)):
+        waiting.wait(answer, SOON)
+    assert not answer.done()
+    site.whole([1, 2], answer, site.push(site.workers[1], 2))
 
 
 def test_a_reader_is_gone_with_its_last_user():

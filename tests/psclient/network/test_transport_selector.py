@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -20,16 +20,13 @@ import pytest
 from psclient._src.network import transport as client_transport
 from psclient._src.network import transport_selector as client_transports
 from psclient._src.network.transport import Offer, Transport, TransportLost
-from pswire.errors import ConfigError, Fenced, PSError, ServerLost
-from pswire.network import sockets
-from pswire.network.sockets import HEAD, MessageKind, tune
+from pswire.errors import Fenced, PSError, ServerLost
+from pswire.network.sockets import HEAD, MessageKind
 from pswire.network.traffic import TRANSPORTS, Traffic, TransportName
 from tests.kit.rig import SOON, WORKERS
 from tests.kit.strategies import refused
 from tests.kit.transports import (
-    ON_ONE_TRANSPORT,
     SIZE,
-    Cut,
     Proxy,
     Site,
     connecting,
@@ -129,13 +126,17 @@ def silent(stack: ExitStack, name: TransportName) -> socket.socket:
 
 
 def test_who_does_not_welcome_is_not_waited_for(stack, name, monkeypatch):
-    """Something that only listens is no server; nothing is left of the attempt."""
-    monkeypatch.setattr(client_transport, "CONNECT_SECONDS", 0.2)
-    listener = silent(stack, name)
-    address = listener.getsockname()
-    offer = Offer(1, b"token", "127.0.0.1", address[1] if name == "tcp" else 0, address if name == "shm" else "")
-    before = held()
-    assert any(word in why_not(name, offer) for word in ("answer", "cannot be used"))
+    """Something that only listens is no server; a server refuses a wrong token at once. Nothing is left of either."""
+    listener, site = silent(stack, name), Site(stack, "grpc", elements=SMALL)
+    address, before = listener.getsockname(), held()
+    with monkeypatch.context() as patch:
+        patch.setattr(client_transport, "CONNECT_SECONDS", 0.2)
+        offer = Offer(1, b"token", "127.0.0.1", address[1] if name == "tcp" else 0, address if name == "shm" else "")
+        assert any(word in why_not(name, offer) for word in ("answer", "cannot be used"))
+    monkeypatch.setattr(client_transport, "CONNECT_SECONDS", SOON)
+    began = time.monotonic()
+    assert why_not(name, Offer(1, b"wrong", "127.0.0.1", site.transports.port, site.transports.path))
+    assert time.monotonic() - began < SOON / 2
     eventually(lambda: gone(before))
 
 
@@ -146,25 +147,6 @@ def why_not(name: TransportName, offer: Offer) -> str:
     except TransportLost as error:
         return str(error)
     return ""
-
-
-def test_a_wrong_token_is_told(stack, name, monkeypatch):
-    """At once, and nothing is left of the attempt."""
-    monkeypatch.setattr(client_transport, "CONNECT_SECONDS", SOON)
-    site = Site(stack, "grpc", elements=SMALL)
-    before = held()
-    began = time.monotonic()
-    assert why_not(name, Offer(1, b"wrong", "127.0.0.1", site.transports.port, site.transports.path))
-    assert time.monotonic() - began < SOON / 2
-    eventually(lambda: gone(before))
-
-
-def test_an_unknown_transport_is_refused():
-    from psclient._src.config import transport_from
-
-    assert transport_from({}) == "shm"
-    assert transport_from({"PS_TRANSPORT": "tcp"}) == "tcp"
-    refused(ConfigError, r"tpc.*tcp", lambda: transport_from({"PS_TRANSPORT": "tpc"}))
 
 
 # ---- One that breaks ----
@@ -207,61 +189,41 @@ def test_a_transport_that_breaks_is_opened_again_or_left(stack, name, said, monk
 
 
 def test_a_transport_that_could_not_be_opened_is_tried_again(stack, others, name, said, monkeypatch):
-    """Some calls later, without one that waits for that; a line says that it is used again."""
+    """Some calls later, and again; rounds are made meanwhile, however long that takes. A line says that it is used
+    again."""
     monkeypatch.setattr(client_transports, "AGAIN", 8)
     site = Site(stack, name, elements=SMALL)
-    works = threading.Event()
-
-    def broken(sock: socket.socket) -> socket.socket:
-        if sock.family == (socket.AF_UNIX if name == "shm" else socket.AF_INET) and not works.is_set():
-            sock.close()
-            raise ConnectionRefusedError("not now")
-        return sock
-
-    stack.callback(connecting(broken))
-    for each in site.workers:
-        site.transport(each)._sock.shutdown(socket.SHUT_RDWR)
-    site.round()
-    assert names(site)[0] == TRANSPORTS[TRANSPORTS.index(name) + 1]
-    for _ in range(20):  # in vain, again and again
-        site.round()
-    assert len([line for line in said.messages if "cannot be" in line]) == 2
-    works.set()
-    said.clear()
-
-    eventually(lambda: (site.round(), names(site) == [name] * 2)[1])
-    eventually(
-        lambda: said.messages == [f"{name} transport to {site.core.task}"] * 2
-    )  # said once the transport is in use
-    eventually(lambda: len(threads() - others) == 2)
-
-
-def test_nobody_waits_for_a_transport_that_is_tried_again(stack, others, name, monkeypatch):
-    """Rounds are made while it is opened, however long that takes; one that comes too late is closed."""
-    monkeypatch.setattr(client_transports, "AGAIN", 4)
-    site = Site(stack, name, elements=SMALL)
-    arrived, go = threading.Event(), threading.Event()
+    answers, tried, go = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(sock: socket.socket) -> socket.socket:
         if sock.family == (socket.AF_UNIX if name == "shm" else socket.AF_INET):
-            if not arrived.is_set():
-                arrived.set()
+            if not answers.is_set():
                 sock.close()
                 raise ConnectionRefusedError("not now")
+            tried.set()
             assert go.wait(SOON)
         return sock
 
-    site.server.close()
-    site = Site(stack, name, workers=1, elements=SMALL)
+    def rounds() -> None:
+        for _ in range(20):
+            began = time.monotonic()
+            site.round()
+            assert time.monotonic() - began < SOON / 2
+
     stack.callback(connecting(slowly))
-    site.transport(site.workers[0])._sock.shutdown(socket.SHUT_RDWR)
-    for _ in range(20):
-        began = time.monotonic()
-        site.round()
-        assert time.monotonic() - began < SOON / 2
-    site.server.fail(PSError("it is over"))
+    for each in site.workers:
+        site.transport(each)._sock.shutdown(socket.SHUT_RDWR)
+    rounds()
+    assert names(site)[0] == TRANSPORTS[TRANSPORTS.index(name) + 1]
+    assert len([line for line in said.messages if "cannot be" in line]) == 2
+    answers.set()
+    eventually(lambda: (site.round(), tried.is_set())[1])
+    rounds()
+    said.clear()
     go.set()
-    eventually(lambda: threads() <= others)
+    eventually(lambda: (site.round(), names(site) == [name] * 2)[1])
+    eventually(lambda: said.messages == [f"{name} transport to {site.core.task}"] * 2)  # once it is in use
+    eventually(lambda: len(threads() - others) == 2)
 
 
 def test_a_transport_breaks_once_for_all_calls_on_it(stack, name):
@@ -316,20 +278,6 @@ def test_a_fault_of_ours_in_the_receiver_lets_nobody_wait(stack, name, monkeypat
     assert transport._why is not None
 
 
-@ON_ONE_TRANSPORT
-def test_a_round_may_take_longer_than_a_host_may_be_silent(stack, name, monkeypatch):
-    """A server that reads no more of a push until others have sent theirs has not lost its power."""
-    monkeypatch.setattr(sockets, "tune", lambda sock, silence, breaks: tune(sock, 1.0, breaks))
-    site = Site(stack, name, variables=14, between=lambda transports: setattr(transports, "in_flight", 4 << 20))
-    here, other = site.workers
-    transport = site.transport(here)
-    first = site.push(here, 1)
-    assert not wait([first], 4.0).done
-    assert site.transport(here) is transport
-    assert transport._why is None
-    site.whole([1, 2], first, site.push(other, 2))
-
-
 # ---- The end ----
 
 
@@ -357,46 +305,48 @@ def test_close_leaves_nothing(stack, others, name):
     eventually(lambda: gc.collect() >= 0 and mappings() <= before[1] + own)
 
 
-def test_values_outlive_their_server(name):
-    """Who holds what was answered may look at it after the transport, and the server, are gone."""
+def test_values_outlive_what_brought_them(stack, others, name):
+    """They stay what they were after their transport has ended, though the server goes on, which forgets the client
+    once nobody looks at them; and after the server has."""
     with ExitStack() as inner:
         site = Site(inner, name, elements=SIZE)
         site.round()
+        guest = site.connect(name)
+        session = guest.open(WORKERS[-1], 1, 0, False).session
+        spec = site.variables[0].spec.tensor
+        value = guest.pull(session, [site.variables[0].id], -1).result(SOON).payload.tensors([spec])[0]
+        guest.close()
+        eventually(lambda: len(threads() - others) == 2)
+        del guest
+        gc.collect()
+        for _ in range(3):
+            site.round()
+        assert (value == 3.0).all()
+        del value
+        eventually(lambda: gc.collect() >= 0 and not site.open([session]))
         value = site.pulled(site.workers[0])
     gc.collect()
-    assert (value == 3.0).all()
-
-
-def test_values_outlive_their_transport(stack, others, name):
-    """They stay what they were, though the server goes on; once nobody looks at them it forgets the client."""
-    site = Site(stack, name, elements=SIZE)
-    site.round()
-    guest = site.connect(name)
-    session = guest.open(WORKERS[-1], 1, 0, False).session
-    spec = site.variables[0].spec.tensor
-    value = guest.pull(session, [site.variables[0].id], -1).result(SOON).payload.tensors([spec])[0]
-    guest.close()
-    eventually(lambda: len(threads() - others) == 2)
-    del guest
-    gc.collect()
-    for _ in range(3):
-        site.round()
-    assert (value == 3.0).all()
-    del value
-    eventually(lambda: gc.collect() >= 0 and not site.open([session]))
+    assert (value == 12.0).all()
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_an_end_is_not_waited_for(stack, name, large):
-    """Who closes the connection while a push waits on a transport is told at once; so are all who wait."""
+@pytest.mark.parametrize("how", ["closed", "stopped"])
+def test_an_end_is_not_waited_for(stack, name, large, how):
+    """Of the connection, or of the server: whoever waits on a transport is told at once, and not after a lease."""
     site = Site(stack, name, elements=SIZE if large else SMALL)
     waiting: list[Future[object]] = [site.push(site.workers[0], 1)]
     waiting.append(site.server.pull(site.workers[1].session, [site.variables[0].id], 5))
-    site.server.fail(PSError("it is over"))
+    error, said = (PSError, "it is over") if how == "closed" else (ServerLost, "was stopped")
+    if how == "closed":
+        site.server.fail(PSError("it is over"))
+    else:
+        site.job.arrived(site.workers[0])
+        site.thread.stop()
     for call in waiting:
-        with pytest.raises(PSError, match="it is over"):
+        with pytest.raises(error, match=said):
             call.result(SOON)
-    refused(PSError, "it is over", lambda: site.push(site.workers[0], 1))
+    if how == "closed":
+        refused(PSError, "it is over", lambda: site.push(site.workers[0], 1))
 
 
 def test_an_end_while_a_transport_is_opened(stack, others, name):
@@ -418,19 +368,6 @@ def test_an_end_while_a_transport_is_opened(stack, others, name):
     go.set()
     refused(PSError, "it is over", lambda: waiting.result(SOON))
     eventually(lambda: threads() <= others)
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_a_server_that_stops_is_told_of(stack, name, large):
-    """Who waits on a transport learns it at once, as on gRPC: not only when no answer has come for a lease."""
-    site = Site(stack, name, elements=SIZE if large else SMALL)
-    pull = site.server.pull(site.workers[1].session, [site.variables[0].id], 5)
-    push = site.push(site.workers[0], 1)
-    site.job.arrived(site.workers[0])
-    site.thread.stop()
-    for waiting in (push, pull):
-        with pytest.raises(ServerLost, match="was stopped"):
-            waiting.result(SOON)
 
 
 def test_a_session_that_is_opened_again_has_one_transport(stack, others, name):
@@ -475,8 +412,18 @@ def test_a_transport_that_is_let_go_while_it_ends_is_gone(stack, monkeypatch):
 # ---- The server's memory ----
 
 
-def test_free_memory_is_told_with_the_next_call(stack, monkeypatch):
-    """A message of its own would wake the server up for what it does not need yet."""
+def test_free_memory_is_told(stack, monkeypatch):
+    """With the next call, as a message of its own would wake the server up for what it does not need yet; where none
+    comes a moment later, since all clients of a server share what it has; much of it at once."""
+
+    def told_of() -> bool:
+        gc.collect()
+        return not site.transports.outbox()[0]._entries
+
+    site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
+    for _ in range(2):
+        site.round()
+        eventually(told_of)
     monkeypatch.setattr(client_transport, "TELL_SECONDS", 2 * SOON)
     site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
     for _ in range(3):
@@ -484,21 +431,10 @@ def test_free_memory_is_told_with_the_next_call(stack, monkeypatch):
         gc.collect()
         assert site.transport(site.workers[0])._channel.untold == 4 * SIZE
         assert len(site.transports.outbox()[0]._entries) == 1  # of this round; the one before is told of
-
-
-def test_free_memory_is_told_though_no_call_comes(stack, monkeypatch):
-    """A moment later, since all clients of a server share what it has; much of it at once."""
-    site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
-    for _ in range(2):
-        site.round()
-        gc.collect()
-        eventually(lambda: not site.transports.outbox()[0]._entries)
-    monkeypatch.setattr(client_transport, "TELL_SECONDS", 2 * SOON)
     monkeypatch.setattr(client_transport, "ENOUGH", 1 << 30)
     site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
     site.round()
-    gc.collect()
-    eventually(lambda: not site.transports.outbox()[0]._entries)
+    eventually(told_of)
 
 
 # ---- Forks ----
@@ -567,30 +503,9 @@ def test_a_fork_neither_holds_a_transport_nor_breaks_it(stack, name):
     assert fork.looks()
 
 
-def test_forks_that_are_gone_hold_nothing(stack):
-    """What one may look at is free when the last that may is gone, though this process never waits for them."""
-    site = Site(stack, "shm", elements=SIZE)
-    site.round()
-    ring, _ = site.transports.outbox()
-    values = [site.pulled(site.workers[0])]
-    with ExitStack() as longer:
-        with ExitStack() as short:
-            brief = Forked(short, lambda: bool((values[0] == 3.0).all()))
-            lasting = Forked(longer, lambda: bool((values[0] == 3.0).all()))
-            values.clear()
-            for _ in range(3):
-                site.round()
-            assert brief.looks()
-        for _ in range(3):
-            site.round()
-        eventually(lambda: len(ring._entries) == 1)  # a round's answers are free a moment after it
-        assert lasting.looks()
-    site.round()
-    eventually(lambda: not (ring._entries or site.transport(site.workers[0])._mirror.looked_at))
-
-
 def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack):
-    """There is always one; what a fork that is gone looked at is not held by those that came after it."""
+    """There is always one; what a fork that is gone looked at is not held by those that came after it, and nothing is
+    held when the last one is gone, though this process never waits for it."""
     site = Site(stack, "shm", elements=SIZE)
     ring, _ = site.transports.outbox()
     before: list[Forked] = []
@@ -606,12 +521,6 @@ def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack):
             site.round()
         eventually(lambda: len(ring._entries) == 1)
         assert fork.looks()
-
-
-def test_a_connection_in_between_changes_nothing(stack, name):
-    """The proxy of these tests hands on all that comes; else they would show nothing."""
-    site, proxy = proxied(stack, name)
-    proxy.cuts.append(Cut())
-    for _ in range(3):
-        site.round()
-    assert proxy.count == 2
+    fork.end()
+    site.round()
+    eventually(lambda: not (ring._entries or site.transport(site.workers[0])._mirror.looked_at))

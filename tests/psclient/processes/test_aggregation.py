@@ -205,16 +205,6 @@ def test_a_worker_that_is_welcome_is_waited_for(make, monkeypatch):
     assert [values(own) for own in owns] == [[3.0]] * 2
 
 
-@pytest.mark.parametrize("special", [{"lookups": (RowRead(0, b""),)}, {"hints": (RowRead(0, b""),)}, {"rows": (2,)}])
-def test_what_is_more_than_arrays_is_sent_by_itself(make, special):
-    """No sum has rows, nor lookups of some, nor hints at some; nobody waits for it."""
-    server, *workers = make(2)
-    for round, (first, second) in enumerate((workers, workers[::-1])):
-        owns = first.push(round, **special), second.push(round)
-        assert singly(*owns)
-    assert not server.sums
-
-
 def test_nobody_waits_for_what_was_pushed_before_a_role(make):
     """Of a round that any worker pushed by itself, before it had its role, nothing waits for it."""
     server, *workers = make(2)
@@ -237,29 +227,9 @@ def test_nobody_waits_for_what_was_pushed_before_a_role(make):
         worker.close()
 
 
-def test_an_answer_is_not_overwritten_while_it_is_read(make, monkeypatch):
-    """A leader that leaves writes nothing where others read, though answers to older sums still come."""
-    (server, leads, follows), size = make(2), 1 << 18
-    first = follows.push(0, size)
-    leads.push(0, size)
-    server.until(1)
-    second = follows.push(1, size)
-    leads.push(1, size)
-    server.until(2)
-    reads, go = held_in(monkeypatch, thread_of(follows))
-    server.answer(0, 111.0, size)
-    assert reads.wait(LONG)
-    thread = thread_of(leads)
-    leads.close()
-    thread.join(LONG)
-    server.answer(1, 222.0, size)
-    go.set()
-    assert values(first) == [111.0]
-    assert values(second) == [-1.0]
-
-
-@pytest.mark.parametrize("how", ["leaves", "sends nonsense"])
+@pytest.mark.parametrize("how", ["leaves", "sends nonsense", "the leader leaves"])
 def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch, how):
+    """Though answers to older sums still come."""
     (server, leads, follows, third), size = make(3), 1 << 18
     first = follows.push(0, size)
     owns = [worker.push(0, size) for worker in (third, leads)]
@@ -268,6 +238,17 @@ def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch
     server.answer(0, 111.0, size)
     assert reads.wait(LONG)
     assert [values(own) for own in owns] == [[111.0]] * 2
+    if how == "the leader leaves":
+        owns = [worker.push(1, size) for worker in (follows, third, leads)]
+        server.until(2)
+        thread = thread_of(leads)
+        leads.close()
+        thread.join(LONG)
+        server.answer(1, 222.0, size)
+        go.set()
+        assert values(first) == [111.0]
+        assert values(owns[0]) == [-1.0]
+        return
     if how == "leaves":
         follows.close()
     else:
@@ -362,78 +343,71 @@ def test_after_a_sum_that_was_of_no_use_a_few_are_not_made(make):
     assert made == [0, 2, 5, 10, 19, 36]
 
 
-def test_what_never_comes_whole_is_pushed_by_itself_at_the_end(make):
-    _, leads, follows = make(2)
-    halves = [Payload(size=16), Payload(size=16)]
-    owns = [worker.push(0, payload=half) for worker, half in zip((leads, follows), halves, strict=True)]
-    assert not any(own.future.done() for own in owns)
-    leads.close()
-    assert singly(*owns)
-    for half in halves:
-        half.add(0, memoryview(bytes(16)))  # too late
-    assert (leads.singly, follows.singly) == ([0], [0])
-
-
-def test_what_comes_whole_after_a_later_round_is_pushed_by_itself(make):
+def test_what_comes_whole_too_late_is_pushed_by_itself(make):
+    """After a later round, or at the end."""
     server, leads, follows = make(2)
-    half = Payload(size=16)
-    owns = [follows.push(0), leads.push(0, payload=half)]
+    halves = [Payload(size=16) for _ in range(3)]
+    owns = [follows.push(0), leads.push(0, payload=halves[0])]
     later = [worker.push(1) for worker in (leads, follows)]
     server.until(1)
     server.answer(0, 2.0, 4)
     assert [values(own) for own in later] == [[2.0]] * 2
     assert values(owns[0]) == [-1.0]
-    half.add(0, memoryview(bytes(16)))
+    last = [worker.push(2, payload=half) for worker, half in zip((leads, follows), halves[1:], strict=True)]
+    assert not any(own.future.done() for own in (owns[1], *last))
+    halves[0].add(0, memoryview(bytes(16)))
     assert values(owns[1]) == [-1.0]
+    leads.close()
+    assert singly(*last)
+    for half in halves[1:]:
+        half.add(0, memoryview(bytes(16)))
+    assert (leads.singly, follows.singly) == ([0, 2], [0, 2])
 
 
 def test_a_round_of_which_one_is_late_is_pushed_singly_after_the_lease(make):
+    """A leader whose own contribution is the late one leads no more."""
     server, leads, follows, third = make(3, 0.5)
     owns = [worker.push(0) for worker in (leads, third)]
     assert singly(*owns)
     assert values(follows.push(0)) == [-1.0]  # late
+    assert values(follows.push(1)) == [-1.0]
+    eventually(lambda: leads.role.lost)
     assert not server.sums
 
 
-def test_a_leader_whose_own_contribution_does_not_come_leads_no_more(make):
-    _, leads, follows = make(2, 0.5)
-    assert values(follows.push(0)) == [-1.0]
-    eventually(lambda: leads.role.lost)
+def reduced(kind: str, **more: Any) -> dict[str, Any]:
+    return {"plan": Plan(reductions=(Reduction(kind, TensorSpec("float32", (4,)), (0, 1), **more),))}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"chunks": (3,)},
-        {"rows": (1,)},
-        {"plan": Plan(reductions=(Reduction("sum", TensorSpec("float32", (4,)), (0, 1), codec=Codec("fp16")),))},
-        {"plan": Plan(reductions=(Reduction("first", TensorSpec("float32", (4,)), (0, 1)),))},
-    ],
-    ids=["batches that were handed out", "rows", "compressed", "first values"],
-)
+IN_NO_SUM: dict[str, dict[str, Any]] = {
+    "lookups": {"lookups": (RowRead(0, b""),)},
+    "hints": {"hints": (RowRead(0, b""),)},
+    "batches that were handed out": {"chunks": (3,)},
+    "rows": {"rows": (1,)},
+    "compressed": reduced("sum", codec=Codec("fp16")),
+    "first values": reduced("first"),
+}
+
+
+@pytest.mark.parametrize("more", IN_NO_SUM.values(), ids=IN_NO_SUM)
 def test_others_do_not_wait_for_what_is_in_no_sum(make, more):
-    _, leads, follows = make(2)
+    server, leads, follows = make(2)
     for round, (special, plain) in enumerate(((leads, follows), (follows, leads))):
         before = plain.push(2 * round)
-        assert values(special.push(2 * round, **more)) == [-1.0]
-        assert values(before) == [-1.0]
-        assert values(special.push(2 * round + 1, **more)) == [-1.0]
+        assert singly(special.push(2 * round, **more), before, special.push(2 * round + 1, **more))
         eventually(lambda round=round: leads.role._decided.get(0, -1) == 2 * round + 1)
         assert values(plain.push(2 * round + 1)) == [-1.0]
-
-
-def test_rounds_of_other_plans_or_generations_are_in_no_sum(make):
-    server, leads, follows = make(2)
-    owns = [follows.push(0, 5), leads.push(0)]
-    assert singly(*owns)
     assert not server.sums
 
 
-@pytest.mark.parametrize("values_of", [(1.0, np.nan), (np.inf, 1.0), (3e38, 3e38)], ids=["NaN", "infinity", "overflow"])
-def test_a_sum_that_is_not_finite_is_not_sent(make, values_of):
+@pytest.mark.parametrize("values_of", [(1.0, np.nan), (np.inf, 1.0), (3e38, 3e38), None], ids=str)
+def test_a_sum_that_is_not_finite_or_of_two_plans_is_not_sent(make, values_of):
     """A server says whose contribution it is, which a sum does not tell."""
     server, *workers = make(2)
-    owns = [worker.push(0, value=value) for worker, value in zip(workers, values_of, strict=True)]
+    if values_of:
+        owns = [worker.push(0, value=value) for worker, value in zip(workers, values_of, strict=True)]
+    else:
+        owns = [worker.push(0, size) for worker, size in zip(workers, (4, 5), strict=True)]
     assert singly(*owns)
     assert not server.sums
 
@@ -446,22 +420,37 @@ def stranger(leads: Worker) -> Iterator[socket.socket]:
         yield connected
 
 
-def test_who_connects_and_says_nothing_stops_nobody(make):
+@pytest.mark.parametrize("message", [b"x", b"\x09" * 40, b"\x03" + bytes(39), None], ids=str)
+def test_strangers_stop_nobody(make, message):
+    """Nonsense, a message before the first one, and memory that is not sealed, which could shrink while it is read, end
+    a link at once; silence ends it after a while."""
     server, leads, follows = make(2, 0.5)
-    with stranger(leads):
-        eventually(lambda: len(leads.role._links) == 2)
-        eventually(lambda: len(leads.role._links) == 1)
-    assert summed(server, leads, follows) == [2.0]
-
-
-@pytest.mark.parametrize("message", [b"x", b"\x09" * 40, b"\x03" + bytes(39)], ids=["short", "kind", "before hello"])
-def test_nonsense_ends_a_link(make, message):
-    _, leads = make(1)
     with stranger(leads) as connected:
-        connected.send(message)
+        eventually(lambda: len(leads.role._links) == 2)
+        if message:
+            connected.send(message)
+            assert connected.recv(1) == b""
+        eventually(lambda: len(leads.role._links) == 1)
+    with stranger(leads) as connected:
+        file = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, 1 << 20)
+        socket.send_fds(connected, [HEAD.pack(LinkMessage.HELLO, 0, 2, 0, 0, 0)], [file])
+        os.close(file)
         assert connected.recv(1) == b""
-    eventually(lambda: not leads.role._links)
+    assert summed(server, leads, follows) == [2.0]
     assert not leads.role.lost
+
+
+def test_a_process_with_many_files_follows(make):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert summed(*make(2)) == [2.0]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 KNOCK = """
@@ -484,30 +473,6 @@ def test_a_process_of_another_user_is_sent_away(make, caplog):
         assert found.stdout == "b''\n", found.stderr
     assert not leads.role._links
     assert caplog.text.count("rejected a connection to this host's local reduction from a process of another user") == 1
-
-
-def test_memory_that_is_not_sealed_is_not_taken(make):
-    """It could shrink while it is read, which would end the process that reads."""
-    _, leads = make(1)
-    file = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, 1 << 20)
-    with stranger(leads) as connected:
-        socket.send_fds(connected, [HEAD.pack(LinkMessage.HELLO, 0, 2, 0, 0, 0)], [file])
-        assert connected.recv(1) == b""
-    os.close(file)
-    eventually(lambda: not leads.role._links)
-
-
-def test_a_process_with_many_files_follows(make):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-    try:
-        assert summed(*make(2)) == [2.0]
-    finally:
-        for file in files:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_memory_of_answers_and_contributions_is_used_again(make):

@@ -126,20 +126,19 @@ def test_an_error_keeps_nothing_else_from_its_end(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_what_a_script_saved_last_is_there_without_a_close(tmp_path, transport):
-    """A script may end in its scope, with a checkpoint on its way, and a later one restores it."""
+def test_what_a_script_did_last_is_done_without_a_close(tmp_path, transport):
+    """It may end in its scope, with a checkpoint on its way, which a later one restores. gRPC has to start threads for
+    more than one message: where Python starts none any more, the script still ends, and says so."""
     (tmp_path / "job.py").write_text(JOB)
-    done = [shell(["python", "job.py", "5", what], tmp_path, PS_TRANSPORT=transport) for what in ("save", "restore")]
-    assert [(each.code, each.err, each.out, each.left) for each in done] == [(0, "", "", ()), (0, "", "1.0\n", ())]
-
-
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_what_cannot_be_sent_at_the_end_is_told(tmp_path, transport):
-    """gRPC has to start threads for more than one message: where Python starts none any more, the script still ends."""
-    (tmp_path / "job.py").write_text(JOB)
-    done = shell(["python", "job.py", str(MANY)], tmp_path, PS_TRANSPORT=transport)
-    assert (done.code, done.left) == (0, ())
-    assert (NO_THREAD in done.err) == (transport == "grpc" and SPARE > 0)
+    save, restore, large = (
+        shell(["python", "job.py", *words], tmp_path, PS_TRANSPORT=transport)
+        for words in (("5", "save"), ("5", "restore"), (str(MANY),))
+    )
+    assert [(each.code, each.err, each.out, each.left) for each in (save, restore)] == [
+        *((0, "", "", ()), (0, "", "1.0\n", ()))
+    ]
+    assert (large.code, large.left) == (0, ())
+    assert (NO_THREAD in large.err) == (transport == "grpc" and SPARE > 0)
 
 
 @pytest.fixture
@@ -173,18 +172,6 @@ def test_a_failed_save_that_was_told_is_not_told_again(loses, how, code, last):
     assert "the last checkpoint" not in done.err
     assert ("RuntimeError: mine" in done.err) == (how == "raise")
     assert last in done.out
-
-
-def test_a_strategy_that_is_closed_raises_what_was_not_saved(loses, monkeypatch):
-    """There somebody can still do something about it; all else of its end is done."""
-    monkeypatch.chdir(loses)
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        checkpoint = ps.train.Checkpoint(v=ps.Variable(1.0, name="v"))
-    checkpoint.save("last")
-    refused(ps.errors.CheckpointError, "the last checkpoint 'last-1' was not saved", lambda: strategy.close())
-    strategy.close()
-    refused(RuntimeError, "closed", lambda: checkpoint.save("other"))
 
 
 def saves_last() -> None:

@@ -55,17 +55,12 @@ def test_a_script_and_its_server_share_the_cores(environ, after):
     assert [int(number) for number in done.stdout.split()] == [CORES, after], done.stderr
 
 
-def test_tasks_elsewhere_share_nothing():
-    """Those at the same host do, whatever they are."""
+def test_tasks_of_a_host_share_its_cores(monkeypatch):
+    """Whatever they are, and those elsewhere do not; a number that is smaller is the user's, and never raised."""
     spec = ClusterSpec({"ps": ["a:1", "b:1"], "worker": ["a:2", "b:2"], "chief": ["a:3"]})
     assert spec.at_host_of(W0) == [Task("ps", 0), W0, Task("chief", 0)]
     assert spec.at_host_of(Task("ps", 1)) == [Task("ps", 1), Task("worker", 1)]
     assert spec.at_host_of(Task("evaluator", 0)) == [Task("evaluator", 0)]
-
-
-@pytest.mark.skipif(CORES == 1, reason="one core is not shared")
-def test_a_number_is_never_raised(monkeypatch):
-    """A smaller one is the user's."""
     for name in THREADS:
         monkeypatch.delenv(name, raising=False)
     with threadpool_limits(1, "blas"):
@@ -147,22 +142,18 @@ def directory(tmp_path, monkeypatch):
 
 
 def test_a_cluster_is_found_as_it_was_told(directory):
-    """By its name, or as the only one; nobody else may read the file, or its directory."""
+    """By its name, or as the only one; none, or several, are said. Nobody else may read the file, or its directory."""
+    assert find_clusters() == []
+    refused(ConfigError, r"no cluster started by psworker --standalone", lambda: choose(""))
     path = register("dir/train.py", SERVERS, CLUSTER, SECRET)
     assert path is not None
     assert (path.stat().st_mode & 0o777, directory.stat().st_mode & 0o777) == (0o600, 0o700)
     (found,) = find_clusters()
-    assert found == choose("") == choose(f"train-{os.getpid()}")
+    name = f"train-{os.getpid()}"
+    assert found == choose("") == choose(name)
     assert (found.servers, found.cluster, found.security) == (tuple(SERVERS), CLUSTER, SECRET)
     assert "t" * 32 not in repr(found)
-
-
-def test_without_one_or_with_several_it_is_said(directory):
-    assert find_clusters() == []
-    refused(ConfigError, r"no cluster started by psworker --standalone", lambda: choose(""))
-    for _ in range(2):
-        register("train.py", SERVERS, CLUSTER, SECRET)
-    name = f"train-{os.getpid()}"
+    register("train.py", SERVERS, CLUSTER, SECRET)
     assert [each.name for each in find_clusters()] == [name, f"{name}-2"]
     refused(ConfigError, rf"2 clusters .*{name}, {name}-2; choose one with --local=NAME", lambda: choose(""))
     refused(ConfigError, f"no cluster is named 'x'; running clusters: {name}", lambda: choose("x"))
@@ -270,22 +261,30 @@ def test_lines(pieces, expected):
 
 
 def test_a_stream_without_lines_takes_no_memory():
-    """It is broken into lines; the last ones are kept for a launcher to show, and bars are not."""
+    """It is broken into lines, but for one of a log, however long its message is; the last lines are kept for a
+    launcher to show, and bars are not."""
     lines, _ = relayed(*[b"x" * 60_000] * 3)
     assert all(len(line.text) <= 2 * MAX_LINE for line in lines)
     assert sum(len(line.text) for line in lines) == 180_000
+    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "\U0001f600" * 100_000, (), None)
+    text = logging_setup.Json().format(record)
+    lines, _ = relayed(text.encode() + b"\n")
+    assert [line.text for line in lines] == [text]
     _, relay = relayed(b"1%\r2%\r", b"end\n")
-    assert relay.lines(WORKER, error=False) == ["end"]
-    assert relay.lines(WORKER, error=True) == []
+    assert (relay.lines(WORKER, error=False), relay.lines(WORKER, error=True)) == (["end"], [])
 
 
 def test_every_line_has_its_task():
-    """Without a terminal a prefix and no codes; on one, colours tell two workers apart, unless none is wanted."""
+    """Without a terminal a prefix and no codes; on one, colours tell two workers apart, unless none is wanted. JSON of
+    a log passes as it is: it says itself whose it is."""
     out, err = io.StringIO(), io.StringIO()
     printer = Printer(out, err)
-    printer(Line(WORKER, False, "one"))
+    line = '{"time": "2026-11-21T21:58:51.123Z", "level": "info", "message": "a\\u001b[2Kb"}'
+    for error, text in ((True, line), (True, "plain"), (True, '{"level": 1}'), (False, line)):
+        printer(Line(WORKER, error, text))
     printer(Line(Task("chief", 0), True, "two"))
-    assert (out.getvalue(), err.getvalue()) == ("[worker 0] one\n", "[chief] two\n")
+    said = [line, "[worker 0] plain", '[worker 0] {"level": 1}', "[chief] two"]
+    assert (err.getvalue().splitlines(), out.getvalue()) == (said, f"[worker 0] {line}\n")
     out = Terminal()
     printer = Printer(out, out)
     printer(Line(WORKER, False, "x"))
@@ -295,6 +294,24 @@ def test_every_line_has_its_task():
     plain = Terminal()
     Printer(plain, plain, colour=False)(Line(WORKER, False, "x"))
     assert plain.getvalue().endswith("[worker 0] x\n")
+
+
+def test_one_error_that_ends_several_workers_is_said_once():
+    """The first line says what it is; others, from another place of the script too, that theirs is the same. A terminal
+    that is gone stops nobody: processes that nobody hears would wait for a full pipe."""
+    out = io.StringIO()
+    printer = Printer(out, out, colour=False)
+    for task, text in ((WORKER, "all is lost (a.py:3)"), (OTHER, "all is lost (a.py:9)"), (WORKER, "another (a.py:3)")):
+        printer(Line(task, True, f"psworker: {task}: error: {text}"))
+    said = [line.partition("error: ")[2] or line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert said == ["all is lost (a.py:3)", f"same error as {WORKER}", "another (a.py:3)"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as gone:
+        printer = Printer(gone, gone)
+        printer(Line(WORKER, False, "x"))
+        printer(Line(WORKER, False, "y"))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), gone.fileno())
 
 
 def test_one_bar_stays_below_the_lines():
@@ -311,43 +328,3 @@ def test_one_bar_stays_below_the_lines():
     for percent in range(100):
         printer(Line(WORKER, False, f"{percent}%", bar=True))
     assert out.getvalue() == "[worker 0] 0%\n"
-
-
-def test_a_terminal_that_is_gone_stops_nobody():
-    """The processes are heard all the same, or they would wait for a full pipe."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w", buffering=1) as out:
-        printer = Printer(out, out)
-        printer(Line(WORKER, False, "x"))
-        printer(Line(WORKER, False, "y"))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-
-
-def test_lines_in_json_pass_as_they_are():
-    """Those of a log, which say themselves whose they are; what a script prints has its task's name before it."""
-    out, err = io.StringIO(), io.StringIO()
-    printer = Printer(out, err)
-    line = '{"time": "2026-11-21T21:58:51.123Z", "level": "info", "message": "a\\u001b[2Kb"}'
-    for error, text in ((True, line), (True, "plain"), (True, '{"level": 1}'), (False, line)):
-        printer(Line(WORKER, error, text))
-    assert err.getvalue().splitlines() == [line, "[worker 0] plain", '[worker 0] {"level": 1}']
-    assert out.getvalue() == f"[worker 0] {line}\n"
-
-
-def test_a_line_of_a_log_is_never_broken():
-    """However long its message and its traceback are, and whatever they are written in."""
-    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "\U0001f600" * 100_000, (), None)
-    text = logging_setup.Json().format(record)
-    lines, _ = relayed(text.encode() + b"\n")
-    assert [line.text for line in lines] == [text]
-
-
-def test_one_error_that_ends_several_workers_is_said_once():
-    """The first line says what it is; others, from another place of the script too, that theirs is the same."""
-    out, other = io.StringIO(), Task("worker", 1)
-    printer = Printer(out, out, colour=False)
-    for task, text in ((WORKER, "all is lost (a.py:3)"), (other, "all is lost (a.py:9)"), (WORKER, "another (a.py:3)")):
-        printer(Line(task, True, f"psworker: {task}: error: {text}"))
-    said = [line.partition("error: ")[2] or line.partition("] ")[2] for line in out.getvalue().splitlines()]
-    assert said == ["all is lost (a.py:3)", f"same error as {WORKER}", "another (a.py:3)"]

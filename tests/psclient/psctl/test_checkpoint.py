@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,14 +21,13 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file
 
 from psclient.psctl.checkpoint_diff import CHUNK, compare
-from pstesting import forks
 from pswire.checkpoint import compaction
 from pswire.checkpoint.manifest import latest_text
 from pswire.checkpoint.reader import open_saved
 from pswire.checkpoint.storage import Directory
 from pswire.errors import CheckpointError
 from pswire.model.tables import CounterFilter, TableSpec
-from pswire.model.tensor import DTYPES, Array
+from pswire.model.tensor import Array
 from tests.kit.storage import write_checkpoint
 from tests.kit.tables import Servers
 
@@ -69,60 +67,29 @@ def same(a: Array, b: Array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-# ---- Reading ----
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
-    """Bit by bit, in files that safetensors has written."""
-    value = np.arange(24).reshape(2, 3, 4).astype(DTYPES[dtype])
-    path = write_checkpoint(tmp_path / "ckpt-1", {"v": value})
-    assert same(open_saved(str(path)).tensor("v"), value)
-    assert list(open_saved(str(path)).verify()) == []
-
-
-def test_other_places_than_this_file_system(tmp_path, run, saved):
-    files = fsspec.filesystem("memory")
-    files.put(str(saved), "/psctl/run/ckpt-1", recursive=True)
-    try:
-        assert run("verify", "memory://psctl/run").code == 0
-        assert run("show", "--json", "memory://psctl/run").json["tensors"]["w"]["shape"] == [2, 3]
-    finally:
-        files.rm("/psctl", recursive=True)
-
-
 # ---- ls and show ----
 
 
 def test_checkpoints_are_listed_by_their_numbers(run, saved, tmp_path):
-    """Oldest first, 10 after 9; a directory without a manifest is incomplete; to have saved none yet is no error."""
+    """Oldest first, 10 after 9; a directory without a manifest is incomplete; to have saved none yet is no error. The
+    newest is marked, by the file that says so, else by the numbers; it is what a directory stands for."""
     for number in (10, 9):
         write_checkpoint(saved.parent / f"ckpt-{number}", {"w": VALUES["w"]}, round=number)
     (saved.parent / "ckpt-11").mkdir()
-    done = run("ls", saved.parent)
-    assert done.code == 0
-    assert [line.split()[0] for line in done.out.splitlines() if line.startswith("ckpt")] == [
-        *("ckpt-1", "ckpt-9", "ckpt-10", "ckpt-11")
-    ]
-    assert "incomplete" in done.out
-    said = run("ls", "--json", saved.parent).json
+    for text, name, round in ((None, "ckpt-10", 10), (latest_text("ckpt-1"), "ckpt-1", 7)):
+        if text:
+            (saved.parent / "latest").write_text(text)
+        done, said = run("ls", saved.parent), run("ls", "--json", saved.parent).json
+        lines = [line for line in done.out.splitlines() if line.startswith("ckpt")]
+        assert [line.split()[0] for line in lines] == ["ckpt-1", "ckpt-9", "ckpt-10", "ckpt-11"]
+        assert [line.split()[0] for line in lines if "latest" in line] == [name]
+        assert (done.code, said["latest"], "incomplete" in lines[-1]) == (0, name, True)
+        assert run("show", "--json", saved.parent).json["round"] == round
     assert [each["round"] for each in said["checkpoints"]] == [7, 9, 10]
     assert said["checkpoints"][0]["nbytes"] == sum(value.nbytes for value in VALUES.values())
     assert said["incomplete"] == ["ckpt-11"]
     (tmp_path / "empty").mkdir()
     assert run("ls", tmp_path / "empty") == (0, f"there is no checkpoint in {tmp_path / 'empty'}\n", "")
-
-
-def test_the_newest_is_marked(run, saved):
-    """By the file that says so, else by the numbers; it is what a directory stands for."""
-    write_checkpoint(saved.parent / "ckpt-2", {"w": VALUES["w"]}, round=9)
-    for text, name, round in [(None, "ckpt-2", 9), (latest_text("ckpt-1"), "ckpt-1", 7)]:
-        if text:
-            (saved.parent / "latest").write_text(text)
-        assert run("ls", "--json", saved.parent).json["latest"] == name
-        (line,) = [line for line in run("ls", saved.parent).out.splitlines() if "latest" in line]
-        assert line.split()[0] == name
-        assert run("show", "--json", saved.parent).json["round"] == round
 
 
 def test_a_checkpoint_is_shown(run, saved):
@@ -141,7 +108,12 @@ def test_a_checkpoint_is_shown(run, saved):
 
 
 def test_a_whole_checkpoint_is_verified(run, saved, tmp_path):
-    """Exit code 0, and JSON without faults; what cannot be verified is not passed over in silence."""
+    """Exit code 0, and JSON without faults; what cannot be verified is not passed over in silence. It may be elsewhere
+    than in this file system."""
+    files = fsspec.filesystem("memory")
+    files.put(str(saved), "/psctl/run/ckpt-1", recursive=True)
+    assert run("verify", "memory://psctl/run").code == 0
+    files.rm("/psctl", recursive=True)
     done = run("verify", saved)
     assert (done.code, done.out) == (0, f"{saved} is complete: {len(VALUES)} variables\n")
     said = run("verify", "--json", saved).json
@@ -192,32 +164,15 @@ def test_damage_is_found(run, saved, said, damage):
     assert any(said in fault["fault"] for fault in report.json["faults"])
 
 
-@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_every_flipped_bit_is_found(tmp_path_factory, place, bit):
-    """Wherever it is in a file: in the header, or in the values."""
-    path = write_checkpoint(tmp_path_factory.mktemp("flip") / "ckpt-1", {"v": np.arange(40.0)}, shards=1)
-    file = path / "shard-00000-of-00001.safetensors"
-    data = bytearray(file.read_bytes())
-    data[place % len(data)] ^= 1 << bit
-    file.write_bytes(data)
-    assert list(open_saved(str(path)).verify())
-
-
 # ---- diff ----
 
 
-def test_equal_checkpoints_do_not_differ(run, saved, tmp_path):
-    """However many files they have; numbers that are none are the same."""
-    values = VALUES | {"b": np.array([np.nan, np.inf])}
-    a = write_checkpoint(tmp_path / "a", values, shards=1)
-    b = write_checkpoint(tmp_path / "b", values, shards=3)
-    done = run("diff", a, b)
-    assert done.code == 0
-    assert done.out.endswith(f"{len(values)} of {len(values)} variables are the same\n")
-
-
 def test_differences_are_told(run, saved, tmp_path):
-    """Names, dtypes, shapes, values, positions, state; exit code 1; an infinite one is a text in JSON."""
+    """Names, dtypes, shapes, values, positions, state; exit code 1; an infinite one is a text in JSON. However many
+    files equal ones have, they do not differ; numbers that are none are the same."""
+    values = VALUES | {"b": np.array([np.nan, np.inf])}
+    done = run("diff", *(write_checkpoint(tmp_path / f"{n} files", values, shards=n) for n in (1, 3)))
+    assert (done.code, done.out.splitlines()[-1]) == (0, f"{len(values)} of {len(values)} variables are the same")
     other = VALUES | {
         "w": VALUES["w"] + np.eye(2, 3, dtype="float32") * 2,
         "b": VALUES["b"].astype("float32"),
@@ -243,12 +198,13 @@ def test_differences_are_told(run, saved, tmp_path):
     assert run("diff", "--json", finite, infinite).json["tensors"][0]["largest"] == "inf"
 
 
-SHAPES = array_shapes(min_dims=1, max_dims=1, max_side=4)
-
-
 @given(st.data(), st.sampled_from(["float32", "int64", "complex64", "bool", "uint8"]))
 def test_what_is_counted_is_what_differs(data, dtype):
-    shape = data.draw(SHAPES)
+    """Also of arrays that are compared in pieces."""
+    large, changed = np.zeros((2, CHUNK + 3), "float32")
+    changed[[0, -1]] = 1, -4
+    assert compare(large, changed) == (2, 4.0)
+    shape = data.draw(array_shapes(min_dims=1, max_dims=1, max_side=4))
     a, b = (data.draw(arrays(dtype, shape)) for _ in range(2))
     pairs = [(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True) if x != y and (x == x or y == y)]
     count, largest = compare(a, b)
@@ -256,12 +212,6 @@ def test_what_is_counted_is_what_differs(data, dtype):
     assert (largest is None) == (dtype == "bool")
     if dtype in ("int64", "uint8"):
         assert largest == pytest.approx(max((abs(x - y) for x, y in pairs), default=0))
-
-
-def test_large_variables_are_compared_in_pieces():
-    a, b = np.zeros(CHUNK + 3, "float32"), np.zeros(CHUNK + 3, "float32")
-    b[[0, -1]] = 1, -4
-    assert compare(a, b) == (2, 4.0)
 
 
 # ---- export ----
@@ -285,19 +235,12 @@ def test_one_file_has_all(run, saved, tmp_path):
         assert all(same(found[name], VALUES[name]) for name in VALUES if name != "half")
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
-
-
-def test_a_failed_export_leaves_nothing(run, saved, tmp_path):
-    """Neither half a file nor one beside it; what was there stays."""
+    # One that fails leaves neither half a file nor one beside it; what was there stays.
     (saved / SHARD0).unlink()
-    out = tmp_path / "out" / "all.npz"
-    out.parent.mkdir()
-    out.write_text("old")
+    before = out.read_bytes()
     done = run("export", "--force", saved, out)
-    assert done.code == 2
-    assert SHARD0 in done.err
-    assert [path.name for path in out.parent.iterdir()] == ["all.npz"]
-    assert out.read_text() == "old"
+    assert (done.code, SHARD0 in done.err, out.read_bytes() == before) == (2, True, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "all.safetensors", "all.npz"}
 
 
 # ---- Wrong use ----
@@ -349,12 +292,6 @@ def test_what_cannot_be_read_is_named(run, saved, monkeypatch):
     assert done.err == "psctl: error: memory://bucket/run cannot be read: RuntimeError('no credentials')\n"
 
 
-def test_it_is_a_command(saved):
-    command = [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)]
-    done = forks.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 # ---- Dynamic tables, and deltas of them ----
 
 
@@ -370,7 +307,8 @@ def job(tmp_path):
 
 
 def test_deltas_are_listed_and_shown(run, job):
-    """With their bases, rows and bytes, and what has changed. What is known of each row is no variable."""
+    """With their bases, rows and bytes, and what has changed. What is known of each row is no variable. A delta is
+    verified with its bases: a fault of a base is a fault; the file says where."""
     found = [
         (each["name"], each["base"], each["tensors"]) for each in run("ls", "--json", job.root).json["checkpoints"]
     ]
@@ -385,16 +323,10 @@ def test_deltas_are_listed_and_shown(run, job):
     delta = job.opened("c-3").manifest.tensors["users"].spec.shape[0]
     assert f"table users: {delta:,} rows changed and 0 dropped since c-2, " in run("show", job.root).out
     assert run("show", "--json", job.root).json["tables"]["users"]["round"] == 15
-
-
-def test_a_delta_is_verified_with_its_bases(run, job):
-    """A fault of a base is a fault; the file says where."""
     code, out, _ = run("verify", job.root)
     assert (code, "c-3 is complete: 4 variables, together with its bases: c-2, c-1" in out) == (0, True)
     shard = next((job.root / "c-1").glob("shard-00001*"))
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
+    overwrite(shard, -1, bytes([shard.read_bytes()[-1] ^ 1]))
     code, out, _ = run("verify", "--json", job.root)
     assert (code, [each["file"] for each in json.loads(out)["faults"]]) == (1, [f"../c-1/{shard.name}"])
 
@@ -417,29 +349,43 @@ def test_tables_are_compared_by_their_keys(run, job):
     assert run("diff", job.root / "other", job.root / "same").code == 0
 
 
-def test_a_delta_is_exported_whole(run, job, tmp_path):
-    job.save("whole")
-    for ending in ("safetensors", "npz"):
-        for name in ("c-3", "whole"):
-            assert run("export", job.root / name, tmp_path / f"{name}.{ending}").code == 0
-    a, b = (load_file(tmp_path / f"{name}.safetensors") for name in ("c-3", "whole"))
-    assert a.keys() == b.keys() >= {"users", "users/keys", "adam/users/m", "w"}
-    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
-    with np.load(tmp_path / "c-3.npz") as found:
-        assert found["users"].tobytes() == a["users"].tobytes()
-
-
-def test_a_delta_is_compacted(run, job):
-    """A path, or the newest of a directory; what is whole stays."""
+def test_a_delta_is_compacted(run, job, tmp_path):
+    """A path, or the newest of a directory; what is whole stays. A delta is exported as the whole that it is."""
     expected = job.state()
+    for ending in ("safetensors", "npz"):
+        assert run("export", job.root / "c-3", tmp_path / f"delta.{ending}").code == 0
     code, out, _ = run("compact", job.root)
     assert (code, "c-3 is now complete, " in out, "it no longer needs c-2, c-1" in out) == (0, True, True)
     assert run("compact", job.root / "c-3") == (0, f"{job.root}/c-3 is already complete\n", "")
     assert run("verify", job.root).code == 0
+    assert run("export", job.root / "c-3", tmp_path / "whole.safetensors").code == 0
+    delta, whole = (load_file(tmp_path / f"{name}.safetensors") for name in ("delta", "whole"))
+    assert delta.keys() == whole.keys() >= {"users", "users/keys", "adam/users/m", "w"}
+    assert all(delta[name].tobytes() == whole[name].tobytes() for name in delta)
+    with np.load(tmp_path / "delta.npz") as found:
+        assert found["users"].tobytes() == delta["users"].tobytes()
     for path in (*(job.root / "c-1").iterdir(), *(job.root / "c-2").iterdir()):
         path.unlink()
     assert job.restored("c-3", 2).state().equals(expected)
     assert run("ls", "--json", job.root).json["checkpoints"][0]["base"] is None
+
+
+def test_of_two_compactions_at_a_time_one_changes_nothing(run, job, monkeypatch):
+    """Each would remove the files of the other one."""
+    directory, write, expected = str(job.root / "c-3"), compaction.write_file, job.state()
+
+    def overtaken(*args):
+        written = write(*args)
+        if "-00002-of-00003" in args[1]:  # the last of them
+            monkeypatch.undo()
+            compaction.compact(open_saved(directory))
+        return written
+
+    monkeypatch.setattr(compaction, "write_file", overtaken)
+    with pytest.raises(CheckpointError, match="another process has compacted"):
+        compaction.compact(open_saved(directory))
+    assert run("verify", directory).code == 0
+    assert job.restored("c-3", 2).state().equals(expected)
 
 
 @pytest.mark.parametrize("after", ["shard being written", "shard", "manifest"])
@@ -469,25 +415,6 @@ def test_a_killed_compaction_leaves_nothing_once_another_has_ended(run, job, mon
     whole = {path.name for path in directory.iterdir()}
     assert whole == {"manifest.json", *open_saved(str(directory)).manifest.shards}
     assert left - whole, "it had left nothing"
-    assert job.restored("c-3", 2).state().equals(expected)
-
-
-def test_of_two_compactions_at_a_time_one_changes_nothing(run, job, monkeypatch):
-    """Each would remove the files of the other one."""
-    directory, write = str(job.root / "c-3"), compaction.write_file
-    expected = job.state()
-
-    def overtaken(*args):
-        written = write(*args)
-        if "-00002-of-00003" in args[1]:  # the last of them
-            monkeypatch.undo()
-            compaction.compact(open_saved(directory))
-        return written
-
-    monkeypatch.setattr(compaction, "write_file", overtaken)
-    with pytest.raises(CheckpointError, match="another process has compacted"):
-        compaction.compact(open_saved(directory))
-    assert run("verify", directory).code == 0
     assert job.restored("c-3", 2).state().equals(expected)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from pstesting.planner.jobs import Cell
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.workloads import Workload
 from pswire.network.traffic import TransportName
-from tests.kit.shell import shell
+from tests.kit.shell import shell, shown, terminal
 
 PROBE = """
 import sys
@@ -102,7 +101,6 @@ def test_where_no_file_can_be_it_says_so_at_once(tmp_path):
 
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 120.0
 PROMPT = "ready> "
 
 
@@ -114,60 +112,35 @@ def setup() -> dict[str, str]:
 
 
 @contextmanager
-def terminal(line: str) -> Iterator[int]:
-    """A terminal on which bash has run a line, and waits for keys."""
-    bash = shutil.which("bash")
-    if bash is None:
+def bash(program: str) -> Iterator[int]:
+    """A terminal in whose bash a program's line of the document has run, and which waits for keys."""
+    path = shutil.which("bash")
+    if path is None:
         pytest.skip("there is no bash")
-    here, there = pty.openpty()
     environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PS1": PROMPT, "TERM": "dumb", "HOME": "/"}
-    ends = dict.fromkeys(("stdin", "stdout", "stderr"), there)
-    shell = subprocess.Popen([bash, "--norc", "--noprofile", "-i"], env=environ, start_new_session=True, **ends)
-    os.close(there)
-    try:
-        read_until(here, PROMPT)
-        os.write(here, f"{line}; echo set${{none}}up\n".encode())
-        read_until(here, f"setup\r\n{PROMPT}")
-        yield here
-    finally:
-        shell.kill()
-        shell.wait()
-        os.close(here)
-
-
-def read_until(terminal: int, expected: str) -> str:
-    """Reads a terminal until it has shown something; returns all that it has."""
-    shown = ""
-    while expected not in shown:
-        ready, _, _ = select.select([terminal], [], [], SECONDS)
-        assert ready, f"{expected!r} does not come: {shown!r}"
-        shown += os.read(terminal, 4096).decode()
-    return shown
-
-
-TABS = {
-    "psworker": ("psworker --standal\t", "psworker --standalone "),
-    "psserver": ("psserver --until\t", "psserver --until-done "),
-}
+    with terminal(partial(subprocess.Popen, [path, "--norc", "--noprofile", "-i"], env=environ)) as (_, screen):
+        shown(screen, PROMPT)
+        os.write(screen, f"{setup()[program]}; echo set${{none}}up\n".encode())
+        shown(screen, f"setup\r\n{PROMPT}")
+        yield screen
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("program", TABS)
-def test_a_tab_completes_an_option(program):
-    keys, expected = TABS[program]
-    with terminal(setup()[program]) as screen:
-        os.write(screen, keys.encode())
-        assert expected in read_until(screen, expected)
+@pytest.mark.parametrize(("program", "option"), [("psworker", "--standalone"), ("psserver", "--until-done")])
+def test_a_tab_completes_an_option(program, option):
+    with bash(program) as screen:
+        os.write(screen, f"{program} {option[:-2]}\t".encode())
+        shown(screen, f"{program} {option} ")
 
 
 def test_a_tab_completes_commands_of_psctl():
     """Also those of a group; two tabs list all commands that begin so."""
-    with terminal(setup()["psctl"]) as screen:
+    with bash("psctl") as screen:
         os.write(screen, b"psctl checkpoint ver\t")
-        read_until(screen, "psctl checkpoint verify ")
+        shown(screen, "psctl checkpoint verify ")
         os.write(screen, b"\x15echo do${none}ne\n")  # the line is cleared
-        read_until(screen, f"done\r\n{PROMPT}")
+        shown(screen, f"done\r\n{PROMPT}")
         os.write(screen, b"psctl re\t\t")
-        shown = read_until(screen, f"{PROMPT}psctl re")  # which bash writes again below its list
-    _, listed, _ = shown.split("\r\n")
+        said = shown(screen, f"{PROMPT}psctl re")  # which bash writes again below its list
+    _, listed, _ = said.split("\r\n")
     assert set(listed.split()) == {name for name in COMMANDS if name.startswith("re")}

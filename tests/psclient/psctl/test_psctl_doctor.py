@@ -190,25 +190,15 @@ def test_servers_that_cannot_be_reached(looked):
 
 
 def test_servers_that_say_what_is_wrong(looked):
-    broken = patient(looked=changed(looked, broken="round 3 failed halfway"))
-    finds("servers", broken, "fail", "ps-0: round 3 failed halfway")
+    """That they are broken, or miss somebody; that their clock, by more than a second less what the network may have
+    taken, or any version of this package, or the first number of another's, is another one."""
+    finds("servers", patient(looked=changed(looked, broken="round 3 failed")), "fail", "ps-0: round 3 failed")
     gone = tuple(replace(session, state="lost") for session in looked[0].status.sessions)
     finds("servers", patient(looked=changed(looked, sessions=gone)), "warn", "worker-0: it sent no heartbeat")
-
-
-@pytest.mark.parametrize(
-    ("skew", "level", "said"), [(30.0, "warn", "30 s ahead of"), (-90.0, "warn", "1.5 min behind"), (0.5, "ok", "")]
-)
-def test_clocks_that_differ(looked, skew, level, said):
-    """By more than a second, less what the network may have taken."""
-    finds("clock", patient(looked=[replace(each, skew=skew) for each in looked]), level, said)
-    finds("clock", patient(looked=[replace(each, skew=3.0, took=6.0) for each in looked]), "ok")
-
-
-def test_versions_that_differ(looked):
-    """Of this package every difference is told, of others that of the first number."""
-    theirs = {"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}
-    who = patient(looked=told(looked[:1], versions=theirs))
+    skews = ((30.0, 0.0, "warn", "30 s ahead of"), (-90.0, 0.0, "warn", "1.5 min behind"), (0.5, 0.0, "ok"))
+    for skew, took, *said in (*skews, (3.0, 6.0, "ok")):
+        finds("clock", patient(looked=[replace(each, skew=skew, took=took) for each in looked]), *said)
+    who = patient(looked=told(looked[:1], versions={"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}))
     ours = "ps-0: it has paramserver 0.2.0, but this machine has 0.1.0"
     finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, but this machine has 2.1.0")
     assert "python" not in worst("versions", who)[1]
@@ -227,10 +217,14 @@ def options(directory: Path) -> SecurityOptions:
     return SecurityOptions(*(str(directory / file) for file in ("tls.crt", "tls.key", "ca.crt")))
 
 
-def test_certificates_are_examined(certificates, tmp_path):
-    """Whose they are and until when; what is wrong with them as any process would say it at its start."""
+def test_certificates_are_examined(certificates, looked, tmp_path):
+    """Whose they are and until when; what is wrong with them as any process would say it at its start. Those who speak
+    TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
     admin = patient(security=options(certificates / "admin"))
     finds("TLS", admin, "ok", "our certificate is for admin, and valid until")
+    spoken = patient(looked=looked, security=options(certificates / "admin"))
+    finds("TLS", spoken, "fail", "ps-0: the server does not use TLS")
+    finds("TLS", patient(looked=[replace(looked[0], address="192.0.2.1:1")]), "warn", "certificates with psctl certs")
     Authority(tmp_path / "certs", 7).issue("admin", True)
     finds("TLS", admin, "warn", "run psctl certs OUT --renew")
     finds("TLS", patient(security=options(certificates / "nowhere")), "fail", "cannot be read")
@@ -239,22 +233,11 @@ def test_certificates_are_examined(certificates, tmp_path):
     finds("TLS", admin, "fail", "does not contain a PEM private key")
 
 
-def test_servers_without_tls_are_found_out(certificates, looked):
-    """Those who speak TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
-    spoken = patient(looked=looked, security=options(certificates / "admin"))
-    finds("TLS", spoken, "fail", "ps-0: the server does not use TLS")
-    far = [replace(looked[0], address="192.0.2.1:1")]
-    finds("TLS", patient(looked=far), "warn", "make certificates with psctl certs")
-
-
-def test_every_check_can_find_something():
-    """Each row of the table has a case above in which it is not content."""
+def test_what_fails_is_in_the_exit_code(call, monkeypatch):
+    """1 where anything fails, in words and in JSON; nothing that is wrong keeps it from looking at the rest. Each check
+    has a case above in which it is not content."""
     bad = {check for check, _, level, _ in HOSTS if level != "ok"}
     assert bad | {"TF_CONFIG", "names", "ports", "TLS", "servers", "clock", "versions"} == {row.name for row in CHECKS}
-
-
-def test_what_fails_is_in_the_exit_code(call, monkeypatch):
-    """1 where anything fails, in words and in JSON; nothing that is wrong keeps it from looking at the rest."""
     monkeypatch.delenv("PS_TOKEN", raising=False)
     for text, code in (("{", 1), ("", 0)):
         monkeypatch.setenv("TF_CONFIG", text)

@@ -14,7 +14,7 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import diagnostics
 from pswire.errors import ProgramError
-from tests.kit.strategies import opened, variable
+from tests.kit.strategies import opened, refused, variable
 
 
 @pytest.fixture(scope="module", params=["default", "mirrored-2", "embedded-1"])
@@ -59,15 +59,13 @@ def test_a_function_that_does_not_run_is_refused(strategy, fn, wrapped):
     assert v.numpy().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("args", [2.0, np.ones(3), "a"])
-def test_arguments_are_a_tuple(strategy, args):
+def test_arguments_are_a_tuple(strategy):
     """Of `update` and `update_non_slot`; the error says how to write it."""
-    v = variable(strategy)
-    extended = strategy.extended
-    with pytest.raises(TypeError, match=r"^update takes a tuple of arguments.*use args=\(x,\)"):
-        extended.update(v, lambda v, x: v.assign(x), args)
-    with pytest.raises(TypeError, match=r"^update_non_slot takes a tuple of arguments.*use args=\(x,\)"):
-        extended.update_non_slot(extended.non_slot_devices([v]), lambda x: x, args)
+    v, extended = variable(strategy), strategy.extended
+    places, said = extended.non_slot_devices([v]), r" takes a tuple of arguments.*use args=\(x,\)"
+    for args in (2.0, np.ones(3), "a"):
+        refused(TypeError, f"^update{said}", lambda args=args: extended.update(v, lambda v, x: v.assign(x), args))
+        refused(TypeError, f"^update_non_slot{said}", lambda args=args: extended.update_non_slot(places, abs, args))
 
 
 RNG = np.random.default_rng(0)
@@ -87,7 +85,8 @@ RNG = np.random.default_rng(0)
     ],
 )
 def test_noise_is_refused_in_what_is_traced_once(servers, noise):
-    """The first call's would be that of all; a function that is traced at each call may make some."""
+    """The first call's would be that of all, also where it meets nothing but numbers before these meet the variable; a
+    function that is traced at each call may make some."""
     v = variable(servers, np.ones(3))
 
     def fn(v):
@@ -98,28 +97,17 @@ def test_noise_is_refused_in_what_is_traced_once(servers, noise):
     with pytest.raises(ProgramError, match=r"differs in each call.*pass it as an argument") as caught:
         servers.extended.update(v, ps.update_function(fn))
     assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}: fn makes a")
+    with pytest.raises(ProgramError, match=f"{__file__}:.* makes a number that differs in each call"):
+        servers.extended.update(v, ps.update_function(lambda v, k: v.assign_sub(k * random.random() * v)), (0.5,))
     assert v.numpy().tolist() == before
-
-
-def test_noise_beside_a_number_is_refused(servers):
-    """Also where it meets nothing but numbers, before these meet the variable."""
-    v = variable(servers)
-
-    @ps.update_function
-    def fn(v, rate):
-        rate = rate * random.random()
-        v.assign_sub(rate * v)
-
-    with pytest.raises(ProgramError, match=r"fn makes a number that differs in each call") as caught:
-        servers.extended.update(v, fn, (0.5,))
-    assert str(caught.value).startswith(f"{__file__}:{fn.__wrapped__.__code__.co_firstlineno + 2}: ")
 
 
 calls = 0
 
 
-def test_what_changes_a_global_is_traced_at_each_call(servers):
-    """Its number is another one by intention, and is seen."""
+def test_what_differs_by_intention_is_traced_at_each_call(servers):
+    """A number of a global that the function changes. A trace with a number that fits a dtype does not hold for one
+    that does not, and the other way round."""
     v = variable(servers, [0.0])
 
     @ps.update_function
@@ -131,6 +119,11 @@ def test_what_changes_a_global_is_traced_at_each_call(servers):
     for total in (1.0, 3.0, 6.0):
         servers.extended.update(v, fn)
         assert v.numpy().tolist() == [total]
+    fn = ps.update_function(lambda v, k: v.assign(np.where(v > k, v, 0)))
+    for k, expected in ((3, 7), (300, 0), (6, 7), (-300, 7), (301, 0), (7, 0)):
+        v = variable(servers, np.array([7], "uint8"))
+        servers.extended.update(v, fn, (k,))
+        assert v.numpy().tolist() == [expected], k
 
 
 def test_arrays_that_are_the_same_in_each_call_are_taken(servers):
@@ -174,12 +167,3 @@ def test_large_arrays_that_travel_are_told_once(servers, caplog):
         assert text.startswith(f"{__file__}:{masked.__code__.co_firstlineno + 1}: masked uses {name} (")
         assert "float32[600,500], 1 MiB" in text
         assert "sent to the servers in each call; make it a variable" in text
-
-
-def test_a_number_beyond_a_dtype_is_another_way(servers):
-    """A trace with a number that fits does not hold for one that does not, and the other way round."""
-    fn = ps.update_function(lambda v, k: v.assign(np.where(v > k, v, 0)))
-    for k, expected in ((3, 7), (300, 0), (6, 7), (-300, 7), (301, 0), (7, 0)):
-        v = variable(servers, np.array([7], "uint8"))
-        servers.extended.update(v, fn, (k,))
-        assert v.numpy().tolist() == [expected], k

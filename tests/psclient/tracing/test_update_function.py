@@ -49,7 +49,8 @@ def update(strategy, v, fn, *args, **kwargs):
 
 
 def test_other_numbers_make_no_other_trace(strategy, traced):
-    """Numbers and what is computed from them are operands; also of another variable of that shape."""
+    """Numbers and what is computed from them are operands; arrays and reduced values are inputs, but for an array that
+    the function makes itself. Also of another variable of that shape, and where a function asks for a number's type."""
 
     @ps.update_function
     def fn(v, x, rate, decay=0.5):
@@ -61,22 +62,23 @@ def test_other_numbers_make_no_other_trace(strategy, traced):
             value = (1 - decay) * value + (2 * rate**2 + rate // 2) * 2.0
             assert update(strategy, v, fn, np.full(3, 2.0, "float32"), rate, decay=decay) == [value] * 3
     assert len(traced) == 1
-
-
-def test_arrays_and_reduced_values_are_inputs(strategy, traced):
-    """Their values may be others; an array that the function makes itself stays."""
-
-    @ps.update_function
-    def fn(v, xs, named):
-        v.assign(xs["a"] * np.array([1.0, 2.0, 3.0]) + named)
-
-    v = variable(strategy)
+    fn = ps.update_function(lambda v, xs, named: v.assign(xs["a"] * np.array([1.0, 2.0, 3.0]) + named))
     for k in (1.0, 2.0):
         with strategy.scope():
             total = strategy.extended.reduce_to("sum", np.full(3, k, "float32"), v)
-            strategy.extended.update(v, fn, ({"a": total},), {"named": np.full(3, k, "float32")})
-        assert v.numpy().tolist() == [2 * k, 3 * k, 4 * k]
-        assert len(traced) == 1
+        assert update(strategy, v, fn, {"a": total}, named=np.full(3, k, "float32")) == [2 * k, 3 * k, 4 * k]
+    assert len(traced) == 2
+
+    @ps.update_function
+    def typed(v, k):
+        match k:
+            case int():
+                return v * 0 + k * 10
+            case float() if isinstance(k, float):
+                return v * 0 + k
+
+    assert [update(strategy, v, typed, k)[0] for k in (1.0, 2.0, 3, 4)] == [1.0, 2.0, 30.0, 40.0]
+    assert len(traced) == 4
 
 
 class Way(enum.Enum):
@@ -117,19 +119,24 @@ def test_what_differs_is_not_taken_for_the_same(strategy, different):
         assert results[0] == results[1]
 
 
-def test_variables_that_are_one_are_not_two(strategy):
-    """A call with one variable twice is another call than one with two of that shape."""
+def test_a_variable_that_is_given_twice_is_another_call(strategy):
+    """Than two of that shape; a function is the same elsewhere, without servers."""
 
     @ps.update_function
     def fn(v, a, b):
+        """Moves on."""
         a.assign(b + 1.0)
         b.assign(a * 2.0)
 
     v, a, b = (variable(strategy, np.zeros(1)) for _ in range(3))
-    strategy.extended.update(v, fn, (a, b))
-    strategy.extended.update(v, fn, (v, v))
-    strategy.extended.update(v, fn, (b, a))
+    for args in ((a, b), (v, v), (b, a)):
+        strategy.extended.update(v, fn, args)
     assert [x.numpy().tolist() for x in (v, a, b)] == [[2.0], [4.0], [2.0]]
+    with opened("mirrored-2") as mirrored:
+        v, a, b = (variable(mirrored, np.zeros(1)) for _ in range(3))
+        mirrored.extended.update(v, fn, (a, b))
+        assert [x.numpy().tolist() for x in (a, b)] == [[1.0], [2.0]]
+    assert (fn.__name__, fn.__doc__) == ("fn", "Moves on.")
 
 
 # ---- Looking at numbers ----
@@ -278,75 +285,69 @@ def test_what_a_function_finds_by_name_may_become_something_else(strategy, trace
     assert len(traced) == 5
 
 
-def test_a_function_among_the_arguments_is_looked_into(strategy):
-    factor, v = 2.0, variable(strategy, [1.0])
-    fn = ps.update_function(lambda v, g: g(v))
-
-    def times(x):
-        return x * factor
-
-    assert update(strategy, v, fn, times) == [2.0]
-    factor = 5.0
-    assert update(strategy, v, fn, times) == [5.0]
-
-
-def descent(strategy, optimizer, v, steps=1):
-    """By how much a step of an optimizer moves a variable."""
-    before = float(v.numpy()[0])
-    for _ in range(steps):
-        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
-    return (before - float(v.numpy()[0])) / steps
-
-
-class Plain(ps.optimizers.Optimizer):
-    """Its numbers are the class's."""
+class Ruled(ps.optimizers.Optimizer):
+    """Its numbers are the class's, one of them a cached property; its rule is a function that it has."""
 
     length = 1.0
 
+    def __init__(self):
+        super().__init__(1.0)
+        self.rules = (doubled,)
+
     @property
-    def twice(self):
-        return self.length * 2
+    def whole(self):
+        return self.length
+
+    @functools.cached_property
+    def offset(self):
+        return OFFSET
 
     def update(self, v, gradient, iterations):
-        v.assign_sub(self.twice * gradient * FACTOR)
+        v.assign_sub(self.rules[0](gradient) * self.whole * self.offset)
 
 
-def test_a_class_may_be_changed(strategy, traced, monkeypatch):
-    """Its numbers are operands as an object's are; another method, or another global of a method, makes a trace."""
-    v, optimizer = variable(strategy, [0.0]), Plain(1.0)
-    moved = partial(descent, strategy, optimizer, v, 2)
-    assert moved() == 4.0
-    count = len(traced)
-    monkeypatch.setattr(Plain, "length", 3.0)
-    assert moved() == 12.0
-    assert len(traced) == count
-    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0)
-    assert moved() == 6.0
-    monkeypatch.setattr(Plain, "twice", property(lambda self: self.length * 3))
-    assert moved() == 9.0
-    monkeypatch.setattr(Plain, "update", lambda self, v, gradient, iterations: v.assign_sub(gradient))
-    assert moved() == 1.0
-
-
-class Bare(Plain):
+class Bare(Ruled):
     """Has nothing of its own yet."""
 
 
-def test_a_class_may_get_attributes(strategy, monkeypatch):
-    """Numbers, properties and methods that hide those of its base, or were only asked for; and it may lose them."""
-    v, optimizer = variable(strategy, [0.0]), Bare(1.0)
-    moved = partial(descent, strategy, optimizer, v)
-    assert moved() == 4.0
-    monkeypatch.setattr(Bare, "length", 2.0, raising=False)
-    assert moved() == 8.0
+OFFSET = 1.0
+
+
+def test_an_optimizer_is_looked_into(strategy, traced, monkeypatch):
+    """Numbers of its class are operands as its own are; what its functions, properties and methods are, and read, makes
+    a trace: also where it hides that of a base, or was only asked for, or is gone again."""
+    v, optimizer, module = variable(strategy, [0.0]), Bare(), sys.modules[__name__]
+
+    def moved():
+        """By how much each of two steps moves the variable."""
+        before = float(v.numpy()[0])
+        for _ in range(2):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
+        return (before - float(v.numpy()[0])) / 2
+
+    assert moved() == 2.0
+    count = len(traced)
+    monkeypatch.setattr(Ruled, "length", 3.0)
+    assert moved() == 6.0
+    assert len(traced) == count
+    monkeypatch.setattr(module, "FACTOR", 1.0)
+    assert moved() == 3.0
+    monkeypatch.setattr(module, "OFFSET", 5.0)
+    assert moved() == 15.0
     with monkeypatch.context() as patch:
-        patch.setattr(Bare, "twice", property(lambda self: getattr(self, "more", 1.0)), raising=False)
-        assert moved() == 2.0
-        patch.setattr(Plain, "more", 3.0, raising=False)
-        assert moved() == 6.0
+        patch.setattr(Bare, "length", 2.0, raising=False)
+        assert moved() == 10.0
+        patch.setattr(Bare, "whole", property(lambda self: getattr(self, "more", 1.0)), raising=False)
+        assert moved() == 5.0
+        patch.setattr(Ruled, "more", 4.0, raising=False)
+        assert moved() == 20.0
         patch.setattr(Bare, "update", lambda self, v, gradient, iterations: v.assign_sub(gradient), raising=False)
         assert moved() == 1.0
-    assert moved() == 8.0
+    assert moved() == 15.0
+    monkeypatch.setattr(Ruled, "whole", property(lambda self: self.length * 2))
+    assert moved() == 30.0
+    monkeypatch.setattr(Ruled, "update", lambda self, v, gradient, iterations: v.assign_sub(7.0 * gradient))
+    assert moved() == 7.0
 
 
 def scaled(fn):
@@ -361,52 +362,18 @@ def shifted(x):
     return x + OFFSET
 
 
-OFFSET = 1.0
-WRAPPED = {
-    "a decorator": scaled(shifted),
-    "two": scaled(scaled(shifted)),
-    "a partial": functools.partial(scaled(shifted)),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPED)
-def test_each_link_of_a_wrapped_function_is_looked_into(strategy, monkeypatch, name):
-    """What a decorator reads counts, and what the function reads that it wraps."""
-    outer, v = WRAPPED[name], variable(strategy, [1.0])
-    fn, module = ps.update_function(lambda v: outer(v.value())), sys.modules[__name__]
-
-    times = 2 if name == "two" else 1
-    assert update(strategy, v, fn) == [2.0 * 2.0**times]
-    monkeypatch.setattr(module, "FACTOR", 3.0)
-    assert update(strategy, v, fn) == [2.0 * 3.0**times]
-    monkeypatch.setattr(module, "OFFSET", 2.0)
-    assert update(strategy, v, fn) == [3.0 * 3.0**times]
-
-
-class Ruled(ps.optimizers.Optimizer):
-    """Has a function as an attribute, and a cached property."""
-
-    def __init__(self, rules):
-        super().__init__(1.0)
-        self.rules = rules
-
-    @functools.cached_property
-    def offset(self):
-        return OFFSET
-
-    def update(self, v, gradient, iterations):
-        v.assign_sub(self.rules[0](gradient) * self.offset)
-
-
-def test_functions_of_an_optimizer_are_looked_into(strategy, monkeypatch):
-    """Those that it has as attributes, and cached properties of its class."""
-    v, optimizer, module = variable(strategy, [0.0]), Ruled((doubled,)), sys.modules[__name__]
-    moved = partial(descent, strategy, optimizer, v)
-    assert moved() == 2.0
-    monkeypatch.setattr(module, "FACTOR", 5.0)
-    assert moved() == 5.0
-    monkeypatch.setattr(module, "OFFSET", 3.0)
-    assert moved() == 15.0
+def test_each_link_of_a_wrapped_function_is_looked_into(strategy):
+    """What a decorator reads counts, and what the function reads that it wraps; also of a function that is given."""
+    v, module = variable(strategy, [1.0]), sys.modules[__name__]
+    wrapped = partial(scaled(shifted))
+    for outer, times in ((scaled(shifted), 1), (scaled(scaled(shifted)), 2), (wrapped, 1)):
+        by_name = ps.update_function(lambda v: outer(v.value()))  # noqa: B023
+        given = ps.update_function(lambda v, g: g(v.value()))
+        for factor, offset in ((2.0, 1.0), (3.0, 1.0), (3.0, 2.0)):
+            with mock.patch.multiple(module, FACTOR=factor, OFFSET=offset):
+                assert update(strategy, v, by_name) == [(1.0 + offset) * factor**times]
+                if outer is not wrapped:  # such an argument is refused
+                    assert update(strategy, v, given, outer) == [(1.0 + offset) * factor**times]
 
 
 def test_what_a_function_does_not_come_to_is_no_hindrance(strategy, traced, monkeypatch):
@@ -431,20 +398,6 @@ def test_what_a_function_does_not_come_to_is_no_hindrance(strategy, traced, monk
     number = 3.0
     assert update(strategy, v, fn, True) == [4.0]
     del number
-
-
-def test_it_is_the_function_elsewhere():
-    """Without servers, and called by hand; name and docstring are the function's."""
-
-    @ps.update_function
-    def halved(v):
-        """Halves it."""
-        v.assign(v / 2)
-
-    with opened("mirrored-2") as mirrored:
-        v = variable(mirrored, [4.0])
-        assert update(mirrored, v, halved) == [2.0]
-    assert (halved.__name__, halved.__doc__) == ("halved", "Halves it.")
 
 
 def test_memory_is_bounded(strategy, monkeypatch):
@@ -541,22 +494,6 @@ def test_a_scalar_is_a_number_of_its_type(number):
     assert tape.replay([number * 2]) is not None
     assert (scalar.real, scalar.imag, str(scalar)) == (number.real, number.imag, str(number))
     assert tape.replay([number * 2]) is None
-
-
-def test_a_function_may_ask_for_the_type_of_a_number(strategy, traced):
-    """As in Python; other numbers of that type need no other trace, one of another type does."""
-
-    @ps.update_function
-    def fn(v, k):
-        match k:
-            case int():
-                return v + k * 10
-            case float() if isinstance(k, float):
-                return v + k
-
-    v = variable(strategy, [1.0])
-    assert [update(strategy, v, fn, k) for k in (1.0, 2.0, 3, 4)] == [[2.0], [3.0], [31.0], [41.0]]
-    assert len(traced) == 2
 
 
 # ---- Optimizers keep the promise ----

@@ -40,18 +40,15 @@ def test_a_lookup_is_an_index(ids):
         np.testing.assert_array_equal(found, v.numpy()[ids.astype(int)])
 
 
-@pytest.mark.parametrize("row", [(), (3,), (2, 3), (0,)])
-def test_rows_have_any_shape(row):
-    v = table(4, *row)
-    assert v.lookup([3, 1, 3]).values.shape == (2, *row)
-    np.testing.assert_array_equal(v.sparse_read([3, 1, 3]), v.numpy()[[3, 1, 3]])
-    np.testing.assert_array_equal(v.sparse_read(2), v.numpy()[2])
-
-
 @pytest.mark.parametrize(("ids", "shape"), [([], (0,)), ([[], []], (2, 0)), (np.zeros((0, 4), int), (0, 4))])
 @pytest.mark.parametrize("size", [0, 5])
 def test_no_ids_are_no_rows(ids, shape, size):
-    """Also of an empty table, and of Python's empty lists, which have no dtype."""
+    """Also of an empty table, and of Python's empty lists, which have no dtype; rows have any shape."""
+    for row in ((), (3,), (2, 3), (0,)):
+        v = table(4, *row)
+        assert v.lookup([3, 1, 3]).values.shape == (2, *row)
+        for some in ([3, 1, 3], 2):
+            np.testing.assert_array_equal(v.sparse_read(some), v.numpy()[some])
     rows = table(size, 3).lookup(ids)
     assert rows.values.shape == (0, 3)
     assert np.asarray(rows).shape == (*shape, 3)
@@ -96,24 +93,12 @@ NO_IDS = ([1.0], 2.0, [True], np.ones(2, bool), np.zeros(0, "float32"), ["a"], [
     ],
 )
 def test_what_are_no_ids_of_rows_is_refused(ids, error, said):
-    """A whole float is none, nor a bool, nor bags, which have no shape; the first id that is no row is named."""
+    """A whole float is none, nor a bool, nor bags, which have no shape; the first id that is no row is named. A
+    variable without dimensions has no rows; a gradient by what was asked for would be read as one by the rows."""
     refused(error, said, lambda: table(3, 1).lookup(ids))
-
-
-def test_a_gradient_of_another_shape_is_refused():
-    """One by what was asked for would be read as one by the rows."""
-    rows = table(5, 2).lookup([3, 3, 1])
-    with pytest.raises(
-        ValueError, match=r"2 rows of variable 'emb' has shape \(3, 2\).*pass ps\.IndexedSlices\(d, ids"
-    ):
-        rows.gradient(np.ones((3, 2)))
-
-
-def test_a_number_has_no_rows():
-    """A variable without dimensions is refused, to look rows up and to change them."""
     refused(ValueError, "variable 'emb' has no dimensions", lambda: ps.Variable(1.0, name="emb").lookup([0]))
-    with pytest.raises(ValueError, match="scatter_add of variable 'emb', which has no dimensions"):
-        ps.Variable(1.0, name="emb").scatter_add(slices([1], [0]))
+    rows, said = table(5, 2).lookup([3, 3, 1]), r"has shape \(3, 2\).*pass ps\.IndexedSlices\(d, ids"
+    refused(ValueError, f"2 rows of variable 'emb' {said}", lambda: rows.gradient(np.ones((3, 2))))
 
 
 def test_ids_that_were_named_may_change():
@@ -175,17 +160,19 @@ def test_a_scatter_takes_one_row_after_another(how, data):
     assert combined.values.shape == (len(combined.indices), 2)
 
 
-@pytest.mark.parametrize("how", SCATTERS)
-def test_no_rows_change_nothing(how):
-    for size in (0, 3):
-        v = ps.Variable(np.ones((size, 2)), name="emb")
-        getattr(v, how)(ps.IndexedSlices(np.zeros((0, 2)), np.zeros(0, int), (size, 2)))
-        assert v.numpy().tolist() == [[1.0, 1.0]] * size
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.complex64, np.int8])
 def test_dtypes_are_cast_within_their_kind(dtype):
-    """As `assign_add` does; rows for one place are combined in the dtype of the result."""
+    """As `assign_add` does; rows for one place are combined in the dtype of the result, as a sum that int8 cannot hold.
+    Tables have any rank."""
+    v = ps.Variable(np.zeros((2, 1), "int32"), name="emb")
+    v.scatter_add(ps.IndexedSlices(np.array([[100], [100]], "int8"), [1, 1]))
+    v.scatter_sub(ps.IndexedSlices(np.array([[100], [100], [1]], "int8"), [0, 0, 0]))
+    assert v.numpy().tolist() == [[-201], [200]]
+    for shape in ((3,), (3, 2, 2), (0, 2)):
+        v = ps.Variable(np.zeros(shape), name="emb")
+        ids = [2, 2][: len(v.numpy())]
+        v.scatter_add(ps.IndexedSlices(np.ones((len(ids), *shape[1:])), ids, shape))
+        assert v.numpy().sum() == 2 * np.prod(shape[1:]) * (shape[0] > 0)
     v = ps.Variable(np.array([[100], [1]]), dtype=dtype, name="emb")
     v.scatter_add(ps.IndexedSlices(np.array([[2], [1]], dtype), [1, 1]))
     assert v.numpy().tolist() == [[100], [4]]
@@ -194,20 +181,6 @@ def test_dtypes_are_cast_within_their_kind(dtype):
     assert v.dtype == dtype
     v.scatter_update(ps.IndexedSlices(np.array([[7]], v.dtype), [0]))
     assert v.numpy().tolist() == [[7], [8]]
-
-
-def test_rows_are_numbers_or_matrices():
-    """Of tables of any rank; summed in the variable's dtype, as a sum that int8 cannot hold."""
-    v = ps.Variable(np.zeros((2, 1), "int32"), name="emb")
-    v.scatter_add(ps.IndexedSlices(np.array([[100], [100]], "int8"), [1, 1]))
-    v.scatter_sub(ps.IndexedSlices(np.array([[100], [100], [1]], "int8"), [0, 0, 0]))
-    assert v.numpy().tolist() == [[-201], [200]]
-    v = ps.Variable(np.zeros(3), name="emb")
-    v.scatter_add(ps.IndexedSlices([1.0, 2.0], [2, 2]))
-    assert v.numpy().tolist() == [0, 0, 3]
-    v = ps.Variable(np.zeros((2, 2, 2)), name="emb")
-    v.scatter_max(ps.IndexedSlices(np.ones((1, 2, 2)), [1]))
-    assert v.numpy().tolist() == [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]
 
 
 def slices(rows, ids, shape=None):
@@ -234,11 +207,12 @@ def test_rows_that_do_not_fit_are_refused(how, delta, error, words):
     np.testing.assert_array_equal(v.numpy(), START)
 
 
-@pytest.mark.parametrize(
-    ("how", "dtype"), [("scatter_div", "int32"), ("scatter_add", "bool"), ("scatter_min", "complex64")]
-)
-def test_some_dtypes_have_no_such_scatter(how, dtype):
-    """Whole numbers have no quotient, bools no sum, complex ones no order."""
-    v = ps.Variable(np.ones((2, 1), dtype), name="emb")
-    with pytest.raises(TypeError, match=f"{how} does not support {dtype}, the dtype of variable 'emb'"):
-        getattr(v, how)(ps.IndexedSlices(np.ones((1, 1), dtype), [0]))
+def test_what_has_no_such_scatter_is_refused():
+    """Whole numbers have no quotient, bools no sum, complex ones no order, and a number has no rows."""
+    one = ps.IndexedSlices(np.ones((1, 1)), [0])
+    for how, dtype in (("scatter_div", "int32"), ("scatter_add", "bool"), ("scatter_min", "complex64")):
+        v = ps.Variable(np.ones((2, 1), dtype), name="emb")
+        with pytest.raises(TypeError, match=f"{how} does not support {dtype}, the dtype of variable 'emb'"):
+            getattr(v, how)(ps.IndexedSlices(np.ones((1, 1), dtype), [0]))
+    said = "scatter_add of variable 'emb', which has no dimensions"
+    refused(ValueError, said, lambda: ps.Variable(1.0, name="emb").scatter_add(one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -73,40 +74,43 @@ def test_the_numbers_are_tensorflows(shape, dtype):
 
 def test_the_examples_are_tensorflows():
     """Those of its documents; strategies ask for the first axis alone, and another may be asked for."""
-    shape, dtype = (6, 1), np.float32
-    assert P.FixedShardsPartitioner(num_shards=2)((10, 3), dtype) == [2, 1]
-    assert P.MinSizePartitioner(min_shard_bytes=4, max_shards=2)(shape, dtype) == [2, 1]
-    assert P.MinSizePartitioner(min_shard_bytes=4, max_shards=10)(shape, dtype) == [6, 1]
-    assert P.MinSizePartitioner()((1024, 1024), dtype) == [1, 1]
-    assert P.MaxSizePartitioner(max_shard_bytes=4)(shape, dtype) == [6, 1]
-    assert P.MaxSizePartitioner(max_shard_bytes=4, max_shards=2)(shape, dtype) == [2, 1]
-    assert P.MaxSizePartitioner(max_shard_bytes=1024)(shape, dtype) == [1, 1]
-    assert V1.min_max_variable_partitioner(16)((1024, 1024), dtype) == [16, 1]
+    for partitioner, shape, expected in (
+        (P.FixedShardsPartitioner(num_shards=2), (10, 3), [2, 1]),
+        (P.MinSizePartitioner(min_shard_bytes=4, max_shards=2), (6, 1), [2, 1]),
+        (P.MinSizePartitioner(min_shard_bytes=4, max_shards=10), (6, 1), [6, 1]),
+        (P.MinSizePartitioner(), (1024, 1024), [1, 1]),
+        (P.MaxSizePartitioner(max_shard_bytes=4), (6, 1), [6, 1]),
+        (P.MaxSizePartitioner(max_shard_bytes=4, max_shards=2), (6, 1), [2, 1]),
+        (P.MaxSizePartitioner(max_shard_bytes=1024), (6, 1), [1, 1]),
+        (V1.min_max_variable_partitioner(16), (1024, 1024), [16, 1]),
+        (V1.variable_axis_size_partitioner(40, axis=1), (10, 3), [1, 3]),
+    ):
+        assert partitioner(shape, np.float32) == expected
     assert P.FixedShardsPartitioner(2)((10, 3), np.float32, axis=1) == [1, 2]
-    assert V1.variable_axis_size_partitioner(40, axis=1)((10, 3), np.float32) == [1, 3]
     refused(ValueError, "axis 2", lambda: V1.min_max_variable_partitioner(2, axis=2)((10, 3), np.float32))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: P.FixedShardsPartitioner(0),
-        lambda: P.MinSizePartitioner(0),
-        lambda: P.MinSizePartitioner(1, 0),
-        lambda: P.MaxSizePartitioner(0),
-        lambda: P.MaxSizePartitioner(1, -1),
-        lambda: P.MinSizePartitioner(bytes_per_string=0),
-        lambda: V1.fixed_size_partitioner(-1),
-    ],
-)
-def test_numbers_below_one_are_refused(make):
-    refused(ValueError, "at least 1", lambda: make())
+def test_what_is_no_partitioner_is_refused():
+    """Numbers below one; a class of them, which somebody has not called; its own class has no call."""
+    atleast = partial(refused, ValueError, "at least 1")
+    atleast(lambda: P.FixedShardsPartitioner(0), lambda: P.MinSizePartitioner(0), lambda: P.MinSizePartitioner(1, 0))
+    atleast(lambda: P.MaxSizePartitioner(0), lambda: P.MaxSizePartitioner(1, -1))
+    atleast(lambda: P.MinSizePartitioner(bytes_per_string=0), lambda: V1.fixed_size_partitioner(-1))
+    for wrong in (P.FixedShardsPartitioner, 3, [2, 1], "two"):
+        refused(TypeError, "variable_partitioner is", lambda wrong=wrong: check_partitioner(wrong))
+    refused(NotImplementedError, re.escape("__call__(self, shape, dtype)"), lambda: P.Partitioner()((2,), np.float32))
 
 
-@pytest.mark.parametrize("given", [P.FixedShardsPartitioner, 3, [2, 1], "two"])
-def test_what_is_no_partitioner_is_refused(given):
-    """A class of them, which somebody has not called, too."""
-    refused(TypeError, "variable_partitioner is", lambda: check_partitioner(given))
+def test_it_is_asked_with_shape_and_dtype():
+    """Where there are rows; any sequence of whole numbers is taken."""
+    told = []
+    for shape, returned in (((9,), [2]), ((2, 9), (2, 1)), ((2, 9), np.array([2, 1])), ((2, 9), [np.int64(2), 1])):
+        partitioner = lambda shape, dtype: told.append((shape, dtype)) or returned  # noqa: B023, E731
+        assert shards_for(partitioner, "v", TensorSpec("bfloat16", shape), DTYPES["bfloat16"]) == 2
+        assert told.pop() == (shape, DTYPES["bfloat16"])
+    for shape in ((), (0, 3)):
+        assert shards_for(partitioner, "v", TensorSpec("float32", shape), DTYPES["float32"]) == 1
+    assert not told
 
 
 @pytest.mark.parametrize(
@@ -126,32 +130,11 @@ def test_nonsense_is_told(returned):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("returned", [(2, 1), np.array([2, 1]), [np.int64(2), 1]])
-def test_any_sequence_of_whole_numbers_is_taken(returned):
-    assert shards_for(lambda shape, dtype: returned, "v", TensorSpec("int8", (2, 9)), DTYPES["int8"]) == 2
-
-
-def test_it_is_told_dtype_and_shape():
-    """Its own class says what is missing where it has no call."""
-    told = []
-    partitioner = lambda shape, dtype: told.append((shape, dtype)) or [1]  # noqa: E731
-    assert shards_for(partitioner, "v", TensorSpec("bfloat16", (9,)), DTYPES["bfloat16"]) == 1
-    assert told == [((9,), DTYPES["bfloat16"])]
-    refused(NotImplementedError, re.escape("__call__(self, shape, dtype)"), lambda: P.Partitioner()((2,), np.float32))
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3)])
-def test_what_has_no_rows_is_not_cut(shape):
-
-    def never(shape, dtype):
-        raise AssertionError(shape)
-
-    assert shards_for(never, "v", TensorSpec("float32", shape), DTYPES["float32"]) == 1
-
-
 @given(st.integers(1, 50).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(1, rows))))
 def test_rows_are_cut_as_div_cuts_them(sizes):
-    """Each has the rows of `np.array_split`: the first rows mod shards have one more."""
+    """Each has the rows of `np.array_split`: the first rows mod shards have one more, as parts have of the buckets."""
+    for parts in (1, 2, 3, 5, 1000, BUCKETS):
+        assert np.diff(starts_of(parts)).tolist() == [len(part) for part in np.array_split(np.arange(BUCKETS), parts)]
     rows, shards = sizes
     sharding = Sharding(Sharding.starts_of(rows, shards), ((0,),) * shards)
     expected = np.array_split(np.arange(rows), shards)
@@ -209,31 +192,14 @@ def test_many_keys_are_grouped_alike(size, parts):
         assert np.array_equal(order, expected)
 
 
-def test_parts_have_the_buckets_that_shards_have_rows():
-    """The first parts have one bucket more."""
-    for parts in (1, 2, 3, 5, 1000, BUCKETS):
-        sizes = np.diff(starts_of(parts))
-        assert sizes.sum() == BUCKETS
-        assert sizes.tolist() == sorted(sizes.tolist(), reverse=True)
-        assert sizes.max() - sizes.min() <= 1
-
-
-@pytest.mark.parametrize(
-    ("key_dtype", "keys", "named"),
-    [
-        ("int64", np.array([1, 1 << 63, 2], np.uint64), "key 9223372036854775808 at position 1 is not a valid int64"),
-        ("uint64", np.array([1, 2, -3], np.int32), "key -3 at position 2 is not a valid uint64"),
-    ],
-)
-def test_what_is_no_key_is_named(key_dtype, keys, named):
-    refused(ValueError, f"here: {named}", lambda: space(key_dtype=key_dtype).check(keys, "here"))
-
-
 @pytest.mark.parametrize("key_dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 def test_keys_of_every_dtype_of_integers(key_dtype, dtype):
-    """The same number is the same key; users have keys in the table's dtype."""
+    """The same number is the same key; users have keys in the table's dtype; what is none there is named."""
     own = space(key_dtype=key_dtype)
+    wrong = np.array([1, 2, -3], np.int32) if key_dtype == "uint64" else np.array([1, 0, 1 << 63], np.uint64)
+    said = f"here: key {wrong[2]} at position 2 is not a valid {key_dtype}"
+    refused(ValueError, said, lambda: own.check(wrong, "here"))
     bits = own.check(np.array([3, 100], dtype), "here")
     assert bits.dtype == np.int64
     assert own.shown(bits).dtype == key_dtype
