@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, MemberShare
 from psserver.plans.round import ReadyRound as Round
 from psserver.programs import interpreter
-from psserver.programs.kernels.kernels import SMALLEST, Kernels
+from psserver.programs.kernels.kernels import Kernels
 from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
@@ -39,12 +38,9 @@ from tests.kit.rig import (
     JobWithValues,
     Servers,
     adding,
-    compiler_of,
     core,
     create,
-    given,
     payload,
-    reduce_only,
     serving,
     sum_into,
     together,
@@ -174,53 +170,6 @@ def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
     assert stored(job, *three) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_of_two_updates_the_last_is_delivered(job, two, three, same):
-    """Also where the plan names one application twice."""
-    v, w, _ = three
-    first = Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0)))
-    again = first if same else Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 2)))
-    plan = Plan(
-        tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(3)),
-        (),
-        (adding(VECTOR),),
-        (first, Apply(0, (0,), (Ref("variable", w.id), Ref("reduction", 1))), again),
-    )
-    job.approve(plan, two[0])
-    sent = [Sending(worker, plan, full(1, 2, 4), want=ids((v, w))) for worker in two]
-    seen = []
-    for _ in range(3):
-        for sending in sent:
-            sending.come(LIMIT)
-        seen.append((stored(job, v, w), arrays(sent[0].told())))
-    last = 4 if same else 10
-    early = [] if not same else [4, 4]  # where the second one needs nothing more, both are made by then
-    assert seen == [([2, 0], []), ([4, 4] if same else [2, 4], early), ([last, 4], [last, 4])]
-    assert wanted(sent[1].reply.result(SOON), (v, w)) == [last, 4]
-
-
-def test_returned_values_come_after_what_is_wanted(job, two, three):
-    """Reductions and results, of which one may be returned twice; each as soon as it is there."""
-    v, w, _ = three
-    doubling = Program((Input("value", VECTOR),), (Node("add", (0, 0)),), (), (1,))
-    plan = Plan(
-        tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(2)),
-        (),
-        (adding(VECTOR), doubling),
-        (Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0))), Apply(1, (0,), (Ref("reduction", 1),))),
-        (Ref("reduction", 0), Ref("result", 0), Ref("reduction", 0)),
-    )
-    job.approve(plan, two[0])
-    sent = [Sending(worker, plan, full(1, 2), want=ids((w, v))) for worker in two]
-    for sending in sent:
-        sending.come(LIMIT)
-    assert arrays(sent[0].told()) == [0, 2]
-    for sending in sent:
-        sending.come(LIMIT)
-    replies = together(*(sending.reply for sending in sent))
-    assert [[float(x[0]) for x in given(reply, plan, 0, (w, v))] for reply in replies] == [[2, 8, 2, 0, 2]] * 2
-
-
 def test_what_needs_no_contribution_waits_for_none(job, two, three):
     doubling = Program((Input("variable", VECTOR),), (Node("add", (0, 0)),), ((0, 1),), ())
     other, adds = job.variable(two[0], np.full(SIZE, 7.0)), sum_into(*three, returned=False)
@@ -231,17 +180,6 @@ def test_what_needs_no_contribution_waits_for_none(job, two, three):
     for sending in sent:
         sending.come()
     assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
-
-
-def test_a_reduction_that_no_program_uses_is_given(job, two):
-    plan = job.approve(reduce_only(TensorSpec("float64", (2 * SIZE,)), "mean"), two[0])
-    sent = [Sending(worker, plan, [np.full(2 * SIZE, value)]) for worker, value in zip(two, (1.0, 3.0), strict=True)]
-    sent[0].come()
-    sent[1].come(LIMIT)
-    assert sent[1].told().end == 0
-    sent[1].come()
-    replies = together(*(sending.reply for sending in sent))
-    assert [given(reply, plan)[0].tolist() for reply in replies] == [[2.0] * 2 * SIZE] * 2
 
 
 @pytest.fixture
@@ -596,25 +534,6 @@ def test_a_stream_is_thrown_away(job, two, three, plan, begins):
 # ---- What is sent again ----
 
 
-def test_a_push_is_taken_up_where_it_was_cut(job, two, three, plan):
-    """What is there already changes nothing; both attempts are answered, with one answer. One that comes after the end
-    is answered from the record, before its first byte, and counts no second time."""
-    whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
-    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT + 32)
-    assert stored(job, *three) == [11, 0, 0]
-    sending = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
-    assert sending.told() is cut.told()
-    sending.come(2 * LIMIT, step=48)
-    assert stored(job, *three) == [11, 22, 0]
-    sending.come()
-    late = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
-    for reply in together(whole.reply, cut.reply, sending.reply, late.reply):
-        assert wanted(reply, three) == [11, 22, 33]
-    assert late.begun == []
-    late.come()
-    assert stored(job, *three) == [11, 22, 33]
-
-
 def test_the_same_payload_may_be_pushed_again(job, two, three, plan):
     """Where there is no network between, a resend is the same object: it takes nothing from itself."""
     cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT)
@@ -759,45 +678,3 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
     found, wanted = stream.given.arrays, expected.given
     assert len(found) == len(wanted)
     assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_a_stream_writes_where_the_variables_are(tmp_path):
-    """With kernels, and where nobody holds them; what somebody holds stays as it is."""
-    spec = TensorSpec("float32", (SMALLEST,))
-    with serving("thread", 1, tmp_path) as servers:
-        job = Job(servers)
-        (worker,) = job.join(A)
-        variables = [job.variable(worker, np.zeros(spec.shape, "float32")) for _ in range(2)]
-        plan = job.approve(sum_into(*variables, returned=False), worker)
-        assert plan.streams
-        core = servers.cores[0]
-        compiler = compiler_of(core)
-
-        def turn(want=()):
-            (reply,) = together(worker.push(plan, [np.ones(spec.shape, "float32")] * 2, want=want))
-            worker.round += 1
-            compiler.wait()
-            return reply
-
-        def held():
-            with core._lock:
-                return [weakref.ref(core.machine.job.store.find(v.id).array) for v in variables]
-
-        def same(before):
-            with core._lock:
-                return [
-                    ref() is core.machine.job.store.find(v.id).array for ref, v in zip(before, variables, strict=True)
-                ]
-
-        for _ in range(4):
-            turn()
-        before = held()
-        for _ in range(3):
-            turn()
-        assert same(before) == [True, True]
-        reply = turn(ids(variables[:1]))
-        assert same(before) == [True, True]
-        turn()
-        assert same(before) == [False, True]
-        assert reply.payload.tensors([spec])[0].tolist() == [8.0] * SMALLEST
-        assert float(job.value(worker, variables[0])[0]) == 9.0
