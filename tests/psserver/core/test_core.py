@@ -16,7 +16,7 @@ from psserver.cli import summary
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine
 from psserver.devices import ServerDevice
-from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
+from psserver.effects import Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from pstesting.clock import Clock
@@ -25,15 +25,11 @@ from pswire.api import (
     Contribution,
     CreateBatchRequest,
     HeartbeatRequest,
-    LeaveRequest,
     OpenRequest,
-    PullReply,
-    PullRequest,
-    RoundReply,
     WatchRequest,
 )
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import (
     Approved,
     Done,
@@ -56,17 +52,13 @@ from tests.kit.rig import (
     CHIEF,
     SOON,
     WORKERS,
-    Job,
     JobWithValues,
     Servers,
-    checkpoint,
     core,
-    create,
     given,
     payload,
     reduce_only,
     sum_into,
-    together,
 )
 
 A, B = WORKERS[:2]
@@ -105,18 +97,6 @@ def job(late, tmp_path: Path):
 def test_a_token_cannot_be_guessed():
     """It is drawn by lot: no two servers give the same to their first chief."""
     assert len({core().open(CHIEF, 0, 0, True).token for _ in range(8)}) == 8
-
-
-def test_one_round_runs_at_a_time(job, late):
-    one, two = job.join(A, B)
-    plan = job.approve(reduce_only(NUMBER), one)
-    futures = [one.push(plan, [1]), two.push(plan, [2])]
-    assert len(late.queue) == 1
-    assert not any(future.done() for future in futures)
-    again = one.push(plan, [1])
-    assert len(late.queue) == 1
-    late.run()
-    assert [int(given(reply, plan)[0]) for reply in together(*futures, again)] == [3, 3, 3]
 
 
 def test_work_of_an_old_job_is_thrown_away(job, late):
@@ -166,46 +146,6 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     assert (answer.done(), len(late.queue)) == (False, 1)
     late.run()
     assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
-
-
-def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
-    """Servers may have different limits: whoever pushes, or creates a variable, is told why, by the server; the chief
-    goes on, and so does the log, everywhere."""
-    clock = Clock()
-    cores = [core(0, 0, 0, tmp_path, clock), core(1, 0, 10_000, tmp_path, clock)]
-    job = Job(Servers(list(cores), cores, clock, tmp_path, False))
-    (one,) = job.join(A)
-    plan = job.approve(reduce_only(TensorSpec("float64", (2000,)), server=1), one)
-    with pytest.raises(MemoryLimit, match="a compiled step needs") as told:
-        one.push(plan, [np.zeros(2000)], server=1).result(SOON)
-    assert told.value.task == "/job:ps/task:1"
-    small = job.approve(reduce_only(NUMBER, server=1), one)
-    one.round = 1
-    assert int(given(one.push(small, [4], server=1).result(SOON), small, 1)[0]) == 4
-    spec = VariableSpec("large", TensorSpec("float64", (2000,)))
-    create(job.verbs[0], one.session, 0, spec, (1,))
-    job.append(Approved(reduce_only(NUMBER)))
-    with pytest.raises(MemoryLimit) as told:
-        create(job.verbs[1], one.session, 0, spec, (1,))
-    assert told.value.task == "/job:ps/task:1"
-    assert cores[0].machine.job.log.entries == cores[1].machine.job.log.entries
-
-
-def test_leases_end_by_ticks_alone(job):
-    """A clock that nobody looks at ends nothing; one that was not looked at for long forgives. The other servers have
-    no leases: they learn by a generation who has ended."""
-    one, other = job.join(A, B)
-    job.servers.clock.now += 9_999.0
-    job.verbs[0].heartbeat(job.opened.session, -1, b"")
-    job.servers.tick()
-    job.verbs[0].heartbeat(one.session, -1, b"")
-    job.servers.spend(11, job.opened.session, other.session)
-    with pytest.raises(Fenced, match="sent no heartbeat"):
-        job.verbs[0].heartbeat(one.session, -1, b"")
-    job.verbs[1].heartbeat(one.session, -1, b"")
-    job.close([])
-    with pytest.raises(Fenced, match="generation"):
-        job.verbs[1].heartbeat(one.session, -1, b"")
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -264,30 +204,15 @@ def test_the_end_comes_once(job):
     assert [one.done.done() for one in job.servers.cores] == [True, True]
 
 
-def test_closing_answers_everyone(job, late):
-    """Whoever waits is told, whatever it waits for; what comes later is served by nobody."""
-    one, _ = job.join(A, B)
-    variable = job.variable(one, np.array(1))
-    plan, saving = job.approve(reduce_only(NUMBER), one), job.approve(checkpoint("x", (0, 1)), one)
-    waiting = [
-        one.push(plan, [1]),
-        job.verbs[0].pull(one.session, [variable.id], 7),
-        job.verbs[0].watch(one.session, job.verbs[0].status().log, -1),
-        job.verbs[0].snapshot(job.token, saving.id, ""),
-    ]
-    job.servers.cores[0].close()
-    for future in waiting:
-        with pytest.raises(ServerLost, match="server is shutting down"):
-            future.result(SOON)
-
-
-def test_pushes_want_each_variable_once(job):
-    """A message that asks twice is refused before it counts."""
+def test_each_variable_is_asked_for_once(job):
+    """A push or a read that asks twice is refused before it counts."""
     (one,) = job.join(A)
     variable = job.variable(one, np.array(1))
     plan = job.approve(sum_into(variable), one)
     with pytest.raises(InvalidRequest, match="twice"):
         one.push(plan, [1], want=(0, 0)).result(SOON)
+    with pytest.raises(InvalidRequest, match="twice"):
+        job.verbs[0].pull(one.session, [0, 0], -1).result(SOON)
     assert job.verbs[0].status().waiting == ()
 
 
@@ -405,51 +330,6 @@ def kinds(effects):
     return [type(effect) for effect in effects]
 
 
-def test_a_round_waits_for_all_its_members(told):
-    """The first of two changes nothing yet; the second has the round run, and its end answers both, in order."""
-    first, effects = told.push(told.a)
-    assert effects == []
-    second, (step,) = told.push(told.b)
-    assert (step.queue, step.follows, step.future) == ("arrays", False, None)
-    run, *replies, counted = told.made(step)
-    assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
-    answer = RoundReply(0, told.machine.job.rounds.generation, False, (), replies[0].value.payload, ())
-    assert replies == [Reply(first, answer), Reply(second, answer)]
-    assert told.machine.job.store.find(0).array.tolist() == [2, 2]
-
-
-def test_a_push_that_is_on_its_way_is_looked_at_again(told):
-    """One of a stranger is answered with the reason, and nothing else is done."""
-    _, (wait,) = told.push(told.a, came=0)
-    assert isinstance(wait, Await)
-    assert wait.offset == wait.payload.size > 0
-    session = told.tell("open", OpenRequest(WORKERS[2], 1, 0, False), 0)[0].session
-    future, (fail,) = told.push(session)
-    assert fail == Fail(future, fail.error)
-    assert isinstance(fail.error, Fenced)
-
-
-def test_members_that_differ_are_all_told(told):
-    """The round fails for each that waits in it, and every session ends."""
-    other = told.approve(sum_into(told.variable))
-    first, _ = told.push(told.a)
-    second, effects = told.push(told.b, other)
-    assert [effect.future for effect in effects[:2]] == [first, second]
-    assert {type(effect.error).__name__ for effect in effects[:2]} == {"Diverged"}
-    assert isinstance(told.tell("heartbeat", HeartbeatRequest(told.a, -1, b""))[0], Diverged)
-
-
-def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
-    """What it reads is then brought to the host by the thread for arrays."""
-    told.push(told.a)
-    _, (step,) = told.push(told.b)
-    future: Future[PullReply] = Future()
-    assert told.tell("pull", PullRequest(told.a, (0,), -1), future)[1] == []
-    (read,) = [effect for effect in told.made(step) if isinstance(effect, Work)]
-    assert (read.queue, read.future, read.then) == ("arrays", future, None)
-    assert read.call(*read.args).round == 0
-
-
 def test_a_checkpoint_is_written_before_its_members_are_told(told):
     """The order of effects is the order in which they are carried out: the shard's work is queued first."""
     plan = told.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0,), 1)))
@@ -458,16 +338,6 @@ def test_a_checkpoint_is_written_before_its_members_are_told(told):
     effects = told.made(step)
     assert kinds(effects) == [Run, Work, Reply, Reply, Run]
     assert (effects[1].queue, effects[1].asks is None) == ("files", False)
-
-
-def test_a_new_job_fails_all_that_waits(told):
-    pushed, _ = told.push(told.a)
-    read: Future[PullReply] = Future()
-    told.tell("pull", PullRequest(told.b, (0,), 5), read)
-    _, failed = told.tell("approve", ApproveRequest(told.token, 0, [JobStarted(9, (100,))]), {})
-    *failed, know = failed
-    assert know == Know((Peer("", 100),))
-    assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
 
 
 def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
@@ -483,45 +353,6 @@ def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(to
     after = told.machine.members._sessions[told.a]
     assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
     assert clocks == [(told.a, 7)]
-
-
-def test_a_lease_that_ends_is_news(told):
-    watch = Future()
-    version = told.machine.members.version
-    assert told.tell("watch", WatchRequest(told.a, len(told.machine.job.log.entries), version), watch)[1] == []
-    effects = []
-    while told.now <= told.machine.members.lease:
-        assert effects == []
-        told.now += 1.0
-        for session in (1, told.a):
-            told.tell("heartbeat", HeartbeatRequest(session, -1, b""))
-        effects = told.tell("tick")[1]
-    (news,) = effects
-    assert isinstance(news, Reply)
-    assert news.future is watch
-    assert [state.state for state in news.value.sessions] == ["open", "lost"]
-
-
-def test_the_end_of_a_job_is_told_once_the_chief_has_left(told):
-    assert Reply(told.machine.done, None) not in told.append(Done())
-    for session in (told.a, told.b, told.chief):
-        *_, last = [[], *told.tell("leave", LeaveRequest(session, ""))[1]]
-    assert last == Reply(told.machine.done, None)
-
-
-def test_work_that_fails_ends_its_round_for_all(told):
-    """With the error that the work had; nothing of it is applied, and later rounds run."""
-    first, _ = told.push(told.a)
-    second, (step,) = told.push(told.b)
-    _, effects = told.tell("worked", step, None, InvalidRequest("no"))
-    fails = [effect for effect in effects if isinstance(effect, Fail)]
-    assert [(fail.future, type(fail.error), fail.error.message) for fail in fails] == [
-        (first, InvalidRequest, "no"),
-        (second, InvalidRequest, "no"),
-    ]
-    assert told.machine.job.store.find(0).array.tolist() == [0, 0]
-    told.push(told.a, round=1)
-    assert kinds(told.push(told.b, round=1)[1]) == [Work]
 
 
 def test_what_is_refused_changes_nothing(told):
