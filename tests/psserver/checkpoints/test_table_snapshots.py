@@ -147,21 +147,6 @@ def test_a_round_writes_its_own_rows_aside(tmp_path, monkeypatch):
         assert held() == 0
 
 
-def test_a_round_waits_at_the_limit(tmp_path, monkeypatch):
-    """Of `--snapshot-limit`, until more of the table is written; and the file is right."""
-    gate = Gate(monkeypatch)
-    with trained(tmp_path, snapshot_limit=2000) as job:
-        plan, shard = job.order("ckpt-1")
-        job.train(range(300))
-        waits = job.add(range(300, 400))
-        assert not waits.done()
-        gate.let(20)
-        together(waits)
-        job.finish(plan, shard)
-        saved = SavedCheckpoint.at(storage_at(tmp_path), "ckpt-1")
-        assert state_in(saved) == dict.fromkeys(range(1000), 1.5)
-
-
 def since(saved):
     return saved.manifest.tables["users"].since
 
