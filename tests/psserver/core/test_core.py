@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,22 +12,12 @@ import numpy as np
 import pytest
 
 from psserver.cli import summary
-from psserver.config import ServerConfig
-from psserver.core.machine import Machine
-from psserver.devices import ServerDevice
-from psserver.effects import Reply, Run, Work
-from psserver.plans.prepared import PreparedPlan
-from psserver.programs.kernels.kernels import Kernels
+from psserver.effects import Work
 from pstesting.clock import Clock
 from pswire.api import (
     ApproveRequest,
     Contribution,
-    CreateBatchRequest,
-    HeartbeatRequest,
-    OpenRequest,
-    WatchRequest,
 )
-from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import (
     Approved,
@@ -42,12 +31,11 @@ from pswire.model.log import (
     Snapshotted,
     Start,
 )
-from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, Turn, VariableSpec
+from pswire.model.plan import SnapshotOrder, Turn
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
-from pswire.servers import votes as said_by_servers
-from pswire.servers.votes import Vote
+from pswire.servers import votes
 from tests.kit.rig import (
     CHIEF,
     SOON,
@@ -56,7 +44,6 @@ from tests.kit.rig import (
     Servers,
     core,
     given,
-    payload,
     reduce_only,
     sum_into,
 )
@@ -216,69 +203,35 @@ def test_each_variable_is_asked_for_once(job):
     assert job.verbs[0].status().waiting == ()
 
 
+def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(job, monkeypatch):
+    """It may come behind a newer one. Until a session has said what it does, one is refused."""
+    (one,) = job.join(A)
+    plan, server, clocks = job.approve(reduce_only(NUMBER), one), job.servers.cores[0], []
+    monkeypatch.setattr(server.machine.job.rounds.clocks, "tell", lambda *said: clocks.append(said))
+    with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
+        server.heartbeat(one.session, -1, b"", None)
+    server.heartbeat(one.session, 5, plan.id, Pace(steps=3), 7)
+    before = replace(server.machine.members._sessions[one.session])
+    job.servers.clock.now += 1.0
+    assert server.heartbeat(one.session, -1, b"", None) is False
+    after = server.machine.members._sessions[one.session]
+    assert (after.seen, replace(after, seen=before.seen)) == (job.servers.clock.now, before)
+    assert clocks == [(one.session, 7)]
+
+
+# ---- A server that is back ----
+
 VALUE = TensorSpec("float32", (2,))
 
 
-class Told:
-    """A machine of server 0, a job of two members, a variable, and a plan that adds to it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.kernels = Kernels(ServerDevice.parse("cpu"), 1)
-        self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
-        opened = self.tell("open", OpenRequest(CHIEF, 0, 1, True), 7)[0]
-        self.chief, self.token = opened.session, opened.token
-        self.append(JobStarted(self.token, (100,)))
-        self.a, self.b = (self.tell("open", OpenRequest(task, 1, 0, False), 0)[0].session for task in (A, B))
-        self.close(Member(A, self.a, 1), Member(B, self.b, 1))
-        self.variable = PlacedVariable(0, VariableSpec("v", VALUE), (0,))
-        self.tell("create_batch", CreateBatchRequest(self.a, (self.variable,)))
-        self.machine.job.store.initialize(0, np.zeros(2, "float32"))
-        self.plan = self.approve(sum_into(self.variable, returned=False))
-
-    def tell(self, name, *args):
-        """Lets a stimulus in; returns its answer, and what is to be done."""
-        answer, effects = self.machine.verb(name)(self.now, *args)
-        return answer, [*effects, *self.machine.progress(self.now)]
-
-    def append(self, *entries):
-        prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
-        entry = ApproveRequest(self.token, len(self.machine.job.log.entries), entries)
-        return self.tell("approve", entry, prepared)[1]
-
-    def close(self, *members):
-        number = self.machine.job.rounds.generation.number + 1 if self.machine.job.rounds.generation else 1
-        return self.append(GenerationClosed(Generation(number, members, start=Start(number, 0))))
-
-    def approve(self, plan):
-        self.append(Approved(plan))
-        return plan
-
-    def push(self, session, plan=None, round=0, came=None, generation=1, want=()):
-        """A member pushes ones, of which as many bytes have come; returns its future, and what is to be done."""
-        plan, future = plan or self.plan, Future()
-        sent = payload(plan, 0, [np.ones(2)] * len(plan.reductions), (1.0,) * len(plan.reductions), ())
-        if came is not None:
-            sent = Payload((), sent.size)
-        said = Contribution(session, generation, round, plan.id, (1.0,) * len(plan.reductions), want=want)
-        return future, self.tell("push", said, sent, None, future)[1]
-
-    def made(self, work):
-        """The thread for arrays does its work; returns what is to be done then."""
-        return self.tell("worked", work, work.call(*work.args), None)[1]
-
-
-@pytest.fixture
-def told():
-    found = Told()
-    yield found
-    found.kernels.close()
-
-
-def begin(told, incarnation):
+def begin(server, incarnation):
     """Begins a job of three servers whose variables have copies; the first one is this, or one that was lost."""
-    entry = JobStarted(told.token + 1, (incarnation, 201, 301), "", ("a:1", "b:2", "c:3"), (1, 2, 0))
-    told.tell("approve", ApproveRequest(told.token, 0, [entry]), {})
+    addresses = ("a:1", "b:2", "c:3")
+    server.approve(server.machine.members.token, 0, [JobStarted(7, (incarnation, 201, 301), "", addresses, (1, 2, 0))])
+
+
+def append(server, *entries):
+    server.approve(server.machine.members.token, server.status().log, entries)
 
 
 def back(server, incarnation, round):
@@ -286,81 +239,52 @@ def back(server, incarnation, round):
     return GenerationClosed(generation)
 
 
-def test_who_is_back_waits_for_those_who_do_not_know_yet(told):
+@pytest.fixture
+def server():
+    """Server 0, the 100th process of it, and a chief."""
+    found = core()
+    found.open(CHIEF, 0, 0, True)
+    return found
+
+
+def test_who_is_back_waits_for_those_who_do_not_know_yet(server):
     """It has read in the log that it is: the others read the same a little later, and must not send it away."""
-    begin(told, 100)
-    told.append(Gone(2, "was lost"))
+    begin(server, 100)
+    append(server, Gone(2, "was lost"))
     with pytest.raises(Unreachable, match="does not know yet"):
-        told.tell("introduce", 2, 302)
+        server.introduce(2, 302)
     with pytest.raises(ServerGone, match="without this server"):
-        told.tell("introduce", 2, 301)
-    told.append(back(2, 302, 5))
-    told.tell("introduce", 2, 302)
+        server.introduce(2, 301)
+    append(server, back(2, 302, 5))
+    server.introduce(2, 302)
     with pytest.raises(ServerGone, match="another process"):
-        told.tell("introduce", 2, 301)
+        server.introduce(2, 301)
 
 
-def test_who_is_back_makes_no_round_of_before(told):
+def test_who_is_back_makes_no_round_of_before(server):
     """Others tell it of rounds that were under way when a third one was lost; all of them are over."""
-    begin(told, 99)
-    told.append(Gone(0, "was lost"), Gone(2, "was lost"))
-    plan = reduce_only(VALUE)
-    vote = Vote(told.machine.job.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
-    told.append(Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
-    told.tell("testify", 1, said_by_servers.Testimony(vote.job, 2, (vote,), 0))
-    assert [open.round for open in told.machine.job.rounds.waiting()] == [3]
-    told.append(back(0, 100, 5))
-    assert not told.machine.job.rounds.waiting()
-    assert told.machine.job.rounds.last == 4
+    begin(server, 99)
+    append(server, Gone(0, "was lost"), Gone(2, "was lost"))
+    plan, rounds = reduce_only(VALUE), server.machine.job.rounds
+    vote = votes.Vote(rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
+    append(server, Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
+    server.hear(1, votes.Testimony(vote.job, 2, (vote,), 0))
+    assert [open.round for open in rounds.waiting()] == [3]
+    append(server, back(0, 100, 5))
+    assert not rounds.waiting()
+    assert rounds.last == 4
 
 
-def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(told):
+def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(server):
     """A server that is back reads its variables while another job begins, whose variables have the same numbers."""
-    begin(told, 99)
+    begin(server, 99)
     saving = replace(reduce_only(VALUE), snapshot=SnapshotOrder("x", (0, 1, 2), returns=1))
-    told.append(Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
-    (reading,) = (effect for effect in told.append(Snapshotted(saving.id, 4, "x")) if isinstance(effect, Work))
-    begin(told, 100)
+    append(server, Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
+    machine = server.machine
+    asked = ApproveRequest(machine.members.token, server.status().log, [Snapshotted(saving.id, 4, "x")])
+    effects = [*machine.approve(0.0, asked, {})[1], *machine.progress(0.0)]
+    (reading,) = (effect for effect in effects if isinstance(effect, Work))
+    begin(server, 100)
     read = SimpleNamespace(arrays={0: np.ones(2, "float32")}, tables=[])
-    told.tell("worked", reading, (read, lambda: None), None)
-    assert not told.machine.job.store.initialized(0)
-
-
-def kinds(effects):
-    return [type(effect) for effect in effects]
-
-
-def test_a_checkpoint_is_written_before_its_members_are_told(told):
-    """The order of effects is the order in which they are carried out: the shard's work is queued first."""
-    plan = told.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0,), 1)))
-    told.push(told.a, plan)
-    _, (step,) = told.push(told.b, plan)
-    effects = told.made(step)
-    assert kinds(effects) == [Run, Work, Reply, Reply, Run]
-    assert (effects[1].queue, effects[1].asks is None) == ("files", False)
-
-
-def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
-    """It may come behind a newer one. Until a session has said what it does, one is refused."""
-    clocks = []
-    monkeypatch.setattr(told.machine.job.rounds.clocks, "tell", lambda *said: clocks.append(said))
-    with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
-        told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))
-    told.tell("heartbeat", HeartbeatRequest(told.a, 5, told.plan.id, Pace(steps=3), 7))
-    before = replace(told.machine.members._sessions[told.a])
-    told.now += 1.0
-    assert told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))[0] is False
-    after = told.machine.members._sessions[told.a]
-    assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
-    assert clocks == [(told.a, 7)]
-
-
-def test_what_is_refused_changes_nothing(told):
-    before = told.machine.status(told.now)
-    with pytest.raises(PSError):
-        told.tell("create_batch", CreateBatchRequest(99, (told.variable,)))
-    with pytest.raises(PSError):
-        told.tell("watch", WatchRequest(99, 0, -1), Future())
-    with pytest.raises(PSError):
-        told.tell("approve", ApproveRequest(12345, 0, []), {})
-    assert told.machine.status(told.now) == before
+    machine.worked(0.0, reading, (read, lambda: None), None)
+    assert not machine.job.store.initialized(0)

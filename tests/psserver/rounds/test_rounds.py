@@ -136,7 +136,7 @@ def test_who_need_not_make_a_round_leaves_none_out(rounds, gone):
 
 
 def test_a_window_of_rounds_may_be_under_way(rounds):
-    """Of each session; one more is refused, and the others go on, in order."""
+    """Of each session; one more is refused, and the others go on, in order. Answers are kept for who is in them."""
     for number in range(WINDOW):
         rounds.push(1, number, previous=number - 1)
     with pytest.raises(
@@ -151,6 +151,12 @@ def test_a_window_of_rounds_may_be_under_way(rounds):
         job = rounds.next_job()
         assert (job.round, sessions(job)) == (number, [1, 2])
         rounds.finish(job)
+    first = Contribution(1, 1, 0, PLAN.id, (1.0,))
+    assert rounds.recorded(first) is not None, "any of them may be sent again"
+    with pytest.raises(InvalidRequest, match="another compiled step"):
+        rounds.recorded(replace(first, plan_id=OTHER.id))
+    with pytest.raises(Fenced, match="completed without this process"):
+        rounds.recorded(replace(first, session=3))
 
 
 @pytest.mark.parametrize("members", [1, 2])
