@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +39,7 @@ from tests.kit.rig import (
     CHIEF,
     SOON,
     WORKERS,
+    Deferred,
     JobWithValues,
     Servers,
     core,
@@ -52,26 +52,9 @@ A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
 
 
-class Late:
-    """Array work that is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.queue: deque = deque()
-
-    def __call__(self, work) -> None:
-        self.queue.append(work)
-
-    def run(self) -> int:
-        done = 0
-        while self.queue:
-            self.queue.popleft()()
-            done += 1
-        return done
-
-
 @pytest.fixture
 def late():
-    return Late()
+    return Deferred()
 
 
 @pytest.fixture

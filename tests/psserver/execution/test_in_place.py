@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from tests.kit.programs import job_of, plan_of, run, same_bits, traced
 from tests.kit.rig import (
     SOON,
     WORKERS,
+    Deferred,
     Job,
     checkpoint,
     compiler_of,
@@ -276,23 +276,9 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
 NUMBER = TensorSpec("int64", ())
 
 
-class Queued:
-    """A queue whose work is done when a test says so."""
-
-    def __init__(self) -> None:
-        self.pieces: deque = deque()
-
-    def __call__(self, piece) -> None:
-        self.pieces.append(piece)
-
-    def run(self) -> None:
-        while self.pieces:
-            self.pieces.popleft()()
-
-
 @pytest.fixture
 def queued():
-    return Queued()
+    return Deferred()
 
 
 def test_a_brief_piece_runs_at_once(queued):
@@ -300,7 +286,7 @@ def test_a_brief_piece_runs_at_once(queued):
     ran, queue = [], ArrayQueue(queued)
     queue.run(lambda: ran.append(threading.get_ident()), True)
     assert ran == [threading.get_ident()]
-    assert not queued.pieces
+    assert not queued.queue
     with pytest.raises(ZeroDivisionError):
         queue.run(lambda: 1 / 0, True)
     queue.run(lambda: ran.append(1), True)

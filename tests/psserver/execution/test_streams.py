@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -120,20 +121,6 @@ def test_a_variable_is_updated_before_the_rest_has_come(job, two, three, plan):
         assert (reply.round, reply.excluded, reply.payload is answer) == (0, (), True)
         assert wanted(reply, three) == [11, 22, 33]
     assert job.verbs[0].status().waiting == ()
-
-
-def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
-    """Whatever the order of the updates: what is wanted first is sent first, and what is not wanted not at all."""
-    backwards = Sending(two[0], plan, full(1, 2, 3), want=ids(three[::-1]))
-    middle = Sending(two[1], plan, full(1, 2, 3), want=ids(three[1:2]))
-    seen = []
-    for _ in range(3):
-        for sending in (backwards, middle):
-            sending.come(LIMIT)
-        seen.append((arrays(backwards.told()), arrays(middle.told())))
-    assert seen == [([], []), ([], [4]), ([6, 4, 2], [4])]
-    assert wanted(backwards.reply.result(SOON), three[::-1]) == [6, 4, 2]
-    assert wanted(middle.reply.result(SOON), three[1:2]) == [4]
 
 
 def test_what_is_excluded_is_sent_as_it_was(job, two, three):
@@ -332,67 +319,50 @@ def test_a_snapshot_is_of_the_whole_round(job, two, three):
 # ---- Members that are lost ----
 
 
-def test_what_a_member_has_not_sent_whole_is_excluded(job, two):
-    """Of that alone, and the answer names it; a mean is over those whose contributions are in it."""
-    (third,) = job.join(C)
-    one, other = two
-    for worker in two:
-        worker.generation = job.generation.number
-    variables = [job.variable(one, value) for value in zeros(3)]
-    plan = job.approve(sum_into(*variables, op="mean", returned=False), one)
-    sent = [
-        Sending(worker, plan, full(*values), weights=(weight,) * 3, want=ids(variables)).come(nbytes)
-        for worker, values, weight, nbytes in [
-            (one, (1, 1, 1), 1.0, LIMIT),
-            (other, (30, 30, 30), 3.0, 2 * LIMIT - 16),
-            (third, (8, 8, 8), 1.0, 3 * LIMIT),
-        ]
-    ]
-    assert stored(job, *variables) == [39 / 5, 0, 0]
-    job.close([one.member, third.member])
-    assert isinstance(failure(sent[1].reply), Fenced)
-    assert stored(job, *variables) == [39 / 5, 0, 0]
-    sent[0].come()
-    assert stored(job, *variables) == [39 / 5, 9 / 2, 9 / 2]
-    for reply in together(sent[0].reply, sent[2].reply):
-        assert reply.excluded == (B,)
-        assert reply.generation.number == job.generation.number
-        assert wanted(reply, variables) == [39 / 5, 9 / 2, 9 / 2]
-
-
-@pytest.mark.parametrize(
-    ("came", "begun", "excluded", "made"),
-    [(3 * LIMIT, True, (), [11, 22, 33]), (2 * LIMIT, False, (B,), [1, 2, 3])],
-    ids=["whole", "before the round begins"],
-)
-def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, begun, excluded, made):
-    """It is in the round, and nobody is left out; who is lost before the round begins has no part in it, however much
-    of it has come: nothing was done with it."""
-    gone = Sending(two[1], plan, full(10, 20, 30)).come(came)
-    sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT) if begun else None
+def test_who_is_lost_before_a_round_begins_has_no_part_in_it(job, two, three, plan):
+    """However much of its contribution has come: nothing was done with it."""
+    gone = Sending(two[1], plan, full(10, 20, 30)).come(2 * LIMIT)
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
-    reply = (sending or Sending(two[0], plan, full(1, 2, 3), want=ids(three))).come().reply.result(SOON)
-    assert (reply.excluded, wanted(reply, three)) == (excluded, made)
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
+    assert (reply.excluded, wanted(reply, three)) == ((B,), [1, 2, 3])
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("sent", [(0, 0), (LIMIT, LIMIT), (2 * LIMIT, 2 * LIMIT), (2 * LIMIT, LIMIT)])
-def test_when_all_are_lost_nothing_more_is_made(job, two, three, op, sent):
-    """What nobody sent whole changes no variable, and what one of them has sent whole counts, as it does where others
-    go on; the job goes on with new members."""
+@pytest.mark.parametrize(
+    ("came", "lost"),
+    [((1, 3), "b"), ((1, 1.75), "b"), ((0, 0), "ab"), ((1, 1), "ab"), ((2, 2), "ab"), ((2, 1), "ab")],
+    ids=str,
+)
+def test_what_lost_members_have_sent_whole_counts(job, two, three, op, came, lost):
+    """And nothing else of theirs: a mean is over those whose contributions are in it, and the answer names who has not
+    sent all. Where all are lost nothing more is made, and the job goes on with new members."""
     plan = job.approve(sum_into(*three, op=op, returned=False), two[0])
-    for worker, nbytes in zip(two, sent, strict=True):
-        Sending(worker, plan, full(2, 4, 6), weights=(1.0,) * 3).come(nbytes)
-    job.close([])
-    senders = [sum(nbytes >= n * LIMIT for nbytes in sent) for n in (1, 2, 3)]
-    made = [value * (count if op == "sum" else bool(count)) for value, count in zip((2, 4, 6), senders, strict=True)]
+    given, weights = ((2, 4, 6), (20, 40, 60)), (1.0, 3.0)
+    sent = [
+        Sending(two[n], plan, full(*given[n]), weights=(weights[n],) * 3, want=ids(three)).come(int(came[n] * LIMIT))
+        for n in (0, 1)
+    ]
+    job.close([two[n].member for n in (0, 1) if "ab"[n] not in lost])
+    assert all(isinstance(failure(sent["ab".index(name)].reply), Fenced) for name in lost)
+    if lost == "b":
+        sent[0].come()
+    made = []
+    for place in range(3):
+        counted = [n for n in (0, 1) if "ab"[n] not in lost or came[n] >= place + 1]
+        total = sum(given[n][place] for n in counted)
+        made.append(total / sum(weights[n] for n in counted) if op == "mean" and counted else total)
     assert stored(job, *three) == made
-    (new,) = job.join(C)
-    new.round = 1
-    assert [float(job.value(new, variable)[0]) for variable in three] == made
-    reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
-    assert (reply.excluded, wanted(reply, three)) == ((), [value + 1 for value in made])
+    if lost == "b":
+        reply = sent[0].reply.result(SOON)
+        assert (reply.excluded, reply.generation.number) == (() if came[1] == 3 else (B,), job.generation.number)
+        assert wanted(reply, three) == made
+    else:
+        (new,) = job.join(C)
+        new.round = 1
+        assert [float(job.value(new, variable)[0]) for variable in three] == made
+        reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
+        assert (reply.excluded, wanted(reply, three)) == ((), [value + 1 for value in made])
 
 
 # ---- What goes wrong ----
@@ -560,18 +530,28 @@ def test_a_resend_of_another_size_is_refused(job, two, three, plan, size, whole)
 
 @given_by_hypothesis(st.data())
 def test_every_attempt_counts_once(data):
-    """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole."""
+    """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole. What a
+    member wants is sent in its order, as soon as it is made."""
     with pytest.MonkeyPatch.context() as patch, serving("core", 1, Path("nowhere")) as servers:
         streaming(patch)
         job = Job(servers)
         workers = job.join(A, B, C)
         variables = [job.variable(workers[0], value) for value in zeros(3)]
         plan = job.approve(sum_into(*variables, returned=False), workers[0])
-        attempts = []
+        attempts, wants = [], [data.draw(st.permutations(range(3))) for _ in workers]
 
         def begin(place):
             values = [float(10**place * n) for n in (1, 2, 3)]
-            attempts.append((place, Sending(workers[place], plan, full(*values), want=ids(variables))))
+            want = tuple(variables[n].id for n in wants[place])
+            attempts.append((place, Sending(workers[place], plan, full(*values), want=want)))
+
+        def look():
+            ends = [max((each.payload.end for owner, each in attempts if owner == n), default=0) for n in range(3)]
+            made = min(ends) // LIMIT
+            assert stored(job, *variables) == [111.0 * (n + 1) * (n < made) for n in range(3)]
+            for place, sending in attempts:
+                sendable = [111.0 * (n + 1) for n in takewhile(lambda n: n < made, wants[place])]
+                assert [arrays(answer) for answer in sending.begun] in ([], [sendable])
 
         for _ in range(data.draw(st.integers(0, 12))):
             place = data.draw(st.integers(0, 2))
@@ -581,12 +561,14 @@ def test_every_attempt_counts_once(data):
             else:
                 sending = data.draw(st.sampled_from(mine))
                 sending.come(data.draw(st.sampled_from([16, LIMIT, 3 * LIMIT])), data.draw(st.sampled_from([16, 48])))
+            look()
         for place in range(3):
             begin(place)
             attempts[-1][1].come()
-        replies = together(*(sending.reply for _, sending in attempts))
-        assert all(wanted(reply, variables) == [111, 222, 333] for reply in replies)
-        assert stored(job, *variables) == [111, 222, 333]
+        for place, sending in attempts:
+            asked = [variables[n] for n in wants[place]]
+            assert wanted(sending.reply.result(SOON), asked) == [111 * (n + 1) for n in wants[place]]
+        look()
 
 
 # ---- The same as all at once ----

@@ -244,6 +244,7 @@ def test_whoever_comes_and_goes_an_answer_goes_once_nobody_is_behind(done):
         goes, version = {each for each in asked if found.answers(*each)}, found.version
         if verb == "come":
             later(found, *MEMBERS[: args[0]], start=args[1])
+            assert {*found.sessions} == {*range(1, 1 + args[0])}, "somebody waits for who has left"
         else:
             getattr(found, verb)(*args)
         now = {each for each in asked if found.answers(*each)}

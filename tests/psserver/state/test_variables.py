@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.devices import ServerDevice, owned
+from psserver.devices import ServerDevice
 from psserver.state.variables import Store
 from psserver.tables import frozen as module
 from psserver.tables import policies
@@ -50,32 +50,6 @@ def test_what_fits_exactly_is_held():
     unlimited = store()
     unlimited.declare(variable(0, 1 << 40))  # memory is taken by values
     assert unlimited.nbytes == 1 << 40
-
-
-def test_what_is_kept_keeps_no_message_alive():
-    """Views and other orders are copied; an array of its own is not."""
-    message = np.frombuffer(bytes(64), "float64")
-    assert owned(message).flags.owndata
-    assert owned(np.zeros((2, 3)).T).flags.c_contiguous
-    assert owned(np.zeros((4, 3))[1:]).base is None
-    mine = np.zeros(3)
-    assert owned(mine) is mine
-
-
-@pytest.mark.parametrize(("next_round", "kept"), [((0,), True), ((1,), False)], ids=["the same", "of others"])
-def test_what_was_replaced_is_kept_for_the_next_such_round(next_round, kept):
-    """For that of the same variables: beside second arrays of others the memory limit has no room for it."""
-    held = store()
-    for id in (0, 1):
-        held.declare(variable(id, 2))
-        held.initialize(id, np.full(2, id, "int8"))
-    held.lend([0], exchanges=True)
-    held.exchange({0: Dense(np.full(2, 5, "int8"))})
-    held.lend([1], exchanges=False)  # a round that writes in place, or is small
-    held.lend(next_round, exchanges=True)
-    spare = held.take_spare(0)
-    assert (spare is not None) == kept
-    assert held.take_spare(0) is None
 
 
 SHAPE = (1000, 3)
