@@ -170,7 +170,17 @@ def first_of_all():
     yield *made, [[ones(..., size=4)]] * 2, [(0, A)], {0}
 
 
-@pytest.mark.parametrize("rounds", [kept_out, too_large, made_good, batched, given_back, first_of_all])
+def of_any_dtype():
+    """In sums and means, wherever it is in a contribution that came in pieces."""
+    for dtype, op in (("float64", "mean"), ("bfloat16", "mean"), ("complex64", "sum")):
+        made, good = updating(descent, op=op, spec=TensorSpec(dtype, (N,))), np.ones(N, DTYPES[dtype])
+        for at, bad in ((0, np.nan), (N // 2, np.inf), (N - 1, -np.inf)):
+            poisoned = good.copy()
+            poisoned[at] = bad
+            yield *made, [[good], [poisoned], [good]], [(0, B)], {0}
+
+
+@pytest.mark.parametrize("rounds", [kept_out, too_large, made_good, batched, given_back, first_of_all, of_any_dtype])
 def test_what_a_round_finds(kernels, rounds):
     """Contributions that are not finite, and those variables that are not at the end."""
     for plan, operands, contributions, poisoned, wrong in rounds():
@@ -179,8 +189,8 @@ def test_what_a_round_finds(kernels, rounds):
             for a in plan.applies
             for ref, item in zip(a.args, plan.programs[a.program].inputs, strict=True)
         ]
-        values = {ref.index: ones(size=spec.size) for ref, spec in specs if ref.kind == "variable"}
-        outcome = ran(kernels, job_of(plan, contributions, operands), values)
+        values = {ref.index: np.ones(spec.shape, DTYPES[spec.dtype]) for ref, spec in specs if ref.kind == "variable"}
+        outcome = ran(kernels, job_of(plan, contributions, operands, part_bytes=1 << 10), values)
         assert outcome.found.contributions == poisoned
         assert {*outcome.found.variables} == {id for id, v in outcome.assigned.items() if not truth(v)} == {*wrong}
 

@@ -302,6 +302,8 @@ class Walk(RuleBasedStateMachine):
 
     @rule(session=st.integers(10, 13), twice=st.booleans())
     def take(self, session, twice):
+        if session in self.held:  # the answer was lost
+            assert number_of(self.server.take(session)) == self.held[session]
         if session in self.waiting or session in self.held:
             return
         for _ in range(1 + twice):
@@ -324,10 +326,11 @@ class Walk(RuleBasedStateMachine):
                     self.state[other] = "cancelled"
         for _ in range(1 + twice):
             future = self.server.finish(session, number, "E" if fails == 0 else "")
+            if session in self.held:
+                assert number_of(future) == self.held[session]
+                break
             self.waiting[session] = future
             self.look()
-            if session in self.held:
-                break
 
     @rule(session=st.integers(10, 13))
     def lose(self, session):
