@@ -212,6 +212,16 @@ def test_a_round_that_others_make_is_not_jumped_over(rounds):
     assert {type(error) for error in found.values()} == {Diverged}
 
 
+def test_what_is_pushed_too_soon_is_kept(rounds):
+    """Until its generation is here; strangers are told then."""
+    early = [rounds.push(session, generation=2) for session in (1, 2, 3)]
+    assert rounds.next_job() is None
+    assert [waiting.approved for waiting in rounds.waiting()] == [False] * 3
+    rounds.close_generation(Generation(2, MEMBERS[:2]))
+    assert isinstance(early[2].exception(0), Fenced)
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
 def test_what_is_pushed_too_soon_is_bounded(rounds):
     """A window of each session, of which the newest attempts wait: it may try as often as its network loses them."""
     early = [rounds.push(1, 3, generation=9) for _ in range(RESENDS + 2)]
