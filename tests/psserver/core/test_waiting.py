@@ -82,6 +82,7 @@ def test_a_round_that_counts_as_no_step_waits_for_no_clock(job):
     (one, _), plan = members(job, 2, mode="bounded", k=1)
     one.make(plan, [1])
     late = one.push(plan, [1])
+    one.own = 7
     one.push(plan, [1], alone=True).result(SOON)
     assert not late.done()
     job.verbs[0].leave(one.session, "a bug")
