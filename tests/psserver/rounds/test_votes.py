@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from psserver.core.peers import VotingPeers
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
-from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, MemoryLimit, ProgramError
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
@@ -406,15 +403,14 @@ def test_who_is_excluded_has_made_no_rows(tabled):
     assert tabled.rows(*KEYS) == [1.0] * 10 + [0.0] * 10
 
 
-def test_status_tells_for_how_long_a_server_is_not_reached():
+def test_status_tells_for_how_long_a_server_is_not_reached(two):
     """And why, as the last attempt has found; one that is connected again is not told of."""
-    rounds = SimpleNamespace(
-        votes=SimpleNamespace(kept=lambda server: 3, repeat=lambda server: []),
-        sequences={None: SimpleNamespace(last=5)},
-    )
-    peers = VotingPeers(SimpleNamespace(task=Task("ps", 0)), None, rounds, None, None, None)
-    peers.miss(10.0, 1, "refused")
-    peers.miss(50.0, 1, "no route")
-    assert peers.missed(60.0) == (MissedPeer(1, 3, 50.0, "no route"),)
-    peers.meet(60.0, 1)
-    assert peers.missed(60.0) == ()
+    one = two.cores[0]
+    for worker in (two.a, two.b):
+        two.push(worker, 0)
+    for seconds, reason in ((40.0, "refused"), (10.0, "no route")):
+        one.miss(1, reason)
+        two.clock.now += seconds
+    assert one.status().missed == (MissedPeer(1, 0, 50.0, "no route"),)
+    one.meet(1)
+    assert one.status().missed == ()
