@@ -509,8 +509,8 @@ def test_a_resend_of_another_size_is_refused(job, two, three, plan, size, whole)
 @given_by_hypothesis(st.data())
 def test_every_attempt_counts_once(data):
     """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole. A
-    variable is updated as soon as all contributions to it have come, and sent once what is wanted before it is; who wants
-    the same shares an answer."""
+    variable is updated as soon as all contributions to it have come, and sent once what is wanted before it is. Members
+    that want the same share an answer."""
     with pytest.MonkeyPatch.context() as patch, serving("core", 1, Path("nowhere")) as servers:
         streaming(patch)
         job = Job(servers)
