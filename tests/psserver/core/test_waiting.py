@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 from psserver.effects import settle
-from pswire.api import UNTIL_ENDED, UNTIL_GONE
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, ServerLost
 from tests.kit.rig import SOON, Job, serving
@@ -82,8 +82,9 @@ def test_a_round_that_counts_as_no_step_waits_for_no_clock(job):
     (one, _), plan = members(job, 2, mode="bounded", k=1)
     one.make(plan, [1])
     late = one.push(plan, [1])
-    one.own = 7
     one.push(plan, [1], alone=True).result(SOON)
+    waiter = Contribution(one.session, 1, 7, plan.id, alone=True), Future()
+    assert job.servers.cores[0].machine.job.late.hold(None, [waiter]) == [waiter]
     assert not late.done()
     job.verbs[0].leave(one.session, "a bug")
     assert isinstance(late.exception(0), Fenced)
