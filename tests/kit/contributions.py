@@ -1,4 +1,5 @@
-"""Contributions as workers send them: with rows, with keys, in pieces that a test lets come; votes that it delivers."""
+"""Contributions as workers send them: with rows, with keys, in pieces that a test lets come; votes that it delivers;
+rounds without a server."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from psserver.plans.round import ReturnedValues
+from psserver.rounds.rounds import Rounds
+from psserver.rounds.votes import Votes
 from pstesting.clock import Clock
 from tests.kit import internals as inside
 from tests.kit.internals import Array, Contribution, MemberShare, Payload, Peer, PlacedVariable, Plan, Ref, Rows, Vote
@@ -264,3 +268,89 @@ class Voters:
     def lasts(self) -> list[int]:
         """The last round that is over, on each server."""
         return [one.status().round for one in self.cores]
+
+
+class RoundsByHand:
+    """The rounds of a server, without the server: what is asked of them is answered at once.
+
+    Args:
+        describe: says what a plan does, as of `Rounds`.
+        plans: the approved ones, of which the first is pushed for where none is named.
+        members: those of generation 1.
+        start: where it begins.
+
+    Attributes:
+        rounds: what a test may ask for by this object, too.
+    """
+
+    def __init__(
+        self,
+        *plans: Plan,
+        members: Sequence[inside.Member] = (),
+        start: inside.Start | None = None,
+        describe: Callable[[bytes], str] = lambda plan_id: "a section",
+    ) -> None:
+        self.rounds = Rounds(describe, Votes(0))
+        self._plan = plans[0]
+        self._failed: dict[Future[Any], inside.PSError] = {}
+        for plan in plans:
+            self.approve(inside.PreparedPlan(plan, 0))
+        self.close_generation(inside.Generation(1, tuple(members), start=start))
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.rounds, name)
+        if name not in ("approve", "refuse", "close_generation", "session_ended"):
+            return found
+        return lambda *args: self._carry_out(found(*args))
+
+    def _carry_out(self, effects: Sequence[inside.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, inside.Fail):
+                effect.future.set_exception(effect.error)
+                self._failed[effect.future] = effect.error
+
+    def failed(self) -> dict[Future[Any], inside.PSError]:
+        """The calls that were refused since this was asked last, and why."""
+        found, self._failed = self._failed, {}
+        return found
+
+    def refused(self, *args: Any, **said: Any) -> None:
+        """Pushes what is refused; raises why."""
+        future = self.push(*args, **said)
+        raise self._failed.pop(future)
+
+    def give(self, said: Contribution, content: Payload) -> Future[Any]:
+        """Contributes."""
+        future: Future[Any] = Future()
+        self._carry_out(self.rounds.push(said, content, future, 0.0))
+        return future
+
+    def push(
+        self,
+        session: int,
+        round: int = 0,
+        plan: Plan | None = None,
+        generation: int = 1,
+        whole: bool = True,
+        **said: Any,
+    ) -> Future[Any]:
+        """Contributes the session's number, of which nothing has come where it is not `whole`."""
+        plan = plan or self._plan
+        header = Contribution(session, generation, round, plan.id, (1.0,), **said)
+        content = payload(plan, 0, [session], (1.0,), ())
+        return self.give(header, content if whole else Payload((), content.size))
+
+    def finish(self, job: inside.ReadyRound) -> list[int]:
+        """Ends a round; returns who is answered."""
+        record, waiters = self.rounds.complete(job, ReturnedValues([np.array(0)]))
+        for _, future in waiters:
+            future.set_result(record)
+        return [said.session for said, _ in waiters]
+
+    def run(self) -> list[tuple[Any, int, list[int]]]:
+        """Runs all rounds that can; returns their sequences and numbers, and whose contributions they have."""
+        made = []
+        while (job := self.rounds.next_job()) is not None:
+            made.append((job.sequence, job.round, [part.said.session for part in job.parts]))
+            self.finish(job)
+        return made

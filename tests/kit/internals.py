@@ -106,7 +106,7 @@ from psserver.config import LEAST_IN_FLIGHT, server_config, ServerConfig
 from psserver.core.core import Core
 from psserver.rounds.digests import ROUNDS as DIGEST_ROUNDS
 from psserver.calls import MAX_CALLS
-from psserver.effects import Others, Peer
+from psserver.effects import Effect, Fail, Others, Peer
 from psserver.registry import Registry
 from psserver.values.dense import Dense
 from psserver.telemetry import MetricsPort, Rim, ROWS as SERVER_METRICS

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,25 @@ NOWHERE = "/dev/null/nowhere"
 def at_once(work: Callable[[], object]) -> None:
     """Runs array work in the caller's thread."""
     work()
+
+
+class Deferred:
+    """Array work that is done when a test says so.
+
+    Attributes:
+        queue: what is to be done.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], object]] = deque()
+
+    def __call__(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+
+    def run(self) -> None:
+        """Does it, and what follows from it."""
+        while self.queue:
+            self.queue.popleft()()
 
 
 def core(

@@ -91,24 +91,6 @@ def held(job):
     return job.verbs[0].status().snapshot_bytes
 
 
-def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    """They replace what it holds; it has the values of its round all the same."""
-    gate = Gate(monkeypatch)
-    with job_on(tmp_path) as (job, _):
-        (worker,) = job.join(WORKERS[0])
-        a, b = variables(job, worker, 2)
-        _, shard = order(job, worker)
-        for _ in range(3):
-            together(adding(job, worker, a, b))
-        assert held(job) == 2 * NBYTES
-        gate.let(2)
-        found = shard.result(SOON)
-        assert held(job) == 0
-        values = load_file(f"{found.path}/{found.file}")
-        assert (values["v0"][0], values["v1"][0]) == (0, 1)
-        assert (job.value(worker, a)[0], job.value(worker, b)[0]) == (3, 4)
-
-
 def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
     """Old values are gone before the next one is written, and into others rounds may write again."""
     gate = Gate(monkeypatch)

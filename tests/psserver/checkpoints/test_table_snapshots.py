@@ -18,7 +18,7 @@ from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Snapshotted
-from pswire.model.tables import Constant, SlotTensor, TableSpec
+from pswire.model.tables import Constant, TableSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, eventually, together
@@ -26,7 +26,6 @@ from tests.kit.table_states import remove, state_of
 from tests.psserver.checkpoints.test_checkpoint_memory import Gate, job_on
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))
-SLOT = SlotTensor("m", "float32", (2,), 0.25)
 
 
 def pushed(worker, plan, keys, value=1.0, server=0):
@@ -95,25 +94,6 @@ def state_in(saved):
     return dict(zip(saved.tensor("users/keys").tolist(), saved.tensor("users")[:, 0].tolist(), strict=True))
 
 
-def test_rounds_go_on_while_it_is_written(tmp_path, monkeypatch):
-    """The files have the table as it was after the round that ordered them: rows, slots, and what there was not yet."""
-    gate = Gate(monkeypatch)
-    with trained(tmp_path) as job:
-        create_part(job.job, job.worker, part_of(1, SPEC, slot=SLOT))
-        plan, shard = job.order("ckpt-1")
-        for number in range(5):
-            job.train(range(500, 1500), number)
-        gate.let(5)
-        job.train(range(2000), 7)
-        gate.let(20)
-        job.finish(plan, shard)
-        saved = SavedCheckpoint.at(storage_at(tmp_path), "ckpt-1")
-        assert [*saved.verify()] == []
-        assert state_in(saved) == dict.fromkeys(range(1000), 1.5)
-        assert (saved.tensor("m") == 0.25).all()
-        assert len(job.stored.table) == 2000
-
-
 def test_a_bug_in_holding_a_table_fails_its_checkpoint_alone(tmp_path, monkeypatch):
     """Who asks for the shard is told; the round is answered, and so are the next ones."""
     with trained(tmp_path) as job:
@@ -145,21 +125,6 @@ def test_a_round_writes_its_own_rows_aside(tmp_path, monkeypatch):
         gate.let(20)
         job.finish(plan, shard)
         assert held() == 0
-
-
-def test_a_round_waits_at_the_limit(tmp_path, monkeypatch):
-    """Of `--snapshot-limit`, until more of the table is written; and the file is right."""
-    gate = Gate(monkeypatch)
-    with trained(tmp_path, snapshot_limit=2000) as job:
-        plan, shard = job.order("ckpt-1")
-        job.train(range(300))
-        waits = job.add(range(300, 400))
-        assert not waits.done()
-        gate.let(20)
-        together(waits)
-        job.finish(plan, shard)
-        saved = SavedCheckpoint.at(storage_at(tmp_path), "ckpt-1")
-        assert state_in(saved) == dict.fromkeys(range(1000), 1.5)
 
 
 def since(saved):

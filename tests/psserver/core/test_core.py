@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,27 +11,13 @@ import numpy as np
 import pytest
 
 from psserver.cli import summary
-from psserver.config import ServerConfig
-from psserver.core.machine import Machine
-from psserver.devices import ServerDevice
-from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
-from psserver.plans.prepared import PreparedPlan
-from psserver.programs.kernels.kernels import Kernels
+from psserver.effects import Work
 from pstesting.clock import Clock
 from pswire.api import (
     ApproveRequest,
     Contribution,
-    CreateBatchRequest,
-    HeartbeatRequest,
-    LeaveRequest,
-    OpenRequest,
-    PullReply,
-    PullRequest,
-    RoundReply,
-    WatchRequest,
 )
-from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import (
     Approved,
     Done,
@@ -46,53 +30,31 @@ from pswire.model.log import (
     Snapshotted,
     Start,
 )
-from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, Turn, VariableSpec
+from pswire.model.plan import SnapshotOrder, Turn
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
-from pswire.servers import votes as said_by_servers
-from pswire.servers.votes import Vote
+from pswire.servers import votes
 from tests.kit.rig import (
     CHIEF,
     SOON,
     WORKERS,
-    Job,
+    Deferred,
     JobWithValues,
     Servers,
-    checkpoint,
     core,
-    create,
     given,
-    payload,
     reduce_only,
     sum_into,
-    together,
 )
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
 
 
-class Late:
-    """Array work that is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.queue: deque = deque()
-
-    def __call__(self, work) -> None:
-        self.queue.append(work)
-
-    def run(self) -> int:
-        done = 0
-        while self.queue:
-            self.queue.popleft()()
-            done += 1
-        return done
-
-
 @pytest.fixture
 def late():
-    return Late()
+    return Deferred()
 
 
 @pytest.fixture
@@ -105,18 +67,6 @@ def job(late, tmp_path: Path):
 def test_a_token_cannot_be_guessed():
     """It is drawn by lot: no two servers give the same to their first chief."""
     assert len({core().open(CHIEF, 0, 0, True).token for _ in range(8)}) == 8
-
-
-def test_one_round_runs_at_a_time(job, late):
-    one, two = job.join(A, B)
-    plan = job.approve(reduce_only(NUMBER), one)
-    futures = [one.push(plan, [1]), two.push(plan, [2])]
-    assert len(late.queue) == 1
-    assert not any(future.done() for future in futures)
-    again = one.push(plan, [1])
-    assert len(late.queue) == 1
-    late.run()
-    assert [int(given(reply, plan)[0]) for reply in together(*futures, again)] == [3, 3, 3]
 
 
 def test_work_of_an_old_job_is_thrown_away(job, late):
@@ -166,46 +116,6 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     assert (answer.done(), len(late.queue)) == (False, 1)
     late.run()
     assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
-
-
-def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
-    """Servers may have different limits: whoever pushes, or creates a variable, is told why, by the server; the chief
-    goes on, and so does the log, everywhere."""
-    clock = Clock()
-    cores = [core(0, 0, 0, tmp_path, clock), core(1, 0, 10_000, tmp_path, clock)]
-    job = Job(Servers(list(cores), cores, clock, tmp_path, False))
-    (one,) = job.join(A)
-    plan = job.approve(reduce_only(TensorSpec("float64", (2000,)), server=1), one)
-    with pytest.raises(MemoryLimit, match="a compiled step needs") as told:
-        one.push(plan, [np.zeros(2000)], server=1).result(SOON)
-    assert told.value.task == "/job:ps/task:1"
-    small = job.approve(reduce_only(NUMBER, server=1), one)
-    one.round = 1
-    assert int(given(one.push(small, [4], server=1).result(SOON), small, 1)[0]) == 4
-    spec = VariableSpec("large", TensorSpec("float64", (2000,)))
-    create(job.verbs[0], one.session, 0, spec, (1,))
-    job.append(Approved(reduce_only(NUMBER)))
-    with pytest.raises(MemoryLimit) as told:
-        create(job.verbs[1], one.session, 0, spec, (1,))
-    assert told.value.task == "/job:ps/task:1"
-    assert cores[0].machine.job.log.entries == cores[1].machine.job.log.entries
-
-
-def test_leases_end_by_ticks_alone(job):
-    """A clock that nobody looks at ends nothing; one that was not looked at for long forgives. The other servers have
-    no leases: they learn by a generation who has ended."""
-    one, other = job.join(A, B)
-    job.servers.clock.now += 9_999.0
-    job.verbs[0].heartbeat(job.opened.session, -1, b"")
-    job.servers.tick()
-    job.verbs[0].heartbeat(one.session, -1, b"")
-    job.servers.spend(11, job.opened.session, other.session)
-    with pytest.raises(Fenced, match="sent no heartbeat"):
-        job.verbs[0].heartbeat(one.session, -1, b"")
-    job.verbs[1].heartbeat(one.session, -1, b"")
-    job.close([])
-    with pytest.raises(Fenced, match="generation"):
-        job.verbs[1].heartbeat(one.session, -1, b"")
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -264,96 +174,47 @@ def test_the_end_comes_once(job):
     assert [one.done.done() for one in job.servers.cores] == [True, True]
 
 
-def test_closing_answers_everyone(job, late):
-    """Whoever waits is told, whatever it waits for; what comes later is served by nobody."""
-    one, _ = job.join(A, B)
-    variable = job.variable(one, np.array(1))
-    plan, saving = job.approve(reduce_only(NUMBER), one), job.approve(checkpoint("x", (0, 1)), one)
-    waiting = [
-        one.push(plan, [1]),
-        job.verbs[0].pull(one.session, [variable.id], 7),
-        job.verbs[0].watch(one.session, job.verbs[0].status().log, -1),
-        job.verbs[0].snapshot(job.token, saving.id, ""),
-    ]
-    job.servers.cores[0].close()
-    for future in waiting:
-        with pytest.raises(ServerLost, match="server is shutting down"):
-            future.result(SOON)
-
-
-def test_pushes_want_each_variable_once(job):
-    """A message that asks twice is refused before it counts."""
+def test_each_variable_is_asked_for_once(job):
+    """A push or a read that asks twice is refused before it counts."""
     (one,) = job.join(A)
     variable = job.variable(one, np.array(1))
     plan = job.approve(sum_into(variable), one)
     with pytest.raises(InvalidRequest, match="twice"):
         one.push(plan, [1], want=(0, 0)).result(SOON)
+    with pytest.raises(InvalidRequest, match="twice"):
+        job.verbs[0].pull(one.session, [0, 0], -1).result(SOON)
     assert job.verbs[0].status().waiting == ()
 
+
+def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(job, monkeypatch):
+    """It may come behind a newer one. Until a session has said what it does, one is refused."""
+    (one,) = job.join(A)
+    plan, server, clocks = job.approve(reduce_only(NUMBER), one), job.servers.cores[0], []
+    monkeypatch.setattr(server.machine.job.rounds.clocks, "tell", lambda *said: clocks.append(said))
+    with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
+        server.heartbeat(one.session, -1, b"", None)
+    server.heartbeat(one.session, 5, plan.id, Pace(steps=3), 7)
+    before = replace(server.machine.members._sessions[one.session])
+    job.servers.clock.now += 1.0
+    assert server.heartbeat(one.session, -1, b"", None) is False
+    after = server.machine.members._sessions[one.session]
+    assert (after.seen, replace(after, seen=before.seen)) == (job.servers.clock.now, before)
+    assert clocks == [(one.session, 7)]
+
+
+# ---- A server that is back ----
 
 VALUE = TensorSpec("float32", (2,))
 
 
-class Told:
-    """A machine of server 0, a job of two members, a variable, and a plan that adds to it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.kernels = Kernels(ServerDevice.parse("cpu"), 1)
-        self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
-        opened = self.tell("open", OpenRequest(CHIEF, 0, 1, True), 7)[0]
-        self.chief, self.token = opened.session, opened.token
-        self.append(JobStarted(self.token, (100,)))
-        self.a, self.b = (self.tell("open", OpenRequest(task, 1, 0, False), 0)[0].session for task in (A, B))
-        self.close(Member(A, self.a, 1), Member(B, self.b, 1))
-        self.variable = PlacedVariable(0, VariableSpec("v", VALUE), (0,))
-        self.tell("create_batch", CreateBatchRequest(self.a, (self.variable,)))
-        self.machine.job.store.initialize(0, np.zeros(2, "float32"))
-        self.plan = self.approve(sum_into(self.variable, returned=False))
-
-    def tell(self, name, *args):
-        """Lets a stimulus in; returns its answer, and what is to be done."""
-        answer, effects = self.machine.verb(name)(self.now, *args)
-        return answer, [*effects, *self.machine.progress(self.now)]
-
-    def append(self, *entries):
-        prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
-        entry = ApproveRequest(self.token, len(self.machine.job.log.entries), entries)
-        return self.tell("approve", entry, prepared)[1]
-
-    def close(self, *members):
-        number = self.machine.job.rounds.generation.number + 1 if self.machine.job.rounds.generation else 1
-        return self.append(GenerationClosed(Generation(number, members, start=Start(number, 0))))
-
-    def approve(self, plan):
-        self.append(Approved(plan))
-        return plan
-
-    def push(self, session, plan=None, round=0, came=None, generation=1, want=()):
-        """A member pushes ones, of which as many bytes have come; returns its future, and what is to be done."""
-        plan, future = plan or self.plan, Future()
-        sent = payload(plan, 0, [np.ones(2)] * len(plan.reductions), (1.0,) * len(plan.reductions), ())
-        if came is not None:
-            sent = Payload((), sent.size)
-        said = Contribution(session, generation, round, plan.id, (1.0,) * len(plan.reductions), want=want)
-        return future, self.tell("push", said, sent, None, future)[1]
-
-    def made(self, work):
-        """The thread for arrays does its work; returns what is to be done then."""
-        return self.tell("worked", work, work.call(*work.args), None)[1]
-
-
-@pytest.fixture
-def told():
-    found = Told()
-    yield found
-    found.kernels.close()
-
-
-def begin(told, incarnation):
+def begin(server, incarnation):
     """Begins a job of three servers whose variables have copies; the first one is this, or one that was lost."""
-    entry = JobStarted(told.token + 1, (incarnation, 201, 301), "", ("a:1", "b:2", "c:3"), (1, 2, 0))
-    told.tell("approve", ApproveRequest(told.token, 0, [entry]), {})
+    addresses = ("a:1", "b:2", "c:3")
+    server.approve(server.machine.members.token, 0, [JobStarted(7, (incarnation, 201, 301), "", addresses, (1, 2, 0))])
+
+
+def append(server, *entries):
+    server.approve(server.machine.members.token, server.status().log, entries)
 
 
 def back(server, incarnation, round):
@@ -361,175 +222,52 @@ def back(server, incarnation, round):
     return GenerationClosed(generation)
 
 
-def test_who_is_back_waits_for_those_who_do_not_know_yet(told):
+@pytest.fixture
+def server():
+    """Server 0, the 100th process of it, and a chief."""
+    found = core()
+    found.open(CHIEF, 0, 0, True)
+    return found
+
+
+def test_who_is_back_waits_for_those_who_do_not_know_yet(server):
     """It has read in the log that it is: the others read the same a little later, and must not send it away."""
-    begin(told, 100)
-    told.append(Gone(2, "was lost"))
+    begin(server, 100)
+    append(server, Gone(2, "was lost"))
     with pytest.raises(Unreachable, match="does not know yet"):
-        told.tell("introduce", 2, 302)
+        server.introduce(2, 302)
     with pytest.raises(ServerGone, match="without this server"):
-        told.tell("introduce", 2, 301)
-    told.append(back(2, 302, 5))
-    told.tell("introduce", 2, 302)
+        server.introduce(2, 301)
+    append(server, back(2, 302, 5))
+    server.introduce(2, 302)
     with pytest.raises(ServerGone, match="another process"):
-        told.tell("introduce", 2, 301)
+        server.introduce(2, 301)
 
 
-def test_who_is_back_makes_no_round_of_before(told):
+def test_who_is_back_makes_no_round_of_before(server):
     """Others tell it of rounds that were under way when a third one was lost; all of them are over."""
-    begin(told, 99)
-    told.append(Gone(0, "was lost"), Gone(2, "was lost"))
-    plan = reduce_only(VALUE)
-    vote = Vote(told.machine.job.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
-    told.append(Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
-    told.tell("testify", 1, said_by_servers.Testimony(vote.job, 2, (vote,), 0))
-    assert [open.round for open in told.machine.job.rounds.waiting()] == [3]
-    told.append(back(0, 100, 5))
-    assert not told.machine.job.rounds.waiting()
-    assert told.machine.job.rounds.last == 4
+    begin(server, 99)
+    append(server, Gone(0, "was lost"), Gone(2, "was lost"))
+    plan, rounds = reduce_only(VALUE), server.machine.job.rounds
+    vote = votes.Vote(rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
+    append(server, Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
+    server.hear(1, votes.Testimony(vote.job, 2, (vote,), 0))
+    assert [open.round for open in rounds.waiting()] == [3]
+    append(server, back(0, 100, 5))
+    assert not rounds.waiting()
+    assert rounds.last == 4
 
 
-def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(told):
+def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(server):
     """A server that is back reads its variables while another job begins, whose variables have the same numbers."""
-    begin(told, 99)
+    begin(server, 99)
     saving = replace(reduce_only(VALUE), snapshot=SnapshotOrder("x", (0, 1, 2), returns=1))
-    told.append(Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
-    (reading,) = (effect for effect in told.append(Snapshotted(saving.id, 4, "x")) if isinstance(effect, Work))
-    begin(told, 100)
+    append(server, Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
+    machine = server.machine
+    asked = ApproveRequest(machine.members.token, server.status().log, [Snapshotted(saving.id, 4, "x")])
+    effects = [*machine.approve(0.0, asked, {})[1], *machine.progress(0.0)]
+    (reading,) = (effect for effect in effects if isinstance(effect, Work))
+    begin(server, 100)
     read = SimpleNamespace(arrays={0: np.ones(2, "float32")}, tables=[])
-    told.tell("worked", reading, (read, lambda: None), None)
-    assert not told.machine.job.store.initialized(0)
-
-
-def kinds(effects):
-    return [type(effect) for effect in effects]
-
-
-def test_a_round_waits_for_all_its_members(told):
-    """The first of two changes nothing yet; the second has the round run, and its end answers both, in order."""
-    first, effects = told.push(told.a)
-    assert effects == []
-    second, (step,) = told.push(told.b)
-    assert (step.queue, step.follows, step.future) == ("arrays", False, None)
-    run, *replies, counted = told.made(step)
-    assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
-    answer = RoundReply(0, told.machine.job.rounds.generation, False, (), replies[0].value.payload, ())
-    assert replies == [Reply(first, answer), Reply(second, answer)]
-    assert told.machine.job.store.find(0).array.tolist() == [2, 2]
-
-
-def test_a_push_that_is_on_its_way_is_looked_at_again(told):
-    """One of a stranger is answered with the reason, and nothing else is done."""
-    _, (wait,) = told.push(told.a, came=0)
-    assert isinstance(wait, Await)
-    assert wait.offset == wait.payload.size > 0
-    session = told.tell("open", OpenRequest(WORKERS[2], 1, 0, False), 0)[0].session
-    future, (fail,) = told.push(session)
-    assert fail == Fail(future, fail.error)
-    assert isinstance(fail.error, Fenced)
-
-
-def test_members_that_differ_are_all_told(told):
-    """The round fails for each that waits in it, and every session ends."""
-    other = told.approve(sum_into(told.variable))
-    first, _ = told.push(told.a)
-    second, effects = told.push(told.b, other)
-    assert [effect.future for effect in effects[:2]] == [first, second]
-    assert {type(effect.error).__name__ for effect in effects[:2]} == {"Diverged"}
-    assert isinstance(told.tell("heartbeat", HeartbeatRequest(told.a, -1, b""))[0], Diverged)
-
-
-def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
-    """What it reads is then brought to the host by the thread for arrays."""
-    told.push(told.a)
-    _, (step,) = told.push(told.b)
-    future: Future[PullReply] = Future()
-    assert told.tell("pull", PullRequest(told.a, (0,), -1), future)[1] == []
-    (read,) = [effect for effect in told.made(step) if isinstance(effect, Work)]
-    assert (read.queue, read.future, read.then) == ("arrays", future, None)
-    assert read.call(*read.args).round == 0
-
-
-def test_a_checkpoint_is_written_before_its_members_are_told(told):
-    """The order of effects is the order in which they are carried out: the shard's work is queued first."""
-    plan = told.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0,), 1)))
-    told.push(told.a, plan)
-    _, (step,) = told.push(told.b, plan)
-    effects = told.made(step)
-    assert kinds(effects) == [Run, Work, Reply, Reply, Run]
-    assert (effects[1].queue, effects[1].asks is None) == ("files", False)
-
-
-def test_a_new_job_fails_all_that_waits(told):
-    pushed, _ = told.push(told.a)
-    read: Future[PullReply] = Future()
-    told.tell("pull", PullRequest(told.b, (0,), 5), read)
-    _, failed = told.tell("approve", ApproveRequest(told.token, 0, [JobStarted(9, (100,))]), {})
-    *failed, know = failed
-    assert know == Know((Peer("", 100),))
-    assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
-
-
-def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
-    """It may come behind a newer one. Until a session has said what it does, one is refused."""
-    clocks = []
-    monkeypatch.setattr(told.machine.job.rounds.clocks, "tell", lambda *said: clocks.append(said))
-    with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
-        told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))
-    told.tell("heartbeat", HeartbeatRequest(told.a, 5, told.plan.id, Pace(steps=3), 7))
-    before = replace(told.machine.members._sessions[told.a])
-    told.now += 1.0
-    assert told.tell("heartbeat", HeartbeatRequest(told.a, -1, b"", None))[0] is False
-    after = told.machine.members._sessions[told.a]
-    assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
-    assert clocks == [(told.a, 7)]
-
-
-def test_a_lease_that_ends_is_news(told):
-    watch = Future()
-    version = told.machine.members.version
-    assert told.tell("watch", WatchRequest(told.a, len(told.machine.job.log.entries), version), watch)[1] == []
-    effects = []
-    while told.now <= told.machine.members.lease:
-        assert effects == []
-        told.now += 1.0
-        for session in (1, told.a):
-            told.tell("heartbeat", HeartbeatRequest(session, -1, b""))
-        effects = told.tell("tick")[1]
-    (news,) = effects
-    assert isinstance(news, Reply)
-    assert news.future is watch
-    assert [state.state for state in news.value.sessions] == ["open", "lost"]
-
-
-def test_the_end_of_a_job_is_told_once_the_chief_has_left(told):
-    assert Reply(told.machine.done, None) not in told.append(Done())
-    for session in (told.a, told.b, told.chief):
-        *_, last = [[], *told.tell("leave", LeaveRequest(session, ""))[1]]
-    assert last == Reply(told.machine.done, None)
-
-
-def test_work_that_fails_ends_its_round_for_all(told):
-    """With the error that the work had; nothing of it is applied, and later rounds run."""
-    first, _ = told.push(told.a)
-    second, (step,) = told.push(told.b)
-    _, effects = told.tell("worked", step, None, InvalidRequest("no"))
-    fails = [effect for effect in effects if isinstance(effect, Fail)]
-    assert [(fail.future, type(fail.error), fail.error.message) for fail in fails] == [
-        (first, InvalidRequest, "no"),
-        (second, InvalidRequest, "no"),
-    ]
-    assert told.machine.job.store.find(0).array.tolist() == [0, 0]
-    told.push(told.a, round=1)
-    assert kinds(told.push(told.b, round=1)[1]) == [Work]
-
-
-def test_what_is_refused_changes_nothing(told):
-    before = told.machine.status(told.now)
-    with pytest.raises(PSError):
-        told.tell("create_batch", CreateBatchRequest(99, (told.variable,)))
-    with pytest.raises(PSError):
-        told.tell("watch", WatchRequest(99, 0, -1), Future())
-    with pytest.raises(PSError):
-        told.tell("approve", ApproveRequest(12345, 0, []), {})
-    assert told.machine.status(told.now) == before
+    machine.worked(0.0, reading, (read, lambda: None), None)
+    assert not machine.job.store.initialized(0)

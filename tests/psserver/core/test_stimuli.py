@@ -261,28 +261,30 @@ def test_what_is_quiet_is_kept_where_it_was_refused(registry: Registry, name: st
     assert (second.what, second.refused) == (name, "Fenced: it ended")
 
 
-@pytest.mark.parametrize("by_work", [False, True])
-def test_who_is_refused_is_told_once(registry: Registry, by_work: bool) -> None:
+def test_who_is_refused_is_told_once(registry: Registry) -> None:
     """With why; work that came to nothing brings its own error."""
-    stimuli = Stimuli()
-    if by_work:
-        stimuli.note(10.0, "worked", (WORK, None, CheckpointError("no space left")))
-        assert only(stimuli, registry).refused == "CheckpointError: no space left"
-    else:
-        stimuli.note(10.0, "leave", (api.LeaveRequest(SESSION, ""),))
-        stimuli.refused(10.0, "leave", (api.LeaveRequest(SESSION, ""),), Fenced("it ended"))
-        assert only(stimuli, registry) == Happened(2.5, "leave", f"{WHO}: cleanly", "Fenced: it ended")
+    left, worked = Stimuli(), Stimuli()
+    left.note(10.0, "leave", (api.LeaveRequest(SESSION, ""),))
+    left.refused(10.0, "leave", (api.LeaveRequest(SESSION, ""),), Fenced("it ended"))
+    assert only(left, registry) == Happened(2.5, "leave", f"{WHO}: cleanly", "Fenced: it ended")
+    worked.note(10.0, "worked", (WORK, None, CheckpointError("no space left")))
+    assert only(worked, registry).refused == "CheckpointError: no space left"
 
 
-def test_work_that_the_machine_does_not_hear_of_is_kept_where_it_failed(registry: Registry) -> None:
-    """A record gets all of it."""
-    stimuli, recorded = Stimuli(), []
-    stimuli.made(9.0, WORK, "result", None)
+def test_a_record_gets_all_of_each(registry: Registry) -> None:
+    """Quiet ones, too, arguments as they came, and all work; people are told of work that failed."""
+    stimuli, recorded, payload, error = Stimuli(), [], Payload(), CheckpointError("no space left")
+    stimuli.made(0.0, WORK, "result", None)
     stimuli.record = recorded.append
-    error = CheckpointError("no space left")
+    args = (Contribution(SESSION, 1, 5, b""), payload, None, Future[Any]())
+    stimuli.note(1.0, "tick", ())
+    stimuli.note(2.0, "push", args)
     stimuli.made(10.0, WORK, None, error)
-    assert only(stimuli, registry) == Happened(2.5, "worked", "write shard (files)", "CheckpointError: no space left")
-    assert recorded == [Stimulus(10.0, "made", (WORK, None, error))]
+    made = Stimulus(10.0, "made", (WORK, None, error))
+    assert recorded == [Stimulus(1.0, "tick", ()), Stimulus(2.0, "push", args), made]
+    assert recorded[1].args[1] is payload
+    told_of = told(stimuli.last(), 12.5, registry)[-1]
+    assert told_of == Happened(2.5, "worked", "write shard (files)", "CheckpointError: no space left")
 
 
 def test_the_last_hundred_are_kept(registry: Registry) -> None:
@@ -355,15 +357,3 @@ def test_numbers_of_variables_are_not_held() -> None:
     order = RestoreOrder("open", {str(n): n for n in wanted})
     stimuli.note(1.0, "restore", (RestoreRequest(SESSION, "run", Turn(), order), Future()))
     assert len(str(stimuli.last())) < LONGEST
-
-
-def test_a_record_gets_all_of_each() -> None:
-    """Quiet ones, too, and arguments as they came."""
-    stimuli, recorded = Stimuli(), []
-    stimuli.record = recorded.append
-    payload = Payload()
-    args = (Contribution(SESSION, 1, 5, b""), payload, None, Future[Any]())
-    stimuli.note(1.0, "tick", ())
-    stimuli.note(2.0, "push", args)
-    assert recorded == [Stimulus(1.0, "tick", ()), Stimulus(2.0, "push", args)]
-    assert recorded[1].args[1] is payload

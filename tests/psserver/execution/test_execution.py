@@ -22,15 +22,14 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
-from pswire.network.payload import EMPTY, Payload
+from pswire.network.payload import Payload
 from tests.kit import programs
 from tests.kit.programs import job_of
-from tests.kit.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
+from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
 
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
 V = PlacedVariable(0, VariableSpec("v", NUMBER), (0,))
-W = PlacedVariable(1, VariableSpec("w", PAIR), (0,))
 KERNELS = Kernels(ServerDevice())
 
 
@@ -74,41 +73,6 @@ def test_what_is_assigned_is_its_own():
     assert outcome.assigned[1].tolist() == [1.0, 2.0]
 
 
-def test_a_second_program_that_fails_leaves_nothing():
-    power = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
-    refs = (Ref("variable", 0), Ref("reduction", 0))
-    plan = Plan(
-        (Reduction("sum", NUMBER, (0,)),), (), (adding(NUMBER), power), (Apply(0, (0,), refs), Apply(1, (0,), refs))
-    )
-    values = {0: np.array(2)}
-    twice = replace(plan, applies=(plan.applies[0],) * 2)
-    assert int(run(twice, [part(0, twice, [5])], {0: np.array(1)}).assigned[0]) == 11
-    with pytest.raises(ProgramError, match=r"^/job:ps/task:0: pow of int64.*; in round 4 \(the section\)$"):
-        run(plan, [part(0, plan, [-1])], values)
-    assert int(values[0]) == 2
-    outcome = run(plan, [part(0, plan, [3])], values)
-    assert int(outcome.assigned[0]) == 125
-
-
-@pytest.mark.parametrize(("first", "second"), [(0.5, 0.25), (0.0, -0.0), (np.nan, 0.0)])
-def test_operands_that_differ_are_a_divergence(first, second):
-    """Both processes and both values are in the message."""
-    plan = sgd(W)
-    parts = [part(0, plan, [[1.0, 1.0]], [first]), part(1, plan, [[1.0, 1.0]], [second])]
-    with pytest.raises(Diverged) as told:
-        run(plan, parts, {1: np.zeros(2)})
-    for word in (
-        str(WORKERS[0]),
-        str(WORKERS[1]),
-        f"[{first:g}",
-        f"[{second:g}",
-        "operand 0",
-        "round 4",
-        "the section",
-    ):
-        assert word in str(told.value)
-
-
 def test_operands_are_compared_whole():
     """However long; the message shows their beginning."""
     long = TensorSpec("float64", (1000,))
@@ -119,35 +83,6 @@ def test_operands_are_compared_whole():
         run(plan, [one, other], {0: np.zeros(1000)})
     assert len(str(told.value)) < 1000
     assert run(plan, [one, one], {0: np.zeros(1000)}).assigned[0].shape == (1000,)
-
-
-def test_who_observes_brings_no_operands():
-    """Those of the others count; where only observers are, the round cannot run its programs."""
-    plan = sgd(W)
-    said = Contribution(2, 1, 4, plan.id, (0.0,), observes=True)
-    observer = MemberShare(Member(WORKERS[1], 2, 1), said, EMPTY)
-    outcome = run(plan, [part(0, plan, [[2.0, 4.0]], [0.5]), observer], {1: np.zeros(2)})
-    assert outcome.assigned[1].tolist() == [-1.0, -2.0]
-
-
-def test_weights_count_in_the_mean():
-    """A weight of 0 leaves out its bytes; those of the others are found all the same."""
-    reductions = tuple(Reduction("mean", PAIR, (0,)) for _ in range(2))
-    plan = Plan(reductions, returned=(Ref("reduction", 0), Ref("reduction", 1)))
-    ones, twos = [1.0, 1.0], [2.0, 2.0]
-    parts = [part(0, plan, [ones, twos], weights=(0.0, 3.0)), part(1, plan, [twos, ones], weights=(1.0, 1.0))]
-    first, second = run(plan, parts, {}).given
-    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [0.75, 0.75])
-
-
-def test_a_server_does_its_own_part():
-    """What a plan does elsewhere is neither read nor given here; results keep their numbers."""
-    far = PlacedVariable(2, VariableSpec("far", NUMBER), (1,))
-    plan = sum_into(far, V)
-    parts = [part(0, plan, [100, 5], server=0)]
-    outcome = run(plan, parts, {0: np.array(1)})
-    assert {id: int(value) for id, value in outcome.assigned.items()} == {0: 6}
-    assert [int(value) for value in outcome.given] == [5]
 
 
 def test_results_pass_from_program_to_program():
@@ -248,15 +183,6 @@ def test_a_mean_is_the_sum_over_the_weights(dtype, members):
         found = reduce("mean", spec, contributions)
     assert spec_of(found) == spec
     np.testing.assert_array_equal(found.astype("complex128"), expected.astype("complex128"))
-
-
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_contributions_are_only_read(op, count):
-    """They are their senders' memory, which may be writable."""
-    arrays = [np.array([2.0, 4.0]) for _ in range(count)]
-    reduce(op, TensorSpec("float64", (2,)), [(4.0, [array]) for array in arrays])
-    assert all(array.tolist() == [2.0, 4.0] for array in arrays)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

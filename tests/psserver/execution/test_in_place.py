@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,10 +23,12 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.network.parts import parts_of
 from pswire.network.payload import Payload
+from tests.kit.contributions import streaming
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
 from tests.kit.rig import (
     SOON,
     WORKERS,
+    Deferred,
     Job,
     checkpoint,
     compiler_of,
@@ -226,20 +227,26 @@ def trained(job, rounds=4):
     return worker, variable, plan
 
 
-@pytest.mark.parametrize("transport", ["thread", "grpc"])
-def test_rounds_use_the_same_memory(tmp_path, transport):
+@pytest.mark.parametrize(("transport", "streams"), [("thread", False), ("thread", True), ("grpc", False)])
+def test_rounds_use_the_same_memory(tmp_path, monkeypatch, transport, streams):
     """Nothing is allocated for a variable that nobody reads; an answer that was sent is held by nobody."""
+    if streams:
+        streaming(monkeypatch)
     with serving(transport, 1, tmp_path) as servers:
         job = Job(servers)
         worker, variable, plan = trained(job)
+        assert bool(plan.streams) == streams
         before = address(job, variable)
         for _ in range(3):
             turn(worker, plan, ones(), (variable.id,) if transport == "grpc" else ())
         assert address(job, variable) == before
 
 
-def test_an_answer_keeps_its_value(job):
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_keeps_its_value(job, monkeypatch, streams):
     """While somebody holds it, rounds go on elsewhere in memory."""
+    if streams:
+        streaming(monkeypatch)
     worker, variable, plan = trained(job)
     reply = turn(worker, plan, ones(), (variable.id,))
     held = reply.payload.tensors([SPEC])[0]
@@ -266,52 +273,12 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
     assert load_file(shard)["v"].tolist() == [4.0] * N
 
 
-def test_who_reads_during_a_round_waits_for_its_end(job, monkeypatch):
-    """And sees all of it; so does who sends again what was answered already."""
-    monkeypatch.setattr("psserver.plans.round.BRIEF_BYTES", 0)  # else this thread would run it
-    worker, variable, plan = trained(job)
-    begun, may = threading.Event(), threading.Event()
-    step = Execution.step
-
-    def slow(*args):
-        begun.set()
-        assert may.wait(SOON)
-        return step(*args)
-
-    monkeypatch.setattr(Execution, "step", slow)
-    answer = worker.push(plan, ones())
-    assert begun.wait(SOON)
-    reading = job.verbs[0].pull(worker.session, [variable.id], -1)
-    worker.round -= 1
-    resent = worker.push(plan, ones(), want=(variable.id,))
-    assert not reading.done()
-    assert not resent.done()
-    may.set()
-    together(answer)
-    assert reading.result(SOON).payload.tensors([SPEC])[0].tolist() == [5.0] * N
-    assert resent.result(SOON).payload.tensors([SPEC])[0].tolist() == [5.0] * N
-
-
 NUMBER = TensorSpec("int64", ())
-
-
-class Queued:
-    """A queue whose work is done when a test says so."""
-
-    def __init__(self) -> None:
-        self.pieces: deque = deque()
-
-    def __call__(self, piece) -> None:
-        self.pieces.append(piece)
-
-    def run(self) -> None:
-        while self.pieces:
-            self.pieces.popleft()()
 
 
 @pytest.fixture
 def queued():
-    return Queued()
+    return Deferred()
 
 
 def test_a_brief_piece_runs_at_once(queued):
@@ -319,7 +286,7 @@ def test_a_brief_piece_runs_at_once(queued):
     ran, queue = [], ArrayQueue(queued)
     queue.run(lambda: ran.append(threading.get_ident()), True)
     assert ran == [threading.get_ident()]
-    assert not queued.pieces
+    assert not queued.queue
     with pytest.raises(ZeroDivisionError):
         queue.run(lambda: 1 / 0, True)
     queue.run(lambda: ran.append(1), True)

@@ -149,20 +149,6 @@ BOTH = Plan(
 )
 
 
-def test_rows_are_written_in_place_where_nobody_looks(kernels):
-    """A table that somebody holds is copied, and stays what it was for its holder."""
-    plan = Plan((replace(BOTH.reductions[1]),), (), (adding(TABLE),), (Apply(0, (0,), (W, G)),))
-    job = round_of(plan, share(0, plan, [rows(1, 4)]))
-    table = np.zeros(TABLE.shape, "float32")
-    outcome = made(kernels, job, {1: table})
-    assert outcome.assigned[1] is not table
-    assert not table.any()
-    assert outcome.assigned[1].sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
-    again = made(kernels, job, {1: table}, frozenset({1}))
-    assert again.assigned[1] is table
-    assert table.sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
-
-
 BAD = {"not in order": (3, 1), "twice": (1, 1), "negative": (-1, 2), "too large": (2, 6), "far too large": (0, 2**62)}
 
 
@@ -179,30 +165,6 @@ def test_ids_that_are_no_rows_fail_the_round_before_anything_is_written(kernels,
         run(job, kernels, values, frozenset(values))
     assert not values[0].any()
     assert (values[1] == 1).all()
-
-
-FAILING = Plan(
-    (Reduction("sum", TABLE, (0,), "'table'", "rows"), Reduction("sum", NUMBER, (0,))),
-    (),
-    (adding(TABLE), POWER),
-    (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H))),
-)
-
-
-def test_rows_are_put_back_where_a_later_part_fails(kernels):
-    """In the table's own memory, where nobody else held it."""
-    table = np.arange(12, dtype="float32").reshape(6, 2)
-    before, values = table.copy(), {0: table, 1: np.full((6, 2), 2)}
-    fails = round_of(FAILING, share(0, FAILING, [rows(1, 4), np.full((6, 2), -1)]))
-    goes = round_of(FAILING, share(0, FAILING, [rows(1, 4), np.full((6, 2), 3)]))
-    made(kernels, goes, {id: array.copy() for id, array in values.items()})
-    with pytest.raises(ProgramError, match="pow of int64"):
-        run(fails, kernels, values, frozenset(values))
-    assert same_bits(table, before)
-    outcome = run(goes, kernels, values, frozenset(values))
-    assert outcome.assigned[0] is table
-    assert (table - before).sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
-    assert (outcome.assigned[1] == 8).all()
 
 
 def test_rows_that_an_op_refuses_fail_the_round_before_anything_is_written(kernels):
@@ -244,31 +206,6 @@ def test_two_updates_of_one_table_follow_each_other(kernels):
     job = round_of(plan, share(0, plan, [rows(1, 4), np.full(TABLE.shape, 3, "float32")]))
     for alone in (frozenset[int](), frozenset({0})):
         assert same_bits(made(kernels, job, {0: table.copy()}, alone).assigned[0], expected)
-
-
-def test_no_rows_change_nothing(kernels):
-    """Of a member without any, and of a round in which nobody has any."""
-    plan = Plan((replace(BOTH.reductions[1]),), (), (adding(TABLE),), (Apply(0, (0,), (W, G)),), (G,))
-    table = np.ones(TABLE.shape, "float32")
-    for given_by in ([rows()], [None]):
-        outcome = made(kernels, round_of(plan, share(0, plan, given_by)), {1: table})
-        assert same_bits(outcome.assigned[1], table)
-        ids, values = outcome.given
-        assert (ids.shape, values.shape, values.dtype) == ((0,), (0, 2), np.float32)
-
-
-def test_an_update_that_changes_all_rows_runs_on_the_whole(kernels):
-    """As with the whole gradient; lazily only the given rows change."""
-    double = Program(
-        (Input("variable", TABLE), Input("value", TABLE)),
-        (Node("add", (0, 0)), Node("subtract", (2, 1))),
-        ((0, 3),),
-        (),
-    )
-    for sparse, expected in (("dense", [2, -1, 2, 2, 2, 2]), ("lazy", [1, -1, 1, 1, 1, 1])):
-        plan = Plan((BOTH.reductions[1],), (), (double,), (Apply(0, (0,), (V, G), sparse),))
-        outcome = run(round_of(plan, share(0, plan, [rows(1, of=3.0)])), kernels, {0: np.ones(TABLE.shape, "float32")})
-        assert outcome.assigned[0][:, 0].tolist() == expected
 
 
 def test_reduced_rows_are_given_and_looked_up(kernels):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, MemberShare
 from psserver.plans.round import ReadyRound as Round
 from psserver.programs import interpreter
-from psserver.programs.kernels.kernels import SMALLEST, Kernels
+from psserver.programs.kernels.kernels import Kernels
 from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
@@ -39,12 +39,9 @@ from tests.kit.rig import (
     JobWithValues,
     Servers,
     adding,
-    compiler_of,
     core,
     create,
-    given,
     payload,
-    reduce_only,
     serving,
     sum_into,
     together,
@@ -104,42 +101,6 @@ def failure(future):
 # ---- In order ----
 
 
-def test_a_variable_is_updated_before_the_rest_has_come(job, two, three, plan):
-    """As soon as everyone's contribution to it is whole; the answer, which all who want the same share, grows then."""
-    first = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
-    assert stored(job, *three) == [0, 0, 0]
-    assert first.begun == []
-    second = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
-    answer = first.told()
-    assert second.told() is answer
-    assert (answer.end, answer.size) == (0, 3 * LIMIT)
-    for more, made in ((0, []), (LIMIT - 16, []), (16, [11]), (LIMIT + 16, [11, 22])):
-        second.come(more)
-        assert (stored(job, *three), arrays(answer)) == (made + [0] * (3 - len(made)), made)
-    assert [waiting.missing for waiting in job.verbs[0].status().waiting] == [(B,)]
-    assert not first.reply.done()
-    second.come()
-    assert stored(job, *three) == arrays(answer) == [11, 22, 33]
-    for reply in together(first.reply, second.reply):
-        assert (reply.round, reply.excluded, reply.payload is answer) == (0, (), True)
-        assert wanted(reply, three) == [11, 22, 33]
-    assert job.verbs[0].status().waiting == ()
-
-
-def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
-    """Whatever the order of the updates: what is wanted first is sent first, and what is not wanted not at all."""
-    backwards = Sending(two[0], plan, full(1, 2, 3), want=ids(three[::-1]))
-    middle = Sending(two[1], plan, full(1, 2, 3), want=ids(three[1:2]))
-    seen = []
-    for _ in range(3):
-        for sending in (backwards, middle):
-            sending.come(LIMIT)
-        seen.append((arrays(backwards.told()), arrays(middle.told())))
-    assert seen == [([], []), ([], [4]), ([6, 4, 2], [4])]
-    assert wanted(backwards.reply.result(SOON), three[::-1]) == [6, 4, 2]
-    assert wanted(middle.reply.result(SOON), three[1:2]) == [4]
-
-
 def test_what_is_excluded_is_sent_as_it_was(job, two, three):
     """When its turn has come, and the answers are as long as always. A weight of nothing is not waited for: its payload
     has no place for it."""
@@ -174,53 +135,6 @@ def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
     assert stored(job, *three) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_of_two_updates_the_last_is_delivered(job, two, three, same):
-    """Also where the plan names one application twice."""
-    v, w, _ = three
-    first = Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0)))
-    again = first if same else Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 2)))
-    plan = Plan(
-        tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(3)),
-        (),
-        (adding(VECTOR),),
-        (first, Apply(0, (0,), (Ref("variable", w.id), Ref("reduction", 1))), again),
-    )
-    job.approve(plan, two[0])
-    sent = [Sending(worker, plan, full(1, 2, 4), want=ids((v, w))) for worker in two]
-    seen = []
-    for _ in range(3):
-        for sending in sent:
-            sending.come(LIMIT)
-        seen.append((stored(job, v, w), arrays(sent[0].told())))
-    last = 4 if same else 10
-    early = [] if not same else [4, 4]  # where the second one needs nothing more, both are made by then
-    assert seen == [([2, 0], []), ([4, 4] if same else [2, 4], early), ([last, 4], [last, 4])]
-    assert wanted(sent[1].reply.result(SOON), (v, w)) == [last, 4]
-
-
-def test_returned_values_come_after_what_is_wanted(job, two, three):
-    """Reductions and results, of which one may be returned twice; each as soon as it is there."""
-    v, w, _ = three
-    doubling = Program((Input("value", VECTOR),), (Node("add", (0, 0)),), (), (1,))
-    plan = Plan(
-        tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(2)),
-        (),
-        (adding(VECTOR), doubling),
-        (Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0))), Apply(1, (0,), (Ref("reduction", 1),))),
-        (Ref("reduction", 0), Ref("result", 0), Ref("reduction", 0)),
-    )
-    job.approve(plan, two[0])
-    sent = [Sending(worker, plan, full(1, 2), want=ids((w, v))) for worker in two]
-    for sending in sent:
-        sending.come(LIMIT)
-    assert arrays(sent[0].told()) == [0, 2]
-    for sending in sent:
-        sending.come(LIMIT)
-    replies = together(*(sending.reply for sending in sent))
-    assert [[float(x[0]) for x in given(reply, plan, 0, (w, v))] for reply in replies] == [[2, 8, 2, 0, 2]] * 2
-
-
 def test_what_needs_no_contribution_waits_for_none(job, two, three):
     doubling = Program((Input("variable", VECTOR),), (Node("add", (0, 0)),), ((0, 1),), ())
     other, adds = job.variable(two[0], np.full(SIZE, 7.0)), sum_into(*three, returned=False)
@@ -231,17 +145,6 @@ def test_what_needs_no_contribution_waits_for_none(job, two, three):
     for sending in sent:
         sending.come()
     assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
-
-
-def test_a_reduction_that_no_program_uses_is_given(job, two):
-    plan = job.approve(reduce_only(TensorSpec("float64", (2 * SIZE,)), "mean"), two[0])
-    sent = [Sending(worker, plan, [np.full(2 * SIZE, value)]) for worker, value in zip(two, (1.0, 3.0), strict=True)]
-    sent[0].come()
-    sent[1].come(LIMIT)
-    assert sent[1].told().end == 0
-    sent[1].come()
-    replies = together(*(sending.reply for sending in sent))
-    assert [given(reply, plan)[0].tolist() for reply in replies] == [[2.0] * 2 * SIZE] * 2
 
 
 @pytest.fixture
@@ -394,67 +297,50 @@ def test_a_snapshot_is_of_the_whole_round(job, two, three):
 # ---- Members that are lost ----
 
 
-def test_what_a_member_has_not_sent_whole_is_excluded(job, two):
-    """Of that alone, and the answer names it; a mean is over those whose contributions are in it."""
-    (third,) = job.join(C)
-    one, other = two
-    for worker in two:
-        worker.generation = job.generation.number
-    variables = [job.variable(one, value) for value in zeros(3)]
-    plan = job.approve(sum_into(*variables, op="mean", returned=False), one)
-    sent = [
-        Sending(worker, plan, full(*values), weights=(weight,) * 3, want=ids(variables)).come(nbytes)
-        for worker, values, weight, nbytes in [
-            (one, (1, 1, 1), 1.0, LIMIT),
-            (other, (30, 30, 30), 3.0, 2 * LIMIT - 16),
-            (third, (8, 8, 8), 1.0, 3 * LIMIT),
-        ]
-    ]
-    assert stored(job, *variables) == [39 / 5, 0, 0]
-    job.close([one.member, third.member])
-    assert isinstance(failure(sent[1].reply), Fenced)
-    assert stored(job, *variables) == [39 / 5, 0, 0]
-    sent[0].come()
-    assert stored(job, *variables) == [39 / 5, 9 / 2, 9 / 2]
-    for reply in together(sent[0].reply, sent[2].reply):
-        assert reply.excluded == (B,)
-        assert reply.generation.number == job.generation.number
-        assert wanted(reply, variables) == [39 / 5, 9 / 2, 9 / 2]
-
-
-@pytest.mark.parametrize(
-    ("came", "begun", "excluded", "made"),
-    [(3 * LIMIT, True, (), [11, 22, 33]), (2 * LIMIT, False, (B,), [1, 2, 3])],
-    ids=["whole", "before the round begins"],
-)
-def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, begun, excluded, made):
-    """It is in the round, and nobody is left out; who is lost before the round begins has no part in it, however much
-    of it has come: nothing was done with it."""
-    gone = Sending(two[1], plan, full(10, 20, 30)).come(came)
-    sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT) if begun else None
+def test_who_is_lost_before_a_round_begins_has_no_part_in_it(job, two, three, plan):
+    """However much of its contribution has come: nothing was done with it."""
+    gone = Sending(two[1], plan, full(10, 20, 30)).come(2 * LIMIT)
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
-    reply = (sending or Sending(two[0], plan, full(1, 2, 3), want=ids(three))).come().reply.result(SOON)
-    assert (reply.excluded, wanted(reply, three)) == (excluded, made)
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
+    assert (reply.excluded, wanted(reply, three)) == ((B,), [1, 2, 3])
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("sent", [(0, 0), (LIMIT, LIMIT), (2 * LIMIT, 2 * LIMIT), (2 * LIMIT, LIMIT)])
-def test_when_all_are_lost_nothing_more_is_made(job, two, three, op, sent):
-    """What nobody sent whole changes no variable, and what one of them has sent whole counts, as it does where others
-    go on; the job goes on with new members."""
+@pytest.mark.parametrize(
+    ("came", "lost"),
+    [((1, 3), "b"), ((1, 1.75), "b"), ((0, 0), "ab"), ((1, 1), "ab"), ((2, 2), "ab"), ((2, 1), "ab")],
+    ids=str,
+)
+def test_what_lost_members_have_sent_whole_counts(job, two, three, op, came, lost):
+    """And nothing else of theirs: a mean is over those whose contributions are in it, and the answer names who has not
+    sent all. Where all are lost nothing more is made, and the job goes on with new members."""
     plan = job.approve(sum_into(*three, op=op, returned=False), two[0])
-    for worker, nbytes in zip(two, sent, strict=True):
-        Sending(worker, plan, full(2, 4, 6), weights=(1.0,) * 3).come(nbytes)
-    job.close([])
-    senders = [sum(nbytes >= n * LIMIT for nbytes in sent) for n in (1, 2, 3)]
-    made = [value * (count if op == "sum" else bool(count)) for value, count in zip((2, 4, 6), senders, strict=True)]
+    given, weights = ((2, 4, 6), (20, 40, 60)), (1.0, 3.0)
+    sent = [
+        Sending(two[n], plan, full(*given[n]), weights=(weights[n],) * 3, want=ids(three)).come(int(came[n] * LIMIT))
+        for n in (0, 1)
+    ]
+    job.close([two[n].member for n in (0, 1) if "ab"[n] not in lost])
+    assert all(isinstance(failure(sent["ab".index(name)].reply), Fenced) for name in lost)
+    if lost == "b":
+        sent[0].come()
+    made = []
+    for place in range(3):
+        counted = [n for n in (0, 1) if "ab"[n] not in lost or came[n] >= place + 1]
+        total = sum(given[n][place] for n in counted)
+        made.append(total / sum(weights[n] for n in counted) if op == "mean" and counted else total)
     assert stored(job, *three) == made
-    (new,) = job.join(C)
-    new.round = 1
-    assert [float(job.value(new, variable)[0]) for variable in three] == made
-    reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
-    assert (reply.excluded, wanted(reply, three)) == ((), [value + 1 for value in made])
+    if lost == "b":
+        reply = sent[0].reply.result(SOON)
+        assert (reply.excluded, reply.generation.number) == (() if came[1] == 3 else (B,), job.generation.number)
+        assert wanted(reply, three) == made
+    else:
+        (new,) = job.join(C)
+        new.round = 1
+        assert [float(job.value(new, variable)[0]) for variable in three] == made
+        reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
+        assert (reply.excluded, wanted(reply, three)) == ((), [value + 1 for value in made])
 
 
 # ---- What goes wrong ----
@@ -596,25 +482,6 @@ def test_a_stream_is_thrown_away(job, two, three, plan, begins):
 # ---- What is sent again ----
 
 
-def test_a_push_is_taken_up_where_it_was_cut(job, two, three, plan):
-    """What is there already changes nothing; both attempts are answered, with one answer. One that comes after the end
-    is answered from the record, before its first byte, and counts no second time."""
-    whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
-    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT + 32)
-    assert stored(job, *three) == [11, 0, 0]
-    sending = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
-    assert sending.told() is cut.told()
-    sending.come(2 * LIMIT, step=48)
-    assert stored(job, *three) == [11, 22, 0]
-    sending.come()
-    late = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
-    for reply in together(whole.reply, cut.reply, sending.reply, late.reply):
-        assert wanted(reply, three) == [11, 22, 33]
-    assert late.begun == []
-    late.come()
-    assert stored(job, *three) == [11, 22, 33]
-
-
 def test_the_same_payload_may_be_pushed_again(job, two, three, plan):
     """Where there is no network between, a resend is the same object: it takes nothing from itself."""
     cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT)
@@ -641,18 +508,32 @@ def test_a_resend_of_another_size_is_refused(job, two, three, plan, size, whole)
 
 @given_by_hypothesis(st.data())
 def test_every_attempt_counts_once(data):
-    """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole."""
+    """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole. A
+    variable is updated as soon as all contributions to it have come, and sent once what is wanted before it is. Members
+    that want the same share an answer."""
     with pytest.MonkeyPatch.context() as patch, serving("core", 1, Path("nowhere")) as servers:
         streaming(patch)
         job = Job(servers)
         workers = job.join(A, B, C)
         variables = [job.variable(workers[0], value) for value in zeros(3)]
         plan = job.approve(sum_into(*variables, returned=False), workers[0])
-        attempts = []
+        orders = [(0, 1, 2), (2, 1, 0), (1, 0, 2)]
+        attempts, shared, wants = [], {}, [data.draw(st.sampled_from(orders)) for _ in workers]
 
         def begin(place):
             values = [float(10**place * n) for n in (1, 2, 3)]
-            attempts.append((place, Sending(workers[place], plan, full(*values), want=ids(variables))))
+            want = tuple(variables[n].id for n in wants[place])
+            attempts.append((place, Sending(workers[place], plan, full(*values), want=want)))
+
+        def look():
+            ends = [max((each.payload.end for owner, each in attempts if owner == n), default=0) for n in range(3)]
+            made = min(ends) // LIMIT
+            assert stored(job, *variables) == [111.0 * (n + 1) * (n < made) for n in range(3)]
+            for place, sending in attempts:
+                sendable = [111.0 * (n + 1) for n in takewhile(lambda n: n < made, wants[place])]
+                for answer in sending.begun:
+                    assert arrays(answer) == sendable
+                    assert shared.setdefault(tuple(wants[place]), answer) is answer
 
         for _ in range(data.draw(st.integers(0, 12))):
             place = data.draw(st.integers(0, 2))
@@ -662,12 +543,14 @@ def test_every_attempt_counts_once(data):
             else:
                 sending = data.draw(st.sampled_from(mine))
                 sending.come(data.draw(st.sampled_from([16, LIMIT, 3 * LIMIT])), data.draw(st.sampled_from([16, 48])))
+            look()
         for place in range(3):
             begin(place)
             attempts[-1][1].come()
-        replies = together(*(sending.reply for _, sending in attempts))
-        assert all(wanted(reply, variables) == [111, 222, 333] for reply in replies)
-        assert stored(job, *variables) == [111, 222, 333]
+        for place, sending in attempts:
+            asked = [variables[n] for n in wants[place]]
+            assert wanted(sending.reply.result(SOON), asked) == [111 * (n + 1) for n in wants[place]]
+        look()
 
 
 # ---- The same as all at once ----
@@ -759,45 +642,3 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
     found, wanted = stream.given.arrays, expected.given
     assert len(found) == len(wanted)
     assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_a_stream_writes_where_the_variables_are(tmp_path):
-    """With kernels, and where nobody holds them; what somebody holds stays as it is."""
-    spec = TensorSpec("float32", (SMALLEST,))
-    with serving("thread", 1, tmp_path) as servers:
-        job = Job(servers)
-        (worker,) = job.join(A)
-        variables = [job.variable(worker, np.zeros(spec.shape, "float32")) for _ in range(2)]
-        plan = job.approve(sum_into(*variables, returned=False), worker)
-        assert plan.streams
-        core = servers.cores[0]
-        compiler = compiler_of(core)
-
-        def turn(want=()):
-            (reply,) = together(worker.push(plan, [np.ones(spec.shape, "float32")] * 2, want=want))
-            worker.round += 1
-            compiler.wait()
-            return reply
-
-        def held():
-            with core._lock:
-                return [weakref.ref(core.machine.job.store.find(v.id).array) for v in variables]
-
-        def same(before):
-            with core._lock:
-                return [
-                    ref() is core.machine.job.store.find(v.id).array for ref, v in zip(before, variables, strict=True)
-                ]
-
-        for _ in range(4):
-            turn()
-        before = held()
-        for _ in range(3):
-            turn()
-        assert same(before) == [True, True]
-        reply = turn(ids(variables[:1]))
-        assert same(before) == [True, True]
-        turn()
-        assert same(before) == [False, True]
-        assert reply.payload.tensors([spec])[0].tolist() == [8.0] * SMALLEST
-        assert float(job.value(worker, variables[0])[0]) == 9.0

@@ -199,19 +199,6 @@ def test_reductions_and_rounding_of_their_own_lie_between_kernels():
     assert shapes(program) == [None, (N,)]
 
 
-def test_what_a_later_step_reads_is_not_written_over(kernels):
-    """A variable that is assigned before its old value is used for the last time keeps it until then."""
-
-    def fn(w, g):
-        old = w * 1.0
-        w.assign(g)
-        w.assign(w + np.sum(np.exp(old)))
-
-    program, operands = traced(fn, [VECTOR], [VECTOR])
-    first, second = run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), {0: np.ones(N, "float32")})
-    assert same_bits(first.assigned[0], second.assigned[0])
-
-
 # ---- Compiling ----
 
 
@@ -297,16 +284,6 @@ def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
         assert len(caplog.records) == told
         assert told or kernels.compiler.texts == ()
     assert "what the compiler says" in caplog.text
-
-
-def test_a_closed_compiler_makes_nothing():
-    before = set(threading.enumerate())
-    compiler = Compiler(ServerDevice(), patience=1)
-    compiler.close()
-    program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
-    assert compiler.elementwise(Form(split(program)[-1].program)) is None
-    compiler.wait()
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kernels")]
 
 
 def test_a_server_that_ends_does_not_wait_for_a_compiler(monkeypatch):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from psserver.effects import Fail
-from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import ReturnedValues, SessionSequence
+from psserver.plans.round import SessionSequence
 from psserver.registry import Registry
-from psserver.rounds.rounds import Rounds
-from psserver.rounds.votes import Votes
 from psserver.state.sessions import Membership
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -24,7 +18,8 @@ from pswire.model.consistency import Consistency
 from pswire.model.log import Generation, Member, Position, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
+from tests.kit.contributions import RoundsByHand
+from tests.kit.rig import WORKERS, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
@@ -40,27 +35,15 @@ def begins(number, change, members=MEMBERS, positions=(), made=0):
 
 @pytest.fixture
 def rounds():
-    found = Rounds(lambda plan_id: "a section", Votes(0))
-    found.approve(PreparedPlan(PLAN, 0))
-    found.close_generation(Generation(1, MEMBERS, start=Start(1, 0)))
-    return found
+    return RoundsByHand(PLAN, members=MEMBERS, start=Start(1, 0))
 
 
-def push(rounds, session, round, generation=1, previous=-1, positions=()):
-    future = Future()
-    said = Contribution(session, generation, round, PLAN.id, (1.0,), positions=positions, start=0, previous=previous)
-    for effect in rounds.push(said, payload(PLAN, 0, [1], (1.0,), ()), future, 0.0):
-        if isinstance(effect, Fail):
-            effect.future.set_exception(effect.error)
-    return future
+def push(rounds, session, round, **said):
+    return rounds.push(session, round, start=0, **said)
 
 
 def run(rounds):
-    made = []
-    while (job := rounds.next_job()) is not None:
-        made.append((job.round, {part.member.task for part in job.parts}))
-        rounds.complete(job, ReturnedValues())
-    return made
+    return [(round, {WORKERS[session - 1] for session in sessions}) for _, round, sessions in rounds.run()]
 
 
 def test_after_a_change_each_makes_rounds_of_its_own(rounds):
@@ -101,8 +84,8 @@ def test_what_a_lost_member_left_open_is_never_applied(rounds):
     named in the generation before, and waits to be taken in, goes on waiting."""
     left, late = push(rounds, 2, 0), Member(C, 3, 1)
     rounds.close_generation(Generation(2, (MEMBERS[0], late), "dataset:0"))
-    effects = rounds.close_generation(begins(3, ASYNC, MEMBERS[:1]))
-    assert [type(effect.error) for effect in effects if effect.future is left] == [Fenced]
+    rounds.close_generation(begins(3, ASYNC, MEMBERS[:1]))
+    assert isinstance(left.exception(0), Fenced)
     push(rounds, 1, 7, generation=3)
     assert run(rounds) == [(7, {A})]
     assert rounds.waiting() == ()
@@ -216,35 +199,27 @@ OWN, COMMON = sum_into(APART), sum_into(SHARED)
 @pytest.fixture
 def apart():
     """Rounds with a plan of each kind, and two members."""
-    found = Rounds(lambda plan_id: "a section", Votes(0))
-    for plan in (OWN, COMMON):
-        prepared = PreparedPlan(plan, 0)
+    found = RoundsByHand(OWN, COMMON, members=MEMBERS)
+    for prepared in found.plans.values():
         prepared.look({0: APART, 1: SHARED})
-        found.approve(prepared)
-    found.close_generation(Generation(1, MEMBERS))
     return found
 
 
 def push_own(rounds, session, round=0, generation=1, alone=True):
-    """Pushes its own number; returns the effects, and the future."""
-    plan = OWN if alone else COMMON
-    said = Contribution(session, generation, round, plan.id, (1.0,), alone=alone, previous=round - 1)
-    future = Future()
-    return rounds.push(said, payload(plan, 0, [session], (1.0,), ()), future, 0.0), future
+    """Contributes to a round of its own, or to one of all."""
+    return rounds.push(session, round, OWN if alone else COMMON, generation, alone=alone, previous=round - 1)
 
 
 def ends(rounds, session):
-    """The futures that are failed where a session ends."""
-    return {effect.future for effect in rounds.session_ended(session, InvalidRequest("it has ended"))}
+    """The calls that are failed where a session ends."""
+    rounds.failed()
+    rounds.session_ended(session, InvalidRequest("it has ended"))
+    return rounds.failed()
 
 
 def sequences(rounds):
     """Runs all rounds that can; returns their sequences and numbers."""
-    done = []
-    while (job := rounds.next_job()) is not None:
-        done.append((job.sequence, job.round))
-        rounds.complete(job, ReturnedValues([np.array(0)]))
-    return done
+    return [(sequence, round) for sequence, round, _ in rounds.run()]
 
 
 def test_strands_take_turns(apart):
@@ -270,11 +245,9 @@ def test_a_session_has_a_window_of_each_kind(apart):
         for alone in (False, True):
             first = 50 * alone  # its numbers are none of those of all
             for round in range(first, first + WINDOW):
-                effects, _ = push_own(apart, 1, round, generation, alone)
-                assert not any(isinstance(effect, Fail) for effect in effects)
-            effects, future = push_own(apart, 1, first + WINDOW, generation, alone)
-            (failed,) = (effect for effect in effects if isinstance(effect, Fail) and effect.future is future)
-            assert isinstance(failed.error, InvalidRequest)
+                assert not push_own(apart, 1, round, generation, alone).done()
+            refused = push_own(apart, 1, first + WINDOW, generation, alone)
+            assert isinstance(refused.exception(0), InvalidRequest)
     parked = [told for told in apart.waiting() if "not known here yet" in told.section]
     assert [told.round for told in parked] == list(range(WINDOW))  # those of all alone
     assert len([told for told in apart.waiting() if told not in parked]) == WINDOW

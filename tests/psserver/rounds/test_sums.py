@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from psserver.effects import attempt
 from pswire.api import Contribution, RowRead
 from pswire.errors import Fenced, InvalidRequest, NonfiniteError, PushAgain
 from pswire.model.closures import ClosureName
@@ -49,7 +51,7 @@ class Hosts(Voters):
     def said(self, worker, weight=1.0, **more):
         host = THERE if worker.task == D else HERE
         weights = (weight,) * len(self.plan.reductions)
-        said = Contribution(worker.session, self.job.generation.number, worker.round, self.plan.id, weights, host=host)
+        said = Contribution(worker.session, 1, worker.round, self.plan.id, weights, host=host)
         return replace(said, previous=worker.round - 1, **more)
 
     def data(self, workers, server=0, weight=1.0):
@@ -141,26 +143,6 @@ def test_a_sum_that_is_sent_again_counts_once(hosts):
     assert hosts.values == [1111]
 
 
-def test_senders_of_a_sum_ask_by_themselves(hosts):
-    """As they do where the one that sent it is lost: each is answered, and counts once, before the end and after it."""
-    total = hosts.sum(hosts.a, hosts.b, hosts.c)
-    early = [hosts.push(worker) for worker in (hosts.c, hosts.a)]
-    assert not any(future.done() for future in early)
-    last = hosts.push(hosts.d)
-    assert made(total, *early, last, *map(hosts.push, hosts.members)) == [True] * 8
-    assert hosts.values == [1111]
-
-
-def test_who_was_lost_counts_in_a_sum_that_is_whole(hosts):
-    """It had contributed; and the others of its sum with it."""
-    hosts.sum(hosts.a, hosts.b, hosts.c)
-    hosts.close(hosts.a, hosts.b)
-    own = hosts.push(hosts.c, generation=1)
-    last = hosts.push(hosts.d, generation=1)
-    assert made(own, last) == [True, True]
-    assert hosts.values == [1111]
-
-
 def test_observers_in_a_sum(hosts):
     """They contribute nothing and are named; the sum is whose contribution it has, also if one of them sends it."""
     parts = (hosts.said(hosts.a, weight=0.0, observes=True), hosts.said(hosts.b), hosts.said(hosts.c))
@@ -181,23 +163,54 @@ def test_what_is_not_finite_in_a_sum_is_its_senders(tmp_path):
     assert hosts.values == [0]
 
 
-# ---- Sums beside contributions of the same host ----
+# ---- Sums, and what comes beside them ----
+
+SCENES = {
+    "senders ask by themselves, before the end and after it": ("abc c a d a b c d", "made " * 8, 1111),
+    "senders that are lost count in a sum that is whole": ("abc -ab c d", "fenced made made", 1111),
+    "a sum beside a contribution that is in it, or not": ("c abc ab a b d", "made again again made made made", 1111),
+    "a second sum of a host": ("ab bc abc", "waits again again", 0),
+    "a sender of it pushes before it is whole": ("abc/ b c d abc a", "again made made made again made", 1111),
+    "a contribution of its host that is not in it": ("ab b c a b d", "again again made made made made", 1111),
+    "the same before it has come whole": ("ab/ c a b d", "again made made made made", 1111),
+    "its sender is lost halfway": ("abc/ d b -a c", "again -a -a -a", 1110),
+    "all of its senders are lost halfway": ("abc/ d -abc", "fenced -abc", 1000),
+    "a member of it is lost before": ("-b abc a c d", "again -b -b -b", 1101),
+    "its round was made without one of its senders": ("a c d -b abc a b", "-b -b -b again -b fenced", 1101),
+}
+"""What comes in turn, what each is answered in the end, and what is in the variable then.
+
+Members push by themselves or in a sum, of which half may have come (/), or are lost (-). An answer is that of a round
+with everybody, or without some (-); or the sender is asked to push again, or told that its session has ended.
+"""
 
 
-def test_a_sum_beside_a_contribution_of_its_host(hosts):
-    """It is refused, whether the other one is in it or not; each then pushes by itself, and nothing is lost."""
-    own = hosts.push(hosts.c)
-    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c), hosts.sum(hosts.a, hosts.b)) == [PushAgain] * 2
-    assert made(*map(hosts.push, (hosts.a, hosts.b, hosts.d)), own) == [True] * 4
-    assert hosts.values == [1111]
+@pytest.mark.parametrize("scene", SCENES)
+def test_sums_and_contributions(hosts, scene):
+    """Each contribution counts once: a sum that would be cut, or have other bits, is refused or dropped, and its
+    senders push by themselves; who was left out is told so."""
+    steps, answers, value = SCENES[scene]
+    calls = []
+    for step in steps.split():
+        members = [hosts.members["abcd".index(name)] for name in step.strip("-/")]
+        if step[0] == "-":
+            hosts.close(*members)
+        elif len(step) == 1:
+            calls.append(attempt(partial(hosts.push, *members)))
+        else:
+            calls.append(attempt(partial(hosts.sum, *members, data=hosts.half() if step[-1] == "/" else None)))
+    assert [answer(*call) for call in calls] == answers.split()
+    assert hosts.values == [value]
 
 
-def test_two_sums_of_a_host(hosts):
-    """The second one is refused, with some of the first one's senders or without."""
-    first = hosts.sum(hosts.a, hosts.b)
-    seconds = hosts.sum(hosts.b, hosts.c), hosts.sum(hosts.c), hosts.sum(hosts.a, hosts.b, hosts.c)
-    assert errors(*seconds) == [PushAgain] * 3
-    assert not first.done()
+def answer(future, error):
+    """The answer of a call, or why it was refused at once, in a word."""
+    if error is None and not future.done():
+        return "waits"
+    if (error := error or future.exception()) is not None:
+        return {PushAgain: "again", Fenced: "fenced"}[type(error)]
+    excluded = "".join("abcd"[task.index] for task in future.result().excluded)
+    return f"-{excluded}" if excluded else "made"
 
 
 def test_a_sum_that_has_not_come_whole(hosts):
@@ -215,17 +228,6 @@ def test_a_sum_that_has_not_come_whole(hosts):
     assert hosts.values == [1111]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_contribution_of_the_same_host_that_is_not_in_a_sum(hosts, whole):
-    """The sum is dropped, since its bits would be others; all of its senders are asked again."""
-    total = hosts.sum(hosts.a, hosts.b, data=None if whole else hosts.half())
-    early = hosts.push(hosts.b) if whole else total
-    own = hosts.push(hosts.c)
-    assert errors(total, early) == [PushAgain] * 2
-    assert made(*map(hosts.push, (hosts.a, hosts.b, hosts.d)), own) == [True] * 4
-    assert hosts.values == [1111]
-
-
 def test_a_round_with_a_sum_does_not_stream(tmp_path, monkeypatch):
     """Nothing of a sum is used before it is whole, since it may be dropped until then; nor of what came before it."""
     monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
@@ -238,26 +240,6 @@ def test_a_round_with_a_sum_does_not_stream(tmp_path, monkeypatch):
     rest.add(0, memoryview(np.full(2, 1e3, "float32")).cast("B"))
     assert made(*told) == [True] * 4
     assert hosts.values == [1111]
-
-
-def test_who_sends_a_sum_is_lost_halfway(hosts):
-    """The others push by themselves, and the round goes on without it; if all of its senders are lost without them."""
-    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
-    others = [hosts.push(hosts.d), hosts.push(hosts.b)]
-    hosts.close(hosts.a)
-    assert errors(total) == [PushAgain]
-    others.append(hosts.push(hosts.c, generation=1))
-    assert [future.result(0).excluded for future in others] == [(A,)] * 3
-    assert hosts.values == [1110]
-
-
-def test_all_senders_of_a_sum_that_breaks_off_are_lost(hosts):
-    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
-    last = hosts.push(hosts.d)
-    hosts.close(hosts.a, hosts.b, hosts.c)
-    assert last.result(0).excluded == (A, B, C)
-    assert errors(total) == [Fenced]
-    assert hosts.values == [1000]
 
 
 def test_a_late_contribution_leaves_a_sum_alone_that_its_round_has_begun_with(tmp_path):
@@ -277,19 +259,6 @@ def test_a_late_contribution_leaves_a_sum_alone_that_its_round_has_begun_with(tm
 # ---- Senders that no sum may have ----
 
 
-def test_a_sum_with_a_member_that_was_lost(hosts):
-    """It is refused: the others push by themselves, and it cannot."""
-    hosts.close(hosts.b)
-    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), generation=1)) == [PushAgain]
-    told = [hosts.push(worker, generation=1) for worker in (hosts.a, hosts.c, hosts.d)]
-    assert [future.result(0).excluded for future in told] == [(B,)] * 3
-    assert hosts.values == [1101]
-
-
-def parts_of(hosts, generation, **said):
-    return tuple(hosts.said(worker, generation=generation, **said) for worker in (hosts.a, hosts.b, hosts.c))
-
-
 @pytest.mark.parametrize("new", ["a session that is no member", "a newcomer"])
 def test_a_sum_with_who_may_not_be_in_one(hosts, new):
     """A process that the next generation takes in; or one that is new, which may be in another section in its first
@@ -305,23 +274,12 @@ def test_a_sum_with_who_may_not_be_in_one(hosts, new):
 
 
 def test_a_sum_to_an_generation_that_is_not_known_yet(hosts):
-    total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 2), generation=2)
+    parts = tuple(hosts.said(worker, generation=2) for worker in (hosts.a, hosts.b, hosts.c))
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts, generation=2)
     assert not total.done()
     hosts.close(hosts.d)
     assert total.result(0).excluded == ()
     assert hosts.values == [111]
-
-
-def test_a_sum_to_a_round_that_was_made_without_one_of_its_senders(hosts):
-    """Each asks for itself: it gets the answer, or that it was left out."""
-    others = [hosts.push(hosts.a), hosts.push(hosts.c), hosts.push(hosts.d)]
-    hosts.close(hosts.b)
-    assert [future.result(0).excluded for future in others] == [(B,)] * 3
-    with pytest.raises(PushAgain):
-        hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), generation=1)
-    assert hosts.push(hosts.a, generation=1).result(0).excluded == (B,)
-    with pytest.raises(Fenced):
-        hosts.push(hosts.b, generation=1).result(0)
 
 
 def test_a_sum_to_rounds_that_each_worker_makes_by_itself(tmp_path):
@@ -425,9 +383,8 @@ def test_a_vote_that_would_cut_a_sum(two, late):
     two.hear()
     assert errors(*told) == [Fenced, PushAgain, PushAgain, PushAgain, PushAgain]
     if late:
-        parts = tuple(two.said(worker, generation=1) for worker in (two.a, two.c))
-        assert errors(two.sum(two.a, two.c, server=0, parts=parts, generation=1)) == [PushAgain]
-    again = [two.push(worker, server=server, generation=1) for server in (0, 1) for worker in (two.a, two.c, two.d)]
+        assert errors(two.sum(two.a, two.c)) == [PushAgain]
+    again = [two.push(worker, server=server) for server in (0, 1) for worker in (two.a, two.c, two.d)]
     assert two.values == [0, 0]
     two.hear()
     assert [future.result(0).excluded for future in again] == [(B,)] * 6

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from psserver.core.peers import VotingPeers
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
-from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, MemoryLimit, NonfiniteError, ProgramError, PushAgain
+from pswire.errors import Diverged, Fenced, MemoryLimit, ProgramError
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
 from pswire.model.consistency import Consistency
@@ -21,7 +18,7 @@ from pswire.model.log import Approved, Generation, GenerationClosed, Start
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.status import MissedPeer
-from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
+from pswire.model.tables import Constant, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
@@ -71,37 +68,6 @@ def test_nothing_is_visible_before_all_have_voted(tmp_path, monkeypatch, streams
     two.hear()
     assert all(future.result(SOON).excluded == () for future in futures)
     assert (two.values, two.lasts) == ([2, 2], [0, 0])
-
-
-def test_who_is_whole_on_one_server_only_counts_on_none(two):
-    """A member dies between its pushes: it is left out everywhere, and told so where it still waits."""
-    early, *late = *two.push(two.a, 0), *two.push(two.b, 0, 1)
-    two.hear()
-    assert two.values == [0, 0]
-    two.lose(two.a)
-    two.hear()
-    assert [future.result(SOON).excluded for future in late] == [(A,), (A,)]
-    assert errors(early) == [Fenced]
-    assert two.values == [1, 1]
-
-
-def test_a_vote_does_not_change_when_a_member_is_lost_later(two):
-    """Both servers had its contribution: it counts, whatever the chief says before the votes arrive."""
-    two.push(two.a, 0, 1)
-    two.push(two.b, 0, 1)
-    two.lose(two.a)
-    two.hear()
-    assert two.values == [2, 2]
-    assert [one.machine.job.rounds.sequences[None].records[0].excluded for one in two.cores] == [(), ()]
-
-
-def test_a_round_of_which_a_server_knows_nothing_is_void(two):
-    """All members die before the second server hears of them: the round is over, and nobody counts."""
-    two.push(two.a, 0)
-    two.push(two.b, 0)
-    two.lose(two.a, two.b)
-    two.hear()
-    assert (two.values, two.lasts) == ([0, 0], [0, 0])
 
 
 def test_different_operands_fail_a_round_before_any_server_applies_it(two):
@@ -209,18 +175,6 @@ def test_votes_that_are_lost_are_said_again(two):
     assert (two.values, two.lasts) == ([2, 2], [0, 0])
 
 
-def test_a_vote_is_kept_until_its_peers_have_closed_the_round(two):
-    """Then it is forgotten: what is kept is bounded by what is under way."""
-    for _ in range(5):
-        two.push(two.a, 0, 1)
-        two.push(two.b, 0, 1)
-        two.hear()
-        for worker in (two.a, two.b):
-            worker.round += 1
-    assert all(len(one.machine.job.rounds.votes._cast) <= 2 for one in two.cores)
-    assert all(len(one.machine.job.rounds.votes._heard) <= 2 for one in two.cores)
-
-
 def test_a_snapshot_has_whole_rounds_only(two):
     """The round that orders it is decided before anything is frozen."""
     plan = two.job.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0, 1), 0)), two.a)
@@ -304,32 +258,6 @@ def test_the_second_arrays_of_a_stream_count_in_the_limit(tmp_path, monkeypatch)
         futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
         two.hear()
         assert errors(*futures[:2]) == expected
-
-
-def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
-    """What was used up of the others is asked for once more, and taken in whole."""
-    two = streamed
-    first = two.push(two.a, 0, 1)
-    said = Contribution(two.b.session, two.b.generation, two.b.round, two.plan.id, (1.0, 1.0))
-    half = two.cores[0].push(said, Payload((), ONE.nbytes))  # of which nothing is there
-    whole = two.push(two.b, 1)
-    two.hear()
-    assert two.values == [0, 0]
-    two.lose(two.b)
-    two.hear()
-    assert errors(first[0]) == [PushAgain]
-    assert errors(half) == [Fenced]
-    rest = Payload((), ONE.nbytes)
-    again = [two.cores[0].push(replace(said, session=two.a.session), rest)]
-    assert two.cores[0].machine.job.runner.phase is None
-    rest.add(0, memoryview(ONE.tobytes()))
-    two.hear()
-    assert errors(first[1]) == [PushAgain], "it had run with both"
-    again += two.push(two.a, 1)
-    two.hear()
-    assert [future.result(SOON).excluded for future in again] == [(B,), (B,)]
-    assert errors(*whole) == [Fenced]
-    assert two.values == [1, 1]
 
 
 # ---- Beside other rounds ----
@@ -475,63 +403,14 @@ def test_who_is_excluded_has_made_no_rows(tabled):
     assert tabled.rows(*KEYS) == [1.0] * 10 + [0.0] * 10
 
 
-def test_a_table_that_refuses_changes_none(tmp_path):
-    """A part that has no room fails the round on both servers; the next one goes on."""
-    tabled = Tables(tmp_path, replace(SPEC, capacity=MIN_CAPACITY))
-    mine = [key for key in range(40_000) if buckets_of(hashes_of(np.array([key]), SPEC.salt))[0] < 512][:9000]
-    futures = [*tabled.push(tabled.a, 0, 1, keys=mine), *tabled.push(tabled.b, 0, 1, keys=[-1, -2, -3])]
-    tabled.hear()
-    assert errors(*futures) == [MemoryLimit] * 4
-    assert tabled.sizes == [0, 0]
-    tabled.next()
-    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1)]
-    tabled.hear()
-    assert errors(*futures) == [type(None)] * 4
-    assert sum(tabled.sizes) == 20
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_a_round_that_is_not_applied(tmp_path, nonfinite):
-    """It makes no rows, and counts no keys; rows that are looked up are those before."""
-    tabled = Tables(tmp_path, replace(SPEC, admission=CounterFilter(2)), nonfinite=nonfinite)
-    futures = [
-        *tabled.push(tabled.a, 0, 1, keys=KEYS, value=np.nan, nonfinite=(0, 1)),
-        *tabled.push(tabled.b, 0, 1, keys=KEYS),
-    ]
-    tabled.hear()
-    assert errors(*futures) == [NonfiniteError if nonfinite == "raise" else type(None)] * 4
-    assert tabled.sizes == [0, 0]
-    tabled.next()
-    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS[:5]), *tabled.push(tabled.b, 0, 1)]
-    tabled.hear()
-    assert tabled.sizes == [0, 0]
-
-
-def test_rows_that_are_looked_up_are_those_of_the_verdict(tabled):
-    """They come with the answer, after the round that was decided."""
-    mine = [key for key in KEYS if buckets_of(hashes_of(np.array([key]), SPEC.salt))[0] < 512]
-    first, _ = tabled.push(tabled.a, 0, 1, keys=KEYS, lookups=())
-    other, _ = tabled.push(tabled.b, 0, 1, keys=KEYS)
-    tabled.hear()
-    tabled.next()
-    asked, _ = tabled.push(tabled.a, 0, keys=KEYS, lookups=mine) + tabled.push(tabled.a, 1, keys=KEYS)
-    tabled.push(tabled.b, 0, 1, keys=KEYS)
-    tabled.hear()
-    (rows,) = asked.result(SOON).payload.tensors([TensorSpec("float32", (len(mine), 2))])
-    assert set(rows.ravel().tolist()) == {4.0}
-    assert first.done()
-    assert other.done()
-
-
-def test_status_tells_for_how_long_a_server_is_not_reached():
+def test_status_tells_for_how_long_a_server_is_not_reached(two):
     """And why, as the last attempt has found; one that is connected again is not told of."""
-    rounds = SimpleNamespace(
-        votes=SimpleNamespace(kept=lambda server: 3, repeat=lambda server: []),
-        sequences={None: SimpleNamespace(last=5)},
-    )
-    peers = VotingPeers(SimpleNamespace(task=Task("ps", 0)), None, rounds, None, None, None)
-    peers.miss(10.0, 1, "refused")
-    peers.miss(50.0, 1, "no route")
-    assert peers.missed(60.0) == (MissedPeer(1, 3, 50.0, "no route"),)
-    peers.meet(60.0, 1)
-    assert peers.missed(60.0) == ()
+    one = two.cores[0]
+    for worker in (two.a, two.b):
+        two.push(worker, 0)
+    for seconds, reason in ((40.0, "refused"), (10.0, "no route")):
+        one.miss(1, reason)
+        two.clock.now += seconds
+    assert one.status().missed == (MissedPeer(1, 0, 50.0, "no route"),)
+    one.meet(1)
+    assert one.status().missed == ()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from psserver.effects import Reply
 from psserver.services.chunks import MAX_NUMBER, ChunkQueue
@@ -81,45 +81,6 @@ def test_batches_come_in_order_and_the_end_waits_for_nobody(server):
     assert places(server.ask(3, 1)) == [(1, 0)]
     with pytest.raises(InvalidRequest, match="request 1 for dataset 0 arrived after request 2"):
         server.assign(3, older)
-
-
-def test_what_is_not_done_at_a_sessions_end_is_handed_out_again(server):
-    """First, and under another ticket; what it has told to be done is not. The dataset stands at its low mark, and at
-    what is missing before it, whoever has it."""
-    first = server.ask(1)
-    server.ask(1, done=(ticket(first),))
-    server.queue.session_ended(1, GONE)
-    again = server.ask(2)
-    assert places(again) == [(0, 1)]
-    assert places(server.ask(2)) == [(0, 2)]
-    assert ticket(again) not in (1, 2)
-    server.ask(3)
-    assert server.look() == (Position(0, 0, 4, (whole(1), whole(2), whole(3))),)
-
-
-def test_a_batch_comes_back_in_a_later_pass(server):
-    """The others have nothing left in the pass, and do not wait: whoever is in the next one does it, before that."""
-    server.ask(1)
-    done = tuple(ticket(server.ask(2)) for _ in range(COUNT - 1))
-    assert server.ask(2, done=done).over
-    assert places(server.ask(2, 1)) == [(1, 0)]
-    server.queue.session_ended(1, GONE)
-    assert server.look(epoch=1)[0] == Position(0, 0, COUNT, (whole(0),))
-    assert places(server.ask(2, 1)) == [(0, 0)]
-    assert places(server.ask(2, 1)) == [(1, 1)]
-
-
-def test_a_ticket_counts_for_who_has_it(server):
-    """What another session says to be done, or what was handed out again since, is not done. While a round of a session
-    that has ended is open, its batches are not handed out: it may still be applied."""
-    first = server.ask(1)
-    server.ask(2, done=(ticket(first),))
-    server.busy.add(1)
-    server.queue.session_ended(1, GONE)
-    assert places(server.ask(3)) == [(0, 2)]
-    server.busy.clear()
-    assert places(server.ask(2)) == [(0, 0)]
-    assert server.look()[0].returned == (whole(0), whole(1), whole(2))
 
 
 def test_what_a_worker_has_ahead_goes_back(server):
@@ -358,8 +319,9 @@ class Model(RuleBasedStateMachine):
         assert self.applied == {(epoch, index): 1 for epoch in range(self.begun + 1) for index in range(COUNT)}
 
 
-TestModel = Model.TestCase
-TestModel.settings = search()
+def test_whatever_happens_to_batches():
+    """Each is done once in its pass, no two workers have the same, and a checkpoint has what is not done."""
+    run_state_machine_as_test(Model, settings=search())
 
 
 BATCHES = 10

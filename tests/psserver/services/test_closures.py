@@ -5,18 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from psserver.effects import Fail, Reply
-from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import ReturnedValues
-from psserver.rounds.rounds import Rounds
 from psserver.rounds.sequences import RECORDS
-from psserver.rounds.votes import Votes
 from psserver.services import closures as module
 from psserver.services.closures import Closures
 from pswire.api import Contribution
@@ -27,10 +22,10 @@ from pswire.model.closures import ClosureName, ClosureOrder, ClosureResult, Piec
 from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation, Member
 from pswire.model.tensor import TensorSpec
-from pswire.network.payload import Payload
 from pswire.servers.closures import FetchRequest, ScheduleRequest, TakeRequest
 from tests.kit.cases import search
-from tests.kit.rig import WORKERS, payload, reduce_only
+from tests.kit.contributions import RoundsByHand
+from tests.kit.rig import WORKERS, reduce_only
 
 CHIEF, FUNCTIONS = Task("chief", 0), ("f(x)", "g()")
 GONE = Fenced("its lease ended")
@@ -115,19 +110,6 @@ def test_closures_are_run_in_order_by_who_has_waited_the_longest(server):
     assert not server.finish(11, 4).done()
 
 
-def test_an_answer_that_was_lost_is_given_again(server):
-    """A worker that asks again, or tells again what came, has the same closure; nothing is run or counted twice."""
-    server.add(1)
-    server.add(2)
-    one = server.take(10).result()
-    assert server.take(10).result().name.number == one.name.number
-    two = server.finish(10, 1).result()
-    assert two.name.number == 2
-    assert server.finish(10, 1).result().name == two.name
-    assert server.add(2).result().number == 2
-    assert server.fetch(1).result().result.data == RESULT
-
-
 def test_arguments_and_results_come_in_pieces(server):
     """Pieces may come again; what begins anew after an interruption takes the place of the other."""
     half = ClosureOrder(1, "f", (), piece(ARGUMENTS, 0, 4))
@@ -177,18 +159,6 @@ def test_a_failure_cancels_what_waits_and_is_told_once(server):
     assert state.failure is None
     assert server.fetch(1).result().failure.kind == "ValueError"
     assert server.fetch(2).result().failure.kind == "KeyError"
-
-
-def test_a_closure_waits_for_the_results_that_it_needs(server):
-    """Also where the worker of one of them is lost: then that is run first."""
-    server.add(1)
-    server.add(2, needs=(1,))
-    one, two = server.take(10), server.take(11)
-    assert number_of(one) == 1
-    assert not two.done()
-    server.end(10)
-    assert number_of(two) == 1
-    assert number_of(server.finish(11, 1)) == 2
 
 
 def test_the_queue_is_bounded(server, monkeypatch):
@@ -332,6 +302,8 @@ class Walk(RuleBasedStateMachine):
 
     @rule(session=st.integers(10, 13), twice=st.booleans())
     def take(self, session, twice):
+        if session in self.held:  # the answer was lost
+            assert number_of(self.server.take(session)) == self.held[session]
         if session in self.waiting or session in self.held:
             return
         for _ in range(1 + twice):
@@ -354,10 +326,11 @@ class Walk(RuleBasedStateMachine):
                     self.state[other] = "cancelled"
         for _ in range(1 + twice):
             future = self.server.finish(session, number, "E" if fails == 0 else "")
+            if session in self.held:
+                assert number_of(future) == self.held[session]
+                break
             self.waiting[session] = future
             self.look()
-            if session in self.held:
-                break
 
     @rule(session=st.integers(10, 13))
     def lose(self, session):
@@ -410,8 +383,9 @@ class Walk(RuleBasedStateMachine):
             self.server.closures._scheduling.fail_all(GONE)
 
 
-Walk.TestCase.settings = search(1.5)
-TestWalk = Walk.TestCase
+def test_whatever_happens_to_closures():
+    """Each is one worker's at a time, and none stands still; what was told twice counts once; results are what came."""
+    run_state_machine_as_test(Walk, settings=search(1.5))
 
 
 NUMBER = TensorSpec("int64", ())
@@ -420,54 +394,29 @@ MEMBERS = tuple(Member(task, place + 1, 1, ASYNC) for place, task in enumerate(W
 FIRST, SECOND = ClosureName(5, 1, 5, (5,)), ClosureName(5, 2, 5, (5,))
 
 
-class Maker:
+class Maker(RoundsByHand):
+    """Rounds of closures, which workers push for by a closure's name."""
+
     def __init__(self):
-        self.rounds = Rounds(str, Votes(0))
-        self.rounds.approve(PreparedPlan(PLAN, 0))
-        self.rounds.approve(PreparedPlan(OTHER, 0))
-        self.rounds.close_generation(Generation(1, MEMBERS))
+        super().__init__(PLAN, OTHER, members=MEMBERS)
 
-    def push(self, session, name, round=0, plan=PLAN, whole=True, generation=1):
-        """Pushes, unless it is answered by the record; returns the future."""
-        said = Contribution(session, generation, round, plan.id, (1.0,), previous=round - 1, closure=name)
-        future = Future()
-        record = self.rounds.recorded(said)
-        if record is not None:
-            future.set_result(record)
-            return future
-        content = payload(plan, 0, [session], (1.0,), ()) if whole else Payload((), 8)
-        for effect in self.rounds.push(said, content, future, 0.0):
-            if isinstance(effect, Fail):
-                effect.future.set_exception(effect.error)
-        return future
+    def push(self, session, name, round=0, plan=PLAN, generation=1, **more):
+        """Pushes, unless it is answered by the record."""
+        record = self.rounds.recorded(Contribution(session, generation, round, plan.id, (1.0,), closure=name))
+        if record is None:
+            return super().push(session, round, plan, generation, previous=round - 1, closure=name, **more)
+        answered = Future()
+        answered.set_result(record)
+        return answered
 
-    def run(self):
-        counted = []
-        while (job := self.rounds.next_job()) is not None:
-            counted += [part.said.session for part in job.parts]
-            self.finish(job)
-        return counted
-
-    def finish(self, job):
-        record, waiters = self.rounds.complete(job, ReturnedValues([np.array(0)]))
-        for _, future in waiters:
-            future.set_result(record)
+    def counted(self):
+        """Runs all rounds that can; returns whose contributions they have."""
+        return [session for _, _, sessions in self.run() for session in sessions]
 
 
 @pytest.fixture
 def maker():
     return Maker()
-
-
-def test_a_round_that_was_made_is_answered_from_its_record(maker):
-    """The second worker's contribution does not count; the rounds that the first did not come to are made."""
-    maker.push(1, FIRST)
-    assert maker.run() == [1]
-    again = maker.push(2, SECOND)
-    assert again.result().sessions == {1}
-    maker.push(2, SECOND, round=1)
-    assert maker.run() == [2]
-    assert maker.rounds.places == ()  # no worker's own rounds
 
 
 def test_all_answers_are_kept_until_the_closure_is_over(maker):
@@ -488,12 +437,12 @@ def test_all_answers_are_kept_until_the_closure_is_over(maker):
 def test_what_is_not_whole_makes_room(maker):
     """The first worker died in the middle of its push: the second one's counts, in whatever generation it is."""
     first = maker.push(1, FIRST, whole=False)
-    assert maker.run() == []
-    maker.rounds.close_generation(Generation(2, MEMBERS[1:]))
+    assert maker.counted() == []
+    maker.close_generation(Generation(2, MEMBERS[1:]))
     maker.push(2, SECOND, generation=2)
     with pytest.raises(Fenced, match="assigned to another worker"):
         first.result()
-    assert maker.run() == [2]
+    assert maker.counted() == [2]
 
 
 def test_who_comes_back_takes_its_own_place(maker):
@@ -501,7 +450,7 @@ def test_who_comes_back_takes_its_own_place(maker):
     before = maker.push(1, FIRST, whole=False)
     maker.push(2, FIRST)
     assert isinstance(before.exception(0), Fenced)
-    assert maker.run() == [2]
+    assert maker.counted() == [2]
 
 
 def test_a_round_that_runs_answers_both(maker):
@@ -512,7 +461,7 @@ def test_a_round_that_runs_answers_both(maker):
     assert not second.done()
     maker.finish(job)
     assert first.result() is second.result()
-    assert maker.run() == []
+    assert maker.counted() == []
 
 
 def test_who_had_it_before_is_refused(maker):
@@ -539,8 +488,7 @@ def test_a_push_that_waited_for_its_generation_comes_again(maker):
     early = maker.push(2, SECOND, generation=2)
     maker.push(1, FIRST)
     maker.run()
-    for effect in maker.rounds.close_generation(Generation(2, MEMBERS)):
-        effect.future.set_exception(effect.error)
+    maker.close_generation(Generation(2, MEMBERS))
     with pytest.raises(PushAgain):
         early.result()
     assert maker.push(2, SECOND, generation=2).result().sessions == {1}
@@ -560,6 +508,6 @@ def test_each_round_counts_once_on_each_of_two_servers(lives):
         for round in range(rounds):
             for place, maker in enumerate(servers[: 1 + (both or round + 1 < rounds)]):
                 maker.push(session, name, round)
-                counted[place].extend((round, each) for each in maker.run())
+                counted[place].extend((round, each) for each in maker.counted())
     for rounds in counted:
         assert sorted(round for round, _ in rounds) == [0, 1, 2, 3]

@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psserver.devices import ServerDevice
-from psserver.effects import Await, Effect, Fail, Reply, Run, Work
-from psserver.state.first_values import FirstValueUploads
-from psserver.state.variables import Store
-from pswire.api import RoundReply
+from pstesting.clock import Clock
+from pswire.api import Contribution, RoundReply
 from pswire.errors import Fenced, InvalidRequest
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import Array, as_bytes, spec_of
 from pswire.network.payload import Payload
+from tests.kit.rig import NOWHERE, WORKERS, Deferred, Job, Servers, core
 
-A, B = 7, 8
-"""Sessions."""
+A, B = 0, 1
+"""Who sends."""
 
 VALUES: list[Array] = [
     np.arange(5, dtype="int16"),
@@ -32,50 +30,27 @@ VALUES: list[Array] = [
 
 
 class Server:
-    """First values without threads: work is done, and an awaited payload looked at, when the test says so."""
+    """A server of a job of two, which is told of variables without values; it does array work when the test says so.
+
+    Args:
+        values: what the variables may have; behind them there is one that lives elsewhere.
+    """
 
     def __init__(self, values: Sequence[Array] = VALUES) -> None:
-        self.store = Store(1, ServerDevice(), 0)
-        for id, value in enumerate(values):
-            self.store.declare(PlacedVariable(id, VariableSpec(f"v{id}", spec_of(value)), (1,)))
-        self.store.declare(PlacedVariable(99, VariableSpec("elsewhere", spec_of(values[0])), (0,)))
-        self.first_values = FirstValueUploads(self.store)
-        self.work: list[Work] = []
-        self.looks = 0
+        self.work = Deferred()
+        cores = [core(number, submit=self.work) for number in (0, 1)]
+        job = Job(Servers(list(cores), cores, Clock(), NOWHERE, False))
+        self.core, self.sessions = cores[0], [job.open(task).session for task in WORKERS[:2]]
+        specs = [VariableSpec(f"v{id}", spec_of(value)) for id, value in enumerate([*values, values[0]])]
+        placed = [PlacedVariable(id, spec, (int(id == len(values)),)) for id, spec in enumerate(specs)]
+        assert self.core.create_batch(self.sessions[A], placed).error is None
+        self.store = self.core.machine.job.store
 
-    def push(self, session: int, ids: tuple[int, ...], payload: Payload) -> Future[RoundReply]:
-        future: Future[RoundReply] = Future()
-        self._take(self.first_values.push(session, ids, payload, future))
-        self.progress()
-        return future
-
-    def progress(self) -> None:
-        self._take(self.first_values.next())
+    def push(self, who: int, ids: tuple[int, ...], payload: Payload) -> Future[RoundReply]:
+        return self.core.push(Contribution(self.sessions[who], 0, 0, b"", first_values=ids), payload)
 
     def do(self) -> None:
-        while self.work:
-            work = self.work.pop(0)
-            work.call(*work.args)
-            assert work.then is not None
-            self._take(work.then(None, None, 0.0))
-            self.progress()
-
-    def end(self, session: int) -> None:
-        self._take(self.first_values.session_ended(session, Fenced("it ended")))
-
-    def _take(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case Work():
-                    self.work.append(effect)
-                case Await():
-                    effect.payload.reach(effect.offset, self.progress)
-                case Run():
-                    effect.call(*effect.args)
-                case Reply():
-                    effect.future.set_result(effect.value)
-                case Fail():
-                    effect.future.set_exception(effect.error)
+        self.work.run()
 
     def value(self, id: int) -> Any:
         return self.store.find(id).array.tolist()
@@ -107,7 +82,6 @@ def test_values_are_as_they_were_sent(step, eager):
     assert future.result().payload.size == 0
     assert [server.value(id) for id in range(4)] == [value.tolist() for value in VALUES]
     assert all(server.store.find(id).array.flags.owndata for id in range(4)), "rounds write into them"
-    assert server.first_values.arrivals == {}
 
 
 def test_the_first_values_count():
@@ -135,7 +109,7 @@ def test_a_resend_goes_on_where_the_first_call_has_stopped():
     assert not two.done()
     second.add(256, memoryview(data[256:]))
     server.do()
-    assert (one.done(), two.done(), server.value(2)) == (True, True, VALUES[2].tolist())
+    assert (one.exception(0), two.exception(0), server.value(2)) == (None, None, VALUES[2].tolist())
 
 
 def test_a_session_that_ends_gives_nothing():
@@ -144,7 +118,7 @@ def test_a_session_that_ends_gives_nothing():
     payload = Payload((), len(data))
     future = server.push(A, (0, 1, 2, 3), payload)
     payload.add(0, memoryview(data[:128]))
-    server.end(A)
+    server.core.leave(server.sessions[A], "a bug")
     with pytest.raises(Fenced):
         future.result(0)
     payload.add(128, memoryview(data[128:]))
@@ -170,7 +144,7 @@ def test_a_session_sends_one_push_at_a_time():
 @pytest.mark.parametrize(
     ("ids", "size", "told"),
     [
-        *((ids, 16, "of this server, each once") for ids in ((0, 0), (5,), (99,), (0, 99))),
+        *((ids, 16, "of this server, each once") for ids in ((0, 0), (5,), (4,), (0, 4))),
         ((0,), 11, "11 bytes does not hold the initial values of 1 variables"),
     ],
     ids=str,
@@ -178,7 +152,7 @@ def test_a_session_sends_one_push_at_a_time():
 def test_other_variables_are_refused(ids, size, told):
     """Twice the same, one that nobody has created, one that lives elsewhere; and a payload of another size."""
     with pytest.raises(InvalidRequest, match=told):
-        Server().push(A, ids, Payload((), size))
+        Server().push(A, ids, Payload((), size)).result(0)
 
 
 def test_a_large_value_is_taken_in_as_it_comes():

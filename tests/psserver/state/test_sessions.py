@@ -127,28 +127,6 @@ def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
     assert alone.expire(LEASE + 1) == [CHIEF]  # that nobody else is heard is no excuse for it
 
 
-def test_a_task_whose_process_is_gone_is_taken(members):
-    """Its connection has ended and no heartbeat has followed, its lease is over, or it left. While it is alive a second
-    process of it is refused, and the first does not notice. A chief beside it goes on."""
-    first, chief, other = opened(members, A), opened(members, A, drives=True), opened(members, B)
-    with pytest.raises(TaskTaken, match=r"another process is /job:worker/task:0 of this job.*0\.5 s ago.*TF_CONFIG"):
-        opened(members, A, 0.5)
-    assert states(members) == {first: "open", other: "open"}
-    members.part(first, 1.0)
-    with pytest.raises(TaskTaken):
-        opened(members, A, 0.9 + HEARTBEAT)
-    second = opened(members, A, 1.0 + HEARTBEAT)
-    assert states(members) == {first: "failed", other: "open", second: "open"}
-    members.check(chief)
-    with pytest.raises(Fenced, match="started again"):
-        members.check(first)
-    for now in (LEASE / 2, LEASE, 1.5 * LEASE):
-        members.touch(other, now)  # while nobody is heard no lease is over
-    third = opened(members, A, 1.5 * LEASE)
-    fourth = again(members, third, A, 1.5 * LEASE)
-    assert states(members)[fourth] == "open"
-
-
 def test_only_one_process_is_chief(members):
     """Also where another task would drive; once its lease is over, the next one may, with a greater token."""
     number, token = members.open(Member(CHIEF, 0, 0), True, 1, 0.0)
@@ -158,44 +136,6 @@ def test_only_one_process_is_chief(members):
     assert members.open(Member(A, 0, 0), True, 2, LEASE + 1)[1] > token
     with pytest.raises(Fenced):
         members.check(number)
-
-
-def test_another_job_is_refused_until_this_one_is_over():
-    """The sentence says how to join it, and how to discard it. A process of the same job comes as always."""
-    held = [True]
-    members = begun(held=lambda: held[0])
-    held[0] = False
-    one = members.open(Member(A, 0, 1), False, 0, 0.0, job="red")[0]
-    refused = r"belongs to the job 'blue', but these servers hold the job 'red': .*set PS_JOB=red.*psctl job delete"
-    with pytest.raises(ConfigError, match=refused + "|.*task:0 of it are here"):
-        members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
-    with pytest.raises(ConfigError, match="without a name"):
-        members.open(Member(B, 0, 1), False, 0, 0.0)
-    held[0] = True
-    members.leave(one, "")
-    with pytest.raises(ConfigError, match="it was not closed cleanly, and its variables are still there"):
-        members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
-    assert members.job == "red"
-    two = members.open(Member(B, 0, 1), False, 0, 0.0, job="red")[0]
-    held[0] = False
-    members.leave(two, "")
-    members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
-    assert members.job == "blue"
-
-
-def test_one_mode_for_all_who_run_the_script(members):
-    """Another one is refused, with both names; who is alone, or has taken the place of its own task, is not."""
-    chief, one = opened(members, A, drives=True), members.open(Member(A, 0, 1, ASYNC), False, 0, 0.0)[0]
-    with pytest.raises(ConfigError, match=r"task:1 runs with ps.Sync\(\).*task:0 with ps.Async\(\); give .* the same"):
-        opened(members, B)
-    members.check(one)
-    members.check(chief)
-    assert states(members) == {one: "open"}
-    next_one = again(members, one, A)
-    other = opened(members, B)
-    with pytest.raises(ConfigError):  # what a task had goes on if its new process may not begin
-        members.open(Member(A, 0, 1, ASYNC), False, 0, 2 * LEASE)
-    assert states(members) == {one: "failed", next_one: "open", other: "open"}
 
 
 def test_numbers_and_tokens_are_never_given_twice(members):
@@ -235,20 +175,6 @@ def test_only_so_many_sessions_may_be_open():
     opened(few, B)
 
 
-@pytest.mark.parametrize("new_job", [False, True])
-def test_what_has_ended_is_not_remembered_for_ever(new_job):
-    """Who opens again and again is refused one day: each time is told to the chief, and takes memory. Who came for a
-    new job counts among those that it may have had in all."""
-    few = begun(limit=1)
-    number = opened(few, A)
-    if new_job:
-        few.begin_anew([])
-    for _ in range(REMEMBERED - 1):
-        number = again(few, number, A)
-    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times, which is the limit"):
-        again(few, number, A)
-
-
 def test_a_resent_open_is_the_same_session(members):
     """By its key; another key is another process. The key is its task's alone: another one that says it gets neither
     the session nor its token."""
@@ -262,7 +188,7 @@ def test_a_resent_open_is_the_same_session(members):
 
 
 def test_what_a_chief_acts_on_changes_the_version(members):
-    """And nothing else does: heartbeats and calls go unnoticed."""
+    """And nothing else does: heartbeats and calls go unnoticed, unless a process says that it leaves."""
     versions = [members.version]
 
     def changed():
@@ -276,6 +202,10 @@ def test_what_a_chief_acts_on_changes_the_version(members):
     members.enter(number, "dataset:0")
     heartbeat(members, number, 1.0, (3, b"x"))
     members.touch(number, 2.0)
+    members.heartbeat(number, (3, b"x"), 3.0, plan, Pace(5, 5, 5))
+    assert not changed()
+    members.heartbeat(number, (3, b"x"), 3.0, plan, Pace(5, 5, 5, True, True))
+    assert changed()
     members.part(number, 3.0)
     assert not changed()
     members.expire(100.0)
@@ -284,21 +214,6 @@ def test_what_a_chief_acts_on_changes_the_version(members):
     assert changed()
     members.leave(number, "")
     assert not changed()
-
-
-def test_waiting_for_different_plans_in_a_round_ends_everyone(members):
-    """Members, that is; the chief goes on, and tells."""
-    one, two, three = (opened(members, task) for task in (A, B, C))
-    chief = opened(members, CHIEF, drives=True)
-    heartbeat(members, one, 0.0, (4, b"x"))
-    heartbeat(members, two, 0.0, (4, b"x"))
-    heartbeat(members, three, 0.0, (5, b"y"))
-    heartbeat(members, three, 0.0, (4, b"y"))
-    for number in (one, two, three):
-        with pytest.raises(Diverged, match=r"round 4.*worker/task:0 runs: section x.*worker/task:2 runs: section y"):
-            members.check(number)
-    members.check(chief)
-    assert set(states(members).values()) == {"failed"}
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it has ended", "it waits no more"])
@@ -325,33 +240,6 @@ def test_who_takes_no_part_ends_nobody():
     assert states(members) == {one: "open", newcomer: "failed"}
 
 
-def test_a_divergence_that_is_reported_ends_everyone(members):
-    """Any other error ends its own session alone."""
-    one, two, three = (opened(members, task) for task in (A, B, C))
-    members.leave(one, "ValueError: Diverged from the plan")
-    members.check(two)
-    members.leave(two, "Diverged: in round 3")
-    with pytest.raises(Diverged, match=r"^in round 3$"):
-        members.check(three)
-
-
-def test_a_clean_end_is_none_after_a_failure(members):
-    """Who was thought dead may still say that it is done; who failed may not take it back."""
-    lost, failed, replaced = opened(members, A), opened(members, B), opened(members, C)
-    for number in (lost, failed, replaced):
-        members.part(number, 0.0)
-    members.expire(LEASE + 1)
-    members.leave(lost, "")
-    heartbeat_again = opened(members, C)
-    members.leave(failed, "an error")
-    members.leave(replaced, "")
-    for _ in range(2):
-        with pytest.raises(Fenced, match="it failed"):
-            members.leave(failed, "")
-        members.leave(failed, "another error")
-    assert states(members) == {lost: "left", failed: "failed", replaced: "left", heartbeat_again: "open"}
-
-
 def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessions_now():
     """But not a process in whose place another one has come already. Who opened elsewhere has the session that it has:
     asked again by its number it is no second one."""
@@ -370,17 +258,6 @@ def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessi
     assert members.expire(112.0) == [B]
 
 
-def test_a_new_job_knows_who_is_there(members):
-    """Members of the old one are gone; those who came for the new one stay; who had ended is forgotten."""
-    member, newcomer, gone = opened(members, A), opened(members, B), opened(members, C)
-    members.leave(gone, "")
-    members.begin_anew([member, 999])
-    assert states(members) == {newcomer: "open"}
-    for number in (member, gone):
-        with pytest.raises(Fenced, match="not known on this server"):
-            members.check(number)
-
-
 def test_the_end_of_a_chief(members):
     """The newest one's own farewell is what counts."""
     assert not members.chief_left()
@@ -393,14 +270,6 @@ def test_the_end_of_a_chief(members):
     assert members.chief_silent(5.0 + LEASE) == 2.0
     members.leave(new, "")
     assert members.chief_left()
-
-
-def test_states_tell_how_long_it_is_silent(members):
-    """And where it waits."""
-    number = opened(members, A, 4.0)
-    members.enter(number, "dataset:0")
-    (state,) = members.states(6.5)
-    assert (state.member.task, state.member.session, state.join_point, state.silent) == (A, number, "dataset:0", 2.5)
 
 
 def with_newcomer(members):
@@ -437,18 +306,6 @@ def test_a_newcomer_that_is_as_one_of_two_who_differ_is_told_of_them(members):
         with pytest.raises(Diverged, match="round 4") as caught:
             members.check(number)
         assert not isinstance(caught.value, NewcomerDiverged)
-
-
-def test_who_is_excluded_while_it_heartbeats_is_told_why(members):
-    """It held a round up; who had ended is told of that end."""
-    hung, left, other = opened(members, A), opened(members, B), opened(members, C)
-    members.leave(left, "")
-    members.exclude({hung, left, 999})
-    with pytest.raises(Fenced, match="PS_ROUND_TIMEOUT"):
-        members.check(hung)
-    assert states(members) == {hung: "hung", left: "left", other: "open"}
-    with pytest.raises(Fenced, match="PS_ROUND_TIMEOUT"):
-        members.leave(hung, "")
 
 
 def driven(mode="sync"):
@@ -541,16 +398,6 @@ def test_nobody_drives_where_nothing_is_to_be_driven():
     members.part(chief, 0.0)
     heard(members, workers, 6.0)
     assert not members.is_to_drive(workers[0], 6.0)
-
-
-def test_what_a_process_asks_by_its_heartbeats_is_news_for_the_chief():
-    """That it leaves; its counts are none."""
-    members, workers, _ = driven()
-    before = members.version
-    members.heartbeat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5))
-    assert members.version == before
-    members.heartbeat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5, True, True))
-    assert members.version == before + 1
 
 
 @pytest.fixture

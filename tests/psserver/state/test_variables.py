@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.devices import ServerDevice, owned
+from psserver.devices import ServerDevice
 from psserver.state.variables import Store
 from psserver.tables import frozen as module
 from psserver.tables import policies
@@ -16,7 +16,7 @@ from psserver.tables.native import Native
 from psserver.tiers.paging import PAGE
 from psserver.values.dense import Dense, FrozenDense
 from pswire.api import TableRead
-from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
+from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.limits import MAX_BESIDE, MAX_PARTS
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable, VariableSpec
@@ -50,79 +50,6 @@ def test_what_fits_exactly_is_held():
     unlimited = store()
     unlimited.declare(variable(0, 1 << 40))  # memory is taken by values
     assert unlimited.nbytes == 1 << 40
-
-
-def test_what_lives_elsewhere_costs_nothing():
-    """It is known, and has no value here."""
-    held = store(10)
-    held.declare(variable(0, 1000, (0, 2)))
-    held.declare(variable(1, 0))
-    assert held.nbytes == 0
-    with pytest.raises(InvalidRequest, match="'v0' is not on this server"):
-        held.initialize(0, np.zeros(1000, "int8"))
-
-
-def test_a_number_stands_for_one_variable():
-    """Another shape, name or place under it is refused."""
-    held = store()
-    held.declare(variable(0, 3))
-    for other in (
-        variable(0, 4),
-        variable(0, 3, (0, 1)),
-        PlacedVariable(0, VariableSpec("w", TensorSpec("int8", (3,))), (1,)),
-    ):
-        with pytest.raises(VariableMismatch):
-            held.declare(other)
-
-
-@pytest.mark.parametrize("spec", [VariableSpec("", TensorSpec("int8", ())), VariableSpec("v", TensorSpec("text", ()))])
-def test_what_cannot_be_is_refused(spec):
-    with pytest.raises(InvalidRequest):
-        store().declare(PlacedVariable(0, spec, (1,)))
-
-
-def test_the_first_value_stays_until_a_round():
-    """Later first values are ignored; what a round assigns replaces it."""
-    held = store()
-    held.declare(variable(0, 2))
-    assert not held.initialized(0)
-    for number, name in ((0, "'v0'"), (7, "variable 7")):
-        with pytest.raises(InvalidRequest, match=f"{name} has no value"):
-            held.find(number)
-    first = np.array([1, 2], "int8")
-    held.initialize(0, first)
-    held.initialize(0, np.array([3, 4], "int8"))
-    assert held.find(0).array is first
-    before = held.values()
-    held.commit({0: Dense(np.array([5, 6], "int8"))})
-    assert held.find(0).array.tolist() == [5, 6]
-    assert before[0] is first
-
-
-def test_what_is_kept_keeps_no_message_alive():
-    """Views and other orders are copied; an array of its own is not."""
-    message = np.frombuffer(bytes(64), "float64")
-    assert owned(message).flags.owndata
-    assert owned(np.zeros((2, 3)).T).flags.c_contiguous
-    assert owned(np.zeros((4, 3))[1:]).base is None
-    mine = np.zeros(3)
-    assert owned(mine) is mine
-
-
-@pytest.mark.parametrize(("next_round", "kept"), [((0,), True), ((1,), False)], ids=["the same", "of others"])
-def test_what_was_replaced_is_kept_for_the_next_such_round(next_round, kept):
-    """For that of the same variables: beside second arrays of others the memory limit has no room for it."""
-    held = store()
-    for id in (0, 1):
-        held.declare(variable(id, 2))
-        held.initialize(id, np.full(2, id, "int8"))
-    held.lend([0], exchanges=True)
-    held.exchange({0: Dense(np.full(2, 5, "int8"))})
-    held.lend([1], exchanges=False)  # a round that writes in place, or is small
-    held.lend(next_round, exchanges=True)
-    spare = held.take_spare(0)
-    assert (spare is not None) == kept
-    assert held.take_spare(0) is None
 
 
 SHAPE = (1000, 3)

@@ -229,32 +229,6 @@ def test_it_is_read_as_it_was(monkeypatch, name, changes):
     assert not job.table.state().equals(expected)
 
 
-@pytest.mark.parametrize("name", ["evicting", "filtered"])
-def test_rounds_go_on_in_a_thread_of_their_own(name):
-    """What is read at the same time is as it was; two holders of two rounds do not disturb each other."""
-    job = Job(made(HELD[name]))
-    for _ in range(10):
-        job.step()
-    holds = []
-    for _ in range(2):
-        holds.append((job.table.state(), job.table.freeze()))
-        job.step()
-    ended = threading.Event()
-
-    def train() -> None:
-        while not ended.is_set():
-            job.step()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        for expected, held in holds:
-            assert state_of(held).equals(expected)
-    finally:
-        ended.set()
-        thread.join()
-
-
 def test_a_round_sets_its_own_rows_aside_alone(monkeypatch):
     """Each once; none that was made since, none that is read already, and none of what is not to be read."""
     monkeypatch.setattr(frozen_tensors, "PIECE_BYTES", 20_000)

@@ -14,9 +14,7 @@ from psserver.devices import ServerDevice
 from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.cells import CellIndex
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
-from psserver.tables.marks import mark
 from psserver.tables.native import FIRST_VALUES, INDEX, Native
-from psserver.tables.rows import COUNT, WORDS
 from pswire.model.hashing import BUCKETS, LOW_BITS, buckets_of, hashes_of, keys_of, mixed, unmixed
 from tests.conftest import KERNELS
 from tests.kit.cases import search
@@ -191,16 +189,3 @@ def test_without_a_compiler_there_are_none():
     on_gpu = Compiler(SimpleNamespace(gpu=0), 1)
     assert Native(on_gpu).index() is None
     assert compiled().index() is compiled().index()
-
-
-def test_rows_are_marked_alike():
-    """By the compiled function and by NumPy, also those that come several times; what was known comes back."""
-    rng = np.random.default_rng(0)
-    books = rng.integers(0, 100, (50, WORDS)).astype(np.uint32)
-    books[:, COUNT] = rng.random(50).astype(np.float32).view(np.uint32)
-    slots, times = rng.integers(0, 50, 200), rng.integers(1, 9, 200)
-    mine, other = books.copy(), books.copy()
-    saved = mark(mine, 7, slots, times), mark(other, 7, slots, times, compiled().mark())
-    assert compiled().mark() is not None
-    assert mine.tobytes() == other.tobytes()
-    assert saved[0].tobytes() == saved[1].tobytes() == books[slots].tobytes()

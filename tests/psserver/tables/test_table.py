@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from psserver.tables.cells import CellIndex
 from psserver.tables.native import Native
@@ -127,8 +127,9 @@ class Dicts(RuleBasedStateMachine):
         assert (hashes[1:] > hashes[:-1]).all()
 
 
-Dicts.TestCase.settings = search(0.25, steps=0.25)
-test_a_table_is_a_dict_of_rows = Dicts.TestCase
+def test_a_table_is_a_dict_of_rows():
+    """Whatever rounds, removals, failures, restores and deltas do."""
+    run_state_machine_as_test(Dicts, settings=search(0.25, steps=0.25))
 
 
 def test_the_index_is_compiled_in_the_middle():

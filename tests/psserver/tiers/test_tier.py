@@ -350,14 +350,6 @@ def test_systems_without_one_call_for_many_runs_get_one_each(tier, monkeypatch):
         paging._own_process.cache_clear()
 
 
-@pytest.mark.parametrize("pages", [[], [4], [0, 1, 2], [1, 2, 5, 7, 8, 9]])
-def test_runs(pages):
-    firsts, counts = paging.runs_of(np.array(pages, np.int64))
-    found = [n for first, count in zip(firsts, counts, strict=True) for n in range(first, first + count)]
-    assert found == pages
-    assert len(firsts) == sum(1 for n in pages if n - 1 not in pages)
-
-
 def test_files_go_with_their_arrays(tier):
     """A tier keeps no array alive, and closes the files of those that are gone."""
     before = len(list(Path("/proc/self/fd").iterdir()))
