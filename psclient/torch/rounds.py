@@ -81,7 +81,7 @@ class StepRounds:
         last = self._cache.key
         known = last is not None and last.step.is_of(out.variables)
         if not known:
-            self._groups.check(out.variables)
+            self._groups.first._check_variables(out.variables)
         backend.flush()  # what was begun before is no part of this
         with context.enter_cross_replica(self._strategy):
             if not known:

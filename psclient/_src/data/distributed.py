@@ -23,7 +23,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.conversions import is_text
 from psclient._src.arrays.devices import CPU, AnyArray, Device, to_device
 from psclient._src.arrays.nest import Nest
-from psclient._src.data.adapters import Batch, BatchSource, GlobalBatch, source_of
+from psclient._src.data.adapters import Batch, GlobalBatch, source_of
 from psclient._src.data.group import Passes, ReplicaGroup
 from psclient._src.data.iterators import DistributedIterator
 from psclient._src.interpreter.lifetimes import Unpicklable
@@ -73,9 +73,14 @@ class _Distributed(Unpicklable):
     _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
-        self, source: BatchSource, group: ReplicaGroup, number: int, passes: Passes | None, options: InputOptions | None
+        self,
+        dataset: object,
+        group: ReplicaGroup,
+        number: int,
+        passes: Passes | None = None,
+        options: InputOptions | None = None,
     ) -> None:
-        self._source = source
+        self._source = source_of(dataset)
         self._group = group
         self._number = number
         self._passes = passes or Passes()
@@ -88,6 +93,10 @@ class _Distributed(Unpicklable):
         self._went_on: Position | None = None
         self._asks = False  # once a loop over `epochs` has asked where to go on
         self._saved: int | None = None  # its number in the checkpoint that the script has it in
+        self._set_up(dataset)
+
+    def _set_up(self, dataset: object) -> None:
+        """Checks the dataset and the options."""
 
     def __iter__(self) -> DistributedIterator:
         """Begins the next data epoch; the iterator joins the group at its first batch."""
@@ -355,15 +364,9 @@ class DistributedDataset(_Distributed):
             `ArrayDataset` are checked when they are read.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        group: ReplicaGroup,
-        number: int,
-        passes: Passes | None = None,
-        options: InputOptions | None = None,
-    ) -> None:
-        super().__init__(source_of(dataset), group, number, passes, options)
+    _warned = False
+
+    def _set_up(self, dataset: object) -> None:
         policy = self._options.auto_shard_policy
         if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
             raise ValueError(
@@ -372,7 +375,6 @@ class DistributedDataset(_Distributed):
             )
         if self._source.unfit and policy is not AutoShardPolicy.OFF:
             raise ValueError(self._source.unfit)
-        self._warned = False
 
     def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         self._warn()
@@ -498,7 +500,7 @@ class DistributedDatasetFromFunction(_Distributed):
         passes: Passes | None = None,
         options: InputOptions | None = None,
     ) -> None:
-        super().__init__(source_of(dataset_fn(input_context)), group, number, passes, options)
+        super().__init__(dataset_fn(input_context), group, number, passes, options)
         self._context, self._function = input_context, dataset_fn
 
     def _described(self) -> Sequence[str]:

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 from psclient._src.arrays.devices import Device
+from psclient._src.data.assigned import ChunkCalls
 from psclient._src.data.progress import Progress
-from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.log import Examples
-
-
-class ChunkCalls(Protocol):
-    """Server 0, as a process asks it for batches."""
-
-    restores: Callable[[], int]
-    """Returns what `ChunkAsk.restores` is to be."""
-
-    def ask(self, ask: ChunkAsk) -> Future[Chunks]:
-        """Asks, and waits for nothing."""
-        ...
-
-    def wait(self, future: Future[Chunks]) -> Chunks:
-        """Waits for an answer; raises what ends the session meanwhile."""
-        ...
 
 
 class ReplicaGroup(Progress):

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Protocol
 
 from psclient._src.data.adapters import GlobalBatch
+from psclient._src.data.assigned import AssignedBatches
 from pswire.cluster import Task
 from pswire.model.log import Examples, Position
 
@@ -46,23 +46,6 @@ class Pass:
     batch: GlobalBatch | None = None
 
 
-class AssignedBatches(Protocol):
-    """The batches of one dataset that this process was handed out."""
-
-    @property
-    def tickets(self) -> tuple[int, ...]:
-        """Those in use, which no round of updates has taken in."""
-        ...
-
-    def sent(self) -> None:
-        """A round of updates was sent that takes them in."""
-        ...
-
-    def stands(self) -> tuple[Position, ...]:
-        """Asks where the dataset stands, pass by pass; nothing before its first batch was asked for."""
-        ...
-
-
 class Progress:
     """The passes that are under way, the innermost last: one over another dataset may stand inside of one.
 
@@ -72,7 +55,7 @@ class Progress:
     Attributes:
         passing: told whether a pass is under way, each time that one goes on, or has ended.
         restores: positions of checkpoints that a dataset goes on from.
-        handed: of each dataset whose batches are handed out, which this process has.
+        assigned: of each dataset whose batches server 0 assigns, which this process has.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -82,7 +65,7 @@ class Progress:
         self._holding = False
         self._trained: set[int] = set()  # datasets whose steps make rounds of updates
         self.restores = 0
-        self.handed: dict[int, AssignedBatches] = {}
+        self.assigned: dict[int, AssignedBatches] = {}
         self._begins: dict[int, tuple[Position, ...]] = {}
         self._positions: dict[int, tuple[Position, ...]] = {}
         self._restored: dict[tuple[int, int], tuple[Position, ...]] = {}
@@ -160,9 +143,9 @@ class Progress:
 
     def stand(self) -> None:
         """Asks where the datasets stand of which batches are handed out; called before a checkpoint."""
-        for dataset, handed in self.handed.items():
+        for dataset, assigned in self.assigned.items():
             before = self._positions.get(dataset, ())
-            stands = [replace(each, source=before[-1].source if before else 0) for each in handed.stands()]
+            stands = [replace(each, source=before[-1].source if before else 0) for each in assigned.stands()]
             self._positions[dataset] = tuple(stands) or before
 
     def advance(
@@ -241,8 +224,8 @@ class Progress:
         now.made_round = True
         if trains:
             self._trained.add(now.dataset)
-            if now.dataset in self.handed:
-                self.handed[now.dataset].sent()
+            if now.dataset in self.assigned:
+                self.assigned[now.dataset].sent()
         if not self._holding:
             now.given, now.worked = True, NOBODY
         return now
@@ -250,7 +233,7 @@ class Progress:
     @property
     def chunks(self) -> tuple[int, ...]:
         """The tickets of the batches that the next round of updates is made of; empty where none are handed out."""
-        found = self.handed.get(self._passes[-1].dataset) if self._passes else None
+        found = self.assigned.get(self._passes[-1].dataset) if self._passes else None
         return () if found is None else found.tickets
 
     @contextlib.contextmanager

@@ -165,6 +165,17 @@ def _array(origin: object, values: Sequence[object]) -> Array | None:
     return origin if isinstance(origin, np.ndarray) else None
 
 
+class _NewCall(NamedTuple):
+    """A call that is to be traced: what the function was given, and its leaves that become inputs, or numbers."""
+
+    strategy: StrategyFace
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    give: Give
+    given: Sequence[InputLeaf]
+    numbers: list[Number]
+
+
 class UpdateFunction:
     """A function for `update` and `update_non_slot` that depends on its arguments alone; see `update_function`.
 
@@ -186,11 +197,7 @@ class UpdateFunction:
         return self._fn(*own, **kwargs)
 
     def call(
-        self,
-        strategy: StrategyFace,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        give: Give,
+        self, strategy: StrategyFace, args: Sequence[object], kwargs: Mapping[str, object], give: Give
     ) -> TracedCall:
         """Finds the trace of a call, or makes it.
 
@@ -216,49 +223,28 @@ class UpdateFunction:
             call = _known_call(known, given, numbers)
             if call is not None:
                 return call
-            made = self._trace(strategy, args, kwargs, give, given, numbers)
+            made = self._trace(_NewCall(strategy, args, kwargs, give, given, numbers))
             call = made.same(given, numbers)  # Once the trace is known, another thread may give it other numbers.
             if len(self._traces) >= MAX_TRACES:
                 self._traces.clear()
             self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])
             return call
 
-    def _trace(
-        self,
-        strategy: StrategyFace,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        give: Give,
-        given: Sequence[InputLeaf],
-        numbers: list[Number],
-    ) -> Trace:
-        around = _around(self._fn, (args, kwargs))
-
-        def record() -> tuple[Traced, Tape, Recording]:
-            return self._record(strategy, args, kwargs, give, given, numbers, around)
-
-        traced, tape, recording = record()
+    def _trace(self, call: _NewCall) -> Trace:
+        around = _around(self._fn, (call.args, call.kwargs))
+        traced, tape, recording = self._record(call, around)
         brought = [*recording.brought, *tape.brought]
         # What changes its surroundings is traced at each call, and may do what it likes.
         if around.unchanged() and any(one.is_number or around.name_of(one.value) is None for one in brought):
-            _, tape_again, again = record()
+            _, tape_again, again = self._record(call, around)
             refuse_changing(brought, [*again.brought, *tape_again.brought])
-        labels = _labels(self.__name__, args, kwargs)
-        return Trace(traced, tape, numbers, around, labels, _names(given) if recording.named else None)
+        labels = _labels(self.__name__, call.args, call.kwargs)
+        return Trace(traced, tape, call.numbers, around, labels, _names(call.given) if recording.named else None)
 
-    def _record(
-        self,
-        strategy: StrategyFace,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        give: Give,
-        given: Sequence[InputLeaf],
-        numbers: list[Number],
-        around: Surroundings,
-    ) -> tuple[Traced, Tape, Recording]:
-        recording, tape = Recording(self._refuse), Tape(numbers)
+    def _record(self, call: _NewCall, around: Surroundings) -> tuple[Traced, Tape, Recording]:
+        recording, tape = Recording(self._refuse), Tape(call.numbers)
         places = itertools.count()
-        inputs = [_tracer(recording, given, place) for place in range(len(given))]
+        inputs = [_tracer(recording, call.given, place) for place in range(len(call.given))]
 
         def scalar(_: Number) -> Value:
             return tape.scalar(next(places))
@@ -270,10 +256,10 @@ class UpdateFunction:
                 return value.view(scalar)
             if type(value) in NUMBERS:
                 return scalar(value)
-            return value if isinstance(value, WORDS) or give(value) is None else next(rest)
+            return value if isinstance(value, WORDS) or call.give(value) is None else next(rest)
 
-        own, named = nest.map_structure(leaf, (tuple(args), dict(kwargs)))
-        with context.enter_update(strategy, self._refuse):
+        own, named = nest.map_structure(leaf, (tuple(call.args), dict(call.kwargs)))
+        with context.enter_update(call.strategy, self._refuse):
             traced = trace(recording, self._fn, own, named, around)
         return traced, tape, recording
 

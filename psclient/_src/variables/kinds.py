@@ -82,22 +82,14 @@ class ServerVariable(Variable):
         self._reader = reader
         self._copies: dict[Device, tuple[Array, AnyArray]] = {}
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The parameter devices that hold it."""
-        names = self.strategy.extended.parameter_devices
-        return tuple(names[server] for server in self.place)
-
     def _fetch(self) -> Array:
         return self._reader.read(self.handle)
 
-    def _prefetch(self, ids: Int64s) -> None:
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
         self._reader.prefetch(self.handle, ids)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
-        rows = self._reader.read_rows(self.handle, ids)
-        device = context.replica_device()
-        return rows if device is None else to_device(rows, device)
+        return on_replica(self._reader.read_rows(self.handle, ids))
 
     def _taken(self, how: str, value: Any) -> Any:
         if isinstance(value, Variable) and value.strategy is not self.strategy:
@@ -121,6 +113,12 @@ class ServerVariable(Variable):
             copy = to_device(value, device)
             self._copies[device] = (value, copy)
         return copy
+
+
+def on_replica(array: AnyArray) -> AnyArray:
+    """Returns an array on the device of the replica whose function runs; outside of one as it is."""
+    device = context.replica_device()
+    return array if device is None else to_device(array, device)
 
 
 def scatter_on_servers(variable: Variable, how: str, slices: IndexedSlices) -> None:
@@ -198,18 +196,14 @@ class Cell:
         taken = read(value)
         with self._lock, device_scope(self.device):
             fitting = self.fit(taken if how == "assign" else self._changed(how, taken))
-            self.array = namespace(self.device).array(fitting, DTYPES[self._spec.dtype])
-            if self.device.kind == "cpu":
-                self.array.flags.writeable = False
+            self._hold(namespace(self.device).array(fitting, DTYPES[self._spec.dtype]))
 
     def replace_rows(self, ids: Array, rows: AnyArray) -> None:
         """Gives some rows a value, of its dtype; readers keep the array that they have read."""
         with self._lock, device_scope(self.device):
             whole = self.array.copy()
             whole[namespace(self.device).asarray(ids)] = rows
-            if self.device.kind == "cpu":
-                whole.flags.writeable = False
-            self.array = whole
+            self._hold(whole)
 
     def scatter(self, how: str, rows: Rows) -> None:
         """Changes rows by one of `SCATTERS`, each place once; they are of a dtype that fits."""
@@ -218,9 +212,12 @@ class Cell:
             at = xp.asarray(rows.ids)
             whole = self.array.copy()
             whole[at] = change(how, whole[at], to_device(rows.values, self.device), xp).astype(whole.dtype)
-            if self.device.kind == "cpu":
-                whole.flags.writeable = False
-            self.array = whole
+            self._hold(whole)
+
+    def _hold(self, array: AnyArray) -> None:
+        if self.device.kind == "cpu":
+            array.flags.writeable = False
+        self.array = array
 
     def _changed(self, how: str, delta: object) -> AnyArray:
         """Returns the array plus or minus a value, in NumPy's dtype: the result is rounded once, as on servers."""

@@ -17,10 +17,11 @@ from psclient._src.arraylike import LazyArray, Mirrored, Readable
 from psclient._src.arrays import nest
 from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, is_array, to_device
 from psclient._src.arrays.nest import Nest
+from psclient._src.arrays.rows import concatenate
 from psclient._src.context import StrategyFace
 from psclient._src.values import DistributedValues
 from psclient._src.variables.indexed_slices import IndexedSlices
-from psclient._src.variables.kinds import ServerVariable, check_fits, scatter_on_servers
+from psclient._src.variables.kinds import ServerVariable, check_fits, on_replica, scatter_on_servers
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import ShardOf, VariableSpec
@@ -229,12 +230,6 @@ class VariableOfShards(Variable):
         """The shards, in order."""
         return list(self._shards)
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The parameter devices that hold it."""
-        names = self.strategy.extended.parameter_devices
-        return tuple(names[server] for server in self.place)
-
     def _on_host(self) -> Value:
         if context.update_lift() is not None:
             self._refuse_update()
@@ -277,17 +272,15 @@ class CutVariable(VariableOfShards):
     def _copy_on(self, device: Device) -> AnyArray:
         return to_device(self._fetch(), device)
 
-    def _prefetch(self, ids: Int64s) -> None:
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
         for shard, (_, own) in zip(self._shards, self.sharding.split_ids(ids), strict=True):
-            shard._prefetch(own)
+            shard._announce(own)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         split = zip(self._shards, self.sharding.split_ids(ids), strict=True)
         wanted = [(shard.handle, own) for shard, (_, own) in split if len(own)]
         found = self._reader.read_rows_of_all(wanted or [(self._shards[0].handle, ids)])
-        rows: AnyArray = found[0] if len(found) == 1 else np.concatenate(found)
-        device = context.replica_device()
-        return rows if device is None else to_device(rows, device)
+        return on_replica(concatenate(found))
 
     def _scatter(self, how: str, slices: IndexedSlices) -> None:
         scatter_on_servers(self, how, slices)
@@ -333,9 +326,7 @@ class ShardedVariable(CutVariable):
             return super().__getitem__(key)
         base = self.sharding.starts[asked[0]]
         found = self._reader.read_all([self._shards[n].handle for n in asked])
-        part: AnyArray = found[0] if len(found) == 1 else np.concatenate(found)
-        device = context.replica_device()
-        part = part if device is None else to_device(part, device)
+        part = on_replica(concatenate(found))
         end = rows[-1] - base + (1 if rows.step > 0 else -1)
         own = rows[0] - base if number else slice(rows[0] - base, None if end < 0 else end, rows.step)
         return part[(own, *key[1:]) if isinstance(key, tuple) else own]

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
 
-from psclient._src.arrays.devices import AnyArray, Value, device_of, device_scope, namespace
+from psclient._src.arrays.devices import AnyArray, Value
 from psclient._src.arrays.nest import Nest
+from psclient._src.arrays.rows import concatenate
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
@@ -121,16 +122,13 @@ class TableView(RowWritable):
         """Returns rows of the group's table, each key once; see `RowReadable._fit_slices`."""
         return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
-    def _prefetch(self, ids: Int64s) -> None:
-        self.table._prefetch_as(self.number, ids)
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
+        self.table._announce_as(self.number, ids, hint)
 
     @property
     def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: rows of the group lie in files on its servers."""
         return self.table._takes_hints
-
-    def _prefetch_hint(self, ids: Int64s) -> None:
-        self.table._prefetch_hint_as(self.number, ids)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         return self.table._take_rows(ids)
@@ -234,13 +232,7 @@ def _taken(rows: Any, pieces: Sequence[tuple[int, slice]], views: int) -> list[A
         end = at + own.stop - own.start
         found[number].append(rows[at:end])
         at = end
-    return [each[0] if len(each) == 1 else _concatenated(each) for each in found]
-
-
-def _concatenated(pieces: Sequence[AnyArray]) -> AnyArray:
-    device = device_of(pieces[0])
-    with device_scope(device):
-        return namespace(device).concatenate(pieces)
+    return [concatenate(each) for each in found]
 
 
 def join_views(gradients: list[Value], variables: list[Any]) -> tuple[list[Value], list[Any]]:
