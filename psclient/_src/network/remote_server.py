@@ -124,7 +124,7 @@ class RemoteServer(ParameterServer):
         self._calls = GrpcCalls(address, self.task, shown, self._name, lease, self._interceptors, self.traffic, streams)
         self._attempts = Attempts(
             address,
-            self.task,
+            str(self.task),
             self._timeouts,
             self._calls.failed,
             self._calls.check,

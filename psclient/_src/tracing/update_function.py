@@ -21,6 +21,7 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -85,6 +86,7 @@ class TracedCall(NamedTuple):
     numbers: list[Number]
 
 
+@dataclass(eq=False)
 class Trace:
     """A recorded call of an update function, reusable for other calls of it.
 
@@ -97,37 +99,31 @@ class Trace:
         names: of the variables in that call, if the function has asked for one; else None.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        tape: Tape,
-        numbers: list[Number],
-        around: Surroundings,
-        labels: Sequence[str],
-        names: tuple[str, ...] | None = None,
-    ) -> None:
-        self._labels = labels
-        self._names = names
-        self._around = around
-        self._traced = traced
-        self._tape = tape
-        self._remember(numbers, tape.values)
+    traced: Traced
+    tape: Tape
+    numbers: InitVar[list[Number]]
+    around: Surroundings
+    labels: Sequence[str]
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self, numbers: list[Number]) -> None:
+        self._remember(numbers, self.tape.values)
 
     def call(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall | None:
         """The same with other arguments; None where the function would have seen other numbers, or other globals."""
-        if self._names is not None and self._names != _names(given):
+        if self.names is not None and self.names != _names(given):
             return None
         arrays = self.operands(numbers)
         return None if arrays is None else self._with(given, arrays, numbers)
 
     def operands(self, numbers: list[Number]) -> list[Array | None] | None:
         """Of each input the array, if it is the function's own or of a number; None in all where `call` gives none."""
-        if not self._around.unchanged():
+        if not self.around.unchanged():
             return None
         # Equal numbers may differ as operands: 0.0 == -0.0.
         word, arrays = self._last
         if word != repr(numbers):
-            values = self._tape.replay(numbers)
+            values = self.tape.replay(numbers)
             if values is None:
                 return None
             try:
@@ -138,21 +134,21 @@ class Trace:
 
     def label(self, place: int) -> str:
         """Returns the names of the numbers that an input of the program is computed from; "" where it is no number."""
-        origin = self._traced.origins[place]
-        sources = self._tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
-        return ", ".join(dict.fromkeys(self._labels[source] for source in sorted(sources)))
+        origin = self.traced.origins[place]
+        sources = self.tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
+        return ", ".join(dict.fromkeys(self.labels[source] for source in sorted(sources)))
 
     def same(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
         return self._with(given, self._last[1], numbers)
 
     def _with(self, given: Sequence[InputLeaf], arrays: Sequence[Array | None], numbers: list[Number]) -> TracedCall:
-        found = zip(self._traced.origins, arrays, strict=True)
+        found = zip(self.traced.origins, arrays, strict=True)
         inputs = [given[cast(int, place)] if array is None else array for place, array in found]
-        return TracedCall(self._traced, inputs, self, numbers)
+        return TracedCall(self.traced, inputs, self, numbers)
 
     def _remember(self, numbers: list[Number], values: Sequence[object]) -> list[Array | None]:
-        arrays = [_array(origin, values) for origin in self._traced.origins]
+        arrays = [_array(origin, values) for origin in self.traced.origins]
         self._last = (repr(numbers), arrays)
         return arrays
 

@@ -22,7 +22,6 @@ from psclient._src.context import StrategyFace
 from psclient._src.values import Component, DistributedValues, container
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import RowWritable, change
-from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
@@ -100,9 +99,6 @@ class ServerVariable(Variable):
         place = getattr(value, "place", None) if isinstance(value, Readable) else None
         return value if place is None or set(self.place) <= set(place) else value.numpy()
 
-    def _scatter(self, how: str, slices: IndexedSlices) -> None:
-        scatter_on_servers(self, how, slices)
-
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
             return self._fetch()
@@ -119,17 +115,6 @@ def on_replica(array: AnyArray) -> AnyArray:
     """Returns an array on the device of the replica whose function runs; outside of one as it is."""
     device = context.replica_device()
     return array if device is None else to_device(array, device)
-
-
-def scatter_on_servers(variable: Variable, how: str, slices: IndexedSlices) -> None:
-    """Changes rows of a variable by one of `SCATTERS`, each place once; they are of a dtype that fits."""
-    truth = slices.dtype.kind == "b"  # Reductions know none: it travels as an integer.
-    given = slices._with_values(slices.values.astype(np.uint8)) if truth else slices
-
-    def assign(v: Value, rows: Value) -> None:
-        v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
-
-    variable.strategy.extended.update(variable, SparseUpdate(assign, "lazy"), (given,))
 
 
 def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:
@@ -197,13 +182,6 @@ class Cell:
         with self._lock, device_scope(self.device):
             fitting = self.fit(taken if how == "assign" else self._changed(how, taken))
             self._hold(namespace(self.device).array(fitting, DTYPES[self._spec.dtype]))
-
-    def replace_rows(self, ids: Array, rows: AnyArray) -> None:
-        """Gives some rows a value, of its dtype; readers keep the array that they have read."""
-        with self._lock, device_scope(self.device):
-            whole = self.array.copy()
-            whole[namespace(self.device).asarray(ids)] = rows
-            self._hold(whole)
 
     def scatter(self, how: str, rows: Rows) -> None:
         """Changes rows by one of `SCATTERS`, each place once; they are of a dtype that fits."""

@@ -15,13 +15,13 @@ import numpy as np
 from psclient._src import context
 from psclient._src.arraylike import LazyArray, Mirrored, Readable
 from psclient._src.arrays import nest
-from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, is_array, to_device
+from psclient._src.arrays.devices import AnyArray, Value, as_array, is_array
 from psclient._src.arrays.nest import Nest
 from psclient._src.arrays.rows import concatenate
 from psclient._src.context import StrategyFace
 from psclient._src.values import DistributedValues
 from psclient._src.variables.indexed_slices import IndexedSlices
-from psclient._src.variables.kinds import ServerVariable, check_fits, on_replica, scatter_on_servers
+from psclient._src.variables.kinds import ServerVariable, check_fits, on_replica
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import ShardOf, VariableSpec
@@ -269,9 +269,6 @@ class ShardCopies(VariableOfShards):
 class CutVariable(VariableOfShards):
     """Base of variables whose rows are cut, some of them in each shard."""
 
-    def _copy_on(self, device: Device) -> AnyArray:
-        return to_device(self._fetch(), device)
-
     def _announce(self, ids: Int64s, hint: bool = False) -> None:
         for shard, (_, own) in zip(self._shards, self.sharding.split_ids(ids), strict=True):
             shard._announce(own)
@@ -281,9 +278,6 @@ class CutVariable(VariableOfShards):
         wanted = [(shard.handle, own) for shard, (_, own) in split if len(own)]
         found = self._reader.read_rows_of_all(wanted or [(self._shards[0].handle, ids)])
         return on_replica(concatenate(found))
-
-    def _scatter(self, how: str, slices: IndexedSlices) -> None:
-        scatter_on_servers(self, how, slices)
 
 
 class ShardedVariable(CutVariable):

@@ -13,9 +13,8 @@ from psclient._src.arrays.rows import concatenate
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
-from psclient._src.variables.lookup import LookedUpRows, place_of
-from psclient._src.variables.scatter import RowWritable, combine_rows
-from psclient._src.variables.tables import TableVariable, refuse_whole
+from psclient._src.variables.lookup import LookedUpRows
+from psclient._src.variables.tables import RowsByKeys, TableVariable
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
@@ -28,7 +27,7 @@ MAX_VIEWS = 1 << (63 - KEY_BITS)
 _KEYS = (1 << KEY_BITS) - 1
 
 
-class TableView(RowWritable):
+class TableView(RowsByKeys):
     """One of the tables of a `TableGroup`; lookups and gradients are those of a separate table.
 
     Its keys are integers from 0 to 2**48 - 1; shorten ids with more bits, such as hashes, before.
@@ -39,8 +38,6 @@ class TableView(RowWritable):
         number: its number in the group, stored above the 48 bits of its keys.
         strategy: the strategy that owns the table.
     """
-
-    _kind = "table"
 
     def __init__(self, table: TableVariable, name: str, number: int) -> None:
         self.table = table
@@ -81,14 +78,6 @@ class TableView(RowWritable):
     def __repr__(self) -> str:
         return f"<{self.name!r} of {self.table!r}>"
 
-    # ---- What there is not ----
-
-    def _fetch(self) -> Array:
-        refuse_whole(self.name)
-
-    def __len__(self) -> int:
-        refuse_whole(self.name)
-
     # ---- Rows by keys ----
 
     def _check(self, ids: Array, where: str) -> Int64s:
@@ -117,10 +106,6 @@ class TableView(RowWritable):
         if isinstance(known, KeyedSlices) and not self._are_own(known.counted.keys).all():
             raise ValueError(f"rows of other tables of its group were passed to {self.name!r}; pass rows of this table")
         return known
-
-    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
-        """Returns rows of the group's table, each key once; see `RowReadable._fit_slices`."""
-        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
     def _announce(self, ids: Int64s, hint: bool = False) -> None:
         self.table._announce_as(self.number, ids, hint)

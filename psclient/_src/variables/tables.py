@@ -20,7 +20,7 @@ from psclient._src.variables.keyed_slices import KeyedSlices
 from psclient._src.variables.keys import CountedKeys, KeySpace
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.lookup import place_of
-from psclient._src.variables.scatter import SCATTERS, combine_rows
+from psclient._src.variables.scatter import SCATTERS, RowWritable, combine_rows
 from psclient._src.variables.sharded import CutVariable, Sharding
 from pswire.model.plan import VariableSpec
 from pswire.model.rows import Int64s
@@ -104,7 +104,23 @@ class PartOfTable(ServerVariable):
         return self._reader._takes_hints(self.handle)
 
 
-class TableVariable(CutVariable):
+class RowsByKeys(RowWritable):
+    """Rows that are named by keys; there is no whole of them."""
+
+    _kind = "table"
+
+    def _fetch(self) -> Array:
+        refuse_whole(self.name)
+
+    def __len__(self) -> int:
+        refuse_whole(self.name)
+
+    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows by keys, each key once; see `RowReadable._fit_slices`."""
+        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
+
+
+class TableVariable(RowsByKeys, CutVariable):
     """A dynamic table: a variable with a row for each key that was trained. `get_variable` makes one.
 
     A key is any 64-bit integer. Its row is created by its first gradient. A lookup before that returns the initial
@@ -141,7 +157,6 @@ class TableVariable(CutVariable):
         >>> strategy.close()
     """
 
-    _kind = "table"
     sharding: KeySharding
     views: Any = None
     """The `TableGroup` of which it has all rows; None for a table of its own."""
@@ -233,12 +248,6 @@ class TableVariable(CutVariable):
 
     # ---- What there is not ----
 
-    def _fetch(self) -> Array:
-        refuse_whole(self.name)
-
-    def __len__(self) -> int:
-        refuse_whole(self.name)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         refuse_whole(self.name)
 
@@ -270,10 +279,6 @@ class TableVariable(CutVariable):
                 "rows of the same table"
             )
         return slices
-
-    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
-        """Returns rows by keys, each key once; see `RowReadable._fit_slices`."""
-        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
     def _announce_as(self, number: int, ids: Int64s, hint: bool) -> None:
         """As `prefetch` or `prefetch_hint`, for one of several who look up rows; each replaces what it has named.

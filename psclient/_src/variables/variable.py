@@ -23,7 +23,8 @@ from psclient._src.variables.consistency import check_consistency, consistency_h
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.partitioners import Cut, check_partitioner
-from psclient._src.variables.scatter import SCATTERS, RowWritable
+from psclient._src.variables.scatter import SCATTERS, RowWritable, change
+from psclient._src.variables.sparse_updates import SparseUpdate
 from pswire.errors import InvalidRequest
 from pswire.model.compression import FLOATS
 from pswire.model.plan import VariableSpec
@@ -483,7 +484,13 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     def _scatter(self, how: str, slices: IndexedSlices) -> None:
         """Changes rows, each place once, of a dtype that fits. In cross-replica context, or outside of every scope."""
-        raise NotImplementedError
+        truth = slices.dtype.kind == "b"  # Reductions know none: it travels as an integer.
+        given = slices._with_values(slices.values.astype(np.uint8)) if truth else slices
+
+        def assign(v: Value, rows: Value) -> None:
+            v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
+
+        self.strategy.extended.update(self, SparseUpdate(assign, "lazy"), (given,))
 
     def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:
         copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)

@@ -20,7 +20,6 @@ from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.retries import Attempts
 from pstesting.network import Relay
 from pswire.api import RoundReply
-from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
 from pswire.errors import ConfigError, InvalidRequest, ServerLost, Unreachable
@@ -285,7 +284,7 @@ def silent():
 def told(*addresses: str) -> str:
     """What is told of a server whose first attempts go to some addresses, and all others to the last of these."""
     attempts = Attempts(
-        addresses[-1], Task("ps", 0), TIMEOUTS, threading.Event(), lambda: None, lambda: "", lambda: "", lambda: None
+        addresses[-1], "/job:ps/task:0", TIMEOUTS, threading.Event(), lambda: None, lambda: "", lambda: "", lambda: None
     )
     left = list(addresses)
 
