@@ -182,7 +182,7 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
     ):
         table = made(strategy)
         sharding = type(table.sharding)
-        split, name = sharding.split_ids, type(table.parts[0]).announce
+        split, name = sharding.split_ids, type(table.parts[0]).announce_pieces
 
         def split_ids(self, ids):
             if ps.get_replica_context().replica_id_in_sync_group:
@@ -201,7 +201,7 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
             return ps.get_replica_context().replica_id_in_sync_group
 
         monkeypatch.setattr(sharding, "split_ids", split_ids)
-        monkeypatch.setattr(type(table.parts[0]), "announce", announce)
+        monkeypatch.setattr(type(table.parts[0]), "announce_pieces", announce)
         assert [*strategy.experimental_local_results(strategy.run(names))] == [0, 1]
 
 

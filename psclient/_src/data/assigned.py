@@ -33,15 +33,13 @@ class ChunkCalls(Protocol):
 
     def ask(self, ask: ChunkAsk) -> Future[Chunks]:
         """Asks, and waits for nothing."""
-        ...
 
     def wait(self, future: Future[Chunks]) -> Chunks:
         """Waits for an answer; raises what ends the session meanwhile."""
-        ...
 
 
 class AssignedBatches:
-    """The batches of one dataset that this process was handed out. Used by the thread that runs cross-replica code.
+    """The batches of one dataset that are assigned to this process. Used by the thread that runs cross-replica code.
 
     It asks for the next ones while the program computes, so that a step waits for no answer.
 
@@ -175,7 +173,7 @@ class AssignedBatches:
         return replace(position, returned=tuple(each for each in sizes if each.stop))
 
     def read(self, epoch: int, examples: Examples) -> Batch:
-        """Returns a batch, or the part of one that was handed out."""
+        """Returns a batch, or the part of one that was assigned."""
         if examples.index >= self._source.count():
             raise ValueError(
                 f"batch {examples.index} of pass {epoch} was unfinished, but dataset {self._dataset} has "

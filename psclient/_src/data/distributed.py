@@ -46,7 +46,7 @@ class DatasetStep:
         parts: the batches of the local replicas; empty where none is taken.
         ahead: the same of steps to come, as far as they were read.
         examples: number of examples of all workers' parts; 0 where it is not known.
-        returned: examples that are to be handed out later.
+        returned: examples that are to be assigned later.
         batch: the global batch, where all workers read the same one.
         dealt: the examples of each replica of all workers, where a round may leave out a worker.
     """
@@ -397,7 +397,7 @@ class DistributedDataset(_Distributed):
             yield DatasetStep(*place, self._slices(batch), map(self._slices, waiting), batch.examples, batch=told)
 
     def _redealt(self, epoch: int, index: int) -> Iterator[DatasetStep]:
-        """Yields steps in which examples of workers that were left out of a round are handed out again, to all workers.
+        """Yields steps in which examples of workers that were left out of a round are assigned again, to all workers.
 
         All of them know the same rounds, and so the same examples. A step takes those that have come back once there
         are some for each replica, and at the end those that are left.

@@ -13,7 +13,7 @@ from pswire.model.log import Position
 
 
 class DynamicDataset(DistributedDataset):
-    """A dataset whose global batches server 0 hands out, whole, to whichever worker asks next.
+    """A dataset whose global batches server 0 assigns, whole, to whichever worker asks next.
 
     A fast worker gets more of them, and one that comes late gets work at once. All workers have the same dataset, with
     the same seed, and know a batch by its number. Within a worker a batch is cut into slices, one for each replica.
@@ -29,7 +29,7 @@ class DynamicDataset(DistributedDataset):
     Raises:
         TypeError: the dataset is of no known kind, or its batches have to be read one after the other.
         ValueError: the workers make their rounds together; the dataset is not batched.
-        ConfigError: server 0 is of a version that hands out no batches.
+        ConfigError: server 0 is of a version that assigns no batches.
     """
 
     def _set_up(self, dataset: object) -> None:

@@ -25,7 +25,7 @@ class ReplicaGroup(Progress):
         coordinated: True once this process schedules closures, or runs what is scheduled: each process has all batches
             of a dataset.
         leaves_out: True if a round of updates may be made without workers that live; else nobody is late.
-        chunk_calls: asks for batches that are handed out; None where all make rounds together, and each has a part of
+        chunk_calls: asks for batches that are assigned; None where all make rounds together, and each has a part of
             every batch.
     """
 

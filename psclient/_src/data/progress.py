@@ -28,7 +28,7 @@ class Pass:
         any_more: True if any process had a further batch in the last of these rounds; None until one was answered.
         given: True once a round took what replicas had held back.
         fraction: of the examples of the batch in use those that this process has; None where that is not known.
-        dealt: which examples of the batch in use each task has; empty where they are not handed out again.
+        dealt: which examples of the batch in use each task has; empty where they are not assigned again.
         out: tasks that were left out of a round of updates with the batch in use, though they may live.
         batch: the global batch in use; None where the others do not read the same one.
     """
@@ -78,7 +78,7 @@ class Progress:
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """The batch that each dataset gives next; of one whose batches are handed out it may be in several passes."""
+        """The batch that each dataset gives next; of one whose batches are assigned it may be in several passes."""
         used = tuple([each for dataset in sorted(self._positions) for each in self._positions[dataset]])
         if not self._restored:
             return used
@@ -142,7 +142,7 @@ class Progress:
         self._restored.pop((saved.dataset, saved.source), None)
 
     def stand(self) -> None:
-        """Asks where the datasets stand of which batches are handed out; called before a checkpoint."""
+        """Asks where the datasets stand of which batches are assigned; called before a checkpoint."""
         for dataset, assigned in self.assigned.items():
             before = self._positions.get(dataset, ())
             stands = [replace(each, source=before[-1].source if before else 0) for each in assigned.stands()]
@@ -163,7 +163,7 @@ class Progress:
         """Notes what an iterator took: which batch is next, whether this worker has it, whose batch is empty.
 
         Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
-        which examples of earlier batches are to be handed out later; the global batch, where all workers read it; and
+        which examples of earlier batches are to be assigned later; the global batch, where all workers read it; and
         the digest of the dataset.
         """
         for known in (0, source):  # what waits of another one, which had this number, does so on
@@ -200,7 +200,7 @@ class Progress:
         return None if found is None or found.any_more is None else found.any_more or bool(found.out)
 
     def returned(self, dataset: int) -> tuple[Examples, ...]:
-        """Returns the examples of a pass that were left out of a round, and are to be handed out again, in order."""
+        """Returns the examples of a pass that were left out of a round, and are to be assigned again, in order."""
         at = self._positions.get(dataset)
         return at[-1].returned if at else ()
 
@@ -232,7 +232,7 @@ class Progress:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The tickets of the batches that the next round of updates is made of; empty where none are handed out."""
+        """The tickets of the batches that the next round of updates is made of; empty where none are assigned."""
         found = self.assigned.get(self._passes[-1].dataset) if self._passes else None
         return () if found is None else found.tickets
 

@@ -38,7 +38,6 @@ class OrderedExamples(Protocol):
 
     def take(self, epoch: int, chosen: Chosen) -> Nest:
         """Copies of examples of a data epoch, by number; arrays whose first dimension counts them."""
-        ...
 
 
 class Batches(Protocol):
@@ -49,11 +48,9 @@ class Batches(Protocol):
 
     def examples(self, index: int) -> int:
         """Returns how many examples a batch has; in all data epochs as many."""
-        ...
 
     def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
         """Copies of examples `start` to `stop` of a batch; fewer, or none, at its end."""
-        ...
 
 
 # ---- Examples ----

@@ -263,7 +263,6 @@ class GrpcCalls:
             yield message
 
     def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
-        """Returns the header and the payload of a call."""
         with self._endable(call):
             return self._collect(map(Frame.decode, call), kind)
 

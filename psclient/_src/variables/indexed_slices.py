@@ -163,8 +163,7 @@ class IndexedSlices:
 
     def _on(self, device: Device) -> IndexedSlices:
         """Returns the same with its rows on a device."""
-        ids, values = self.rows()
-        return IndexedSlices._of_rows(Rows(ids, to_device(values, device)), self.shape)
+        return self._with_values(to_device(self.rows().values, device))
 
     def _none(self) -> Rows:
         """Returns none of its rows."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from psclient._src.arrays.devices import AnyArray, Device, device_of, to_device
+from psclient._src.arrays.devices import AnyArray, device_of, to_device
 from psclient._src.arrays.rows import concatenate
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keys import CountedKeys, KeySpace
@@ -70,10 +70,6 @@ class KeyedSlices(IndexedSlices):
     def _with_values(self, values: AnyArray) -> KeyedSlices:
         """Returns other rows of the same keys."""
         return KeyedSlices(self.space, self.counted, values, self.shape)
-
-    def on(self, device: Device) -> KeyedSlices:
-        """Returns the same with its rows on a device."""
-        return self._with_values(to_device(self.values, device))
 
     def without_rows(self) -> KeyedSlices:
         """Returns the same without any row."""

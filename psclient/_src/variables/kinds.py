@@ -34,23 +34,18 @@ class ServerReader(Protocol):
 
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value."""
-        ...
 
     def read_rows(self, handle: Handle, ids: Int64s) -> Array:
         """Returns rows of a variable, by their places, int64[n]."""
-        ...
 
     def prefetch(self, handle: Handle, *ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
-        ...
 
     def _takes_hints(self, handle: Handle) -> bool:
         """Returns whether the rows of a part of a table lie in a file on its server."""
-        ...
 
     def hint(self, handle: Handle, *ids: Int64s) -> None:
         """The next round that assigns a part of a table says these rows of it, given as to `prefetch`."""
-        ...
 
 
 class ServerVariable(Variable):
@@ -242,7 +237,6 @@ class LocalVariable(Variable):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that hold it."""
         names: tuple[str, ...] = self.strategy.extended.parameter_devices
         return names
 
@@ -294,7 +288,6 @@ class ReplicaCopy(Component, RowWritable):
         return to_device(self.cell.array, device)
 
     def value(self) -> Value:
-        """Its value, as `read_value`."""
         return self.read_value()
 
     def assign(self, value: Value) -> Value:

@@ -51,15 +51,12 @@ class ShardReader(Protocol):
 
     def read_all(self, handles: Sequence[Handle]) -> list[Array]:
         """Returns their values, on the host."""
-        ...
 
     def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
         """Returns rows of each, by their places, on the host."""
-        ...
 
     def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
         """Returns what parts of dynamic tables have."""
-        ...
 
 
 @dataclass(frozen=True)

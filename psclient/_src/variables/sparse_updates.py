@@ -45,7 +45,6 @@ class SparseUpdate:
         self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Calls the function."""
         return self.fn(*args, **kwargs)
 
 

@@ -95,7 +95,7 @@ class PartOfTable(ServerVariable):
             refuse_whole(self.whole.name)
         return super()._assign(how, value)
 
-    def announce(self, pieces: Sequence[Int64s], hint: bool) -> None:
+    def announce_pieces(self, pieces: Sequence[Int64s], hint: bool) -> None:
         """Rounds that assign the table bring the rows of these keys, int64[U] each and increasing, or hint at them."""
         (self._reader.hint if hint else self._reader.prefetch)(self.handle, *pieces)
 
@@ -298,7 +298,7 @@ class TableVariable(RowsByKeys, CutVariable):
         self._announced = {**self._announced, hint: announced}
         for number, part in enumerate(self.parts):
             if part._takes_hints or not hint:
-                part.announce([announced[each][number] for each in sorted(announced)], hint)
+                part.announce_pieces([announced[each][number] for each in sorted(announced)], hint)
 
     @property
     def _takes_hints(self) -> bool:
