@@ -89,9 +89,9 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
 
-    def arrived(self, each: Trained) -> None:
-        """A gradient was added to a parameter's `grad`."""
-        key, gradient = id(each.tensor), each.tensor.grad
+    def arrived(self, each: Trained, tensor: torch.Tensor) -> None:
+        """A gradient was added to the `grad` of a parameter's tensor."""
+        key, gradient = id(tensor), tensor.grad
         if gradient is None:
             return  # another hook has taken it
         if key in self._came:
