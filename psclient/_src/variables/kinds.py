@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,30 +22,12 @@ from psclient._src.context import StrategyFace
 from psclient._src.values import Component, DistributedValues, container
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import RowWritable, change
+from psclient._src.variables.server_reader import ServerReader
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import DTYPES, Array, TensorSpec
-
-
-class ServerReader(Protocol):
-    """Reads variables from their servers, to the host."""
-
-    def read(self, handle: Handle) -> Array:
-        """Returns a variable's value."""
-
-    def read_rows(self, handle: Handle, ids: Int64s) -> Array:
-        """Returns rows of a variable, by their places, int64[n]."""
-
-    def prefetch(self, handle: Handle, *ids: Int64s) -> None:
-        """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
-
-    def _takes_hints(self, handle: Handle) -> bool:
-        """Returns whether the rows of a part of a table lie in a file on its server."""
-
-    def hint(self, handle: Handle, *ids: Int64s) -> None:
-        """The next round that assigns a part of a table says these rows of it, given as to `prefetch`."""
 
 
 class ServerVariable(Variable):

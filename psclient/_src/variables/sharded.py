@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,41 +22,11 @@ from psclient._src.context import StrategyFace
 from psclient._src.values import DistributedValues
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable, check_fits, on_replica
+from psclient._src.variables.server_reader import ServerReader
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import ShardOf, VariableSpec
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
-
-TableQuestion = Literal["size", "keys", "rows"]
-"""What is asked of a part of a dynamic table, as `pswire.api.TableQuestion`: each word asks for what comes before."""
-
-
-class TableContent(NamedTuple):
-    """The content of a part of a dynamic table, in the order of the keys' hashes, as far as it was asked for.
-
-    Attributes:
-        size: number of rows.
-        keys: int64[n], bits.
-        rows: (n, *row shape).
-    """
-
-    size: int
-    keys: Int64s
-    rows: Array
-
-
-class ShardReader(Protocol):
-    """Reads several variables from their servers, which are asked together."""
-
-    def read_all(self, handles: Sequence[Handle]) -> list[Array]:
-        """Returns their values, on the host."""
-
-    def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
-        """Returns rows of each, by their places, on the host."""
-
-    def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
-        """Returns what parts of dynamic tables have."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +182,7 @@ class VariableOfShards(Variable):
         aggregation: VariableAggregation,
         sharding: Sharding,
         variables: Sequence[ServerVariable],
-        reader: ShardReader,
+        reader: ServerReader,
     ) -> None:
         self._describe(strategy, spec, aggregation)
         self.sharding = sharding
