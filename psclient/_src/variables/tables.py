@@ -120,7 +120,7 @@ class RowsByKeys(RowWritable):
         return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
 
-class TableVariable(RowsByKeys, CutVariable):
+class TableVariable(RowsByKeys, CutVariable):  # type: ignore[metaclass]  # As of `Variable`.
     """A dynamic table: a variable with a row for each key that was trained. `get_variable` makes one.
 
     A key is any 64-bit integer. Its row is created by its first gradient. A lookup before that returns the initial
