@@ -221,6 +221,7 @@ class TransportSelector:
             self.close("closed")
 
     def close(self, why: str) -> None:
+        """Ends the transport."""
         self._offer = None
         transport, self.transport = self.transport, None
         if transport is not None:
