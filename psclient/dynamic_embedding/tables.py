@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, SupportsIndex, cast
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +21,6 @@ from pswire.errors import ConfigError, InvalidRequest
 from pswire.model.plan import VariableSpec
 from pswire.model.tables import ROWS, Admission, Eviction, TableSpec, Unknown
 from pswire.model.tensor import TensorSpec
-
-
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """A table as it was asked for."""
-
-    _nest_leaf: ClassVar[bool] = True
-
-    name: str
-    table: TableSpec
-    trainable: bool
-    shards: int | None
-    consistency: Consistency | None
 
 
 def get_variable(
@@ -141,7 +127,23 @@ def get_variable(
     except (InvalidRequest, ConfigError) as error:
         raise ValueError(f"table {name!r}: {error.message}") from None
     parts = check_shards(shards if partitioner is None or shards is not None else partitioner.shards)
-    return _get(_Request(name, table, bool(trainable), parts, consistency))
+    current = _strategy_for(name)
+
+    def create(strategy: Any) -> TableVariable:
+        with context.across_replicas(strategy, "get_variable"):
+            made: TableVariable = strategy.backend.variables.table(
+                strategy, name, table, bool(trainable), parts, consistency
+            )
+        return made
+
+    replica = context.get_replica_context()
+    if replica is None:
+        return create(current)
+    return cast(TableVariable, replica.merge_call(_create_together, (create,)))
+
+
+def _create_together(strategy: Any, creates: Nest) -> TableVariable:
+    return cast(TableVariable, values.local_results(creates)[0](strategy))
 
 
 def group(
@@ -208,27 +210,14 @@ def _initializer(given: Initializer | float | None, name: str) -> Initializer:
     return given
 
 
-def _get(request: _Request) -> TableVariable:
+def _strategy_for(name: str) -> Any:
+    """Returns the strategy of the scope; raises `RuntimeError` where it can have no table."""
     if context.in_update():
         raise RuntimeError("an update function cannot create tables; create them before, in strategy.scope()")
     strategy = context.get_strategy()
     if not strategy.backend.between_graph:
         raise RuntimeError(
-            f"table {request.name!r} needs parameter servers, but the current strategy is a "
+            f"table {name!r} needs parameter servers, but the current strategy is a "
             f"{type(strategy).__name__}; create it in the scope of a ps.ParameterServerStrategy"
         )
-    replica = context.get_replica_context()
-    if replica is None:
-        return _create(strategy, request)
-    return cast(TableVariable, replica.merge_call(_create_together, (request,)))
-
-
-def _create_together(strategy: Any, requests: Nest) -> TableVariable:
-    return _create(strategy, values.local_results(requests)[0])
-
-
-def _create(strategy: Any, request: _Request) -> TableVariable:
-    asked = request.name, request.table, request.trainable, request.shards, request.consistency
-    with context.across_replicas(strategy, "get_variable"):
-        made: TableVariable = strategy.backend.variables.table(strategy, *asked)
-    return made
+    return strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -186,25 +186,32 @@ class EmbeddingBagCollection(LookupModule):
     def _of_table(self, number: int, bags: _Bags) -> list[torch.Tensor]:
         names = self._configs[number].feature_names
         rows, places = self._tables[number].look_up(bags.ids(names))
-        own = places.split([len(bags.of(name)[0]) for name in names])
-        return [self._pooled(number, rows, of, *bags.of(name)[1:]) for name, of in zip(names, own, strict=True)]
+        own = places.split([len(bags.of(name).ids) for name in names])
+        return [self._pooled(number, rows, of, bags.of(name)) for name, of in zip(names, own, strict=True)]
 
-    def _pooled(
-        self,
-        number: int,
-        rows: torch.Tensor,
-        places: torch.Tensor,
-        offsets: torch.Tensor,
-        weights: torch.Tensor | None,
-    ) -> torch.Tensor:
-        mode, weights = self._modes[number], weights if self._weighted else None
+    def _pooled(self, number: int, rows: torch.Tensor, places: torch.Tensor, own: _Bag) -> torch.Tensor:
+        weights = own.weights if self._weighted else None
         bags = functional.embedding_bag(
-            places, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+            places, rows, own.offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
         )
-        if mode == "mean":
-            counts = offsets.diff().clamp(min=1).to(bags.dtype)
+        if self._modes[number] == "mean":
+            counts = own.offsets.diff().clamp(min=1).to(bags.dtype)
             bags = bags / counts[:, None]
         return bags
+
+
+class _Bag(NamedTuple):
+    """The bags of one feature.
+
+    Attributes:
+        ids: their ids, one bag behind another.
+        offsets: where each bag begins, and where the last one ends.
+        weights: of the ids.
+    """
+
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
 
 
 class _Bags:
@@ -217,25 +224,21 @@ class _Bags:
         _check_lengths(keys, self._values, flat, weights)
         lengths = flat.reshape(len(keys), -1)
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.sum(dim=1).cpu().cumsum(0)]).tolist()
-        self._of: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._of: dict[str, _Bag] = {}
         for number, key in enumerate(keys):
             own = slice(ends[number], ends[number + 1])
             offsets = functional.pad(lengths[number].cumsum(0), (1, 0))
-            self._of[key] = self._values[own], offsets, None if weights is None else weights[own]
+            self._of[key] = _Bag(self._values[own], offsets, None if weights is None else weights[own])
 
-    def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns the ids of a feature, where its bags begin, and where the last one ends; and the ids' weights.
-
-        Raises:
-            KeyError: the features lack it.
-        """
+    def of(self, name: str) -> _Bag:
+        """Returns a feature; raises `KeyError` where the features lack it."""
         if name not in self._of:
             raise UnknownName(f"feature {name!r} is not among {', '.join(self._of)}")
         return self._of[name]
 
     def ids(self, names: Sequence[str]) -> torch.Tensor:
         """Returns the ids of some features, one behind another."""
-        return torch.cat([self.of(name)[0] for name in names]) if names else self._values[:0]
+        return torch.cat([self.of(name).ids for name in names]) if names else self._values[:0]
 
 
 def _check_lengths(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.arrays.devices import to_numpy
+from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.options import check_word
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
@@ -28,7 +29,7 @@ class TableRows:
 
     Attributes:
         gate: stands for the rows among the parameters of modules, and for optimizers, which claim what they train.
-        watch: called with these rows when a gradient of some has come; returns whether somebody trains them.
+        watch: called with these rows when a gradient of some has come; true if somebody trains them.
     """
 
     _known: weakref.WeakValueDictionary[int, TableRows] = weakref.WeakValueDictionary()
@@ -80,7 +81,7 @@ class TableRows:
         rows = to_torch(np.array(to_numpy(found.values))).to(ids.device)
         if torch.is_grad_enabled() and self.gate.requires_grad:
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), found))
+            rows.register_post_accumulate_grad_hook(partial(weakly(self.arrived), found))
         return rows, torch.from_numpy(found.places).to(ids.device)
 
     def arrived(self, found: LookedUpRows, leaf: torch.Tensor) -> None:
@@ -114,12 +115,6 @@ class TableRows:
             leaf.grad = None
         self._came.clear()
         self.gate.grad = None
-
-
-def _arrived(owner: weakref.ref[TableRows], found: LookedUpRows, leaf: torch.Tensor) -> None:
-    rows = owner()
-    if rows is not None:
-        rows.arrived(found, leaf)
 
 
 class LookupModule(torch.nn.Module):
@@ -317,13 +312,6 @@ class EmbeddingBag(OfOneTable):
         )
 
 
-class HasRows(Protocol):
-    """A module that may have rows on servers."""
-
-    def modules(self) -> Any:
-        """All modules of it."""
-
-
-def lookups_of(module: HasRows) -> Mapping[int, LookupModule]:
+def lookups_of(module: torch.nn.Module) -> Mapping[int, LookupModule]:
     """Returns the modules within a module whose rows are on servers, by their `id`."""
     return {id(each): each for each in module.modules() if isinstance(each, LookupModule)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ import torch
 from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.arrays.devices import Coming
 from psclient._src.distribute.reduction import Absent
+from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
@@ -73,7 +73,7 @@ class Gradients:
 
     def watch(self, each: Trained) -> None:
         """Sees the gradients of a parameter from now on."""
-        hook, frozen = partial(_arrived, weakref.ref(self), each), not each.tensor.requires_grad
+        hook, frozen = partial(weakly(self.arrived), each), not each.tensor.requires_grad
         each.tensor.requires_grad_(True)  # else torch takes no hook; a frozen parameter keeps it for later
         self._hooks.append(each.tensor.register_post_accumulate_grad_hook(hook))
         each.tensor.requires_grad_(not frozen)
@@ -81,7 +81,7 @@ class Gradients:
     def watch_rows(self, rows: TableRows) -> None:
         """Sees the gradients of a table's rows from now on, as long as the optimizer is there."""
         rows.forget()  # an optimizer of before has them no more
-        rows.watch = partial(_arrived_at_rows, weakref.ref(self))
+        rows.watch = weakly(self.arrived_at_rows)
 
     def close(self) -> None:
         """Sees no gradients any more."""
@@ -89,9 +89,9 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
 
-    def arrived(self, each: Trained) -> None:
-        """A gradient was added to a parameter's `grad`."""
-        key, gradient = id(each.tensor), each.tensor.grad
+    def arrived(self, each: Trained, tensor: torch.Tensor) -> None:
+        """A gradient was added to the `grad` of a parameter's tensor."""
+        key, gradient = id(tensor), tensor.grad
         if gradient is None:
             return  # another hook has taken it
         if key in self._came:
@@ -110,12 +110,13 @@ class Gradients:
             self._sent[key] = view, view._version
             self._promised[key].give(array)
 
-    def arrived_at_rows(self, rows: TableRows) -> None:
-        """A gradient was added to that of rows of a table, of which one backward may come to several."""
+    def arrived_at_rows(self, rows: TableRows) -> bool:
+        """A gradient was added to that of rows of a table, of which one backward may come to several; returns True."""
         task = torch._C._current_graph_task_id()
         if self._tasks.get(id(rows)) != task:
             self._tasks[id(rows)] = task
             rows.begin_backward()
+        return True
 
     def keep(self, promised: Mapping[int, Coming], trained: Sequence[Trained]) -> None:
         """Gives gradients that were promised, one after the other; all are there.
@@ -189,9 +190,7 @@ class Gradients:
         self._check_whole()
         if self._promised is not None:
             self.refuse(LEFT.format("and zero_grad() came before step()"))
-        self._versions.clear()
-        self._came.clear()
-        self._tasks.clear()
+        self.end()
 
     def _other(self, each: Trained, gradient: torch.Tensor) -> Any:
         """Returns a gradient that is of rows, or on a GPU."""
@@ -230,20 +229,6 @@ class Gradients:
         if view is None or view.data_ptr() != address_of(buffer.base) or not view.is_contiguous():
             view = self._views[buffer] = to_torch(buffer.base)
         return view
-
-
-def _arrived(owner: weakref.ref[Gradients], each: Trained, tensor: torch.Tensor) -> None:
-    gradients = owner()
-    if gradients is not None:
-        gradients.arrived(each)
-
-
-def _arrived_at_rows(owner: weakref.ref[Gradients], rows: TableRows) -> bool:
-    gradients = owner()
-    if gradients is None:
-        return False
-    gradients.arrived_at_rows(rows)
-    return True
 
 
 def absent(each: Trained) -> Absent:

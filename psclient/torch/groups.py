@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class ParameterGroups(Configured):
         self._entered: list[tuple[Variable, int]] = []
         self._by_rows: set[int] = set()
         self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
-        given = (self.state, self.check, self._needs, self._decays, self._settings, self._settings_of)
+        given = (self.state, first._check_variables, self._needs, self._decays, self._settings, self._settings_of)
         self.driver = StepDriver(first, *given, optional=True)
 
     # ---- What an update sees ----
@@ -153,10 +153,6 @@ class ParameterGroups(Configured):
         return value_of(self._made[group], name)
 
     # ---- For the driver ----
-
-    def check(self, variables: Sequence[Variable]) -> None:
-        """Raises where the variables cannot be trained together; see `Optimizer.apply_gradients`."""
-        self.first._check_variables(variables)
 
     def _needs(self, v: Variable) -> Needs:
         found = self.of(v)._needs(v)

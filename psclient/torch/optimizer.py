@@ -250,10 +250,6 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         """The variables of the parameters, by their names in the module."""
         return {each.name: each.variable for each in self._trained.values()}
 
-    def _variable_of(self, parameter: torch.Tensor) -> Variable:
-        """Returns the variable of a parameter that it trains."""
-        return self._trained[id(parameter)].variable
-
     def _buffers_by_name(self, names: Mapping[int, str]) -> dict[str, Variable]:
         """Returns the variables of buffers that are in checkpoints.
 
@@ -480,7 +476,7 @@ def _children_of(module: torch.nn.Module) -> dict[str, Any]:
                 "all parameters, or save the module with torch.save"
             )
         owners[id(owner)] = owner
-        found |= {} if isinstance(tensor, Gate) else {name_of(name): owner._variable_of(tensor)}
+        found |= {} if isinstance(tensor, Gate) else {name_of(name): owner._trained[id(tensor)].variable}
     buffers = {id(b): name_of(name) for name, b in module.named_buffers()}
     for owner in owners.values():
         found |= owner._buffers_by_name(buffers)

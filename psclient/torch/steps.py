@@ -96,7 +96,8 @@ class Steps:
             context.require_cross_replica(self.strategy, "step")
         self._finish()
         trained = self._active()
-        self._check_there(self.gradients.check(trained))
+        for each in reversed(self.gradients.check(trained)):
+            each.check_in(self.module)
         if self._under_way is not None:
             riding: list[Value] | None = self._check_sent(trained, scale)
         else:
@@ -158,11 +159,6 @@ class Steps:
     def _active(self) -> list[Trained]:
         """The parameters that are trained now, in the order in which backward mostly comes to them."""
         return [each for each in reversed(self.trained) if each.tensor.requires_grad]
-
-    def _check_there(self, without: Sequence[Trained]) -> None:
-        """Raises `RuntimeError` if the module has other parameters in place of those without a gradient."""
-        for each in reversed(without):
-            each.check_in(self.module)
 
     def _prepare(self, scale: float | None) -> None:
         self._refresh()
@@ -300,8 +296,9 @@ class Steps:
 
     def _promise(self, trained: Sequence[Trained]) -> tuple[list[Value], dict[int, Coming]] | None:
         """Sends a round of gradients that are to come; None if they have to be there before."""
-        plain = not self.tables and self.gradients.factor and _is_large(trained)
-        if not (plain and all(each.on_host and not each.by_rows and _is_whole(each.variable) for each in trained)):
+        if self.tables or not (self.gradients.factor and _is_large(trained)):
+            return None
+        if not all(each.is_plain and each.on_host and type(each.variable) is ServerVariable for each in trained):
             return None
         promised = {id(each.tensor): Coming(each.tensor.nbytes) for each in trained}
         out = StepContribution([each.variable for each in trained], [*promised.values()], self._of_buffers())
@@ -349,10 +346,6 @@ class Steps:
 def _is_large(trained: Sequence[Trained]) -> bool:
     """Returns whether gradients are more than what leaves at once in any case."""
     return sum([each.tensor.nbytes for each in trained]) > PART_BYTES
-
-
-def _is_whole(variable: Variable) -> bool:
-    return type(variable) is ServerVariable
 
 
 def _will_come(trained: Sequence[Trained]) -> bool:

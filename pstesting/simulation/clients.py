@@ -186,7 +186,7 @@ class SimulatedSession(Session):
             self._standing.discard(process)
             if self._scheduler.now >= until and deadline.left() <= 0:
                 raise late()
-            self.hosting.lookout.look(self._threads, self.job, self.take_back)
+            self.hosting.look_for_returns(self._threads, self.job, self.take_back)
         return self._take(future)
 
 

@@ -235,7 +235,7 @@ class Site:
 
     def transport(self, worker: Worker) -> Any:
         """The transport that a member uses; None for gRPC."""
-        return self.server._transports[worker.session]._transport
+        return self.server._transports[worker.session].transport
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:

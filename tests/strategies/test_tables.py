@@ -166,7 +166,7 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
     ):
         table = made(strategy)
         sharding = type(table.sharding)
-        split, name = sharding.split_ids, type(table.parts[0]).look_ahead_by
+        split, name = sharding.split_ids, type(table.parts[0]).announce_pieces
 
         def split_ids(self, ids):
             if ps.get_replica_context().replica_id_in_sync_group:
@@ -174,10 +174,10 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
                 assert handed.wait(60)
             return split(self, ids)
 
-        def look_ahead_by(part, pieces):
+        def announce(part, pieces, hint):
             assert cutting.wait(60)
             assert len(pieces) == 1
-            name(part, pieces)
+            name(part, pieces, hint)
 
         def names():
             table.prefetch([NEW, OLD, BIG])
@@ -185,7 +185,7 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
             return ps.get_replica_context().replica_id_in_sync_group
 
         monkeypatch.setattr(sharding, "split_ids", split_ids)
-        monkeypatch.setattr(type(table.parts[0]), "look_ahead_by", look_ahead_by)
+        monkeypatch.setattr(type(table.parts[0]), "announce_pieces", announce)
         assert [*strategy.experimental_local_results(strategy.run(names))] == [0, 1]
 
 

@@ -3,7 +3,8 @@
 distributed    distributed datasets
 group          the workers that iterate together
 iterators      passes over them, batch by batch
-dynamic        datasets whose batches server 0 hands out
+dynamic        datasets whose batches server 0 assigns
+assigned       the batches that it has assigned to this process
 array_dataset  `ArrayDataset`, batches of arrays in memory
 stages         what its methods make: examples and batches that can be begun anywhere
 adapters       one interface for all sources of batches

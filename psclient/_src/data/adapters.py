@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,49 +84,6 @@ class Description(NamedTuple):
 
     recipe: str
     content: str
-
-
-class BatchSource(Protocol):
-    """A dataset of batches that can be begun at any data epoch and any batch."""
-
-    @property
-    def order_is_own(self) -> bool:
-        """True if each process shuffles for itself, so that no two see the same order."""
-        ...
-
-    @property
-    def unfit(self) -> str:
-        """The reason why no batch may be shared among workers, for people; "" if there is none."""
-        ...
-
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """The batches of a data epoch, from number `start` on; raises `ValueError` for one that is no batch."""
-        ...
-
-    def spec(self) -> Nest:
-        """An `ArraySpec` for each array of the first batch; raises `ValueError` if there is none."""
-        ...
-
-    def described(self) -> Description:
-        """The words that tell it from others; cheap, and the same in each process that makes it by the same calls."""
-        ...
-
-
-class Indexable(BatchSource, Protocol):
-    """A source of which any batch can be read by its number, without those before it."""
-
-    def count(self) -> int:
-        """Returns how many batches a data epoch has, all alike."""
-        ...
-
-    def batch(self, epoch: int, index: int) -> Batch:
-        """Returns one batch of a data epoch; `index` is below `count()`."""
-        ...
-
-
-def indexable(source: BatchSource) -> Indexable | None:
-    """Returns a source as one whose batches have numbers; None if those before a batch have to be read first."""
-    return source if isinstance(source, Arrays | Listed) else None
 
 
 class Arrays:
@@ -319,6 +276,16 @@ class Loader(Iterated):
         count = len(data) if hasattr(data, "__len__") else "?"
         return Description(recipe, "; ".join([f"{count} examples", *some]))
 
+
+BatchSource = Arrays | Iterated
+"""A dataset of batches that can be begun at any data epoch and any batch.
+
+`order_is_own` is True if each process shuffles for itself, so that no two see the same order. `unfit` is the reason why
+no batch may be shared among workers, for people; "" if there is none.
+"""
+
+Indexable = Arrays | Listed
+"""A source of which any batch can be read by its number, without those before it."""
 
 SHARED_TWICE = (
     "the DataLoader has a {}. Each batch is split among the workers as well, so most of the data would not "

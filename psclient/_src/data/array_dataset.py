@@ -208,7 +208,7 @@ class ArrayDataset:
                 yield self.rows(number, index, 0, self.examples(index))
             return
         for index in range(self._examples.size):
-            (example,) = _each(self._examples.take(number, range(index, index + 1)), 1)
+            (example,) = _each(self._examples.take(number, np.arange(index, index + 1)), 1)
             yield example
 
     def batches(self, epoch: int) -> int:

@@ -23,7 +23,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.conversions import is_text
 from psclient._src.arrays.devices import CPU, AnyArray, Device, to_device
 from psclient._src.arrays.nest import Nest
-from psclient._src.data.adapters import Batch, BatchSource, GlobalBatch, source_of
+from psclient._src.data.adapters import Batch, GlobalBatch, source_of
 from psclient._src.data.group import Passes, ReplicaGroup
 from psclient._src.data.iterators import DistributedIterator
 from psclient._src.interpreter.lifetimes import Unpicklable
@@ -46,7 +46,7 @@ class DatasetStep:
         parts: the batches of the local replicas; empty where none is taken.
         ahead: the same of steps to come, as far as they were read.
         examples: number of examples of all workers' parts; 0 where it is not known.
-        returned: examples that are to be handed out later.
+        returned: examples that are to be assigned later.
         batch: the global batch, where all workers read the same one.
         dealt: the examples of each replica of all workers, where a round may leave out a worker.
     """
@@ -73,9 +73,14 @@ class _Distributed(Unpicklable):
     _saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
-        self, source: BatchSource, group: ReplicaGroup, number: int, passes: Passes | None, options: InputOptions | None
+        self,
+        dataset: object,
+        group: ReplicaGroup,
+        number: int,
+        passes: Passes | None = None,
+        options: InputOptions | None = None,
     ) -> None:
-        self._source = source
+        self._source = source_of(dataset)
         self._group = group
         self._number = number
         self._passes = passes or Passes()
@@ -88,6 +93,10 @@ class _Distributed(Unpicklable):
         self._went_on: Position | None = None
         self._asks = False  # once a loop over `epochs` has asked where to go on
         self._saved: int | None = None  # its number in the checkpoint that the script has it in
+        self._set_up(dataset)
+
+    def _set_up(self, dataset: object) -> None:
+        """Checks the dataset and the options."""
 
     def __iter__(self) -> DistributedIterator:
         """Begins the next data epoch; the iterator joins the group at its first batch."""
@@ -355,15 +364,9 @@ class DistributedDataset(_Distributed):
             `ArrayDataset` are checked when they are read.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        group: ReplicaGroup,
-        number: int,
-        passes: Passes | None = None,
-        options: InputOptions | None = None,
-    ) -> None:
-        super().__init__(source_of(dataset), group, number, passes, options)
+    _warned = False
+
+    def _set_up(self, dataset: object) -> None:
         policy = self._options.auto_shard_policy
         if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
             raise ValueError(
@@ -372,7 +375,6 @@ class DistributedDataset(_Distributed):
             )
         if self._source.unfit and policy is not AutoShardPolicy.OFF:
             raise ValueError(self._source.unfit)
-        self._warned = False
 
     def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
         self._warn()
@@ -395,7 +397,7 @@ class DistributedDataset(_Distributed):
             yield DatasetStep(*place, self._slices(batch), map(self._slices, waiting), batch.examples, batch=told)
 
     def _redealt(self, epoch: int, index: int) -> Iterator[DatasetStep]:
-        """Yields steps in which examples of workers that were left out of a round are handed out again, to all workers.
+        """Yields steps in which examples of workers that were left out of a round are assigned again, to all workers.
 
         All of them know the same rounds, and so the same examples. A step takes those that have come back once there
         are some for each replica, and at the end those that are left.
@@ -498,7 +500,7 @@ class DistributedDatasetFromFunction(_Distributed):
         passes: Passes | None = None,
         options: InputOptions | None = None,
     ) -> None:
-        super().__init__(source_of(dataset_fn(input_context)), group, number, passes, options)
+        super().__init__(dataset_fn(input_context), group, number, passes, options)
         self._context, self._function = input_context, dataset_fn
 
     def _described(self) -> Sequence[str]:

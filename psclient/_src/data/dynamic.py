@@ -1,211 +1,19 @@
-"""Datasets whose batches server 0 hands out, whole, to whichever worker asks next."""
+"""Datasets whose batches server 0 assigns, whole, to whichever worker asks next."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import replace
-from itertools import islice
+from functools import partial
 
 from psclient._src.arrays.nest import Nest
-from psclient._src.data.adapters import Batch, Indexable, indexable
+from psclient._src.data.adapters import Batch, Indexable
+from psclient._src.data.assigned import AssignedBatches
 from psclient._src.data.distributed import DatasetStep, DistributedDataset, cut
-from psclient._src.data.group import ChunkCalls, Passes, ReplicaGroup
-from psclient._src.options import InputOptions
-from pswire.limits import MAX_CHUNKS
-from pswire.model.chunks import Chunk, ChunkAsk, Chunks
-from pswire.model.log import Examples, Position
-
-HELD_BACK = 64
-"""Batches of a dataset that trains, without a round of updates since, that do not count as done yet: the script may
-accumulate their gradients. More are no accumulation, but an evaluation."""
-
-APART = 0.02
-"""Seconds between two questions that a worker asks ahead, where its steps are shorter: a question costs as much as a
-small round."""
-
-
-class HandedOut:
-    """The batches of one dataset that this process was handed out. Used by the thread that runs cross-replica code.
-
-    It asks for the next ones while the program computes, so that a step waits for no answer.
-
-    Args:
-        group: the workers.
-        calls: asks server 0.
-        dataset: the dataset's number.
-        source: its batches.
-        least: batches that it has ahead at least, beside the one in use.
-    """
-
-    def __init__(self, group: ReplicaGroup, calls: ChunkCalls, dataset: int, source: Indexable, least: int) -> None:
-        self._group = group
-        self._calls = calls
-        self._dataset = dataset
-        self._source = source
-        self._least = least
-        self._epoch = -1
-        self._questions = 0
-        self._told: tuple[tuple[Position, ...], int] = ((), -1)
-        self._ahead: deque[Chunk] = deque()
-        self._asked: Future[Chunks] | None = None
-        self._in_use: list[int] = []  # no round of updates has taken them in
-        self._sent: list[int] = []  # rounds that are under way have
-        self._done: list[int] = []  # of which server 0 is to be told
-        self._back: list[int] = []
-        self._read: dict[int, Batch] = {}  # of what is ahead, by tickets
-        self._latency = 0.0  # seconds from a question to its answer
-        self._step = math.inf  # seconds from batch to batch
-        self._last = math.nan
-
-    # ---- For rounds ----
-
-    @property
-    def tickets(self) -> tuple[int, ...]:
-        """The batches in use, which no round of updates has taken in."""
-        return tuple(self._in_use)
-
-    def sent(self) -> None:
-        """A round of updates was sent that takes them in."""
-        self._sent += self._in_use
-        self._in_use.clear()
-
-    # ---- For a pass ----
-
-    def begin(self, epoch: int) -> None:
-        """A pass begins; what is left here of one that was broken off goes back."""
-        self._collect()
-        self._back += [chunk.ticket for chunk in self._ahead]
-        self._ahead.clear()
-        self._read.clear()
-        self._settle(everything=True)
-        self._epoch, self._last = epoch, math.nan
-
-    def next(self) -> Chunk | None:
-        """Returns the next batch, which is in use from now on; None if there is none for this process.
-
-        To be called once all rounds that were sent are answered.
-        """
-        now = time.monotonic()
-        self._step = now - self._last if self._last < now else math.inf
-        self._settle()
-        if not self._ahead:
-            self._collect()
-        if not self._ahead:
-            self._asked = self._ask(self._least + 1, needs=True)
-            self._collect()
-        if not self._ahead:
-            return None
-        chunk = self._ahead.popleft()
-        self._in_use.append(chunk.ticket)
-        self._last = time.monotonic()
-        return chunk
-
-    def coming(self, count: int) -> list[Batch]:
-        """Reads the batches that come next, as many as are wanted and are here already."""
-        if self._asked is not None and self._asked.done():
-            self._collect()
-        chunks = list(islice(self._ahead, count))
-        for chunk in chunks:
-            if chunk.ticket not in self._read:
-                self._read[chunk.ticket] = self.read(chunk.epoch, chunk.examples)
-        return [self._read[chunk.ticket] for chunk in chunks]
-
-    def batch(self, chunk: Chunk) -> Batch:
-        """Returns a batch that `next` has given."""
-        found = self._read.pop(chunk.ticket, None)
-        return self.read(chunk.epoch, chunk.examples) if found is None else found
-
-    def ask_ahead(self) -> None:
-        """Asks for what comes after the batch in use."""
-        steps = math.ceil(max(2 * self._latency, APART) / max(self._step, 1e-6))
-        deep = max(self._least, min(steps, MAX_CHUNKS))
-        if self._asked is None and len(self._ahead) <= deep // 2:
-            self._asked = self._ask(deep - len(self._ahead))
-
-    def end(self) -> None:
-        """A pass has ended: gradients of its batches that were accumulated, and not pushed, will not be."""
-        self._settle(everything=True)
-        if self._done:
-            self._calls.wait(self._ask(0))
-
-    def stands(self) -> tuple[Position, ...]:
-        """Asks where the dataset stands, pass by pass; nothing before it was asked for anything.
-
-        To be called once all rounds that were sent are answered.
-        """
-        return self.look() if self._questions else ()
-
-    def look(self) -> tuple[Position, ...]:
-        """As `stands`, also before anything else was asked: then the dataset begins."""
-        self._collect()
-        self._settle()
-        return tuple(map(self._sized, self._calls.wait(self._ask(0, looks=True)).positions))
-
-    def _sized(self, position: Position) -> Position:
-        """Says of whole batches how many examples they have, which servers do not know; leaves out empty ones."""
-        sizes = (
-            each if each.stop else Examples(each.index, 0, self.read(position.epoch, each).examples)
-            for each in position.returned
-        )
-        return replace(position, returned=tuple(each for each in sizes if each.stop))
-
-    def read(self, epoch: int, examples: Examples) -> Batch:
-        """Returns a batch, or the part of one that was handed out."""
-        if examples.index >= self._source.count():
-            raise ValueError(
-                f"batch {examples.index} of pass {epoch} was unfinished, but dataset {self._dataset} has "
-                f"only {self._source.count()} batches; pass the dataset that was used when the checkpoint "
-                "was saved"
-            )
-        batch = self._source.batch(epoch, examples.index)
-        if not examples.stop:
-            return batch
-        first, stop = examples.first, min(examples.stop, batch.examples)
-        return Batch(stop - first, lambda a, b: batch.rows(min(first + a, stop), min(first + b, stop)))
-
-    def _settle(self, everything: bool = False) -> None:
-        """Notes which batches are done: those whose rounds are answered, and those that need none."""
-        self._done += self._sent
-        self._sent.clear()
-        keep = 0 if everything or not self._group.trains(self._dataset) else HELD_BACK
-        over = max(len(self._in_use) - keep, 0)
-        self._done += self._in_use[:over]
-        del self._in_use[:over]
-
-    def _collect(self) -> None:
-        """Takes the answer to what was asked."""
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            self._ahead += self._calls.wait(asked).chunks
-
-    def _ask(self, want: int, needs: bool = False, looks: bool = False) -> Future[Chunks]:
-        self._questions += 1
-        done, self._done = tuple(self._done), []
-        back, self._back = tuple(self._back), []
-        begins, restores = self._group.begins(self._dataset), self._calls.restores()
-        if self._told == (begins, restores):
-            begins = ()  # server 0 knows it
-        else:
-            self._told = begins, restores
-        count, number = self._source.count(), self._questions
-        epoch, want = max(self._epoch, 0), min(want, MAX_CHUNKS)
-        asked = time.monotonic()
-        future = self._calls.ask(
-            ChunkAsk(self._dataset, number, epoch, count, restores, begins, want, needs, done, back, looks)
-        )
-        future.add_done_callback(lambda _: self._note(time.monotonic() - asked))
-        return future
-
-    def _note(self, latency: float) -> None:
-        self._latency = latency
+from pswire.model.log import Position
 
 
 class DynamicDataset(DistributedDataset):
-    """A dataset whose global batches server 0 hands out, whole, to whichever worker asks next.
+    """A dataset whose global batches server 0 assigns, whole, to whichever worker asks next.
 
     A fast worker gets more of them, and one that comes late gets work at once. All workers have the same dataset, with
     the same seed, and know a batch by its number. Within a worker a batch is cut into slices, one for each replica.
@@ -221,71 +29,63 @@ class DynamicDataset(DistributedDataset):
     Raises:
         TypeError: the dataset is of no known kind, or its batches have to be read one after the other.
         ValueError: the workers make their rounds together; the dataset is not batched.
-        ConfigError: server 0 is of a version that hands out no batches.
+        ConfigError: server 0 is of a version that assigns no batches.
     """
 
-    def __init__(
-        self,
-        dataset: object,
-        group: ReplicaGroup,
-        number: int,
-        passes: Passes | None = None,
-        options: InputOptions | None = None,
-    ) -> None:
-        calls = group.chunk_calls
-        if calls is None:
+    def _set_up(self, dataset: object) -> None:
+        super()._set_up(dataset)
+        group, number, source = self._group, self._number, self._source
+        if group.chunk_calls is None:
             raise ValueError(
                 "AutoShardPolicy.DYNAMIC assigns whole batches to asynchronous workers, but in this "
                 "strategy all replicas split each batch; use AUTO, or consistency=ps.Async() or "
                 "ps.BoundedStaleness(k)"
             )
-        super().__init__(dataset, group, number, passes, options)
-        source = indexable(self._source)
-        if source is None:
+        if not isinstance(source, Indexable):
             raise TypeError(
                 "AutoShardPolicy.DYNAMIC needs batches that can be read by number, but a "
                 f"{type(dataset).__name__} is read in order; pass a ps.ArrayDataset, a list of batches or a "
                 "grain MapDataset, or use AUTO"
             )
         least = 2 * self._depth if self._options.prefetch else 1  # those that rounds look up, or hint at, are known
-        self._handed = HandedOut(group, calls, number, source, least)
-        self._chunks = group
+        begins, trains = partial(group.begins, number), partial(group.trains, number)
+        self._assigned = AssignedBatches(group.chunk_calls, number, begins, trains, source, least)
         self._begun: tuple[tuple[Position, ...], int] | None = None
         self._at = Position(number, 0, 0)
 
     def _standing(self) -> Position:
         """Where the workers are: who comes late begins there, and nobody does again what others have done."""
-        if self._chunks.chunk_calls is None:
+        if self._group.chunk_calls is None:
             raise RuntimeError(
                 f"dataset {self._number} uses AutoShardPolicy.DYNAMIC, which needs asynchronous workers, "
                 "but set_consistency made them synchronous; iterate a dataset with AUTO here, or change "
                 "the consistency back before this pass"
             )
-        begun = self._chunks.begins(self._number), self._chunks.restores
+        begun = self._group.begins(self._number), self._group.restores
         if begun != self._begun:
             self._begun = begun
-            self._chunks.handed[self._number] = self._handed
-            *before, last = self._handed.look()
+            self._group.assigned[self._number] = self._assigned
+            *before, last = self._assigned.look()
             # Where the newest pass is done, and something is missing of one before it, that is to be done first.
             self._at = before[-1] if before and not (last.index or last.returned) else last
         return self._at
 
     def _steps(self, epoch: int, index: int) -> Iterator[DatasetStep]:
-        handed, group, depth = self._handed, self._group, self._depth
-        handed.begin(epoch)
+        assigned, depth = self._assigned, self._depth
+        assigned.begin(epoch)
         while True:
-            handed.coming(depth)
-            group.boundary(self._number)
-            chunk = handed.next()
+            assigned.coming(depth)
+            self._group.boundary(self._number)
+            chunk = assigned.next()
             if chunk is None:
                 break
-            batch = handed.batch(chunk)
+            batch = assigned.batch(chunk)
             parts = self._slices(batch)
-            handed.ask_ahead()
+            assigned.ask_ahead()
             index = chunk.examples.index + 1 if chunk.epoch == epoch else index
-            ahead = map(self._slices, handed.coming(depth)) if self._options.prefetch else ()
+            ahead = map(self._slices, assigned.coming(depth)) if self._options.prefetch else ()
             yield DatasetStep(epoch, index, True, parts, ahead, batch.examples)
-        handed.end()
+        assigned.end()
 
     def _slices(self, batch: Batch) -> list[Nest]:
         local = len(self._group.devices)

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 from psclient._src.arrays.devices import Device
+from psclient._src.data.assigned import ChunkCalls
 from psclient._src.data.progress import Progress
-from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.log import Examples
-
-
-class ChunkCalls(Protocol):
-    """Server 0, as a process asks it for batches."""
-
-    restores: Callable[[], int]
-    """Returns what `ChunkAsk.restores` is to be."""
-
-    def ask(self, ask: ChunkAsk) -> Future[Chunks]:
-        """Asks, and waits for nothing."""
-        ...
-
-    def wait(self, future: Future[Chunks]) -> Chunks:
-        """Waits for an answer; raises what ends the session meanwhile."""
-        ...
 
 
 class ReplicaGroup(Progress):
@@ -42,7 +25,7 @@ class ReplicaGroup(Progress):
         coordinated: True once this process schedules closures, or runs what is scheduled: each process has all batches
             of a dataset.
         leaves_out: True if a round of updates may be made without workers that live; else nobody is late.
-        chunk_calls: asks for batches that are handed out; None where all make rounds together, and each has a part of
+        chunk_calls: asks for batches that are assigned; None where all make rounds together, and each has a part of
             every batch.
     """
 

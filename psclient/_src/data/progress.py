@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Protocol
 
 from psclient._src.data.adapters import GlobalBatch
+from psclient._src.data.assigned import AssignedBatches
 from pswire.cluster import Task
 from pswire.model.log import Examples, Position
 
@@ -28,7 +28,7 @@ class Pass:
         any_more: True if any process had a further batch in the last of these rounds; None until one was answered.
         given: True once a round took what replicas had held back.
         fraction: of the examples of the batch in use those that this process has; None where that is not known.
-        dealt: which examples of the batch in use each task has; empty where they are not handed out again.
+        dealt: which examples of the batch in use each task has; empty where they are not assigned again.
         out: tasks that were left out of a round of updates with the batch in use, though they may live.
         batch: the global batch in use; None where the others do not read the same one.
     """
@@ -46,23 +46,6 @@ class Pass:
     batch: GlobalBatch | None = None
 
 
-class AssignedBatches(Protocol):
-    """The batches of one dataset that this process was handed out."""
-
-    @property
-    def tickets(self) -> tuple[int, ...]:
-        """Those in use, which no round of updates has taken in."""
-        ...
-
-    def sent(self) -> None:
-        """A round of updates was sent that takes them in."""
-        ...
-
-    def stands(self) -> tuple[Position, ...]:
-        """Asks where the dataset stands, pass by pass; nothing before its first batch was asked for."""
-        ...
-
-
 class Progress:
     """The passes that are under way, the innermost last: one over another dataset may stand inside of one.
 
@@ -72,7 +55,7 @@ class Progress:
     Attributes:
         passing: told whether a pass is under way, each time that one goes on, or has ended.
         restores: positions of checkpoints that a dataset goes on from.
-        handed: of each dataset whose batches are handed out, which this process has.
+        assigned: of each dataset whose batches server 0 assigns, which this process has.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -82,7 +65,7 @@ class Progress:
         self._holding = False
         self._trained: set[int] = set()  # datasets whose steps make rounds of updates
         self.restores = 0
-        self.handed: dict[int, AssignedBatches] = {}
+        self.assigned: dict[int, AssignedBatches] = {}
         self._begins: dict[int, tuple[Position, ...]] = {}
         self._positions: dict[int, tuple[Position, ...]] = {}
         self._restored: dict[tuple[int, int], tuple[Position, ...]] = {}
@@ -95,7 +78,7 @@ class Progress:
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """The batch that each dataset gives next; of one whose batches are handed out it may be in several passes."""
+        """The batch that each dataset gives next; of one whose batches are assigned it may be in several passes."""
         used = tuple([each for dataset in sorted(self._positions) for each in self._positions[dataset]])
         if not self._restored:
             return used
@@ -159,10 +142,10 @@ class Progress:
         self._restored.pop((saved.dataset, saved.source), None)
 
     def stand(self) -> None:
-        """Asks where the datasets stand of which batches are handed out; called before a checkpoint."""
-        for dataset, handed in self.handed.items():
+        """Asks where the datasets stand of which batches are assigned; called before a checkpoint."""
+        for dataset, assigned in self.assigned.items():
             before = self._positions.get(dataset, ())
-            stands = [replace(each, source=before[-1].source if before else 0) for each in handed.stands()]
+            stands = [replace(each, source=before[-1].source if before else 0) for each in assigned.stands()]
             self._positions[dataset] = tuple(stands) or before
 
     def advance(
@@ -180,7 +163,7 @@ class Progress:
         """Notes what an iterator took: which batch is next, whether this worker has it, whose batch is empty.
 
         Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
-        which examples of earlier batches are to be handed out later; the global batch, where all workers read it; and
+        which examples of earlier batches are to be assigned later; the global batch, where all workers read it; and
         the digest of the dataset.
         """
         for known in (0, source):  # what waits of another one, which had this number, does so on
@@ -217,7 +200,7 @@ class Progress:
         return None if found is None or found.any_more is None else found.any_more or bool(found.out)
 
     def returned(self, dataset: int) -> tuple[Examples, ...]:
-        """Returns the examples of a pass that were left out of a round, and are to be handed out again, in order."""
+        """Returns the examples of a pass that were left out of a round, and are to be assigned again, in order."""
         at = self._positions.get(dataset)
         return at[-1].returned if at else ()
 
@@ -241,16 +224,16 @@ class Progress:
         now.made_round = True
         if trains:
             self._trained.add(now.dataset)
-            if now.dataset in self.handed:
-                self.handed[now.dataset].sent()
+            if now.dataset in self.assigned:
+                self.assigned[now.dataset].sent()
         if not self._holding:
             now.given, now.worked = True, NOBODY
         return now
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The tickets of the batches that the next round of updates is made of; empty where none are handed out."""
-        found = self.handed.get(self._passes[-1].dataset) if self._passes else None
+        """The tickets of the batches that the next round of updates is made of; empty where none are assigned."""
+        found = self.assigned.get(self._passes[-1].dataset) if self._passes else None
         return () if found is None else found.tickets
 
     @contextlib.contextmanager

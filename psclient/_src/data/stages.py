@@ -9,7 +9,7 @@ so the position of a checkpoint is a number, and a worker reads the rows that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -26,9 +26,6 @@ ENDLESS = 1 << 62
 _ORDERS = 2
 """Orders that are kept: a batch may have the end of one repetition, and the beginning of the next."""
 
-Chosen = range | Array
-"""Numbers of examples."""
-
 
 class OrderedExamples(Protocol):
     """Examples, in an order that may differ by data epoch."""
@@ -36,9 +33,8 @@ class OrderedExamples(Protocol):
     size: int
     """Number of examples of a data epoch."""
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
-        """Copies of examples of a data epoch, by number; arrays whose first dimension counts them."""
-        ...
+    def take(self, epoch: int, chosen: Array) -> Nest:
+        """Copies of examples of a data epoch, by numbers [n]; arrays whose first dimension counts them."""
 
 
 class Batches(Protocol):
@@ -49,11 +45,9 @@ class Batches(Protocol):
 
     def examples(self, index: int) -> int:
         """Returns how many examples a batch has; in all data epochs as many."""
-        ...
 
     def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
         """Copies of examples `start` to `stop` of a batch; fewer, or none, at its end."""
-        ...
 
 
 # ---- Examples ----
@@ -70,8 +64,8 @@ class RowStage(OrderedExamples):
         self._arrays = arrays
         self.size = int(nest.flatten(arrays)[0].shape[0])
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
-        return nest.map_structure(lambda array: np.array(array[_key(chosen)]), self._arrays)
+    def take(self, epoch: int, chosen: Array) -> Nest:
+        return nest.map_structure(lambda array: array[chosen], self._arrays)
 
 
 class Shuffled(OrderedExamples):
@@ -87,8 +81,8 @@ class Shuffled(OrderedExamples):
         self.size = before.size
         self._orders: dict[int, Array] = {}
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
-        return self._before.take(epoch, self._order(epoch)[_key(chosen)])
+    def take(self, epoch: int, chosen: Array) -> Nest:
+        return self._before.take(epoch, self._order(epoch)[chosen])
 
     def _order(self, epoch: int) -> Array:
         order = self._orders.get(epoch)
@@ -109,11 +103,8 @@ class Sharded(OrderedExamples):
         self._before, self._shards, self._index = before, shards, index
         self.size = part(before.size, shards, index)
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
-        n, i = self._shards, self._index
-        if isinstance(chosen, range):
-            return self._before.take(epoch, range(chosen.start * n + i, chosen.stop * n + i, chosen.step * n))
-        return self._before.take(epoch, chosen * n + i)
+    def take(self, epoch: int, chosen: Array) -> Nest:
+        return self._before.take(epoch, chosen * self._shards + self._index)
 
 
 class Repeated(OrderedExamples):
@@ -128,16 +119,11 @@ class Repeated(OrderedExamples):
         self._before, self._times = before, times
         self.size = many(before.size, times)
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
+    def take(self, epoch: int, chosen: Array) -> Nest:
         size = self._before.size
         if not len(chosen):
-            return self._before.take(epoch, range(0))
-        if isinstance(chosen, range) and chosen.step == 1:
-            passes = range(chosen.start // size, (chosen.stop - 1) // size + 1)
-            parts = [range(max(chosen.start - p * size, 0), min(chosen.stop - p * size, size)) for p in passes]
-            taken = [self._before.take(inner(epoch, self._times, p), own) for p, own in zip(passes, parts, strict=True)]
-            return _joined(taken)
-        again, places = np.divmod(np.asarray(chosen), size)
+            return self._before.take(epoch, chosen)
+        again, places = np.divmod(chosen, size)
         return _by_group(again, places, lambda p, own: self._before.take(inner(epoch, self._times, p), own))
 
 
@@ -154,7 +140,7 @@ class Mapped(OrderedExamples):
         self._before, self._fn = before, fn
         self.size = before.size
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
+    def take(self, epoch: int, chosen: Array) -> Nest:
         if not len(chosen):
             return self._none
         given = self._before.take(epoch, chosen)
@@ -170,7 +156,7 @@ class Mapped(OrderedExamples):
             raise ValueError(
                 "map needs at least one example to find out the shapes of its results, but the dataset is empty"
             )
-        return nest.map_structure(lambda array: array[:0], self.take(0, range(1)))
+        return nest.map_structure(lambda array: array[:0], self.take(0, np.arange(1)))
 
 
 class Unbatched(OrderedExamples):
@@ -185,13 +171,12 @@ class Unbatched(OrderedExamples):
         self._ends = np.cumsum([before.examples(index) for index in range(before.count)], dtype=np.int64)
         self.size = int(self._ends[-1]) if before.count else 0
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
-        numbers = np.asarray(chosen, np.int64)
-        if not len(numbers):
+    def take(self, epoch: int, chosen: Array) -> Nest:
+        if not len(chosen):
             return self._before.rows(epoch, 0, 0, 0)
-        batches = np.searchsorted(self._ends, numbers, side="right")
+        batches = np.searchsorted(self._ends, chosen, side="right")
         begins = np.concatenate([[0], self._ends])[batches]
-        return _by_group(batches, numbers - begins, lambda index, own: self._rows(epoch, index, own))
+        return _by_group(batches, chosen - begins, lambda index, own: self._rows(epoch, index, own))
 
     def _rows(self, epoch: int, index: int, own: Array) -> Nest:
         first = int(own.min())
@@ -221,7 +206,7 @@ class Whole(OrderedExamples):
                 "drop_remainder=True) before"
             )
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
+    def take(self, epoch: int, chosen: Array) -> Nest:
         taken = [self._before.rows(epoch, int(index), 0, self._each) for index in chosen]
         if not taken:
             blank = self._before.rows(epoch, 0, 0, 0)
@@ -241,16 +226,15 @@ class Split(OrderedExamples):
 
     def __init__(self, before: OrderedExamples) -> None:
         self._before = before
-        shapes = [array.shape[1:] for array in nest.flatten(before.take(0, range(0)))]
+        shapes = [array.shape[1:] for array in nest.flatten(before.take(0, np.arange(0)))]
         if len({shape[:1] for shape in shapes}) != 1 or not shapes[0]:
             raise ValueError(f"unbatch needs arrays with the same first dimension, but they have shapes {shapes}")
         self._parts = shapes[0][0]
         self.size = before.size * self._parts
 
-    def take(self, epoch: int, chosen: Chosen) -> Nest:
-        numbers = np.asarray(chosen, np.int64)
-        whole = self._before.take(epoch, numbers // max(self._parts, 1))
-        places = (np.arange(len(numbers)), numbers % max(self._parts, 1))
+    def take(self, epoch: int, chosen: Array) -> Nest:
+        whole = self._before.take(epoch, chosen // max(self._parts, 1))
+        places = (np.arange(len(chosen)), chosen % max(self._parts, 1))
         return nest.map_structure(lambda array: array[places], whole)
 
 
@@ -276,7 +260,7 @@ class Batched(Batches):
 
     def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
         begin, end = index * self._size, min((index + 1) * self._size, self._before.size)
-        return self._before.take(epoch, range(min(begin + start, end), min(begin + stop, end)))
+        return self._before.take(epoch, np.arange(min(begin + start, end), min(begin + stop, end)))
 
 
 class ShardedBatches(Batches):
@@ -368,19 +352,13 @@ def called(fn: Callable[..., Nest], element: Nest) -> Nest:
     return fn(*element) if isinstance(element, tuple) and not hasattr(element, "_fields") else fn(element)
 
 
-def _key(chosen: Chosen) -> slice | Array:
-    return slice(chosen.start, chosen.stop, chosen.step) if isinstance(chosen, range) else chosen
-
-
 def _by_group(groups: Array, places: Array, take: Callable[[int, Array], Nest]) -> Nest:
     """What `take` gives for each group's number and its places, in the order in which the places were given."""
     taken = [take(int(group), places[groups == group]) for group in np.unique(groups)]
+    if len(taken) == 1:
+        return taken[0]
     back = np.argsort(np.argsort(groups, kind="stable"), kind="stable")
-    return nest.map_structure(lambda array: array[back], _joined(taken))
-
-
-def _joined(parts: Sequence[Nest]) -> Nest:
-    return parts[0] if len(parts) == 1 else nest.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+    return nest.map_structure(lambda *arrays: np.concatenate(arrays)[back], *taken)
 
 
 def _stacked(*rows: Array) -> Array:

@@ -14,7 +14,8 @@ from psclient._src.distribute.reduction import LocalValue
 from psclient._src.variables.compression import Compressed, Compression, is_compressible
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.kinds import ServerVariable
-from psclient._src.variables.sharded import ShardedVariable, ShardReader, shards_of
+from psclient._src.variables.server_reader import ServerReader
+from psclient._src.variables.sharded import ShardedVariable, shards_of
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.compression import Codec
 from pswire.model.plan import VariableSpec
@@ -43,7 +44,7 @@ class Residuals:
     def __init__(
         self,
         group: ReplicaGroup,
-        reader: ShardReader,
+        reader: ServerReader,
         create: Callable[[StrategyFace, VariableSpec, Array, ServerIds], ServerVariable],
         names: Names,
         was_restored: Callable[[int], bool],

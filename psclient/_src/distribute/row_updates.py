@@ -13,7 +13,7 @@ from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import Cell, LocalVariable, ReplicaCopy
 from pswire.errors import ProgramError
 from pswire.model.row_updates import row_shape
-from pswire.model.rows import Int64s
+from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, spec_of
 
 
@@ -65,7 +65,7 @@ class RowsOfVariable(Readable):
     def put_back(self) -> None:
         """Gives the copy its rows, if they were assigned; all other rows stay."""
         if self._cell.array is not self._first:
-            self._copy.cell.replace_rows(self._ids, self._cell.array)
+            self._copy.cell.scatter("scatter_update", Rows(self._ids, self._cell.array))
 
 
 def update_rows(

@@ -11,7 +11,7 @@ from pswire.model.chunks import ChunkAsk, Chunks
 
 
 class BatchCalls:
-    """Asks for batches that are handed out. Used by the thread that runs cross-replica code.
+    """Asks for batches that are assigned. Used by the thread that runs cross-replica code.
 
     Args:
         session: this process's session, open.

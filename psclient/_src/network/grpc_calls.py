@@ -217,7 +217,9 @@ class GrpcCalls:
 
     def watch(self, data: bytes, seconds: float) -> bytes:
         """Calls `Watch`, which the server may hold for long."""
-        return self._answer(self._start(HELD_WATCH, data, seconds, future=True))
+        call = self._start(HELD_WATCH, data, seconds, future=True)
+        with self._endable(call):
+            return bytes(call.result())
 
     def push(self, header: bytes, payload: Payload, seconds: float) -> tuple[pb.RoundHeader, Payload]:
         """Calls `Push`; the payload may still grow."""
@@ -254,10 +256,6 @@ class GrpcCalls:
                 return self._start(name, request, seconds, future)
             raise
 
-    def _answer(self, call: Any) -> bytes:
-        with self._endable(call):
-            return bytes(call.result())
-
     def _frames(self, header: bytes, parts: Iterable[Part]) -> Iterator[bytes]:
         for frame in frames(header, parts):
             message = frame.encode()
@@ -265,7 +263,6 @@ class GrpcCalls:
             yield message
 
     def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
-        """Returns the header and the payload of a call."""
         with self._endable(call):
             return self._collect(map(Frame.decode, call), kind)
 

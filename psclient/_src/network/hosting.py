@@ -49,7 +49,6 @@ class Hosting:
         losses: the servers that were lost, one after the other; those that have come back included.
         lives: the incarnations of servers that were gone before this process came.
         suspects: of the chief, the servers that it has found lost, with the reason of each.
-        lookout: looks for servers that are back where nobody tells of them.
         moves: addresses to which servers are about to move, or to come back, by their index; replaced, never changed.
         taking_hints: the servers of whose dynamic tables rows lie in files; replaced, never changed.
     """
@@ -57,6 +56,7 @@ class Hosting:
     def __init__(self, task: Task, servers: Sequence[ParameterServer]) -> None:
         self._task = task
         self._servers = servers
+        self._remote = {index: each for index, each in enumerate(servers) if isinstance(each, RemoteServer)}
         self._takes_back = threading.Lock()
         self._lock = threading.Lock()  # guards what follows
         self.gone: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class Hosting:
         self.suspects: dict[int, ServerLost] = {}
         self.moves: dict[int, str] = {}
         self.taking_hints: frozenset[int] = frozenset()
-        self.lookout = Lookout(self, servers)
+        self._looks: Future[None] | None = None
         self._news: Future[None] = Future()
         self._coming: set[int] = set()  # those at which this process opens its session anew
 
@@ -142,16 +142,15 @@ class Hosting:
         Returns:
             What `open` did; None where the server is lost again, or was never gone for this process.
         """
-        with self._takes_back:  # the script's thread and the lookout's may find it back at the same time
+        with self._takes_back:  # the script's thread and one that looks for it may find it back at the same time
             return self._take_back(server, times, address, open)
 
     def _take_back(self, server: int, times: int, address: str, open: Callable[[], T]) -> T | None:
-        there = self._servers[server]
         with self._lock:
             if server not in self.gone or self.losses.count(server) != times:
                 return None
             self._coming.add(server)
-            if isinstance(there, RemoteServer):
+            if there := self._remote.get(server):
                 there.begin_anew(address)
                 expect(there)  # the log says that it was there: for who decides it is lost once nothing listens
         opened: T | None = None
@@ -175,8 +174,7 @@ class Hosting:
         self.gone = gone
 
     def _fail(self, server: int, reason: str) -> None:
-        there = self._servers[server]
-        if isinstance(there, RemoteServer):
+        if there := self._remote.get(server):
             there.fail(ServerGone(f"is down: {reason}", str(Task("ps", server))))
 
     def suspect(self, server: int, error: PSError, decides: bool) -> bool:
@@ -229,9 +227,8 @@ class Hosting:
         Raises:
             Unreachable, ServerLost: a server does not answer, and no job goes on without it.
         """
-        for server in self._servers:
-            if isinstance(server, RemoteServer):
-                look_again(server)
+        for server in self._remote.values():
+            look_again(server)
         began = time.monotonic()
         asked: dict[int, Future[ServerStatus]] = {}
         known: dict[int, ServerStatus] = {}
@@ -270,8 +267,8 @@ class Hosting:
             if decides and late:
                 # But for the one that keeps the log: another chief may be there with it, unless nothing listens there.
                 found |= dict.fromkeys(silent - gone - {newest.keeper}, "does not answer")
-                if newest.keeper in silent and isinstance(there := self._servers[newest.keeper], RemoteServer):
-                    expect(there)
+                if newest.keeper in silent & self._remote.keys():
+                    expect(self._remote[newest.keeper])
             found |= {server: error.message for server, error in lost.items()}
             replaced = (i for i, status in known.items() if status.incarnation != newest.incarnations[i])
             found |= dict.fromkeys(replaced, "was replaced by a new process")
@@ -287,48 +284,32 @@ class Hosting:
             self.lives = dict(enumerate(newest.incarnations))
             for server in self.gone:
                 self._fail(server, "it was lost before this process started")
-            for there in (self._servers[server] for server in self.live):
-                if isinstance(there, RemoteServer):
-                    expect(there)
+            for server in self._remote.keys() & set(self.live):
+                expect(self._remote[server])
             for server in found.keys() - gone if decides else ():
                 self.suspects[server] = ServerLost(found[server], str(Task("ps", server)))
         return True
 
+    # ---- Servers that are back, of which nobody is left who could tell this process ----
 
-class Lookout:
-    """Looks for servers that are back, of which nobody is left who could tell this process.
+    def look_for_returns(self, threads: Threads, job: str, take_back: Callable[[Return, int], object]) -> None:
+        """Looks for servers that are back, in a thread of its own; called while this process waits.
 
-    A server that tells of another's return may be lost before it has told all. The job goes on, with the one that is
-    back; who does not know that, waits for the lost one.
-
-    Args:
-        hosting: what this process knows of the servers.
-        servers: all servers of the job.
-    """
-
-    def __init__(self, hosting: Hosting, servers: Sequence[ParameterServer]) -> None:
-        self._hosting = hosting
-        self._servers = servers
-        self._looks: Future[None] | None = None
-
-    def look(self, threads: Threads, job: str, take_back: Callable[[Return, int], object]) -> None:
-        """Looks, in a thread of its own; called while this process waits.
+        A server that tells of another's return may be lost before it has told all. The job goes on, with the one that
+        is back; who does not know that, waits for the lost one.
 
         Args:
             threads: for that.
             job: the identity of this process's job.
             take_back: goes on with a server that is back, and that was lost so often before.
         """
-        if self._hosting.gone and (self._looks is None or self._looks.done()):
+        if self.gone and (self._looks is None or self._looks.done()):
             self._looks = threads.submit(partial(self._look, job, take_back))
 
     def _look(self, job: str, take_back: Callable[[Return, int], object]) -> None:
-        for server in sorted(self._hosting.gone):
-            there = self._servers[server]
-            if not isinstance(there, RemoteServer):
-                continue
-            address = self._hosting.moves.get(server, "")
-            found = elsewhere(there, address or there.address, LOOK_SECONDS)
+        for server in sorted(self.gone & self._remote.keys()):
+            address = self.moves.get(server, "")
+            found = elsewhere(self._remote[server], address or self._remote[server].address, LOOK_SECONDS)
             try:
                 status = found.status()
             except PSError as error:
@@ -345,7 +326,7 @@ class Lookout:
     def _goes_on(self, status: ServerStatus) -> bool:
         """Returns whether the job goes on with a server, and without those that this process goes on with."""
         gone = frozenset(status.gone)
-        return not (status.over or status.broken or status.server in gone) and gone >= set(self._hosting.live)
+        return not (status.over or status.broken or status.server in gone) and gone >= set(self.live)
 
 
 def _moved(known: Mapping[int, ServerStatus], job: str) -> tuple[Moved, ...]:

@@ -54,45 +54,17 @@ them."""
 
 
 class Proposal(NamedTuple):
-    """Arguments of `ParameterServer.propose` behind the session."""
+    """Arguments of `ParameterServer.propose` behind the session: a plan, a join point, or the start of a generation."""
 
     plan: Plan | None
     join_point: str
     start: Start | None
     trace: str = ""
 
-
-class Proposals:
-    """The plans of which no round was answered yet, the last join point, and the last start of a generation.
-
-    May be used by any thread.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
-        self._plans: dict[bytes, Plan] = {}
-        self._join_point = ""
-        self._start: Start | None = None
-
-    def keep(self, proposal: Proposal) -> None:
-        """Keeps what is proposed."""
-        with self._lock:
-            if proposal.plan is not None:
-                self._plans[proposal.plan.id] = proposal.plan
-            self._join_point = proposal.join_point or self._join_point
-            self._start = proposal.start or self._start
-
-    def forget(self, plan_id: bytes) -> None:
-        """A plan is known to be approved."""
-        with self._lock:
-            self._plans.pop(plan_id, None)
-
-    def all(self) -> list[Proposal]:
-        """Returns what is to be proposed again."""
-        with self._lock:
-            found = [Proposal(plan, "", None) for plan in self._plans.values()]
-            found += [Proposal(None, self._join_point, None)] if self._join_point else []
-            return found + ([Proposal(None, "", self._start)] if self._start else [])
+    @property
+    def key(self) -> object:
+        """Of two with one key the later one counts."""
+        return self.plan.id if self.plan is not None else bool(self.join_point)
 
 
 class Lease:
@@ -168,7 +140,7 @@ class Lease:
         self._beating = [threading.Lock() for _ in self.servers]  # heartbeats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
-        self._proposals = Proposals()
+        self._proposals: dict[object, Proposal] = {}  # by their keys; without plans of which a round was answered
         self._reader = TransportReader(self._broken)
 
     @property

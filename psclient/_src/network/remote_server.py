@@ -117,14 +117,13 @@ class RemoteServer(ParameterServer):
         self._connect(address)
 
     def _connect(self, address: str) -> None:
-        """Makes the connection to an address."""
         self.address = address
         decides, streams, told = self._options
         shown, lease = self._security, self._timeouts.session_timeout
         self._calls = GrpcCalls(address, self.task, shown, self._name, lease, self._interceptors, self.traffic, streams)
         self._attempts = Attempts(
             address,
-            self.task,
+            str(self.task),
             self._timeouts,
             self._calls.failed,
             self._calls.check,
@@ -138,7 +137,6 @@ class RemoteServer(ParameterServer):
     # ---- The verbs ----
 
     def call(self, request: ServerRequest[R]) -> R:
-        """Implements `ParameterServer.call`."""
         own: Any = self._own.get(type(request)) or (self._ask_beside if request.waits else self._ask)
         answer: R = own(request)
         return answer
@@ -147,7 +145,6 @@ class RemoteServer(ParameterServer):
         return self._threads.submit(lambda: self._ask(request))
 
     def _ask(self, request: ServerRequest[Any]) -> Any:
-        """Sends a request until it is answered."""
         codec = CALLS[request.verb]
         return codec.answer_from(self._send(codec.verb, codec.encode(request)), str(self.task))
 

@@ -7,12 +7,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
 
 from psclient._src.interpreter.interrupts import waits
-from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
@@ -32,12 +32,13 @@ WAIT_SECONDS = 600.0
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Attempts:
     """The calls of one connection. May be used by any thread.
 
     Args:
         address: the server's address, `host:port`.
-        task: the server's task, for messages.
+        task: the server's, for messages.
         timeouts: time limits of the cluster.
         failed: set once no attempt is to be made any more; wakes callers that pause.
         check: raises the reason why `failed` is set.
@@ -53,33 +54,21 @@ class Attempts:
         opened: True if there is a session to lose.
     """
 
-    def __init__(
-        self,
-        address: str,
-        task: Task,
-        timeouts: Timeouts,
-        failed: threading.Event,
-        check: Callable[[], None],
-        missing: Callable[[], str],
-        mismatch: Callable[[], str],
-        renew: Callable[[], object],
-        decides: bool = True,
-        told: bool = False,
-    ) -> None:
-        self.opened = False
-        self.told = told
-        self._life = 0
-        self._address = address
-        self._task = str(task)
-        self._timeouts = timeouts
-        self._failed = failed
-        self._check = check
-        self._missing = missing
-        self._mismatch = mismatch
-        self._renew = renew
-        self._decides = decides
-        self._silent_since: float | None = None  # when the answers stopped; the next one resets it
-        self._lost_since: float | None = None  # since when whoever answers says that the server is lost
+    address: str
+    task: str
+    timeouts: Timeouts
+    failed: threading.Event
+    check: Callable[[], None]
+    missing: Callable[[], str]
+    mismatch: Callable[[], str]
+    renew: Callable[[], object]
+    decides: bool = True
+    told: bool = False
+
+    opened = False
+    _life = 0
+    _silent_since: float | None = field(default=None, init=False)  # when the answers stopped; the next one resets it
+    _lost_since: float | None = field(default=None, init=False)  # since when others say that the server is lost
 
     def begin_anew(self) -> None:
         """Another life of the server is to be found: calls to the one before end, and there is no session to lose."""
@@ -99,13 +88,13 @@ class Attempts:
         Raises:
             PSError: the server's answer, or the reason why there is none.
         """
-        limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
+        limit = getattr(self.timeouts, verb.deadline) + extra if verb.deadline else float("inf")
         started = time.monotonic()
         spoke, pause, life, before = started, FIRST_PAUSE, self._life, ""
         while True:
-            self._check()
+            self.check()
             if life != self._life:
-                raise ServerGone("was replaced by another process", self._task)
+                raise ServerGone("was replaced by another process", self.task)
             now = time.monotonic()
             seconds = self._attempt_seconds(verb, limit - (now - started), extra)
             try:
@@ -119,7 +108,7 @@ class Attempts:
                 self._silent_since = None
                 return result
             # Out here, since what is raised there would keep gRPC's error, which is its call: see `GrpcCalls.close`.
-            self._check()
+            self.check()
             if self.awaits_verdict(why):
                 why = str(why)
                 self._lost_since = self._lost_since or time.monotonic()
@@ -131,19 +120,19 @@ class Attempts:
             gone = ends and why == NOBODY
             self._give_up(verb, limit, time.monotonic() - started, why, gone)
             # A server that answers late on purpose is not named here: who waits says for whom.
-            if why != NOT_YET and time.monotonic() - spoke > self._timeouts.report_interval:
+            if why != NOT_YET and time.monotonic() - spoke > self.timeouts.report_interval:
                 spoke = time.monotonic()
-                log.warning("no answer from %s at %s (%s); retrying", self._task, self._address, why)
-            self._failed.wait(pause * random.uniform(0.5, 1.0))
+                log.warning("no answer from %s at %s (%s); retrying", self.task, self.address, why)
+            self.failed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_PAUSE)
 
     def awaits_verdict(self, error: object) -> bool:
         """Returns whether an answer says that the server is lost, of which this process waits to be told."""
-        return self.told and isinstance(error, ServerLost) and error.task in ("", self._task)
+        return self.told and isinstance(error, ServerLost) and error.task in ("", self.task)
 
     def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
         """Returns an attempt's time limit. A prompt verb's is half a lease: the network may have lost the answer."""
-        longest = WAIT_SECONDS if verb.waits else self._timeouts.session_timeout / 2 + extra
+        longest = WAIT_SECONDS if verb.waits else self.timeouts.session_timeout / 2 + extra
         return max(min(left, longest), 0.001)
 
     def _unanswered(self, verb: Verb, error: Exception, began: float) -> str | PSError:
@@ -166,35 +155,35 @@ class Attempts:
     def _check_security(self) -> None:
         """Raises `ConfigError` if it is known that no attempt can succeed, and there is no session yet."""
         if self.opened:
-            self._renew()
-        elif why := self._mismatch():
-            raise ConfigError(f"{self._address}: {why}", self._task)
+            self.renew()
+        elif why := self.mismatch():
+            raise ConfigError(f"{self.address}: {why}", self.task)
 
     def _foreign(self, verb: Verb, code: str, details: str) -> PSError:
         """Returns the error for an answer of no server of ours, or for a message too large for one."""
         if code == "UNIMPLEMENTED":
             return Unreachable(
-                f"the process at {self._address} is not a parameter server of this version; correct the "
+                f"the process at {self.address} is not a parameter server of this version; correct the "
                 "address, or install the same version of paramserver everywhere",
-                self._task,
+                self.task,
             )
-        return InvalidRequest(f"the call was rejected: {details} ({code})", self._task)
+        return InvalidRequest(f"the call was rejected: {details} ({code})", self.task)
 
     def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str, gone: bool) -> None:
         """Raises what is to be told to the caller, if there is no use in trying again."""
         since = [each for each in (self._silent_since, self._lost_since) if each is not None]
         silence = time.monotonic() - min(since) if since else 0.0
         if self.opened:
-            if gone or (why == NOBODY and self._decides):
+            if gone or (why == NOBODY and self.decides):
                 raise ServerLost(
-                    f"was lost ({NOBODY}, at {self._address}); its variables are lost; restart from a checkpoint",
-                    self._task,
+                    f"was lost ({NOBODY}, at {self.address}); its variables are lost; restart from a checkpoint",
+                    self.task,
                 )
-            if silence >= self._timeouts.server_timeout:
+            if silence >= self.timeouts.server_timeout:
                 raise ServerLost(
-                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_SERVER_TIMEOUT; "
+                    f"was lost: no answer at {self.address} for {silence:.3g} s (PS_SERVER_TIMEOUT; "
                     f"{why}); restart from a checkpoint",
-                    self._task,
+                    self.task,
                 )
             if silence:
                 return  # it may be back where it was: nothing is late that it holds up
@@ -203,10 +192,10 @@ class Attempts:
 
     def _late(self, verb: Verb, elapsed: float, why: str) -> PSError:
         if verb.waits:
-            text = f"{verb.name} did not complete within {elapsed:.3g} s{self._missing()}"
-            return BY_NAME[verb.late](text, self._task)
+            text = f"{verb.name} did not complete within {elapsed:.3g} s{self.missing()}"
+            return BY_NAME[verb.late](text, self.task)
         return Unreachable(
-            f"no answer at {self._address} for {elapsed:.3g} s ({why}); start this task, or correct its "
+            f"no answer at {self.address} for {elapsed:.3g} s ({why}); start this task, or correct its "
             "address in TF_CONFIG",
-            self._task,
+            self.task,
         )

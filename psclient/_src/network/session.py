@@ -85,7 +85,7 @@ class Session(Lease):
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
-            self.hosting.lookout.look(self._threads, self.job, self.take_back)
+            self.hosting.look_for_returns(self._threads, self.job, self.take_back)
 
     def _transports(self) -> list[Transport]:
         """Returns the transports on which calls of this process are under way."""
@@ -204,17 +204,17 @@ class Session(Lease):
         """Proposes to the server that keeps the log, and to the next one where that is lost: see `ParameterServer`."""
         proposal = Proposal(plan, join_point, start, trace)
         if self.copied:
-            self._proposals.keep(proposal)
+            self._proposals[proposal.key] = proposal._replace(trace="")
         self.with_keeper(lambda keeper: keeper.propose(self.number, *proposal))
 
     def answered(self, plan_id: bytes) -> None:
         """A round of a plan was answered: it is approved."""
         if self.copied:
-            self._proposals.forget(plan_id)
+            self._proposals.pop(plan_id, None)
 
     def _propose_again(self) -> None:
         """Proposes what the server that is gone may have told nobody."""
-        for proposal in self._proposals.all():
+        for proposal in list(self._proposals.values()):
             try:
                 self.propose(*proposal)
             except PSError as error:

@@ -46,6 +46,9 @@ class TransportSelector:
         threads: run calls that may take a while.
         traffic: counts payload bytes of each transport.
         wanted: the transport to begin with; the ones after it are fallen back to.
+
+    Attributes:
+        transport: the one in use, which may be broken; None for gRPC.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class TransportSelector:
         self._losses = 0
         self._pause = AGAIN
         self._calls, self._again = 0, AGAIN
-        self._transport: Transport | None = self._open(offer)
+        self.transport: Transport | None = self._open(offer)
         self._said: Pace | None = None  # the last heartbeat over gRPC, unless it said what has to be readmitted
 
     def _has(self, name: TransportName, offer: Offer) -> bool:
@@ -111,27 +114,22 @@ class TransportSelector:
         call(transport).add_done_callback(answered)
         return result
 
-    @property
-    def transport(self) -> Transport | None:
-        """The transport in use, which may be broken; None for gRPC."""
-        return self._transport
-
     def best(self, lost: Transport | None = None) -> Transport | None:
         """Returns the transport to use; None for gRPC.
 
         Args:
             lost: the one that was used and is broken.
         """
-        if lost is None or self._transport is not lost:
-            return self._transport
+        if lost is None or self.transport is not lost:
+            return self.transport
         with self._lock:
-            if self._transport is lost and (offer := self._offer) is not None:
+            if self.transport is lost and (offer := self._offer) is not None:
                 self._losses = 1 if lost.answered >= FORGIVEN else self._losses + 1
                 if self._losses > LOSSES:
                     self._skip("it breaks repeatedly")
-                self._transport = self._open(offer, replaces=True)
+                self.transport = self._open(offer, replaces=True)
         self._check_open()
-        return self._transport
+        return self.transport
 
     def heartbeat(self, round: int, pace: Pace, clock: int) -> bool | None:
         """Sends a heartbeat on the transport, if it is idle and the content is that of the last one over gRPC.
@@ -148,7 +146,7 @@ class TransportSelector:
         Returns:
             The answer; None if there is none, so that the heartbeat has to travel over gRPC.
         """
-        transport, offer = self._transport, self._offer
+        transport, offer = self.transport, self._offer
         if transport is None or offer is None:
             return None
         if transport.waits or round >= 0 or clock or pace != self._said:
@@ -168,7 +166,7 @@ class TransportSelector:
             clock: the clock that the heartbeat reported.
         """
         self._said = None if round >= 0 or clock else pace
-        transport = self._transport
+        transport = self.transport
         if transport is not None and (why := transport.silent()):
             log.warning(
                 "the %s transport to %s is broken: %s, although the server answers heartbeats. Unanswered "
@@ -211,7 +209,7 @@ class TransportSelector:
         with self._lock:
             old: Transport | None = transport
             if at < self._at:
-                old, self._transport, self._at, self._losses = self._transport, transport, at, 0
+                old, self.transport, self._at, self._losses = self.transport, transport, at, 0
                 log.info("%s transport to %s", transport.name, self._server)
         if old is not None:
             old.close("a better transport is available")
@@ -225,6 +223,6 @@ class TransportSelector:
     def close(self, why: str) -> None:
         """Ends the transport."""
         self._offer = None
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         if transport is not None:
             transport.close(why)

@@ -13,7 +13,8 @@ from psclient._src.rounds.buffers import Memory
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.variables.kinds import ServerVariable
-from psclient._src.variables.sharded import ShardedVariable, TableContent, TableQuestion
+from psclient._src.variables.server_reader import TableContent, TableQuestion
+from psclient._src.variables.sharded import ShardedVariable
 from psclient._src.variables.variable import Variable
 from pswire.api import TableRead
 from pswire.limits import PART_BYTES

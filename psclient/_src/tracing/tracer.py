@@ -37,27 +37,21 @@ class Recorder(Protocol):
 
     def spec(self, place: int, /) -> TensorSpec:
         """The spec of a value, by its number."""
-        ...
 
     def tracer(self, value: object) -> Tracer:
         """The tracer of anything that may meet a tracer in an op."""
-        ...
 
     def apply(self, op: str, args: Sequence[object], about: str = "", **attrs: Attr) -> Tracer:
         """Records one op."""
-        ...
 
     def astype(self, value: object, dtype: DType) -> Tracer:
         """The value in another dtype."""
-        ...
 
     def broadcast_to(self, value: object, shape: int | Sequence[int]) -> Tracer:
         """The value in another shape."""
-        ...
 
     def fit(self, value: object, variable: VariableTracer) -> Tracer:
         """The value as it is assigned to a variable."""
-        ...
 
 
 class Tracer(NDArrayOperatorsMixin):

@@ -21,6 +21,7 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -85,6 +86,7 @@ class TracedCall(NamedTuple):
     numbers: list[Number]
 
 
+@dataclass(eq=False)
 class Trace:
     """A recorded call of an update function, reusable for other calls of it.
 
@@ -97,37 +99,31 @@ class Trace:
         names: of the variables in that call, if the function has asked for one; else None.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        tape: Tape,
-        numbers: list[Number],
-        around: Surroundings,
-        labels: Sequence[str],
-        names: tuple[str, ...] | None = None,
-    ) -> None:
-        self._labels = labels
-        self._names = names
-        self._around = around
-        self._traced = traced
-        self._tape = tape
-        self._remember(numbers, tape.values)
+    traced: Traced
+    tape: Tape
+    numbers: InitVar[list[Number]]
+    around: Surroundings
+    labels: Sequence[str]
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self, numbers: list[Number]) -> None:
+        self._remember(numbers, self.tape.values)
 
     def call(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall | None:
         """The same with other arguments; None where the function would have seen other numbers, or other globals."""
-        if self._names is not None and self._names != _names(given):
+        if self.names is not None and self.names != _names(given):
             return None
         arrays = self.operands(numbers)
         return None if arrays is None else self._with(given, arrays, numbers)
 
     def operands(self, numbers: list[Number]) -> list[Array | None] | None:
         """Of each input the array, if it is the function's own or of a number; None in all where `call` gives none."""
-        if not self._around.unchanged():
+        if not self.around.unchanged():
             return None
         # Equal numbers may differ as operands: 0.0 == -0.0.
         word, arrays = self._last
         if word != repr(numbers):
-            values = self._tape.replay(numbers)
+            values = self.tape.replay(numbers)
             if values is None:
                 return None
             try:
@@ -138,21 +134,21 @@ class Trace:
 
     def label(self, place: int) -> str:
         """Returns the names of the numbers that an input of the program is computed from; "" where it is no number."""
-        origin = self._traced.origins[place]
-        sources = self._tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
-        return ", ".join(dict.fromkeys(self._labels[source] for source in sorted(sources)))
+        origin = self.traced.origins[place]
+        sources = self.tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
+        return ", ".join(dict.fromkeys(self.labels[source] for source in sorted(sources)))
 
     def same(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
         return self._with(given, self._last[1], numbers)
 
     def _with(self, given: Sequence[InputLeaf], arrays: Sequence[Array | None], numbers: list[Number]) -> TracedCall:
-        found = zip(self._traced.origins, arrays, strict=True)
+        found = zip(self.traced.origins, arrays, strict=True)
         inputs = [given[cast(int, place)] if array is None else array for place, array in found]
-        return TracedCall(self._traced, inputs, self, numbers)
+        return TracedCall(self.traced, inputs, self, numbers)
 
     def _remember(self, numbers: list[Number], values: Sequence[object]) -> list[Array | None]:
-        arrays = [_array(origin, values) for origin in self._traced.origins]
+        arrays = [_array(origin, values) for origin in self.traced.origins]
         self._last = (repr(numbers), arrays)
         return arrays
 
@@ -163,6 +159,17 @@ def _array(origin: object, values: Sequence[object]) -> Array | None:
         with np.errstate(all="ignore"):
             return np.asarray(values[origin.place], origin.dtype)
     return origin if isinstance(origin, np.ndarray) else None
+
+
+class _NewCall(NamedTuple):
+    """A call that is to be traced: what the function was given, and its leaves that become inputs, or numbers."""
+
+    strategy: StrategyFace
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    give: Give
+    given: Sequence[InputLeaf]
+    numbers: list[Number]
 
 
 class UpdateFunction:
@@ -186,11 +193,7 @@ class UpdateFunction:
         return self._fn(*own, **kwargs)
 
     def call(
-        self,
-        strategy: StrategyFace,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        give: Give,
+        self, strategy: StrategyFace, args: Sequence[object], kwargs: Mapping[str, object], give: Give
     ) -> TracedCall:
         """Finds the trace of a call, or makes it.
 
@@ -216,49 +219,28 @@ class UpdateFunction:
             call = _known_call(known, given, numbers)
             if call is not None:
                 return call
-            made = self._trace(strategy, args, kwargs, give, given, numbers)
+            made = self._trace(_NewCall(strategy, args, kwargs, give, given, numbers))
             call = made.same(given, numbers)  # Once the trace is known, another thread may give it other numbers.
             if len(self._traces) >= MAX_TRACES:
                 self._traces.clear()
             self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])
             return call
 
-    def _trace(
-        self,
-        strategy: StrategyFace,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        give: Give,
-        given: Sequence[InputLeaf],
-        numbers: list[Number],
-    ) -> Trace:
-        around = _around(self._fn, (args, kwargs))
-
-        def record() -> tuple[Traced, Tape, Recording]:
-            return self._record(strategy, args, kwargs, give, given, numbers, around)
-
-        traced, tape, recording = record()
+    def _trace(self, call: _NewCall) -> Trace:
+        around = _around(self._fn, (call.args, call.kwargs))
+        traced, tape, recording = self._record(call, around)
         brought = [*recording.brought, *tape.brought]
         # What changes its surroundings is traced at each call, and may do what it likes.
         if around.unchanged() and any(one.is_number or around.name_of(one.value) is None for one in brought):
-            _, tape_again, again = record()
+            _, tape_again, again = self._record(call, around)
             refuse_changing(brought, [*again.brought, *tape_again.brought])
-        labels = _labels(self.__name__, args, kwargs)
-        return Trace(traced, tape, numbers, around, labels, _names(given) if recording.named else None)
+        labels = _labels(self.__name__, call.args, call.kwargs)
+        return Trace(traced, tape, call.numbers, around, labels, _names(call.given) if recording.named else None)
 
-    def _record(
-        self,
-        strategy: StrategyFace,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        give: Give,
-        given: Sequence[InputLeaf],
-        numbers: list[Number],
-        around: Surroundings,
-    ) -> tuple[Traced, Tape, Recording]:
-        recording, tape = Recording(self._refuse), Tape(numbers)
+    def _record(self, call: _NewCall, around: Surroundings) -> tuple[Traced, Tape, Recording]:
+        recording, tape = Recording(self._refuse), Tape(call.numbers)
         places = itertools.count()
-        inputs = [_tracer(recording, given, place) for place in range(len(given))]
+        inputs = [_tracer(recording, call.given, place) for place in range(len(call.given))]
 
         def scalar(_: Number) -> Value:
             return tape.scalar(next(places))
@@ -270,10 +252,10 @@ class UpdateFunction:
                 return value.view(scalar)
             if type(value) in NUMBERS:
                 return scalar(value)
-            return value if isinstance(value, WORDS) or give(value) is None else next(rest)
+            return value if isinstance(value, WORDS) or call.give(value) is None else next(rest)
 
-        own, named = nest.map_structure(leaf, (tuple(args), dict(kwargs)))
-        with context.enter_update(strategy, self._refuse):
+        own, named = nest.map_structure(leaf, (tuple(call.args), dict(call.kwargs)))
+        with context.enter_update(call.strategy, self._refuse):
             traced = trace(recording, self._fn, own, named, around)
         return traced, tape, recording
 

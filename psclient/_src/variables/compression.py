@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from pswire.model.compression import FLOATS, Codec
+from pswire.model.compression import FLOATS, Codec, CodecKind
 
 
-class Compression(ABC):
+class Compression:
     """Base of the compressions; the same in each process of a job."""
 
+    _kind: ClassVar[CodecKind]
+
     @property
-    @abstractmethod
     def _codec(self) -> Codec:
         """As it travels."""
+        return Codec(self._kind)
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,14 @@ class Float16(Compression):
     Finite elements beyond 65504 are sent as 65504, and the difference with the next contribution.
     """
 
-    @property
-    def _codec(self) -> Codec:
-        """As it travels."""
-        return Codec("float16")
+    _kind = "float16"
 
 
 @dataclass(frozen=True)
 class BFloat16(Compression):
     """Sends each element as bfloat16, in 2 bytes: the range of float32, with three decimal digits."""
 
-    @property
-    def _codec(self) -> Codec:
-        """As it travels."""
-        return Codec("bfloat16")
+    _kind = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -51,10 +46,7 @@ class Int8(Compression):
     array in C order, or one row of a row-wise contribution. A NaN or infinity makes its whole block NaN.
     """
 
-    @property
-    def _codec(self) -> Codec:
-        """As it travels."""
-        return Codec("int8")
+    _kind = "int8"
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,6 @@ class TopK(Compression):
 
     @property
     def _codec(self) -> Codec:
-        """As it travels."""
         return Codec("topk", float(self.ratio))
 
 

@@ -12,13 +12,11 @@ from psclient._src.arrays.devices import (
     AnyArray,
     Device,
     as_array,
-    device_of,
-    device_scope,
-    namespace,
     to_device,
     to_numpy,
 )
-from pswire.model.rows import Int64s, Rows, check_ids, group, sum_groups
+from psclient._src.arrays.rows import add_groups
+from pswire.model.rows import Rows, check_ids, group
 from pswire.model.tensor import Array
 
 
@@ -151,7 +149,7 @@ class IndexedSlices:
             if len(places) == len(ids) and np.array_equal(places, ids):
                 self._grouped = Rows(places, self._values)
             else:
-                self._grouped = Rows(places, _sums(self._values, order, starts))
+                self._grouped = Rows(places, add_groups(self._values, order, starts))
         return self._grouped
 
     @property
@@ -165,8 +163,7 @@ class IndexedSlices:
 
     def _on(self, device: Device) -> IndexedSlices:
         """Returns the same with its rows on a device."""
-        ids, values = self.rows()
-        return IndexedSlices._of_rows(Rows(ids, to_device(values, device)), self.shape)
+        return self._with_values(to_device(self.rows().values, device))
 
     def _none(self) -> Rows:
         """Returns none of its rows."""
@@ -197,12 +194,6 @@ class IndexedSlices:
 
     def __repr__(self) -> str:
         return f"IndexedSlices(values={self._values!r}, indices={self._indices!r}, dense_shape={self._shape})"
-
-
-def _sums(values: AnyArray, order: Int64s, starts: Int64s) -> AnyArray:
-    device = device_of(values)
-    with device_scope(device):
-        return sum_groups(values, order, starts, namespace(device))
 
 
 def convert_to_tensor(value: Any, dtype: npt.DTypeLike | None = None) -> Array:

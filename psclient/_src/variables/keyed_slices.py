@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from psclient._src.arrays.devices import AnyArray, Device, device_of, device_scope, namespace, to_device
+from psclient._src.arrays.devices import AnyArray, device_of, to_device
+from psclient._src.arrays.rows import concatenate
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keys import CountedKeys, KeySpace
 from pswire.model.rows import Rows
@@ -41,8 +42,7 @@ class KeyedSlices(IndexedSlices):
         keys, counts = (np.concatenate([some[n].counted[which][at] for n, at in pieces]) for which in (0, 1))
         device = device_of(first.values)
         values = [to_device(each.values, device) for each in some]
-        with device_scope(device):
-            rows = namespace(device).concatenate([values[n][at] for n, at in pieces])
+        rows = concatenate([values[n][at] for n, at in pieces])
         return cls(first.space, CountedKeys(keys, counts), rows, first.shape)
 
     @property
@@ -70,10 +70,6 @@ class KeyedSlices(IndexedSlices):
     def _with_values(self, values: AnyArray) -> KeyedSlices:
         """Returns other rows of the same keys."""
         return KeyedSlices(self.space, self.counted, values, self.shape)
-
-    def on(self, device: Device) -> KeyedSlices:
-        """Returns the same with its rows on a device."""
-        return self._with_values(to_device(self.values, device))
 
     def without_rows(self) -> KeyedSlices:
         """Returns the same without any row."""

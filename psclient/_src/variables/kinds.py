@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,36 +22,12 @@ from psclient._src.context import StrategyFace
 from psclient._src.values import Component, DistributedValues, container
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import RowWritable, change
-from psclient._src.variables.sparse_updates import SparseUpdate
+from psclient._src.variables.server_reader import ServerReader
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import DTYPES, Array, TensorSpec
-
-
-class ServerReader(Protocol):
-    """Reads variables from their servers, to the host."""
-
-    def read(self, handle: Handle) -> Array:
-        """Returns a variable's value."""
-        ...
-
-    def read_rows(self, handle: Handle, ids: Int64s) -> Array:
-        """Returns rows of a variable, by their places, int64[n]."""
-        ...
-
-    def prefetch(self, handle: Handle, *ids: Int64s) -> None:
-        """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
-        ...
-
-    def _takes_hints(self, handle: Handle) -> bool:
-        """Returns whether the rows of a part of a table lie in a file on its server."""
-        ...
-
-    def hint(self, handle: Handle, *ids: Int64s) -> None:
-        """The next round that assigns a part of a table says these rows of it, given as to `prefetch`."""
-        ...
 
 
 class ServerVariable(Variable):
@@ -82,22 +58,14 @@ class ServerVariable(Variable):
         self._reader = reader
         self._copies: dict[Device, tuple[Array, AnyArray]] = {}
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The parameter devices that hold it."""
-        names = self.strategy.extended.parameter_devices
-        return tuple(names[server] for server in self.place)
-
     def _fetch(self) -> Array:
         return self._reader.read(self.handle)
 
-    def _prefetch(self, ids: Int64s) -> None:
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
         self._reader.prefetch(self.handle, ids)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
-        rows = self._reader.read_rows(self.handle, ids)
-        device = context.replica_device()
-        return rows if device is None else to_device(rows, device)
+        return on_replica(self._reader.read_rows(self.handle, ids))
 
     def _taken(self, how: str, value: Any) -> Any:
         if isinstance(value, Variable) and value.strategy is not self.strategy:
@@ -107,9 +75,6 @@ class ServerVariable(Variable):
         # A value crosses servers by way of this process.
         place = getattr(value, "place", None) if isinstance(value, Readable) else None
         return value if place is None or set(self.place) <= set(place) else value.numpy()
-
-    def _scatter(self, how: str, slices: IndexedSlices) -> None:
-        scatter_on_servers(self, how, slices)
 
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
@@ -123,15 +88,10 @@ class ServerVariable(Variable):
         return copy
 
 
-def scatter_on_servers(variable: Variable, how: str, slices: IndexedSlices) -> None:
-    """Changes rows of a variable by one of `SCATTERS`, each place once; they are of a dtype that fits."""
-    truth = slices.dtype.kind == "b"  # Reductions know none: it travels as an integer.
-    given = slices._with_values(slices.values.astype(np.uint8)) if truth else slices
-
-    def assign(v: Value, rows: Value) -> None:
-        v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
-
-    variable.strategy.extended.update(variable, SparseUpdate(assign, "lazy"), (given,))
+def on_replica(array: AnyArray) -> AnyArray:
+    """Returns an array on the device of the replica whose function runs; outside of one as it is."""
+    device = context.replica_device()
+    return array if device is None else to_device(array, device)
 
 
 def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:
@@ -198,18 +158,7 @@ class Cell:
         taken = read(value)
         with self._lock, device_scope(self.device):
             fitting = self.fit(taken if how == "assign" else self._changed(how, taken))
-            self.array = namespace(self.device).array(fitting, DTYPES[self._spec.dtype])
-            if self.device.kind == "cpu":
-                self.array.flags.writeable = False
-
-    def replace_rows(self, ids: Array, rows: AnyArray) -> None:
-        """Gives some rows a value, of its dtype; readers keep the array that they have read."""
-        with self._lock, device_scope(self.device):
-            whole = self.array.copy()
-            whole[namespace(self.device).asarray(ids)] = rows
-            if self.device.kind == "cpu":
-                whole.flags.writeable = False
-            self.array = whole
+            self._hold(namespace(self.device).array(fitting, DTYPES[self._spec.dtype]))
 
     def scatter(self, how: str, rows: Rows) -> None:
         """Changes rows by one of `SCATTERS`, each place once; they are of a dtype that fits."""
@@ -218,9 +167,12 @@ class Cell:
             at = xp.asarray(rows.ids)
             whole = self.array.copy()
             whole[at] = change(how, whole[at], to_device(rows.values, self.device), xp).astype(whole.dtype)
-            if self.device.kind == "cpu":
-                whole.flags.writeable = False
-            self.array = whole
+            self._hold(whole)
+
+    def _hold(self, array: AnyArray) -> None:
+        if self.device.kind == "cpu":
+            array.flags.writeable = False
+        self.array = array
 
     def _changed(self, how: str, delta: object) -> AnyArray:
         """Returns the array plus or minus a value, in NumPy's dtype: the result is rounded once, as on servers."""
@@ -267,7 +219,6 @@ class LocalVariable(Variable):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that hold it."""
         names: tuple[str, ...] = self.strategy.extended.parameter_devices
         return names
 
@@ -319,7 +270,6 @@ class ReplicaCopy(Component, RowWritable):
         return to_device(self.cell.array, device)
 
     def value(self) -> Value:
-        """Its value, as `read_value`."""
         return self.read_value()
 
     def assign(self, value: Value) -> Value:

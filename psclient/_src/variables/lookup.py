@@ -17,14 +17,13 @@ from psclient._src.arrays.devices import (
     Value,
     as_array,
     device_of,
-    device_scope,
-    namespace,
     to_device,
     to_numpy,
 )
 from psclient._src.arrays.nest import Nest
+from psclient._src.arrays.rows import add_groups, concatenate, take
 from psclient._src.variables.indexed_slices import IndexedSlices
-from pswire.model.rows import Int64s, Rows, check_ids, group, sum_groups
+from pswire.model.rows import Int64s, Rows, check_ids, group
 from pswire.model.tensor import Array
 
 Backward = Callable[[AnyArray], AnyArray]
@@ -126,10 +125,7 @@ def gradient_of_all(lookups: Sequence[LookedUpRows], gradients: Sequence[AnyArra
     ids = v._check(np.concatenate([each.ids for each in lookups]), place_of(v))
     counts = np.concatenate([each._counts() for each in lookups])
     order, starts = v._group(ids)
-    device = device_of(gradients[0])
-    with device_scope(device):
-        xp = namespace(device)
-        values = sum_groups(xp.concatenate(list(map(as_array, gradients))), order, starts, xp)
+    values = add_groups(concatenate(list(map(as_array, gradients))), order, starts)
     total = np.add.reduceat(counts[order], starts[:-1]) if len(ids) else counts
     return v._slices(v._shown(ids[order[starts[:-1]]]), lambda: total, values)
 
@@ -188,8 +184,7 @@ class RowReadable(Readable):
             RuntimeError: as `lookup`.
         """
         rows = self.lookup(indices)
-        with device_scope(device_of(rows.values)):
-            return rows.values[rows.inverse]
+        return take(rows.values, rows.places)
 
     def gather(self, indices: Nest) -> AnyArray:
         """Returns the row of each index, as `sparse_read`.
@@ -218,7 +213,7 @@ class RowReadable(Readable):
             ValueError: as `lookup`.
             RuntimeError: as `lookup`.
         """
-        self._prefetch(self._name(ids))
+        self._announce(self._name(ids))
 
     def prefetch_hint(self, *ids: Nest) -> None:
         """Announces the rows of the lookup after the next one, so that a server reads them from its disk meanwhile.
@@ -236,7 +231,7 @@ class RowReadable(Readable):
             RuntimeError: as `lookup`.
         """
         if self._takes_hints:
-            self._prefetch_hint(self._name(ids))
+            self._announce(self._name(ids), hint=True)
 
     def _no_rows(self) -> IndexedSlices:
         """Returns a gradient of none of its rows."""
@@ -266,11 +261,8 @@ class RowReadable(Readable):
         # What was named is most often what is looked up next, or behind the ids of the batches after it.
         return next(((order, starts) for named, order, starts in self._named if np.array_equal(named, ids)), None)
 
-    def _prefetch(self, ids: Int64s) -> None:
-        """Does as `prefetch`, with int64[U], increasing."""
-
-    def _prefetch_hint(self, ids: Int64s) -> None:
-        """Does as `prefetch_hint`, with int64[U], increasing."""
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
+        """Does as `prefetch` or `prefetch_hint`, with int64[U], increasing."""
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         """Fetches rows; all reads of rows come here.
@@ -281,10 +273,7 @@ class RowReadable(Readable):
         Returns:
             (U, *row shape), a copy, on the replica's device.
         """
-        whole = self.read_value()
-        device = device_of(whole)
-        with device_scope(device):
-            return whole[namespace(device).asarray(ids)]
+        return take(self.read_value(), ids)
 
     def _checked_ids(self, ids: Nest) -> Int64s:
         """Returns ids as int64 on the host, in their shape."""

@@ -9,19 +9,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from pswire.model.tensor import TensorSpec
 
-
-class PartitionFn(Protocol):
-    """A function that says into how many parts each axis of a variable is cut."""
-
-    def __call__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Sequence[int]:
-        """Returns the number of parts for each axis of the shape."""
+PartitionFn = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
+"""Takes the shape of a variable and its dtype; returns the number of parts for each axis."""
 
 
 class Partitioner:

@@ -10,10 +10,10 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import Mirrored
-from psclient._src.arrays.devices import AnyArray, device_of, device_scope, namespace, to_numpy
+from psclient._src.arrays.devices import AnyArray, to_numpy
+from psclient._src.arrays.rows import add_groups, take
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import RowReadable, place_of
-from pswire.model.rows import Int64s, sum_groups
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,14 @@ def combine_rows(how: str, variable: RowReadable, slices: IndexedSlices, where: 
     order, starts = variable._group(ids)
     places = ids[order[starts[:-1]]]
     if not of_equal:
-        values = _take(slices.values, order[starts[1:] - 1])
+        values = take(slices.values, order[starts[1:] - 1])
     elif len(places) == len(ids):
-        values = _take(slices.values, order)
+        values = take(slices.values, order)
     elif of_equal == "add":
-        device = device_of(slices.values)
-        with device_scope(device):
-            values = sum_groups(slices.values, order, starts, namespace(device))
+        values = add_groups(slices.values, order, starts)
     else:  # On the host: CuPy has no reduceat.
         values = getattr(np, of_equal).reduceat(to_numpy(slices.values)[order], starts[:-1], axis=0)
     return variable._slices(variable._shown(places), lambda: np.diff(starts), values)
-
-
-def _take(values: AnyArray, numbers: Int64s) -> AnyArray:
-    device = device_of(values)
-    with device_scope(device):
-        return values[namespace(device).asarray(numbers)]
 
 
 def change(how: str, old: AnyArray, given: AnyArray, xp: ModuleType) -> AnyArray:

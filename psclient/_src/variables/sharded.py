@@ -8,57 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import LazyArray, Mirrored, Readable
 from psclient._src.arrays import nest
-from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, is_array, to_device
+from psclient._src.arrays.devices import AnyArray, Value, as_array, is_array
 from psclient._src.arrays.nest import Nest
+from psclient._src.arrays.rows import concatenate
 from psclient._src.context import StrategyFace
 from psclient._src.values import DistributedValues
 from psclient._src.variables.indexed_slices import IndexedSlices
-from psclient._src.variables.kinds import ServerVariable, check_fits, scatter_on_servers
+from psclient._src.variables.kinds import ServerVariable, check_fits, on_replica
+from psclient._src.variables.server_reader import ServerReader
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import ShardOf, VariableSpec
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
-
-TableQuestion = Literal["size", "keys", "rows"]
-"""What is asked of a part of a dynamic table, as `pswire.api.TableQuestion`: each word asks for what comes before."""
-
-
-class TableContent(NamedTuple):
-    """The content of a part of a dynamic table, in the order of the keys' hashes, as far as it was asked for.
-
-    Attributes:
-        size: number of rows.
-        keys: int64[n], bits.
-        rows: (n, *row shape).
-    """
-
-    size: int
-    keys: Int64s
-    rows: Array
-
-
-class ShardReader(Protocol):
-    """Reads several variables from their servers, which are asked together."""
-
-    def read_all(self, handles: Sequence[Handle]) -> list[Array]:
-        """Returns their values, on the host."""
-        ...
-
-    def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
-        """Returns rows of each, by their places, on the host."""
-        ...
-
-    def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
-        """Returns what parts of dynamic tables have."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -214,7 +182,7 @@ class VariableOfShards(Variable):
         aggregation: VariableAggregation,
         sharding: Sharding,
         variables: Sequence[ServerVariable],
-        reader: ShardReader,
+        reader: ServerReader,
     ) -> None:
         self._describe(strategy, spec, aggregation)
         self.sharding = sharding
@@ -228,12 +196,6 @@ class VariableOfShards(Variable):
     def variables(self) -> list[ServerVariable]:
         """The shards, in order."""
         return list(self._shards)
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The parameter devices that hold it."""
-        names = self.strategy.extended.parameter_devices
-        return tuple(names[server] for server in self.place)
 
     def _on_host(self) -> Value:
         if context.update_lift() is not None:
@@ -274,23 +236,15 @@ class ShardCopies(VariableOfShards):
 class CutVariable(VariableOfShards):
     """Base of variables whose rows are cut, some of them in each shard."""
 
-    def _copy_on(self, device: Device) -> AnyArray:
-        return to_device(self._fetch(), device)
-
-    def _prefetch(self, ids: Int64s) -> None:
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
         for shard, (_, own) in zip(self._shards, self.sharding.split_ids(ids), strict=True):
-            shard._prefetch(own)
+            shard._announce(own)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         split = zip(self._shards, self.sharding.split_ids(ids), strict=True)
         wanted = [(shard.handle, own) for shard, (_, own) in split if len(own)]
         found = self._reader.read_rows_of_all(wanted or [(self._shards[0].handle, ids)])
-        rows: AnyArray = found[0] if len(found) == 1 else np.concatenate(found)
-        device = context.replica_device()
-        return rows if device is None else to_device(rows, device)
-
-    def _scatter(self, how: str, slices: IndexedSlices) -> None:
-        scatter_on_servers(self, how, slices)
+        return on_replica(concatenate(found))
 
 
 class ShardedVariable(CutVariable):
@@ -333,9 +287,7 @@ class ShardedVariable(CutVariable):
             return super().__getitem__(key)
         base = self.sharding.starts[asked[0]]
         found = self._reader.read_all([self._shards[n].handle for n in asked])
-        part: AnyArray = found[0] if len(found) == 1 else np.concatenate(found)
-        device = context.replica_device()
-        part = part if device is None else to_device(part, device)
+        part = on_replica(concatenate(found))
         end = rows[-1] - base + (1 if rows.step > 0 else -1)
         own = rows[0] - base if number else slice(rows[0] - base, None if end < 0 else end, rows.step)
         return part[(own, *key[1:]) if isinstance(key, tuple) else own]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from psclient._src.options import check_word
@@ -18,6 +19,7 @@ has a closed form, within a few millionths.
 """
 
 
+@dataclass(eq=False)
 class SparseUpdate:
     """An update function, and what it is to rows that are not given.
 
@@ -31,27 +33,18 @@ class SparseUpdate:
         as_lazy: True if it stands for a lazy update, and is refused where that would be.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., object],
-        sparse: Sparse,
-        needs_rows: bool = False,
-        optional: bool = False,
-        catch_up: CatchUp = "replay",
-        of_optimizer: bool = False,
-        as_lazy: bool = False,
-    ) -> None:
-        self.fn = fn
-        self.sparse = sparse
-        self.needs_rows = needs_rows
-        self.optional = optional
-        self.catch_up = catch_up
-        self.of_optimizer = of_optimizer
-        self.as_lazy = as_lazy
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+    fn: Callable[..., object]
+    sparse: Sparse
+    needs_rows: bool = False
+    optional: bool = False
+    catch_up: CatchUp = "replay"
+    of_optimizer: bool = False
+    as_lazy: bool = False
+
+    def __post_init__(self) -> None:
+        self.__name__ = getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Calls the function."""
         return self.fn(*args, **kwargs)
 
 

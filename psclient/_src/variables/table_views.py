@@ -7,14 +7,14 @@ from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
 
-from psclient._src.arrays.devices import AnyArray, Value, device_of, device_scope, namespace
+from psclient._src.arrays.devices import AnyArray, Value
 from psclient._src.arrays.nest import Nest
+from psclient._src.arrays.rows import concatenate
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
-from psclient._src.variables.lookup import LookedUpRows, place_of
-from psclient._src.variables.scatter import RowWritable, combine_rows
-from psclient._src.variables.tables import TableVariable, refuse_whole
+from psclient._src.variables.lookup import LookedUpRows
+from psclient._src.variables.tables import RowsByKeys, TableVariable
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
@@ -27,7 +27,7 @@ MAX_VIEWS = 1 << (63 - KEY_BITS)
 _KEYS = (1 << KEY_BITS) - 1
 
 
-class TableView(RowWritable):
+class TableView(RowsByKeys):
     """One of the tables of a `TableGroup`; lookups and gradients are those of a separate table.
 
     Its keys are integers from 0 to 2**48 - 1; shorten ids with more bits, such as hashes, before.
@@ -38,8 +38,6 @@ class TableView(RowWritable):
         number: its number in the group, stored above the 48 bits of its keys.
         strategy: the strategy that owns the table.
     """
-
-    _kind = "table"
 
     def __init__(self, table: TableVariable, name: str, number: int) -> None:
         self.table = table
@@ -80,14 +78,6 @@ class TableView(RowWritable):
     def __repr__(self) -> str:
         return f"<{self.name!r} of {self.table!r}>"
 
-    # ---- What there is not ----
-
-    def _fetch(self) -> Array:
-        refuse_whole(self.name)
-
-    def __len__(self) -> int:
-        refuse_whole(self.name)
-
     # ---- Rows by keys ----
 
     def _check(self, ids: Array, where: str) -> Int64s:
@@ -117,20 +107,13 @@ class TableView(RowWritable):
             raise ValueError(f"rows of other tables of its group were passed to {self.name!r}; pass rows of this table")
         return known
 
-    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
-        """Returns rows of the group's table, each key once; see `RowReadable._fit_slices`."""
-        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
-
-    def _prefetch(self, ids: Int64s) -> None:
-        self.table._prefetch_as(self.number, ids)
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
+        self.table._announce_as(self.number, ids, hint)
 
     @property
     def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: rows of the group lie in files on its servers."""
         return self.table._takes_hints
-
-    def _prefetch_hint(self, ids: Int64s) -> None:
-        self.table._prefetch_hint_as(self.number, ids)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         return self.table._take_rows(ids)
@@ -234,13 +217,7 @@ def _taken(rows: Any, pieces: Sequence[tuple[int, slice]], views: int) -> list[A
         end = at + own.stop - own.start
         found[number].append(rows[at:end])
         at = end
-    return [each[0] if len(each) == 1 else _concatenated(each) for each in found]
-
-
-def _concatenated(pieces: Sequence[AnyArray]) -> AnyArray:
-    device = device_of(pieces[0])
-    with device_scope(device):
-        return namespace(device).concatenate(pieces)
+    return [concatenate(each) for each in found]
 
 
 def join_views(gradients: list[Value], variables: list[Any]) -> tuple[list[Value], list[Any]]:

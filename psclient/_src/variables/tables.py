@@ -7,7 +7,7 @@ variables. What needs an array of the whole does not exist.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
@@ -20,7 +20,7 @@ from psclient._src.variables.keyed_slices import KeyedSlices
 from psclient._src.variables.keys import CountedKeys, KeySpace
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.lookup import place_of
-from psclient._src.variables.scatter import SCATTERS, combine_rows
+from psclient._src.variables.scatter import SCATTERS, RowWritable, combine_rows
 from psclient._src.variables.sharded import CutVariable, Sharding
 from pswire.model.plan import VariableSpec
 from pswire.model.rows import Int64s
@@ -95,21 +95,32 @@ class PartOfTable(ServerVariable):
             refuse_whole(self.whole.name)
         return super()._assign(how, value)
 
-    def look_ahead_by(self, pieces: Sequence[Int64s]) -> None:
-        """Rounds that assign the table bring the rows of these keys, one piece after another increasing, each once."""
-        self._reader.prefetch(self.handle, *pieces)
+    def announce_pieces(self, pieces: Sequence[Int64s], hint: bool) -> None:
+        """Rounds that assign the table bring the rows of these keys, int64[U] each and increasing, or hint at them."""
+        (self._reader.hint if hint else self._reader.prefetch)(self.handle, *pieces)
 
     @property
     def _takes_hints(self) -> bool:
-        """True if its rows lie in a file on its server."""
         return self._reader._takes_hints(self.handle)
 
-    def hint_by(self, pieces: Sequence[Int64s]) -> None:
-        """The next round that assigns the table hints at the rows of these keys, given as to `look_ahead_by`."""
-        self._reader.hint(self.handle, *pieces)
+
+class RowsByKeys(RowWritable):
+    """Rows that are named by keys; there is no whole of them."""
+
+    _kind = "table"
+
+    def _fetch(self) -> Array:
+        refuse_whole(self.name)
+
+    def __len__(self) -> int:
+        refuse_whole(self.name)
+
+    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows by keys, each key once; see `RowReadable._fit_slices`."""
+        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
 
 
-class TableVariable(CutVariable):
+class TableVariable(RowsByKeys, CutVariable):  # type: ignore[metaclass]  # As of `Variable`.
     """A dynamic table: a variable with a row for each key that was trained. `get_variable` makes one.
 
     A key is any 64-bit integer. Its row is created by its first gradient. A lookup before that returns the initial
@@ -146,16 +157,12 @@ class TableVariable(CutVariable):
         >>> strategy.close()
     """
 
-    _kind = "table"
     sharding: KeySharding
     views: Any = None
     """The `TableGroup` of which it has all rows; None for a table of its own."""
 
-    _ahead: dict[int, list[Int64s]] = {}
-    """Keys that will be looked up next, by part; by the number of who has named them, whose keys come in this order."""
-
-    _behind: dict[int, list[Int64s]] = {}
-    """Keys that will be looked up after those, likewise."""
+    _announced: Mapping[bool, dict[int, list[Int64s]]] = {False: {}, True: {}}
+    """Rows of the next lookup, and those of the one after it (True), by who looks them up: for each part its own."""
 
     # ---- What it is ----
 
@@ -241,12 +248,6 @@ class TableVariable(CutVariable):
 
     # ---- What there is not ----
 
-    def _fetch(self) -> Array:
-        refuse_whole(self.name)
-
-    def __len__(self) -> int:
-        refuse_whole(self.name)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         refuse_whole(self.name)
 
@@ -279,45 +280,30 @@ class TableVariable(CutVariable):
             )
         return slices
 
-    def _fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
-        """Returns rows by keys, each key once; see `RowReadable._fit_slices`."""
-        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
-
-    def _prefetch_as(self, number: int, ids: Int64s) -> None:
-        """As `prefetch`, for one of several who look up rows; each replaces what it has named before.
+    def _announce_as(self, number: int, ids: Int64s, hint: bool) -> None:
+        """As `prefetch` or `prefetch_hint`, for one of several who look up rows; each replaces what it has named.
 
         Args:
             number: its own; all keys that it names are less than those of any with a greater one.
             ids: int64[U], in canonical order.
+            hint: True for the rows of the lookup after the next one.
         """
-        self._name_ahead({**self._ahead, number: [own for _, own in self.sharding.split_ids(ids)]})
+        self._tell_parts({**self._announced[hint], number: [own for _, own in self.sharding.split_ids(ids)]}, hint)
 
-    def _prefetch(self, ids: Int64s) -> None:
-        self._name_ahead({0: [own for _, own in self.sharding.split_ids(ids)]})
+    def _announce(self, ids: Int64s, hint: bool = False) -> None:
+        self._tell_parts({0: [own for _, own in self.sharding.split_ids(ids)]}, hint)
 
-    def _name_ahead(self, ahead: dict[int, list[Int64s]]) -> None:
+    def _tell_parts(self, announced: dict[int, list[Int64s]], hint: bool) -> None:
         # Replicas in threads may name rows at the same time: each goes on with its own dict, and the last one holds.
-        self._ahead = ahead
-        for number_of_part, part in enumerate(self.parts):
-            part.look_ahead_by([ahead[each][number_of_part] for each in sorted(ahead)])
+        self._announced = {**self._announced, hint: announced}
+        for number, part in enumerate(self.parts):
+            if part._takes_hints or not hint:
+                part.announce_pieces([announced[each][number] for each in sorted(announced)], hint)
 
     @property
     def _takes_hints(self) -> bool:
         """True if `prefetch_hint` is of use: rows of it lie in files on its servers."""
         return any(part._takes_hints for part in self.parts)
-
-    def _prefetch_hint_as(self, number: int, ids: Int64s) -> None:
-        """As `prefetch_hint`, for one of several who look up rows; arguments are as of `_prefetch_as`."""
-        self._hint({**self._behind, number: [own for _, own in self.sharding.split_ids(ids)]})
-
-    def _prefetch_hint(self, ids: Int64s) -> None:
-        self._hint({0: [own for _, own in self.sharding.split_ids(ids)]})
-
-    def _hint(self, behind: dict[int, list[Int64s]]) -> None:
-        self._behind = behind
-        for number_of_part, part in enumerate(self.parts):
-            if part._takes_hints:
-                part.hint_by([behind[each][number_of_part] for each in sorted(behind)])
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
         replica = None if context.crosses_replicas() else context.get_replica_context()

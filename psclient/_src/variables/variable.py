@@ -6,8 +6,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,8 @@ from psclient._src.variables.consistency import check_consistency, consistency_h
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.partitioners import Cut, check_partitioner
-from psclient._src.variables.scatter import SCATTERS, RowWritable
+from psclient._src.variables.scatter import SCATTERS, RowWritable, change
+from psclient._src.variables.sparse_updates import SparseUpdate
 from pswire.errors import InvalidRequest
 from pswire.model.compression import FLOATS
 from pswire.model.plan import VariableSpec
@@ -80,24 +80,6 @@ def on_read_scope(aggregation: VariableAggregation) -> Iterator[None]:
         _on_read.reset(token)
 
 
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """A variable as it was asked for: where and how, as of the thread that asked."""
-
-    _nest_leaf: ClassVar[bool] = True
-
-    initial_value: InitialValue
-    dtype: npt.DTypeLike | None
-    name: str
-    trainable: bool
-    on_read: bool
-    aggregation: VariableAggregation
-    place: Any
-    compression: Compressed
-    consistency: Consistency | None
-    partitioner: Cut
-
-
 class _VariableType(type):
     """Makes the kind of variable that the current strategy has; replicas meet for it, and get the same one."""
 
@@ -147,12 +129,16 @@ class _VariableType(type):
         trained = not on_read if trainable is None else bool(trainable)
         if consistency is None and not on_read:
             consistency = consistency_here(strategy)
+        # As of the thread that asks: in a merge call another one creates it.
         how = on_read, aggregation, strategy.extended._colocation, compression, consistency, partitioner
-        request = _Request(initial_value, dtype, name or "Variable", trained, *how)
+
+        def create(strategy: StrategyFace) -> Any:
+            return _create(strategy, initial_value, dtype, name or "Variable", trained, *how)
+
         replica = context.get_replica_context()
         if replica is None or not context.has_strategy():
-            return _create(strategy, request)
-        return replica.merge_call(_create_together, (request,))
+            return create(strategy)
+        return replica.merge_call(_create_together, (create,))
 
 
 def _check_cut(on_read: bool, beside: bool) -> None:
@@ -183,40 +169,52 @@ def _settled(
     return VariableSynchronization.ON_WRITE if found is VariableSynchronization.AUTO else found, aggregation
 
 
-def _create_together(strategy: StrategyFace, requests: Nest) -> Any:
-    return _create(strategy, values.local_results(requests)[0])
+def _create_together(strategy: StrategyFace, creates: Nest) -> Any:
+    return values.local_results(creates)[0](strategy)
 
 
-def _create(strategy: StrategyFace, request: _Request) -> Any:
+def _create(
+    strategy: StrategyFace,
+    initial_value: InitialValue,
+    dtype: npt.DTypeLike | None,
+    name: str,
+    trainable: bool,
+    on_read: bool,
+    aggregation: VariableAggregation,
+    place: Any,
+    compression: Compressed,
+    consistency: Consistency | None,
+    partitioner: Cut,
+) -> Any:
     try:
-        value = _first_value(request.initial_value, request.dtype)
+        value = _first_value(initial_value, dtype)
         spec_of(value)
     except (TypeError, InvalidRequest) as error:
         kind = InvalidRequest if isinstance(error, InvalidRequest) else TypeError
-        raise kind(f"the initial value of variable {request.name!r} is not an array of numbers: {error}") from error
-    if request.aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
+        raise kind(f"the initial value of variable {name!r} is not an array of numbers: {error}") from error
+    if aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
         raise ValueError(
             f"a variable of {value.dtype} cannot hold a mean; use a floating dtype, or aggregation SUM or "
             "ONLY_FIRST_REPLICA"
         )
-    if request.aggregation is VariableAggregation.SUM and value.dtype.kind == "b":
+    if aggregation is VariableAggregation.SUM and value.dtype.kind == "b":
         raise ValueError(
             "a variable of bool cannot hold a sum; use an integer dtype, or aggregation ONLY_FIRST_REPLICA"
         )
-    alone = is_apart(strategy, request.consistency, request.name)
-    spec = VariableSpec(request.name, spec_of(value), request.trainable, alone=alone)
-    if request.compression and not is_compressible(spec.tensor.dtype):
+    alone = is_apart(strategy, consistency, name)
+    spec = VariableSpec(name, spec_of(value), trainable, alone=alone)
+    if compression and not is_compressible(spec.tensor.dtype):
         raise ValueError(
-            f"gradients for variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; remove "
+            f"gradients for variable {name!r} of {spec.tensor.dtype} cannot be compressed; remove "
             f"compression, or use a floating dtype: {', '.join(FLOATS)}"
         )
     # Strategies of others need not know of compression, nor of partitioners.
-    asked = {"compression": request.compression, "partitioner": request.partitioner}
-    more: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    made = strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation, **more)
-    if request.compression is not None:
-        made.compression = request.compression
-    made.consistency = request.consistency
+    asked = {"compression": compression, "partitioner": partitioner}
+    more: dict[str, Any] = {option: given for option, given in asked.items() if given is not None}
+    made = strategy.extended.create_variable(spec, value, place, on_read, aggregation, **more)
+    if compression is not None:
+        made.compression = compression
+    made.consistency = consistency
     return made
 
 
@@ -334,7 +332,8 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices that hold it."""
-        raise NotImplementedError
+        names = self.strategy.extended.parameter_devices
+        return tuple(names[server] for server in self.place)
 
     @property
     def device(self) -> str:
@@ -485,7 +484,13 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     def _scatter(self, how: str, slices: IndexedSlices) -> None:
         """Changes rows, each place once, of a dtype that fits. In cross-replica context, or outside of every scope."""
-        raise NotImplementedError
+        truth = slices.dtype.kind == "b"  # Reductions know none: it travels as an integer.
+        given = slices._with_values(slices.values.astype(np.uint8)) if truth else slices
+
+        def assign(v: Value, rows: Value) -> None:
+            v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
+
+        self.strategy.extended.update(self, SparseUpdate(assign, "lazy"), (given,))
 
     def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:
         copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)

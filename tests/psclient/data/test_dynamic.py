@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.data import dynamic as module
+from psclient._src.data import assigned as module
 from pstesting.in_process import InProcessCluster
 from pstesting.script import add
 from pswire.model.chunks import ChunkAsk
@@ -139,8 +139,8 @@ def test_a_step_waits_for_no_answer(job):
 
 def test_quick_steps_ask_for_several_batches_at_a_time(job, monkeypatch):
     """As many as they need until the next answer; where each answer takes long, that is many."""
-    plainly = module.HandedOut._note
-    monkeypatch.setattr(module.HandedOut, "_note", lambda self, latency: plainly(self, latency + 1.0))
+    plainly = module.AssignedBatches._note
+    monkeypatch.setattr(module.AssignedBatches, "_note", lambda self, latency: plainly(self, latency + 1.0))
     asked = job.asked()
     for _ in job.data(arrays(300, 1)):
         job.update()

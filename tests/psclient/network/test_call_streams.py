@@ -19,7 +19,6 @@ from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.retries import Attempts
 from pstesting.network import Relay
 from pswire.api import RoundReply
-from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
 from pswire.errors import Fenced, Unreachable
@@ -212,7 +211,7 @@ def test_the_most_that_was_known_of_a_server_is_told():
         addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (nobody, silent)]
         for left, said in ((addresses, "(nothing listens there)"), (addresses[1:], "(it does not answer)")):
             timeouts, nothing = Timeouts(call_timeout=0.5, session_timeout=8.0), lambda: None
-            attempts = Attempts(left[-1], Task("ps", 0), timeouts, threading.Event(), nothing, str, str, nothing)
+            attempts = Attempts(left[-1], "/job:ps/task:0", timeouts, threading.Event(), nothing, str, str, nothing)
 
             def once(seconds: float, left: list[str] = left) -> bytes:
                 """Asks the first address, and all others the last one, for which little time is left."""

@@ -173,7 +173,6 @@ class Leader:
         return [self._open.pop(key) for key in keys]
 
     def _offer(self, single: OwnPush | HandedContribution) -> None:
-        """Takes a contribution."""
         server, round = single.server, single.said.round
         with self._lock:
             late = self.lost or round <= self._decided.get(server, -1)
@@ -402,7 +401,6 @@ class _Gathering:
         self.singles: dict[int, OwnPush | HandedContribution] = {}
 
     def take(self, single: OwnPush | HandedContribution) -> None:
-        """Adds one."""
         self.singles[single.said.session] = single
         if isinstance(single, OwnPush):
             self.own = single

@@ -61,12 +61,10 @@ class Single(Protocol):
     @property
     def said(self) -> Contribution:
         """What it says."""
-        ...
 
     @property
     def payload(self) -> Payload:
         """What it contributes, whole."""
-        ...
 
 
 def sum_of(own: OwnPush, singles: Sequence[Single]) -> tuple[Contribution, Payload] | None:
