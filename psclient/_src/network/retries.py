@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +11,7 @@ from typing import TypeVar
 import grpc
 
 from psclient._src.interpreter.interrupts import waits
+from psclient._src.network.grpc_calls import GrpcCalls
 from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
@@ -39,11 +39,8 @@ class Attempts:
         address: the server's address, `host:port`.
         task: the server's task, for messages.
         timeouts: time limits of the cluster.
-        failed: set once no attempt is to be made any more; wakes callers that pause.
-        check: raises the reason why `failed` is set.
+        calls: the connection.
         missing: returns the processes that the server waits for, in words.
-        mismatch: returns why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
-        renew: opens the connection anew if certificates have changed.
         decides: True if the server is lost once nothing listens at its address any more; else that is silence, which is
             waited for, and somebody else decides.
         told: True if this process is told by the chief which server is lost, since variables have copies: then whatever
@@ -58,11 +55,8 @@ class Attempts:
         address: str,
         task: Task,
         timeouts: Timeouts,
-        failed: threading.Event,
-        check: Callable[[], None],
+        calls: GrpcCalls,
         missing: Callable[[], str],
-        mismatch: Callable[[], str],
-        renew: Callable[[], object],
         decides: bool = True,
         told: bool = False,
     ) -> None:
@@ -72,11 +66,8 @@ class Attempts:
         self._address = address
         self._task = str(task)
         self._timeouts = timeouts
-        self._failed = failed
-        self._check = check
+        self._calls = calls
         self._missing = missing
-        self._mismatch = mismatch
-        self._renew = renew
         self._decides = decides
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
         self._lost_since: float | None = None  # since when whoever answers says that the server is lost
@@ -103,7 +94,7 @@ class Attempts:
         started = time.monotonic()
         spoke, pause, life, before = started, FIRST_PAUSE, self._life, ""
         while True:
-            self._check()
+            self._calls.check()
             if life != self._life:
                 raise ServerGone("was replaced by another process", self._task)
             now = time.monotonic()
@@ -119,7 +110,7 @@ class Attempts:
                 self._silent_since = None
                 return result
             # Out here, since what is raised there would keep gRPC's error, which is its call: see `GrpcCalls.close`.
-            self._check()
+            self._calls.check()
             if self.awaits_verdict(why):
                 why = str(why)
                 self._lost_since = self._lost_since or time.monotonic()
@@ -134,7 +125,7 @@ class Attempts:
             if why != NOT_YET and time.monotonic() - spoke > self._timeouts.report_interval:
                 spoke = time.monotonic()
                 log.warning("no answer from %s at %s (%s); retrying", self._task, self._address, why)
-            self._failed.wait(pause * random.uniform(0.5, 1.0))
+            self._calls.failed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_PAUSE)
 
     def awaits_verdict(self, error: object) -> bool:
@@ -166,8 +157,8 @@ class Attempts:
     def _check_security(self) -> None:
         """Raises `ConfigError` if it is known that no attempt can succeed, and there is no session yet."""
         if self.opened:
-            self._renew()
-        elif why := self._mismatch():
+            self._calls.renew()
+        elif why := self._calls.mismatch():
             raise ConfigError(f"{self._address}: {why}", self._task)
 
     def _foreign(self, verb: Verb, code: str, details: str) -> PSError:

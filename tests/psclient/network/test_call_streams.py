@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import pytest
 
 from psclient._src.config import grpc_streams
 from psclient._src.network import grpc_calls
+from psclient._src.network.grpc_calls import GrpcCalls
 from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.retries import Attempts
 from pstesting.network import Relay
@@ -28,7 +28,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.network.grpc_channel import open_channel, stub
 from pswire.network.grpc_frames import Frame, frames
 from pswire.network.parts import parts_of
-from pswire.network.traffic import TransportName
+from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from tests.kit.rig import SOON, Worker, eventually
@@ -284,9 +284,9 @@ def silent():
 
 def told(*addresses: str) -> str:
     """What is told of a server whose first attempts go to some addresses, and all others to the last of these."""
-    attempts = Attempts(
-        addresses[-1], Task("ps", 0), TIMEOUTS, threading.Event(), lambda: None, lambda: "", lambda: "", lambda: None
-    )
+    task = Task("ps", 0)
+    calls = GrpcCalls(addresses[-1], task, Security(), "", TIMEOUTS.session_timeout, (), traffic())
+    attempts = Attempts(addresses[-1], task, TIMEOUTS, calls, lambda: "")
     left = list(addresses)
 
     def once(seconds: float) -> bytes:
