@@ -39,7 +39,7 @@ from pswire.telemetry.views.job_view import GONE, JobView, Problem, ServerView, 
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import duration, shape, short, size
 from pswire.telemetry.views.rates import rate_words, rates
-from pswire.telemetry.views.variable_list import beside, described, slots, totals
+from pswire.telemetry.views.variable_list import VariableView, beside, slots, totals
 from pswire.telemetry.views.words import STATES
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS, Job, Servers, core, remote, serving
@@ -204,7 +204,7 @@ def test_every_key_is_documented():
     for name in problems:
         assert f"`{name}`" in page, name
     for check in CHECKS:
-        assert f"| {check.name} |" in page, check.name
+        assert f"| {check} |" in page, check
 
 
 def rendered(seen: JobView, width: int) -> list[str]:
@@ -378,7 +378,7 @@ def test_slots_of_tables_are_listed_beside_their_parts():
     primaries = slots(KNOWN)
     assert primaries == {"adam/users/m/part_0": "users/part_0", "adam/users/m/part_1": "users/part_1", "adam/w/m": "w"}
     assert [v.id for v in beside(KNOWN, primaries)] == [0, 3, 1, 4, 2, 5]
-    said = described(KNOWN[0], {})
-    assert (said["shape"], said["bytes"]) == ([None, 8], None)
-    assert shape(said["shape"]) == "[?,8]"
-    assert [server["bytes"] for server in totals(KNOWN)] == [0, 16]
+    said = VariableView.of(KNOWN[0], {})
+    assert (said.shape, said.bytes) == ((None, 8), None)
+    assert shape(said.shape) == "[?,8]"
+    assert [server.bytes for server in totals(KNOWN)] == [0, 16]
