@@ -230,8 +230,8 @@ class CheckpointView:
         library: the version that wrote it, or `""`.
     """
 
-    name: str = column("checkpoint")
     path: str
+    name: str = column("checkpoint")
     base: str | None = column("changes to", lambda v: v.base or "")
     round: int = column("round")
     saved_at: float = column("saved", lambda v: _time(v.saved_at))

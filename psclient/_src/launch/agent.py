@@ -48,7 +48,7 @@ class Order:
     Attributes:
         program: the module that is the task: `psserver` or `psclient`.
         arguments: its arguments.
-        environ: environment variables that it gets, beside those of the host.
+        variables: environment variables that it gets, beside those of the host.
         token: the job's token; "" where a file has it.
         directory: the working directory.
         tasks: how many tasks share the host's cores.
@@ -57,7 +57,7 @@ class Order:
 
     program: str
     arguments: Sequence[str]
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
     token: str
     directory: str
     tasks: int
@@ -145,7 +145,7 @@ class _Input:
 
 def _run(order: Order, lines: _Input) -> int:
     """Runs a task until it ends, or the launcher is gone."""
-    told = dict(order.environ)
+    told = dict(order.variables)
     kept = []
     if order.token:
         kept.append(_token_file(order.token))

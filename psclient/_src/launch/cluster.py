@@ -291,11 +291,7 @@ class Cluster:
 
     def _arguments(self, task: Task) -> list[str]:
         """The arguments of `psworker` for a task that is no server."""
-        config = self.config
-        runs = task.job != "chief" or config.chief == "script"
-        module = ["--module", config.module] if config.module and task.job == "worker" else []
-        flags = [*self._flags(task), *["--save-on-sigterm"] * config.save_on_sigterm, *module]
-        return flags + (["--", config.script, *config.args] if runs else [])
+        return self._flags(task) + client_arguments(self.config, task)
 
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
@@ -306,13 +302,7 @@ class Cluster:
 
     def _flags(self, task: Task) -> list[str]:
         """Returns what every process is told of its log and its metrics."""
-        config = self.config
-        flags = ["--debug"] * config.debug + ["--log-format", config.log_format, "--traces", config.traces]
-        flags += ["--log-level", config.log_level] if config.log_level else []
-        if config.metrics_port is not None:
-            port = config.metrics_port + [*self.servers(), *self.clients()].index(task) if config.metrics_port else 0
-            flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
-        return flags
+        return shown_flags(self.config, [*self.servers(), *self.clients()].index(task))
 
     def _listen(self, task: Task) -> None:
         process, relay = self.processes[task], self._relay
@@ -442,6 +432,24 @@ class Cluster:
             if time.monotonic() > deadline or len(self._signals) > 1:
                 return
             time.sleep(POLL_SECONDS)
+
+
+def client_arguments(config: LaunchConfig, task: Task) -> list[str]:
+    """Returns the arguments of `psworker` for a task that is no server, after those of `shown_flags`."""
+    runs = task.job != "chief" or config.chief == "script"
+    module = ["--module", config.module] if config.module and task.job == "worker" else []
+    flags = ["--save-on-sigterm"] * config.save_on_sigterm + module
+    return flags + (["--", config.script, *config.args] if runs else [])
+
+
+def shown_flags(config: LaunchConfig, place: int) -> list[str]:
+    """Returns what a process is told of its log and its metrics; `place` is its number among all tasks."""
+    flags = ["--debug"] * config.debug + ["--log-format", config.log_format, "--traces", config.traces]
+    flags += ["--log-level", config.log_level] if config.log_level else []
+    if config.metrics_port is not None:
+        port = config.metrics_port + place if config.metrics_port else 0
+        flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
+    return flags
 
 
 def _why(replacement: Replacement, code: int | None, left: int) -> str:

@@ -314,7 +314,7 @@ class RayCluster(RemoteCluster):
     def _order_of(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> Order:
         order = super()._order_of(task, program, arguments, more)
         threads = str(max(1, int(self._bundle(task).get("CPU", 1))))
-        return replace(order, environ={**dict.fromkeys(THREADS, threads), **order.environ})
+        return replace(order, variables={**dict.fromkeys(THREADS, threads), **order.variables})
 
 
 def _resources() -> list[dict[str, float]]:

@@ -130,7 +130,7 @@ def _oldest(server: ServerView) -> str:
     what = section if len(section) <= MOST_CHARACTERS else f"{section[:MOST_CHARACTERS]} ..."
     after = f", and {more} rounds after it" if more else ""
     waits = ", ".join(map(short, server.waits_for))
-    return f"{short(server.task)}: round {first['round']}{after} waits for {waits}; {what}"
+    return f"{short(server.task)}: round {first.round}{after} waits for {waits}; {what}"
 
 
 def _shares(shares: Sequence[float]) -> Html:

@@ -14,7 +14,7 @@ from pswire.cluster import Task
 from pswire.model.log import Generation
 from pswire.model.status import OpenRound, ProcessStatus, ServerStatus, SessionState, held_up
 from pswire.security.session_numbers import count_of
-from pswire.telemetry.views.columns import cells_of, column
+from pswire.telemetry.views.columns import Cell, cells_of, column
 from pswire.telemetry.views.looked import Looked, gone_of, keeper_of, why_silent
 from pswire.telemetry.views.numbers import duration, short, size, used
 
@@ -46,13 +46,18 @@ class Problem:
     message: str
 
 
-def _told(default: Any, read: Callable[[ServerStatus, ProcessStatus], Any] | None = None, *shown: Any) -> Any:
+def _told(
+    default: Any,
+    read: Callable[[ServerStatus, ProcessStatus], Any] | None = None,
+    heading: str = "",
+    cell: Cell | None = None,
+) -> Any:
     """A field that is read of a server's status, where it is the field of that name if no other way is given.
 
-    Where there is no status it is its default, or what that returns. `shown` are the arguments of `column`.
+    Where there is no status it is its default, or what that returns. `heading` and `cell` are those of `column`.
     """
-    if shown:
-        return column(*shown, default=default, read=read)
+    if heading:
+        return column(heading, cell, default, read=read)
     key = "default_factory" if callable(default) else "default"
     return field(metadata={"read": read}, **{key: default})
 
@@ -191,8 +196,8 @@ class TaskView:
         page: URL of the chief's status page.
     """
 
-    task: str = column("task", lambda v: short(v.task) + (" (drives)" if v.drives else ""))
     drives: bool
+    task: str = column("task", lambda v: short(v.task) + (" (drives)" if v.drives else ""))
     state: str = column("state")
     session: int = column("session", lambda v: str(count_of(v.session)) if v.session else "", 0)
     replicas: int = column("replicas", lambda v: str(v.replicas) if v.session and not v.drives else "", 0)
@@ -429,7 +434,7 @@ def _tasks(
         yield _task(session, statuses, newest, furthest)
     came = {session.member.task for session in latest.values()}
     if log_server:
-        yield from (TaskView(str(task), task.job == "chief", "missing") for task in expected if task not in came)
+        yield from (TaskView(task.job == "chief", str(task), "missing") for task in expected if task not in came)
 
 
 def _task(

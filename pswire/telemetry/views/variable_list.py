@@ -81,14 +81,14 @@ class VariableView:
     """
 
     id: int
+    trainable: bool
+    slot_of: str | None
+    consistency: str | None
     name: str = column("variable", lambda v: v.shown)
     shape: tuple[int | None, ...] = column("shape", lambda v: shape(v.shape))
     dtype: str = column("dtype")
     bytes: int | None = column("bytes", lambda v: "-" if v.bytes is None else f"{v.bytes:,}")
     servers: tuple[str, ...] = column("servers", lambda v: ", ".join(map(short, v.servers)))
-    trainable: bool
-    slot_of: str | None
-    consistency: str | None
 
     @property
     def shown(self) -> str:

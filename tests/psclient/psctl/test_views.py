@@ -335,14 +335,14 @@ def test_a_link_leads_to_where_the_page_is(page, url, local):
 def test_what_is_no_page_gets_no_code(page):
     """A task says where its page is; that goes to a terminal."""
     assert list(_of_servers([server(page)], None, CODE)) == []
-    task = TaskView("/job:chief/task:0", True, "open", page=page)
+    task = TaskView(True, "/job:chief/task:0", "open", page=page)
     assert list(_of_chief(view_with(tasks=(task,)), CODE)) == []
 
 
 def test_why_there_is_no_page_is_said():
     """A chief that is gone has none, as another may have its place; servers have short names."""
     page = "http://127.0.0.1:9102/"
-    tasks = tuple(TaskView("/job:chief/task:0", True, state, page=page) for state in ("lost", "open"))
+    tasks = tuple(TaskView(True, "/job:chief/task:0", state, page=page) for state in ("lost", "open"))
     (link,) = _of_chief(view_with(tasks=tasks), "")
     assert link.url == page, "without a token there is no code"
     assert [_number(text) for text in ("ps:1", "ps-1", "1")] == [1, 1, 1]
