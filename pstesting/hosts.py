@@ -294,14 +294,11 @@ class HostCluster(Cluster):
         super().__init__(**{"transport": "tcp", **counts, **keys})
         if self.config.transport == "shm":
             raise ConfigError("hosts do not share memory; use the transport tcp or grpc")
-        homeless = [task for task in (*self._servers(), *self.clients()) if task not in where]
+        homeless = [task for task in (*self.servers(), *self.clients()) if task not in where]
         if homeless:
             raise ConfigError(f"`where` has no host for {', '.join(map(str, homeless))}")
         self._net = hosts
         self._where = dict(where)
-
-    def _servers(self) -> list[Task]:
-        return [Task("ps", index) for index in range(self.config.ps)]
 
     def _spawn(self, task: Task, program: str, arguments: Sequence[str], more: Mapping[str, str]) -> Process:
         """Starts a task on its host. Nobody else is on this network, which so needs no certificates."""
@@ -313,11 +310,12 @@ class HostCluster(Cluster):
     def _server(self, task: Task, port: int) -> Process:
         address = self._net.addresses[self._where[task]]
         arguments = [*server_arguments(task, address, port, self.config.server), *self._server_flags(task)]
-        return self._spawn(task, "psserver", arguments, self._options.variables() | self._servers_more)
+        return self._spawn(task, "psserver", arguments, {**self._options.variables(), **self.server_environ})
 
     def _client(self, task: Task) -> Process:
         arguments = ["--die-with-parent", str(os.getpid()), *self._arguments(task)]
-        return self._spawn(task, "psclient", arguments, self._told(task) | self._options.variables() | self._more)
+        more = {**self._told(task), **self._options.variables(), **self.client_environ}
+        return self._spawn(task, "psclient", arguments, more)
 
     def _name(self, task: Task) -> str:
         return f"{self._net.addresses[self._where[task]]}:0"

@@ -129,7 +129,8 @@ class ProcessCluster:
         jobs = {"ps": list(between), "worker": [NAME_ONLY]}
         config = json.dumps({"cluster": jobs, "task": {"type": "ps", "index": 0}})  # --task says which
         more = {**servers_environ, **({"TF_CONFIG": config} if between else {})}
-        self.cluster = launcher(sink=self._take, servers_more=more, **given)
+        self.cluster = launcher(sink=self._take, **given)
+        self.cluster.server_environ = more
 
     def __enter__(self) -> ProcessCluster:
         self.cluster.start()
@@ -164,11 +165,11 @@ class ProcessCluster:
 
     def stray(self, task: Task, **variables: str) -> Process:
         """Starts a second process of a task, with these environment variables, while the first one runs."""
-        kept, self.cluster._more = self.cluster._more, variables
+        kept, self.cluster.client_environ = self.cluster.client_environ, variables
         try:
             return self.cluster._client(task)
         finally:
-            self.cluster._more = kept
+            self.cluster.client_environ = kept
 
     def join(self, task: Task, *flags: str, server: Task = PS0, **variables: str) -> None:
         """Starts one more worker, which joins the job at a server, as `psworker --join` does.

@@ -309,6 +309,11 @@ def _json_object(text: str) -> dict[str, Any]:
     return data
 
 
+def tf_config_for(cluster: Mapping[str, Any], task: Task) -> str:
+    """Returns the `TF_CONFIG` of a task; `cluster` has the addresses of each job."""
+    return json.dumps({"cluster": cluster, "task": {"type": task.job, "index": task.index}})
+
+
 def parse_tf_config(text: str) -> TaskConfig | None:
     """Reads the value of the environment variable `TF_CONFIG`.
 

@@ -9,6 +9,8 @@ A table, or a sentence with figures, stands between `<!-- table: NAME -->` and `
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -18,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS
+from psclient.psctl.checkpoint import CheckpointView
 from psserver.telemetry import ROWS as SERVERS
 from pswire.telemetry.metrics import PROCESS
 from pswire.telemetry.metrics import Row as Metric
+from pswire.telemetry.views.job_view import JobView, ServerView, TaskView
+from pswire.telemetry.views.variable_list import VariableView
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -164,6 +169,46 @@ def chief_metrics() -> Iterator[str]:
     yield from _metrics(OF_CHIEFS)
 
 
+def keys_of(kind: type) -> Iterator[str]:
+    """The keys of a row in JSON, and their meanings: the fields of its dataclass, as the docstring explains them."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+    told = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", text, re.MULTILINE)
+    lists = {field.name for field in dataclasses.fields(kind) if re.match(r"tuple\[[A-Z]", str(field.type))}
+    lines = []
+    for names, meaning in told:
+        keys = ", ".join(f"`{name}[]`" if name in lists else f"`{name}`" for name in names.split(", "))
+        lines.append([keys, " ".join(meaning.split()).removesuffix(".")])
+    explained = {name for names, _ in told for name in names.split(", ")}
+    if explained != {field.name for field in dataclasses.fields(kind)}:
+        sys.exit(f"make_tables: the docstring of {kind.__name__} must explain each of its fields, and nothing else")
+    yield from table(["key", "meaning"], lines)
+
+
+def status_keys() -> Iterator[str]:
+    """Keys of a job."""
+    yield from keys_of(JobView)
+
+
+def server_keys() -> Iterator[str]:
+    """Keys of a server."""
+    yield from keys_of(ServerView)
+
+
+def task_keys() -> Iterator[str]:
+    """Keys of a task."""
+    yield from keys_of(TaskView)
+
+
+def variable_keys() -> Iterator[str]:
+    """Keys of a variable."""
+    yield from keys_of(VariableView)
+
+
+def checkpoint_keys() -> Iterator[str]:
+    """Keys of a checkpoint in a list."""
+    yield from keys_of(CheckpointView)
+
+
 def _rate(row: Row, rate: float) -> str:
     return shown(rate) + (f" ({row['transport']})" if "transport" in row else "")
 
@@ -173,6 +218,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     for each in (
         *(peers, rows, hosts, local_reduction, copies, jobs),
         *(process_metrics, server_metrics, worker_metrics, chief_metrics),
+        *(status_keys, server_keys, task_keys, variable_keys, checkpoint_keys),
     )
 }
 

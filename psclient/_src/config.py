@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -39,7 +39,6 @@ from pswire.variables import (
     TRANSPORT,
     VISIBLE_GPUS,
 )
-from pswire.variables import TRACES as TRACES_VARIABLE
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
@@ -208,11 +207,6 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str] | None:
     return None if names is None else [name for name in names.split(",") if name]
 
 
-def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `CUDA_VISIBLE_DEVICES` for this process and its children; of no effect once CUDA has been used."""
-    environ[VISIBLE_GPUS] = ",".join(names)
-
-
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
     """Reads `Timeouts` from the environment; raises `ConfigError` for an unknown name or no number of seconds."""
     return Timeouts.from_environ(environ)
@@ -290,20 +284,10 @@ def saves_on_sigterm(environ: Mapping[str, str] = os.environ) -> bool:
     return _switch(SAVE_ON_SIGTERM, environ.get(SAVE_ON_SIGTERM) or "0")
 
 
-def set_save_on_sigterm(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `PS_SAVE_ON_SIGTERM` for this process and its children."""
-    environ[SAVE_ON_SIGTERM] = "1"
-
-
 def _switch(name: str, value: str) -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
     return value == "1"
-
-
-def set_transport(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `PS_TRANSPORT` for this process and its children."""
-    environ[TRANSPORT] = check_transport(name)
 
 
 def grpc_streams(environ: Mapping[str, str] = os.environ) -> bool:
@@ -334,20 +318,9 @@ def trace_options(environ: Mapping[str, str] = os.environ) -> TraceOptions:
     return TraceOptions.from_environ(environ)
 
 
-def set_traces(traces: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `PS_TRACES` for this process and its children."""
-    environ[TRACES_VARIABLE] = traces
-
-
 def _check_port(name: str, port: int | None) -> None:
     if port is not None and not 0 <= port <= PORTS:
         raise ConfigError(f"{name} {port} is not a port; use a number from 0 to {PORTS}")
-
-
-def set_metrics(host: str | None, port: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `PS_METRICS_*` for this process; what is None stays as it is."""
-    given = {METRICS_HOST: host, METRICS_PORT: None if port is None else str(port)}
-    environ.update({name: value for name, value in given.items() if value is not None})
 
 
 def security_options(environ: Mapping[str, str] = os.environ) -> SecurityOptions:
@@ -358,11 +331,6 @@ def security_options(environ: Mapping[str, str] = os.environ) -> SecurityOptions
 def security_from(name: str, environ: Mapping[str, str] = os.environ) -> Security:
     """Reads the identity of a task, as `worker-0`, or of `admin`; raises `ConfigError` as `SecurityOptions.read`."""
     return security_options(environ).read(name)
-
-
-def set_security(options: SecurityOptions, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` for this process and its children."""
-    environ.update({name: value for name, value in options.variables().items() if value})
 
 
 def set_variables(variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:

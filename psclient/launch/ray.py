@@ -57,7 +57,9 @@ def run(
     resources = Resources(**given, placement=placement)
     config = LaunchConfig(script=script, args=tuple(args), ps=ps, workers=workers, **options)
     printer = Printer(colour=wants_colour())
-    with RayCluster(resources, config, printer, printer.terminal()) as cluster:
+    cluster = RayCluster(resources, config, printer)
+    cluster.client_environ = printer.terminal()
+    with cluster:
         outcome = cluster.wait()
     printer.finish()
     if outcome.code:

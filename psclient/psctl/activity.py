@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -14,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from psclient.psctl.output import table, terminal
-from psclient.psctl.settings import WATCH, CommandSettings, ObservedCluster, connected, options, settings
+from psclient.psctl.settings import WATCH, CommandSettings, ObservedCluster, command, connected, number
 from psclient.psctl.status import lines, problem_line
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.flags import Command, Flag
 from pswire.model.status import Happened
 from pswire.telemetry.views.job_view import JobView, Problem, view_of
 from pswire.telemetry.views.looked import Looked, why_silent
@@ -29,24 +28,12 @@ if TYPE_CHECKING:
     from psclient._src.telemetry.observer import Servers
 
 
-@click.command(
-    cls=Command,
-    section=WATCH,
-    examples=(
-        ("Follow a job on this machine", "psctl top --local"),
-        ("Print one interval of ten seconds as JSON", "psctl top --json --interval 10"),
-    ),
+@command(
+    WATCH,
+    ("Follow a job on this machine", "psctl top --local"),
+    ("Print one interval of ten seconds as JSON", "psctl top --json --interval 10"),
 )
-@click.option(
-    "--interval",
-    cls=Flag,
-    type=click.FloatRange(0.1),
-    default=1.0,
-    metavar="SECONDS",
-    help="Time between two updates. [default: 1]",
-)
-@options
-@settings
+@number("--interval", click.FloatRange(0.1), "Time between two updates. [default: 1]", 1.0, "SECONDS")
 def top(settings: CommandSettings, interval: float) -> int:
     """Show a live table of a job, until Ctrl-C.
 
@@ -54,78 +41,57 @@ def top(settings: CommandSettings, interval: float) -> int:
     """
     cluster, console = settings.cluster(), terminal()
     with connected(settings, cluster) as servers:
-        watcher = Watcher(servers, cluster)
-        watcher.look()
+        look = partial(_looked, servers, cluster, RateMeter())
+        look()
         if console.is_terminal and not settings.json:
-            return _live(watcher, console, interval)
+            return _live(look, console, interval)
         time.sleep(interval)
-        view, rates = watcher.look()
-    return settings.tell({**dataclasses.asdict(view), "rates": rates}, *lines(view, rate_words(rates)))
+        view, rates = look()
+    return settings.tell({**vars(view), "rates": rates}, *lines(view, rate_words(rates)))
 
 
-def _live(watcher: Watcher, console: Console, interval: float) -> int:
+def _live(look: Callable[[], tuple[JobView, Rates]], console: Console, interval: float) -> int:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                view, rates = watcher.look()
+                view, rates = look()
                 live.update(Group(*lines(view, rate_words(rates), console.width)), refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
         return 0
 
 
-class Watcher:
-    """Looks at a job again and again, and says what it has done in between.
-
-    Args:
-        servers: connections to the servers.
-        cluster: the cluster that is observed.
-    """
-
-    def __init__(self, servers: Servers, cluster: ObservedCluster) -> None:
-        self._servers = servers
-        self._cluster = cluster
-        self._meter = RateMeter()
-
-    def look(self) -> tuple[JobView, Rates]:
-        """The job now, and its rates since the last look."""
-        view = view_of(self._servers.look(), self._cluster.expected)
-        return view, self._meter.measure(view, time.monotonic())
+def _looked(servers: Servers, cluster: ObservedCluster, meter: RateMeter) -> tuple[JobView, Rates]:
+    """The job now, and its rates since the last look."""
+    view = view_of(servers.look(), cluster.expected)
+    return view, meter.measure(view, time.monotonic())
 
 
 # ---- What servers were told last ----
 
 
-@click.command(
-    cls=Command,
-    section=WATCH,
-    examples=(
-        ("Show the last calls of all servers", "psctl events --local"),
-        ("Show those of server 1", "psctl events --server 1 --address 10.0.0.7:2222,10.0.0.8:2222"),
-    ),
+@command(
+    WATCH,
+    ("Show the last calls of all servers", "psctl events --local"),
+    ("Show those of server 1", "psctl events --server 1 --address 10.0.0.7:2222,10.0.0.8:2222"),
 )
-@click.option("--server", "number", cls=Flag, type=click.IntRange(0), metavar="NUMBER", help="Show only this server.")
-@options
-@settings
-def events(settings: CommandSettings, number: int | None) -> int:
+@number("--server", click.IntRange(0), "Show only this server.", metavar="NUMBER")
+def events(settings: CommandSettings, server: int | None) -> int:
     """Show the last calls and finished work of servers.
 
     The newest call is last. Each server keeps a hundred calls. Heartbeats and other periodic calls are left out unless
     they were refused. Exit with 1 if a server does not answer.
     """
     with connected(settings) as servers:
-        found = [one for one in servers.events() if number in (None, one.task.index)]
-    if number is not None and not found:
+        found = [one for one in servers.events() if server in (None, one.task.index)]
+    if server is not None and not found:
         raise ConfigError(
-            f"{Task('ps', number)} is not at any of the addresses; name all servers of the job in --address"
+            f"{Task('ps', server)} is not at any of the addresses; name all servers of the job in --address"
         )
     problems = [Problem(why_silent(one), str(one.task), one.error.message) for one in found if one.error]
     said = {
-        "servers": [
-            {"task": str(one.task), "address": one.address, "events": list(map(dataclasses.asdict, one.recent))}
-            for one in found
-        ],
-        "problems": list(map(dataclasses.asdict, problems)),
+        "servers": [{"task": str(one.task), "address": one.address, "events": one.recent} for one in found],
+        "problems": problems,
     }
     return settings.tell(said, *_told(found, problems), wrong=bool(problems))
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 
 from psclient._src.config import tf_config_text
-from psclient.psctl.settings import FILES, CommandSettings, as_json, settings
-from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
+from psclient.psctl.settings import FILES, CommandSettings, command, number
+from pswire.cluster import EVALUATOR, Task, TFConfig
 from pswire.errors import ConfigError
-from pswire.flags import Command, Flag
 from pswire.security.given import read_small
 from pswire.security.names import ADMIN, standby_name, task_name
 
@@ -19,55 +18,38 @@ DAYS = 365
 """Days that certificates are valid by default."""
 
 
-@click.command(
-    cls=Command,
-    section=FILES,
-    examples=(
-        ("Make certificates for two servers, four workers and a chief", "psctl certs certs --ps 2 --workers 4"),
-        ("Make new ones before the old ones expire", "psctl certs certs --ps 2 --workers 4 --renew"),
-    ),
+@command(
+    FILES,
+    ("Make certificates for two servers, four workers and a chief", "psctl certs certs --ps 2 --workers 4"),
+    ("Make new ones before the old ones expire", "psctl certs certs --ps 2 --workers 4 --renew"),
+    connects=False,
 )
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--ps", cls=Flag, type=click.IntRange(1), metavar="N", help="Number of servers. [default: TF_CONFIG's]")
-@click.option(
-    "--workers", cls=Flag, type=click.IntRange(0), metavar="N", help="Number of workers. [default: TF_CONFIG's]"
-)
+@number("--ps", click.IntRange(1), "Number of servers. [default: TF_CONFIG's]")
+@number("--workers", click.IntRange(0), "Number of workers. [default: TF_CONFIG's]")
 @click.option(
     "--chief/--no-chief", "has_chief", default=True, help="With or without a chief task. [default: with a chief]"
 )
 @click.option("--evaluator", is_flag=True, help="With an evaluator.")
-@click.option(
+@number(
     "--extra-workers",
-    cls=Flag,
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="Number of workers that may join later (psworker --join); they get the next indices.",
+    click.IntRange(0),
+    "Number of workers that may join later (psworker --join); they get the next indices.",
+    0,
 )
-@click.option(
+@number(
     "--extra-ps",
-    cls=Flag,
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="Number of standby servers (psserver --join); their certificates name all servers.",
+    click.IntRange(0),
+    "Number of standby servers (psserver --join); their certificates name all servers.",
+    0,
 )
 @click.option(
     "--cluster",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="File with a TF_CONFIG; its tasks get certificates.",
 )
-@click.option(
-    "--days",
-    cls=Flag,
-    type=click.IntRange(1, 36500),
-    default=DAYS,
-    metavar="N",
-    help=f"Days for which certificates are valid. [default: {DAYS}]",
-)
+@number("--days", click.IntRange(1, 36500), f"Days for which certificates are valid. [default: {DAYS}]", DAYS)
 @click.option("--renew", is_flag=True, help="Replace existing keys and certificates; keep the CA and the token.")
-@as_json
-@settings
 def certs(
     told: CommandSettings,
     out: Path,
@@ -113,7 +95,8 @@ def _tasks(
 ) -> Iterable[Task]:
     if ps is None and workers is None:
         text = read_small(cluster).decode() if cluster else tf_config_text()
-        tasks = _of_cluster(TFConfig(text).cluster_spec())
+        spec = TFConfig(text).cluster_spec()
+        tasks = [task for job in spec.jobs for task in spec.tasks(job)]
         if not tasks:
             raise ConfigError("no tasks are given; write --ps 2 --workers 2, --cluster FILE, or set TF_CONFIG")
         return [*tasks, *([Task(EVALUATOR, 0)] if evaluator else [])]
@@ -122,7 +105,3 @@ def _tasks(
     chief = [Task("chief", 0)] if has_chief else []
     counts = (("ps", 1 if ps is None else ps), ("worker", 1 if workers is None else workers), (EVALUATOR, evaluator))
     return [*chief, *(Task(job, index) for job, count in counts for index in range(count))]
-
-
-def _of_cluster(spec: ClusterSpec) -> list[Task]:
-    return [task for job in spec.jobs for task in spec.tasks(job)]

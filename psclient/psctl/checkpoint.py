@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from psclient.psctl.checkpoint_diff import DIFFERENCES, differences, other_differences
+from psclient.psctl.checkpoint_diff import VariableDifference, differences, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
-from psclient.psctl.output import WIDTH, table
-from psclient.psctl.settings import FILES, CommandSettings, as_json, settings
+from psclient.psctl.output import WIDTH, table, table_of
+from psclient.psctl.settings import FILES, CommandSettings, command
 from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.manifest import MANIFEST, Manifest
 from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint, open_saved, require
 from pswire.checkpoint.storage import storage_at
 from pswire.checkpoint.table_tensors import beside
 from pswire.errors import ConfigError, DamagedCheckpoint
-from pswire.flags import Command, CommandGroup
+from pswire.flags import COMMANDS, CommandGroup
+from pswire.telemetry.views.columns import cells_of, column, columns_of
 from pswire.telemetry.views.numbers import shape, size
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
@@ -43,10 +45,12 @@ def checkpoint() -> None:
     """
 
 
-@checkpoint.command(cls=Command, examples=[("List the checkpoints of a run", "psctl checkpoint ls runs/digits")])
+of_files = partial(command, COMMANDS, group=checkpoint, connects=False)
+"""Makes a function one of its commands."""
+
+
+@of_files(("List the checkpoints of a run", "psctl checkpoint ls runs/digits"))
 @click.argument("directory")
-@as_json
-@settings
 def ls(settings: CommandSettings, directory: str) -> int:
     """List the checkpoints in DIRECTORY, oldest first."""
     root = storage_at(directory)
@@ -60,30 +64,28 @@ def ls(settings: CommandSettings, directory: str) -> int:
         except DamagedCheckpoint as error:
             damaged[name] = error.message
     latest = next((name for name in listed.downwards if name not in damaged), None)
-    shown = [summary(each) for each in found]
-    rows: list[Sequence[str]] = [[*line(each, latest)] for each in shown]
+    shown = [CheckpointView.of(each) for each in found]
+    rows: list[Sequence[str]] = []
+    for each in shown:
+        name, *cells = cells_of(each).values()
+        rows.append((name, "latest" if name == latest else "", *cells))
     rows += [(name, f"damaged: {why}") for name, why in damaged.items()]
     rows += [(name, "incomplete: it has no manifest") for name in listed.torn]
-    made = table(("checkpoint", "", "changes to", "round", "saved", "variables", "values", "written by"), rows)
+    first, *others = columns_of(CheckpointView)
+    made = table((first, "", *others), rows)
     said = {"checkpoints": shown, "incomplete": listed.torn, "damaged": damaged, "latest": latest}
     return settings.tell(said, made if rows else f"there is no checkpoint in {directory}")
 
 
-@checkpoint.command(
-    "show",
-    cls=Command,
-    examples=(("Show variables, shapes and sizes of the newest one", "psctl checkpoint show runs/digits"),),
-)
+@of_files(("Show variables, shapes and sizes of the newest one", "psctl checkpoint show runs/digits"), name="show")
 @click.argument("path")
-@as_json
-@settings
 def show_checkpoint(settings: CommandSettings, path: str) -> int:
     """Show the contents of the checkpoint at PATH."""
     found = open_saved(path)
     manifest = found.manifest
-    said = summary(found)
-    heading = f"{found.full}\nround {manifest.round}, {said['tensors']} variables of {size(said['nbytes'])}"
-    heading += f", saved {_time(said['saved_at'])} by {said['library'] or 'an older version'}"
+    view = CheckpointView.of(found)
+    heading = f"{found.full}\nround {view.round}, {view.tensors} variables of {size(view.nbytes)}"
+    heading += f", saved {_time(view.saved_at)} by {view.library or 'an older version'}"
     paths = _paths(manifest)
     rows = (
         (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", *map(", ".join, (saved.files, paths.get(name, ()))))
@@ -98,12 +100,8 @@ def show_checkpoint(settings: CommandSettings, path: str) -> int:
     return settings.tell(said, heading, made, *tables, *positions, *state)
 
 
-@checkpoint.command(
-    cls=Command, examples=(("Check a checkpoint in a bucket", "psctl checkpoint verify s3://bucket/run/ckpt-4"),)
-)
+@of_files(("Check a checkpoint in a bucket", "psctl checkpoint verify s3://bucket/run/ckpt-4"))
 @click.argument("path")
-@as_json
-@settings
 def verify(settings: CommandSettings, path: str) -> int:
     """Read all files of a checkpoint and check them.
 
@@ -112,29 +110,23 @@ def verify(settings: CommandSettings, path: str) -> int:
     try:
         found = open_saved(path)
     except DamagedCheckpoint as error:
-        fault = {"file": MANIFEST, "fault": error.message}
-        told = {"path": path, "whole": False, "without_checksum": 0, "faults": [fault]}
+        told = {"path": path, "whole": False, "without_checksum": 0, "faults": [Fault(MANIFEST, error.message)]}
         return settings.tell(told, f"{path} is damaged: {error}", wrong=True)
-    faults = [{"file": file, "fault": fault} for file, fault in found.verify()]
+    faults = [Fault(*each) for each in found.verify()]
     count = len(found.manifest.variables)
     pieces = (saved.pieces(name) for name, saved in found.manifest.tensors.items())
     without = sum(not all(one.checksum for one in each) for each in pieces)
     said = {"path": found.full, "whole": not faults, "without_checksum": without, "faults": faults}
     if faults:
-        made = table(("file", "fault"), ((each["file"], each["fault"]) for each in faults))
-        return settings.tell(said, f"{found.full} is damaged", made, wrong=True)
+        return settings.tell(said, f"{found.full} is damaged", table_of(Fault, faults), wrong=True)
     note = f"; {without} of them have no checksum, because an older version wrote them" if without else ""
     bases = f", together with its bases: {', '.join(base.name for base in found.bases)}" if found.bases else ""
     return settings.tell(said, f"{found.full} is complete: {count} variables{note}{bases}")
 
 
-@checkpoint.command(
-    cls=Command, examples=(("Compare two checkpoints", "psctl checkpoint diff runs/digits/ckpt-1 runs/digits/ckpt-2"),)
-)
+@of_files(("Compare two checkpoints", "psctl checkpoint diff runs/digits/ckpt-1 runs/digits/ckpt-2"))
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@as_json
-@settings
 def diff(settings: CommandSettings, first: str, second: str) -> int:
     """Compare the checkpoints A and B.
 
@@ -153,22 +145,17 @@ def diff(settings: CommandSettings, first: str, second: str) -> int:
     return settings.tell(
         said,
         f"A: {a.full}, round {a.manifest.round}\nB: {b.full}, round {b.manifest.round}",
-        *([table(DIFFERENCES, (each.cells() for each in differing))] if differing else []),
+        *([table_of(VariableDifference, differing)] if differing else []),
         f"{len(found) - len(differing)} of {len(found)} variables are the same",
         *(f"{name} differ" for name in others),
         wrong=bool(differing or others),
     )
 
 
-@checkpoint.command(
-    cls=Command,
-    examples=(("Export the newest checkpoint for NumPy", "psctl checkpoint export runs/digits weights.npz"),),
-)
+@of_files(("Export the newest checkpoint for NumPy", "psctl checkpoint export runs/digits weights.npz"))
 @click.argument("path")
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--force", is_flag=True, help="Overwrite OUT.")
-@as_json
-@settings
 def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
     """Write all variables into one file, OUT.safetensors or OUT.npz."""
     write = EXPORTS.get(out.suffix)
@@ -188,14 +175,8 @@ def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
     return settings.tell(said, f"{count} variables of {found.full} are in {out}")
 
 
-@checkpoint.command(
-    "compact",
-    cls=Command,
-    examples=(("Make a delta independent of its base", "psctl checkpoint compact runs/digits/ckpt-7"),),
-)
+@of_files(("Make a delta independent of its base", "psctl checkpoint compact runs/digits/ckpt-7"), name="compact")
 @click.argument("path")
-@as_json
-@settings
 def compact_checkpoint(settings: CommandSettings, path: str) -> int:
     """Turn the delta at PATH into a whole checkpoint.
 
@@ -224,26 +205,54 @@ def _told_of(found: SavedCheckpoint, name: str) -> str:
     return f"table {name}: {what}, {size(nbytes)}, as of its round {manifest.tables[name].round}"
 
 
-def summary(found: SavedCheckpoint) -> dict[str, Any]:
-    """A line about a checkpoint, as `ls --json` gives it."""
-    manifest = found.manifest
-    return {
-        "name": found.name,
-        "path": found.full,
-        "round": manifest.round,
-        "saved_at": manifest.saved_at,
-        "base": manifest.base.name if manifest.base else None,
-        "tensors": len(manifest.variables),
-        "nbytes": sum(saved.spec.nbytes for saved in manifest.tensors.values()),
-        "library": manifest.library,
-    }
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a checkpoint.
+
+    Attributes:
+        file: the file that has it.
+        fault: the fault in words.
+    """
+
+    file: str = column("file")
+    fault: str = column("fault")
 
 
-def line(said: Mapping[str, Any], latest: str | None) -> Iterator[str]:
-    """The same as a row of the table of `ls`."""
-    yield from (said["name"], "latest" if said["name"] == latest else "", said["base"] or "")
-    yield from (str(said["round"]), _time(said["saved_at"]))
-    yield from (str(said["tensors"]), size(said["nbytes"]), said["library"] or "-")
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint in a list.
+
+    Attributes:
+        name, path: its name, and its full path.
+        round, saved_at: the round that it saves; when it was saved, in seconds since 1970 (0 if unknown).
+        base: of a delta, the checkpoint that it changes; else null.
+        tensors, nbytes: number of variables; bytes of all values.
+        library: the version that wrote it, or `""`.
+    """
+
+    path: str
+    name: str = column("checkpoint")
+    base: str | None = column("changes to", lambda v: v.base or "")
+    round: int = column("round")
+    saved_at: float = column("saved", lambda v: _time(v.saved_at))
+    tensors: int = column("variables")
+    nbytes: int = column("values", lambda v: size(v.nbytes))
+    library: str = column("written by", lambda v: v.library or "-")
+
+    @classmethod
+    def of(cls, found: SavedCheckpoint) -> CheckpointView:
+        """The view of a checkpoint."""
+        manifest = found.manifest
+        return cls(
+            name=found.name,
+            path=found.full,
+            base=manifest.base.name if manifest.base else None,
+            round=manifest.round,
+            saved_at=manifest.saved_at,
+            tensors=len(manifest.variables),
+            nbytes=sum(saved.spec.nbytes for saved in manifest.tensors.values()),
+            library=manifest.library,
+        )
 
 
 def _paths(manifest: Manifest) -> dict[str, list[str]]:

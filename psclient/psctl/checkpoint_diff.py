@@ -13,12 +13,10 @@ from pswire.checkpoint.merged_tables import MergedTable
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.table_layers import kind_of
 from pswire.model.tensor import Array, TensorSpec
+from pswire.telemetry.views.columns import column
 
 CHUNK = 1 << 20
 """Elements that are compared at a time."""
-
-
-DIFFERENCES = ("variable", "A", "B", "elements that differ", "largest difference")
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,15 @@ class VariableDifference:
         elements: of a table, elements of the rows that any of both has; None of others.
     """
 
-    name: str
-    a: TensorSpec | None
-    b: TensorSpec | None
-    count: int | None = None
-    largest: float | None = None
+    name: str = column("variable")
+    a: TensorSpec | None = column("A", lambda v: str(v.a or "-"))
+    b: TensorSpec | None = column("B", lambda v: str(v.b or "-"))
+    count: int | None = column(
+        "elements that differ", lambda v: "" if v.count is None or v.a is None else f"{v.count:,} of {v.total:,}", None
+    )
+    largest: float | None = column(
+        "largest difference", lambda v: "" if v.largest is None else f"{v.largest:.6g}", None
+    )
     elements: int | None = None
 
     @property
@@ -50,12 +52,6 @@ class VariableDifference:
     def same(self) -> bool:
         """True if all elements are equal."""
         return self.count == 0
-
-    def cells(self) -> tuple[str, ...]:
-        """A row of a table with `DIFFERENCES` as headings; numbers are left out where they cannot be compared."""
-        counted = "" if self.count is None or self.a is None else f"{self.count:,} of {self.total:,}"
-        largest = "" if self.largest is None else f"{self.largest:.6g}"
-        return self.name, str(self.a or "-"), str(self.b or "-"), counted, largest
 
     def report(self) -> dict[str, Any]:
         """As `psctl checkpoint diff --json` gives it; JSON has no infinity, which is a text there."""

@@ -11,7 +11,7 @@ import click
 
 from psclient.psctl.local import clusters, with_values
 from psclient.psctl.output import say
-from psclient.psctl.settings import SECTIONS, CommandSettings, options
+from psclient.psctl.settings import OPTIONS, SECTIONS, CommandSettings
 from pswire.errors import ConfigError, PSError
 from pswire.flags import ABOUT, CommandGroup, explained, version
 from pswire.process import INTERRUPTED, ends_with, take_interrupts
@@ -93,9 +93,9 @@ EXAMPLES = (
     last=ABOUT,
     no_args_is_help=False,
     invoke_without_command=True,
+    params=[*OPTIONS],
 )
 @version()
-@options
 @click.pass_context
 def command(context: click.Context) -> int:
     """Inspect running jobs and checkpoints, and move servers.

@@ -239,12 +239,12 @@ def _matters(name: str, here: str, there: str) -> bool:
     return here != there if name == "paramserver" else here.split(".")[0] != there.split(".")[0]
 
 
-CLUSTER_CHECKS = (
-    Check("TF_CONFIG", tf_config),
-    Check("names", names),
-    Check("ports", ports),
-    Check("TLS", tls),
-    Check("servers", servers),
-    Check("clock", clock),
-    Check("versions", versions),
-)
+CLUSTER_CHECKS: dict[str, Check] = {
+    "TF_CONFIG": tf_config,
+    "names": names,
+    "ports": ports,
+    "TLS": tls,
+    "servers": servers,
+    "clock": clock,
+    "versions": versions,
+}

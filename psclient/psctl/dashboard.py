@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import click
 
-from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
+from psclient.psctl.settings import WATCH, CommandSettings, command, connected
 from pswire.cluster import check_address, is_loopback, join_address
 from pswire.errors import ConfigError
-from pswire.flags import Command
 from pswire.security.link_codes import GOOD_SECONDS, make_code
 from pswire.telemetry.views.job_view import JobView, ServerView, view_of
 from pswire.telemetry.views.looked import Looked
@@ -45,16 +44,13 @@ class PageLink:
     local: bool
 
 
-@click.command(
-    cls=Command,
-    section=WATCH,
-    examples=(
-        ("Print links to all pages of a job on this machine", "psctl dashboard --local"),
-        ("Print a link to the page of server 0", "psctl dashboard --server ps:0"),
-        (
-            "The chief's page, by a port that Docker, kubectl or ssh forwards",
-            "psctl dashboard --chief --forwarded 127.0.0.1:9091",
-        ),
+@command(
+    WATCH,
+    ("Print links to all pages of a job on this machine", "psctl dashboard --local"),
+    ("Print a link to the page of server 0", "psctl dashboard --server ps:0"),
+    (
+        "The chief's page, by a port that Docker, kubectl or ssh forwards",
+        "psctl dashboard --chief --forwarded 127.0.0.1:9091",
     ),
 )
 @click.option("--server", metavar="SERVER", help="Only the page of this server, such as ps:0.")
@@ -64,8 +60,6 @@ class PageLink:
     metavar="HOST:PORT",
     help="Address by which your browser reaches the page, where a port is forwarded. Needs --chief or --server.",
 )
-@options
-@settings
 def dashboard(settings: CommandSettings, server: str | None, of_chief: bool, forwarded: str | None) -> int:
     """Print links to the status pages of a job.
 
@@ -92,7 +86,7 @@ def dashboard(settings: CommandSettings, server: str | None, of_chief: bool, for
         raise ConfigError(_nothing(view, number, of_chief))
     if forwarded is not None:
         found = [_at(link, forwarded) for link in found]
-    said = {"pages": [asdict(link) for link in found], "seconds": GOOD_SECONDS if code else None}
+    said = {"pages": found, "seconds": GOOD_SECONDS if code else None}
     return settings.tell(said, *_lines(found, bool(code)))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
-import click
 from rich.table import Table
 from rich.text import Text
 
@@ -14,28 +12,22 @@ from psclient.psctl.cluster_checks import CLUSTER_CHECKS
 from psclient.psctl.findings import Check, Finding, Patient
 from psclient.psctl.host_checks import HOST_CHECKS, here
 from psclient.psctl.output import table
-from psclient.psctl.settings import CHECK, CommandSettings, ObservedCluster, options, settings
+from psclient.psctl.settings import CHECK, CommandSettings, ObservedCluster, command
 from pswire.errors import ConfigError
-from pswire.flags import Command
 from pswire.security.identity import Security
 from pswire.telemetry.views.looked import Looked
 
-CHECKS: tuple[Check, ...] = (*CLUSTER_CHECKS, *HOST_CHECKS)
-"""All that is looked at, in order."""
+CHECKS: dict[str, Check] = {**CLUSTER_CHECKS, **HOST_CHECKS}
+"""All that is looked at, in order, by its name."""
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-@click.command(
-    cls=Command,
-    section=CHECK,
-    examples=(
-        ("Check this machine and the cluster that TF_CONFIG names", "psctl doctor"),
-        ("Check the cluster that runs on this machine", "psctl doctor --local"),
-    ),
+@command(
+    CHECK,
+    ("Check this machine and the cluster that TF_CONFIG names", "psctl doctor"),
+    ("Check the cluster that runs on this machine", "psctl doctor --local"),
 )
-@options
-@settings
 def doctor(settings: CommandSettings) -> int:
     """Find out why a job does not run here.
 
@@ -45,7 +37,7 @@ def doctor(settings: CommandSettings) -> int:
     """
     found = examine(patient(settings))
     failed = any(finding.level == "fail" for findings in found.values() for finding in findings)
-    listed = [{"check": name, **dataclasses.asdict(each)} for name, findings in found.items() for each in findings]
+    listed = [{"check": name, **vars(each)} for name, findings in found.items() for each in findings]
     return settings.tell({"ok": not failed, "findings": listed}, *_shown(found), wrong=failed)
 
 
@@ -77,9 +69,9 @@ def _look(cluster: ObservedCluster, settings: CommandSettings) -> Sequence[Looke
         return servers.look()
 
 
-def examine(patient: Patient, checks: Sequence[Check] = CHECKS) -> dict[str, list[Finding]]:
+def examine(patient: Patient, checks: Mapping[str, Check] = CHECKS) -> dict[str, list[Finding]]:
     """Returns what each check finds, by its name."""
-    return {check.name: list(check.run(patient)) for check in checks}
+    return {name: list(check(patient)) for name, check in checks.items()}
 
 
 def _shown(found: Mapping[str, Sequence[Finding]]) -> tuple[Table, str]:

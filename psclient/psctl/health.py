@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-from typing import Any
-
 import click
 import grpc
 from grpc_health.v1 import health_pb2
 
-from psclient._src.network.tls_diagnosis import PROTOCOL, mismatch
-from psclient.psctl.settings import CHECK, CommandSettings, options, settings
+from psclient._src.network.tls_diagnosis import dns_names, mismatch
+from psclient.psctl.settings import CHECK, CommandSettings, command
 from pswire.cluster import check_address
-from pswire.flags import Command
 from pswire.network.grpc_channel import open_channel, reason, stub
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name
@@ -40,7 +36,7 @@ def why_not(address: str, security: Security, seconds: float) -> str:
     name = certificate_name(ADMIN)  # no server has it; its own is not known yet
     try:
         if security.tls:
-            name = _name_on_certificate((host.strip("[]"), port), security, seconds)
+            name = next(iter(dns_names((host.strip("[]"), port), security, seconds)), "")
     except OSError as error:
         return mismatch(address, security, name) or f"there is no connection: {error.strerror or error}"
     with open_channel(address, security, name) as channel:
@@ -53,17 +49,6 @@ def why_not(address: str, security: Security, seconds: float) -> str:
     return "" if status == Status.SERVING else f"it says {Status.ServingStatus.Name(status)}"
 
 
-def _name_on_certificate(place: tuple[str, int], security: Security, seconds: float) -> str:
-    """Returns whose certificate a server shows, which our CA has signed; raises `OSError` if it shows none."""
-    context = security.client_context()
-    context.check_hostname = False
-    context.set_alpn_protocols([PROTOCOL])
-    with socket.create_connection(place, seconds) as sock, context.wrap_socket(sock) as sealed:
-        shown = sealed.getpeercert() or {}
-    names: Any = shown.get("subjectAltName", ())
-    return next((str(value) for kind, value in names if kind == "DNS"), "")
-
-
 def _failure(error: grpc.RpcError) -> str:
     details = error.details() or "" if isinstance(error, grpc.Call) else ""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
@@ -72,17 +57,12 @@ def _failure(error: grpc.RpcError) -> str:
     return reason(details, details or code.name.lower())
 
 
-@click.command(
-    cls=Command,
-    section=CHECK,
-    examples=(
-        ("Check one server, as a probe of a container does", "psctl health 127.0.0.1:2222"),
-        ("Check all servers that TF_CONFIG names", "psctl health"),
-    ),
+@command(
+    CHECK,
+    ("Check one server, as a probe of a container does", "psctl health 127.0.0.1:2222"),
+    ("Check all servers that TF_CONFIG names", "psctl health"),
 )
 @click.argument("asked", nargs=-1, metavar="[HOST:PORT]...")
-@options
-@settings
 def health(settings: CommandSettings, asked: tuple[str, ...]) -> int:
     """Check that servers are ready, for probes.
 

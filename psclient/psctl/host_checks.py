@@ -158,9 +158,4 @@ def memory(patient: Patient) -> Iterator[Finding]:
         yield ok(text)
 
 
-HOST_CHECKS = (
-    Check("shared memory", shared_memory),
-    Check("GPU", gpu),
-    Check("open files", open_files),
-    Check("memory", memory),
-)
+HOST_CHECKS: dict[str, Check] = {"shared memory": shared_memory, "GPU": gpu, "open files": open_files, "memory": memory}

@@ -16,10 +16,10 @@ import click
 from psclient._src.chief.standby import discard
 from psclient._src.network.remote_server import connect
 from psclient._src.telemetry.observer import Servers
-from psclient.psctl.settings import CHANGE, CommandSettings, connected, options, settings
+from psclient.psctl.settings import CHANGE, CommandSettings, command, connected, number
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout
-from pswire.flags import Command, CommandGroup, Flag
+from pswire.flags import COMMANDS, CommandGroup
 from pswire.limits import Timeouts
 from pswire.model.places import NOWHERE, Standby
 from pswire.model.status import ServerStatus, newest_of
@@ -39,14 +39,12 @@ Choose = Callable[["JobPlaces", bool], "tuple[int, str] | None"]
 It is given where all are now, and whether one has moved already.
 """
 
-waits = click.option(
+waits = number(
     "--wait",
-    "wait",
-    cls=Flag,
-    type=click.FloatRange(0, min_open=True),
-    default=WAIT_SECONDS,
-    metavar="SECONDS",
-    help=f"Time that one server may take to move. [default: {WAIT_SECONDS:g}]",
+    click.FloatRange(0, min_open=True),
+    f"Time that one server may take to move. [default: {WAIT_SECONDS:g}]",
+    WAIT_SECONDS,
+    "SECONDS",
 )
 
 
@@ -60,11 +58,11 @@ def job() -> None:
     """Discard a job that did not end cleanly."""
 
 
-@job.command(
-    cls=Command, examples=(("Discard a job whose processes have ended", "psctl job delete --address 10.0.0.7:2222"),)
+@command(
+    COMMANDS,
+    ("Discard a job whose processes have ended", "psctl job delete --address 10.0.0.7:2222"),
+    group=job,
 )
-@options
-@settings
 def delete(told: CommandSettings) -> int:
     """Discard the job on these servers, so that another can begin.
 
@@ -120,19 +118,14 @@ class JobPlaces:
         return found
 
 
-@click.command(
-    cls=Command,
-    section=CHANGE,
-    examples=(
-        ("Move server 1 to any standby server", "psctl move ps:1"),
-        ("Move it to a certain one", "psctl move ps:1 --to 10.0.0.9:2222"),
-    ),
+@command(
+    CHANGE,
+    ("Move server 1 to any standby server", "psctl move ps:1"),
+    ("Move it to a certain one", "psctl move ps:1 --to 10.0.0.9:2222"),
 )
 @click.argument("task")
 @click.option("--to", "to", metavar="HOST:PORT", default="", help="Address of a standby server. [default: any]")
 @waits
-@options
-@settings
 def move(told: CommandSettings, task: str, to: str, wait: float) -> int:
     """Move a server to a standby server, while the job runs.
 
@@ -143,18 +136,13 @@ def move(told: CommandSettings, task: str, to: str, wait: float) -> int:
     return _move_each(told, lambda places, moved: None if moved else (server, to), wait)
 
 
-@click.command(
-    cls=Command,
-    section=CHANGE,
-    examples=(
-        ("Move server 1 away from its machine", "psctl drain ps:1"),
-        ("Move all servers of a rack away", "psctl drain rack-3"),
-    ),
+@command(
+    CHANGE,
+    ("Move server 1 away from its machine", "psctl drain ps:1"),
+    ("Move all servers of a rack away", "psctl drain rack-3"),
 )
 @click.argument("what")
 @waits
-@options
-@settings
 def drain(told: CommandSettings, what: str, wait: float) -> int:
     """Move servers away from a machine or failure domain.
 
@@ -183,14 +171,11 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
     return _move_each(told, choose, wait)
 
 
-@click.command(
-    cls=Command,
-    section=CHANGE,
-    examples=(("Use the standby servers of new machines", "psctl rebalance"),),
+@command(
+    CHANGE,
+    ("Use the standby servers of new machines", "psctl rebalance"),
 )
 @waits
-@options
-@settings
 def rebalance(told: CommandSettings, wait: float) -> int:
     """Spread servers over the domains that have standby servers.
 

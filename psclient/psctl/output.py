@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pswire.security.given import printable
+from pswire.telemetry.views.columns import cells_of, columns_of
 
 WIDTH = 200
 """Of tables in characters, where they go into a file or a pipe."""
@@ -28,6 +29,11 @@ def table(headings: Iterable[str], rows: Iterable[Sequence[str | Text]]) -> Tabl
     for row in rows:
         made.add_row(*map(_plain, row))
     return made
+
+
+def table_of(kind: type, rows: Iterable[Any]) -> Table:
+    """A table of rows that are of one dataclass, whose fields say which columns it has."""
+    return table(columns_of(kind), (tuple(cells_of(row).values()) for row in rows))
 
 
 def _shown(each: RenderableType) -> RenderableType:
@@ -69,8 +75,8 @@ def show(*shown: RenderableType) -> None:
 
 
 def say(said: Mapping[str, object]) -> None:
-    """Prints JSON, in which keys are sorted."""
-    click.echo(json.dumps(said, indent=1, sort_keys=True))
+    """Prints JSON, in which keys are sorted; dataclasses are objects with the keys of their fields."""
+    click.echo(json.dumps(said, indent=1, sort_keys=True, default=vars))
 
 
 def plain(value: object) -> Any:

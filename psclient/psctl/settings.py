@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import RenderableType
@@ -17,15 +17,13 @@ from psclient.psctl import SECONDS
 from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address, check_addresses
 from pswire.errors import ConfigError
-from pswire.flags import Flag
+from pswire.flags import Command, Decorated, Flag
 from pswire.options import CLUSTER, OUTPUT, flag_name, options_of
 from pswire.security.identity import FLAGS, Security, SecurityOptions
 from pswire.security.names import ADMIN, task_name
 
 if TYPE_CHECKING:
     from psclient._src.telemetry.observer import Servers
-
-Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 SECTIONS = WATCH, CHECK, CHANGE, FILES, PLAN = (
     *("Watch a job", "Find faults", "Change a running job", "Checkpoints and certificates"),
@@ -165,19 +163,24 @@ def cluster_of(text: str) -> ObservedCluster:
     return ObservedCluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))
 
 
-def _option(
-    name: str, *flags: str, read: Callable[[Any], object] = lambda value: value, **keys: Any
-) -> Callable[[Decorated], Decorated]:
+def _option(name: str, *flags: str, read: Callable[[Any], object] = lambda value: value, **keys: Any) -> Flag:
     """An option that is given before the command or after it, and sets an attribute of `CommandSettings`."""
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
             setattr(context.ensure_object(CommandSettings), name, read(value))
 
-    return click.option(*flags, name, expose_value=False, callback=store, cls=Flag, **keys)
+    return Flag([*flags, name], expose_value=False, callback=store, **keys)
 
 
-as_json = _option("json", "--json", is_flag=True, group=OUTPUT, help="Print JSON.")
+def number(
+    flag: str, kind: click.IntRange | click.FloatRange, about: str, default: float | None = None, metavar: str = "N"
+) -> Callable[[Decorated], Decorated]:
+    """An option of one command with a number; what the default is, `about` says."""
+    return click.option(flag, cls=Flag, type=kind, default=default, metavar=metavar, help=about)
+
+
+AS_JSON = _option("json", "--json", is_flag=True, group=OUTPUT, help="Print JSON.")
 
 OPTIONS = (
     _option(
@@ -207,16 +210,35 @@ OPTIONS = (
         _option(name, flag_name(name), metavar="PATH", group=each.group, help=each.help(""))
         for name, each in options_of(SecurityOptions).items()
     ),
-    as_json,
+    AS_JSON,
 )
+"""The options of a command that connects to servers."""
 
 
-def options(command: Decorated) -> Decorated:
-    """Gives a command the options of all commands that connect to servers."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+def command(
+    section: str,
+    *examples: tuple[str, str],
+    name: str | None = None,
+    group: click.Group | None = None,
+    connects: bool = True,
+) -> Callable[[Callable[..., int]], Command]:
+    """Makes a function a command of `psctl`: it is called with the `CommandSettings`, and returns the exit code.
 
+    Args:
+        section: the heading of help under which the command stands.
+        examples: as of `Command`.
+        name: its name; None for the function's.
+        group: the command that it is part of; None for `psctl`.
+        connects: False for a command that needs no servers, and of the options of all has `--json` alone.
+    """
 
-settings = click.make_pass_decorator(CommandSettings, ensure=True)
-"""Hands a command its `CommandSettings`."""
+    def decorate(run: Callable[..., int]) -> Command:
+        shared = [*OPTIONS] if connects else [AS_JSON]
+        made = click.command(name, Command, section=section, examples=examples, params=shared)(
+            click.make_pass_decorator(CommandSettings, ensure=True)(run)
+        )
+        if group is not None:
+            group.add_command(made)
+        return made
+
+    return decorate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,36 +11,24 @@ from rich.table import Table
 from rich.text import Text
 
 from psclient.psctl.output import breadth, table, terminal
-from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
-from pswire.flags import Command, Flag
+from psclient.psctl.settings import WATCH, CommandSettings, command, connected, number
+from pswire.telemetry.views.columns import cells_of, columns_of
 from pswire.telemetry.views.job_view import JobView, ServerView, TaskView, view_of
 from pswire.telemetry.views.numbers import short
 from pswire.telemetry.views.rates import RateWords
-from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, standby_line
+from pswire.telemetry.views.words import heading, standby_line
 
 COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 """Of states; those that are not here are red."""
 
 
-@click.command(
-    cls=Command,
-    section=WATCH,
-    examples=(
-        ("Show the job that TF_CONFIG names, every ten seconds", "psctl status --watch 10"),
-        ("Print the state of a job as JSON", "psctl status --json --address 10.0.0.7:2222"),
-    ),
+@command(
+    WATCH,
+    ("Show the job that TF_CONFIG names, every ten seconds", "psctl status --watch 10"),
+    ("Print the state of a job as JSON", "psctl status --json --address 10.0.0.7:2222"),
 )
-@click.option(
-    "--watch",
-    "every",
-    cls=Flag,
-    type=click.FloatRange(0.1),
-    metavar="SECONDS",
-    help="Repeat at this interval, until Ctrl-C.",
-)
-@options
-@settings
-def status(settings: CommandSettings, every: float | None) -> int:
+@number("--watch", click.FloatRange(0.1), "Repeat at this interval, until Ctrl-C.", metavar="SECONDS")
+def status(settings: CommandSettings, watch: float | None) -> int:
     """Show every server and task of a job, and its problems.
 
     For each task show its state, its round, and the tasks that it waits for. Below that list problems with advice. Exit
@@ -51,10 +38,10 @@ def status(settings: CommandSettings, every: float | None) -> int:
     with connected(settings, cluster) as servers:
         while True:
             view = view_of(servers.look(), cluster.expected)
-            code = settings.tell(dataclasses.asdict(view), *lines(view), wrong=bool(view.problems))
-            if every is None:
+            code = settings.tell(vars(view), *lines(view), wrong=bool(view.problems))
+            if watch is None:
                 return code
-            time.sleep(every)
+            time.sleep(watch)
 
 
 def lines(view: JobView, rates: RateWords | None = None, width: int | None = None) -> list[RenderableType]:
@@ -67,7 +54,8 @@ def lines(view: JobView, rates: RateWords | None = None, width: int | None = Non
     """
     width = width or terminal().width
     shown: list[RenderableType] = [Text(heading(view), style="bold"), server_table(view.servers, rates or {}, width)]
-    shown += [task_table(view.tasks, width)] if view.tasks else []
+    if view.tasks:
+        shown.append(_fitting(columns_of(TaskView), [_coloured(cells_of(task)) for task in view.tasks], width))
     shown += [Text(standby_line(standby)) for standby in view.standbys]
     return shown + [problem_line(problem.task, problem.message) for problem in view.problems]
 
@@ -99,26 +87,13 @@ DISPENSABLE = (
 def server_table(servers: Sequence[ServerView], rates: RateWords, width: int) -> Table:
     """The servers, and their rates if there are any."""
     names = dict.fromkeys(name for rate in rates.values() for name in rate)
-    rows = [
-        {
-            name: _cell(name, cell(server))
-            for name, cell in SERVER_COLUMNS.items()
-            if server.incarnation or name in OF_SILENT
-        }
-        | dict(rates.get(server.task, {}))
-        for server in servers
-    ]
-    return _fitting([*SERVER_COLUMNS, *names], rows, width)
+    rows = [_coloured(server.cells()) | dict(rates.get(server.task, {})) for server in servers]
+    return _fitting([*columns_of(ServerView), *names], rows, width)
 
 
-def task_table(tasks: Sequence[TaskView], width: int) -> Table:
-    """The other tasks."""
-    rows = [{name: _cell(name, cell(task)) for name, cell in TASK_COLUMNS.items()} for task in tasks]
-    return _fitting(TASK_COLUMNS, rows, width)
-
-
-def _cell(heading: str, text: str) -> str | Text:
-    return coloured(text) if heading == "state" else text
+def _coloured(row: Mapping[str, str]) -> dict[str, str | Text]:
+    """A row with its state in its colour."""
+    return {**row, "state": Text(row["state"], style=COLOURS.get(row["state"], "red"))}
 
 
 def _fitting(headings: Iterable[str], rows: Sequence[Mapping[str, str | Text]], width: int) -> Table:
@@ -130,8 +105,3 @@ def _fitting(headings: Iterable[str], rows: Sequence[Mapping[str, str | Text]], 
             break
         shown = [other for other in shown if other != name]
     return made
-
-
-def coloured(state: str) -> Text:
-    """A state in its colour."""
-    return Text(state, style=COLOURS.get(state, "red"))

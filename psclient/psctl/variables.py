@@ -9,32 +9,25 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.table import Table
 
-from psclient.psctl.output import plain, table
-from psclient.psctl.settings import WATCH, CommandSettings, connected, options, settings
+from psclient.psctl.output import plain, table_of
+from psclient.psctl.settings import WATCH, CommandSettings, command, connected
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.flags import Command
 from pswire.limits import refuse_unknown
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array
-from pswire.telemetry.views.numbers import shape, short, size
-from pswire.telemetry.views.variable_list import beside, described, row_of, slots, totals
+from pswire.telemetry.views.numbers import shape, short
+from pswire.telemetry.views.variable_list import ServerTotal, VariableView, beside, slots, totals
 
 
-@click.command(
-    "vars",
-    cls=Command,
-    section=WATCH,
-    examples=(
-        ("List all variables of a job on this machine", "psctl vars --local"),
-        ("List some of them as JSON", "psctl vars 'dense*' --json"),
-    ),
+@command(
+    WATCH,
+    ("List all variables of a job on this machine", "psctl vars --local"),
+    ("List some of them as JSON", "psctl vars 'dense*' --json"),
+    name="vars",
 )
 @click.argument("pattern", default="*")
-@options
-@settings
 def variables(settings: CommandSettings, pattern: str) -> int:
     """List the variables of a job.
 
@@ -44,13 +37,11 @@ def variables(settings: CommandSettings, pattern: str) -> int:
         known = servers.variables()
     primaries = slots(known)
     found = [v for v in beside(known, primaries) if _matches(v, primaries, pattern)]
-    said = {
-        "variables": [described(variable, primaries) for variable in found],
-        "servers": totals(found),
-        "bytes": sum(variable.spec.nbytes for variable in found),
-    }
-    none = f"no variable matches {pattern!r}; the job has {len(known)}"
-    return settings.tell(said, *(_tables(said) if found else [none]))
+    listed, sums = [VariableView.of(variable, primaries) for variable in found], totals(found)
+    said = {"variables": listed, "servers": sums, "bytes": sum(variable.spec.nbytes for variable in found)}
+    if not found:
+        return settings.tell(said, f"no variable matches {pattern!r}; the job has {len(known)}")
+    return settings.tell(said, table_of(VariableView, listed), table_of(ServerTotal, sums))
 
 
 def _matches(variable: PlacedVariable, primaries: Mapping[str, str], pattern: str) -> bool:
@@ -58,23 +49,13 @@ def _matches(variable: PlacedVariable, primaries: Mapping[str, str], pattern: st
     return any(fnmatch.fnmatchcase(each, pattern) for each in (name, primaries.get(name, name)))
 
 
-def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
-    rows = [row_of(each) for each in said["variables"]]
-    yield table(rows[0], (tuple(row.values()) for row in rows))
-    sums = ((short(each["task"]), str(each["variables"]), size(each["bytes"])) for each in said["servers"])
-    yield table(("server", "variables", "bytes"), sums)
-
-
 # ---- One value ----
 
 
-@click.command(
-    cls=Command,
-    section=WATCH,
-    examples=(
-        ("Print statistics of a variable", "psctl read dense/kernel --stats"),
-        ("Save its value for NumPy", "psctl read dense/kernel --npy kernel.npy"),
-    ),
+@command(
+    WATCH,
+    ("Print statistics of a variable", "psctl read dense/kernel --stats"),
+    ("Save its value for NumPy", "psctl read dense/kernel --npy kernel.npy"),
 )
 @click.argument("name")
 @click.option(
@@ -83,8 +64,6 @@ def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
     help="Print minimum, maximum, mean, standard deviation, and number of non-finite values.",
 )
 @click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write the value to a NumPy file.")
-@options
-@settings
 def read(settings: CommandSettings, name: str, stats: bool, npy: Path | None) -> int:
     """Print the current value of a variable.
 

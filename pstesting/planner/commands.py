@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -15,16 +14,15 @@ from typing import TYPE_CHECKING, get_args
 import click
 from rich.table import Table
 
-from psclient.psctl.output import say, show, table
-from psclient.psctl.settings import PLAN
+from psclient.psctl.output import table
+from psclient.psctl.settings import PLAN, CommandSettings, command
 from pstesting.planner import network as networks
 from pstesting.planner.typical import TYPICAL
 from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
 from pswire.errors import ConfigError
-from pswire.flags import Command, Decorated, Flag
+from pswire.flags import Decorated, Flag
 from pswire.network.traffic import TransportName
-from pswire.options import OUTPUT
 from pswire.sizes import human, parse_bytes
 
 if TYPE_CHECKING:
@@ -37,14 +35,12 @@ BUSY = 0.5
 """Load of each core, before it begins, above which a calibration says that others use this machine."""
 
 
-@click.command(
-    cls=Command,
-    section=PLAN,
-    examples=(
-        ("Measure this host, and write costs.json", "psctl calibrate"),
-        ("Answer another host once, on port 2300", "psctl calibrate --answer 2300"),
-        ("Measure that host's network as well, from another host", "psctl calibrate --peer node1:2300"),
-    ),
+@command(
+    PLAN,
+    ("Measure this host, and write costs.json", "psctl calibrate"),
+    ("Answer another host once, on port 2300", "psctl calibrate --answer 2300"),
+    ("Measure that host's network as well, from another host", "psctl calibrate --peer node1:2300"),
+    connects=False,
 )
 @click.option(
     "--transport",
@@ -77,14 +73,13 @@ BUSY = 0.5
 @click.option(
     "--answer", "answers", metavar="[HOST:]PORT", help="Answer another host's --peer on this port once, and exit."
 )
-@click.option("--json", "as_json", is_flag=True, cls=Flag, group=OUTPUT, help="Print JSON.")
 def calibrate(
+    told: CommandSettings,
     transports: tuple[TransportName, ...],
     output: Path,
     turns: int,
     peer: str | None,
     answers: str | None,
-    as_json: bool,
 ) -> int:
     """Measure this host for psctl plan.
 
@@ -116,15 +111,12 @@ def calibrate(
     if found is not None:
         costs = replace(costs, network=found.rate, network_latency=found.latency)
     costs.write(output)
-    if as_json:
-        say({"costs": dataclasses.asdict(costs), "file": str(output), "seconds": time.monotonic() - begun})
-    else:
-        lines = [f"{output}: {costs.machine}, {costs.cores} cores, in {time.monotonic() - begun:.0f} s"]
-        if found is not None:
-            later = f"{1e6 * found.latency:.0f} us more latency than within it"
-            lines.append(f"between this host and {peer}: {8e-9 * found.rate:.3g} Gbit/s each way, {later}")
-        show(_drawn(costs), *lines)
-    return 0
+    seconds = time.monotonic() - begun
+    lines = [f"{output}: {costs.machine}, {costs.cores} cores, in {seconds:.0f} s"]
+    if found is not None:
+        later = f"{1e6 * found.latency:.0f} us more latency than within it"
+        lines.append(f"between this host and {peer}: {8e-9 * found.rate:.3g} Gbit/s each way, {later}")
+    return told.tell({"costs": costs, "file": str(output), "seconds": seconds}, _drawn(costs), *lines)
 
 
 def _number(
@@ -165,19 +157,17 @@ def _table(text: str) -> tuple[float, int]:
     return float(match[1]) * _THOUSANDS[match[2].upper()], int(match[3])
 
 
-@click.command(
-    cls=Command,
-    section=PLAN,
-    examples=(
-        (
-            "A dense model of 10 GB on 16 workers with 25 Gbit/s",
-            "psctl plan --workers 16 --parameters 10GB --network 25Gbit --step 120ms",
-        ),
-        (
-            "An embedding table of 200 million rows of 64 numbers",
-            "psctl plan --workers 8 --rows 200M:64 --ids 50000 --network 10Gbit",
-        ),
+@command(
+    PLAN,
+    (
+        "A dense model of 10 GB on 16 workers with 25 Gbit/s",
+        "psctl plan --workers 16 --parameters 10GB --network 25Gbit --step 120ms",
     ),
+    (
+        "An embedding table of 200 million rows of 64 numbers",
+        "psctl plan --workers 8 --rows 200M:64 --ids 50000 --network 10Gbit",
+    ),
+    connects=False,
 )
 @click.option("--workers", cls=Flag, type=click.IntRange(1), required=True, metavar="N", help="Number of workers.")
 @_number("--per-host", click.IntRange(1), 1, "Number of workers on each host.")
@@ -211,8 +201,8 @@ def _table(text: str) -> tuple[float, int]:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG or SVG file; needs matplotlib."
 )
-@click.option("--json", "as_json", is_flag=True, cls=Flag, group=OUTPUT, help="Print JSON.")
 def plan(
+    told: CommandSettings,
     workers: int,
     per_host: int,
     parameters: str,
@@ -231,7 +221,6 @@ def plan(
     worth: float,
     costs: Path | None,
     plot: Path | None,
-    as_json: bool,
 ) -> int:
     """Predict how many servers a job needs, and its bottleneck.
 
@@ -279,11 +268,8 @@ def plan(
     )
     if plot is not None:
         draw(found, plot)
-    if as_json:
-        chosen = dataclasses.asdict(found.chosen)
-        others = {name: value for name, value in dataclasses.asdict(found).items() if name != "chosen"}
-        say(chosen | others | {"slow_by": planning.SLOW})
-        return 0
+    others = {name: value for name, value in vars(found).items() if name != "chosen"}
+    said = {**vars(found.chosen), **others, "slow_by": planning.SLOW}
     lines = [
         ("with one more server", found.one_more),
         ("without copies" if copies else "with copies", found.other_copies),
@@ -298,7 +284,8 @@ def plan(
     lost = [(f"with{'' if copies else 'out'} copies", found.chosen.lost)]
     lost += [(f"with{'out' if copies else ''} copies", found.other_copies.lost)] if found.other_copies else []
     heads = ("servers", "step, ms", "of that, the round", "a server holds", "bottleneck")
-    show(
+    return told.tell(
+        said,
         table(heads, [_row(each, each is found.chosen) for _, each in sorted(shown.items())]),
         f"{found.chosen.servers} servers are enough: twice as many would save less than {100 * worth:.0f} % of a step.",
         *(f"{what}: {1e3 * each.step_seconds:.1f} ms a step" for what, each in lines if each is not None),
@@ -315,7 +302,6 @@ def plan(
         f"costs of {model.machine or costs}"
         + ("" if costs else ", which are built in: psctl calibrate measures those of your hosts"),
     )
-    return 0
 
 
 def _row(found: Prediction, chosen: bool) -> list[str]:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from psclient._src.cluster_resolver.base import StartedClusterResolver, dealt, whole_number
-from psclient._src.config import set_visible_gpus, slurm_variable, visible_gpus
+from psclient._src.config import set_variables, slurm_variable, visible_gpus
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError
+from pswire.variables import VISIBLE_GPUS
 
 _HOST = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
@@ -66,7 +67,9 @@ class SlurmClusterResolver(StartedClusterResolver):
         self._cluster, (self.task_type, self.task_id) = _assigned(jobs, addresses, rank)
         self.rpc_layer = rpc_layer
         if auto_set_gpu:
-            set_visible_gpus(gpus[places[rank][1] * self._share :][: self._share])
+            # Of no effect once CUDA has been used.
+            mine = gpus[places[rank][1] * self._share :][: self._share]
+            set_variables({VISIBLE_GPUS: ",".join(mine)})
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
 from psclient._src.cluster_resolver.base import StartedClusterResolver, dealt, whole_number
 from psclient._src.config import launcher_variable, set_variables
-from pswire.cluster import ClusterSpec, join_address
+from pswire.cluster import ClusterSpec, Task, join_address, tf_config_for
 from pswire.errors import ConfigError
 from pswire.variables import TF_CONFIG
 
@@ -70,8 +69,8 @@ class TorchrunClusterResolver(StartedClusterResolver):
         """
         if self.task_type != SERVERS:
             return
-        task = {"type": self.task_type, "index": self.task_id}
-        set_variables({TF_CONFIG: json.dumps({"cluster": self._cluster.as_dict(), "task": task})})
+        task = Task(SERVERS, self.task_id or 0)
+        set_variables({TF_CONFIG: tf_config_for(self._cluster.as_dict(), task)})
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", "psserver", "--until-done", *arguments])

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from psclient._src.config import child_environ
 from psclient._src.processes.process import exit_code
 from pswire.encoding.protocol import PROTOCOL
+from pswire.errors import ConfigError
 from pswire.process import version
 
 MODULE = "psclient._src.launch.agent"
@@ -40,6 +41,52 @@ HIGH = 254
 """The exit code of a task that ended with `LOST`."""
 
 
+@dataclass(frozen=True)
+class Order:
+    """What an agent runs.
+
+    Attributes:
+        program: the module that is the task: `psserver` or `psclient`.
+        arguments: its arguments.
+        variables: environment variables that it gets, beside those of the host.
+        token: the job's token; "" where a file has it.
+        directory: the working directory.
+        tasks: how many tasks share the host's cores.
+        silence: seconds without a word from the launcher after which the task is ended.
+    """
+
+    program: str
+    arguments: Sequence[str]
+    variables: Mapping[str, str]
+    token: str
+    directory: str
+    tasks: int
+    silence: float
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a launcher wants to know of a host before it starts a task there.
+
+    Attributes:
+        version: version of this package there, as `package_version` gives it.
+        directory: True if the working directory of tasks is there.
+        script: True if what they run is there, or they run nothing.
+    """
+
+    version: str
+    directory: bool
+    script: bool
+
+    def check_version(self, host: str, here: str) -> None:
+        """Raises `ConfigError` if the host has another version of this package than the launcher, which is `here`."""
+        if self.version != package_version():
+            raise ConfigError(
+                f"{host} has paramserver {self.version}, but {here} has {package_version()}; install the same version "
+                "on both"
+            )
+
+
 def main() -> int:
     """Does what the first line on stdin orders; returns the exit code."""
     lines = _Input()
@@ -47,9 +94,9 @@ def main() -> int:
     if order is None:
         return HIGH
     if order.get("check"):
-        sys.stdout.write(json.dumps(found_here(order["directory"], order["script"])) + "\n")
+        sys.stdout.write(json.dumps(vars(found_here(order["directory"], order["script"]))) + "\n")
         return 0
-    return _run(order, lines)
+    return _run(Order(**order), lines)
 
 
 def package_version() -> str:
@@ -57,19 +104,15 @@ def package_version() -> str:
     return f"{version('paramserver')}, protocol {PROTOCOL}"
 
 
-def found_here(directory: str, script: str) -> dict[str, Any]:
-    """What a launcher wants to know of this host before it starts a task.
+def found_here(directory: str, script: str) -> HostReport:
+    """The report of this host.
 
     Args:
         directory: the working directory of tasks.
         script: the path of what they run, "" for nothing.
     """
-    return {
-        "version": package_version(),
-        "python": platform.python_version(),
-        "directory": Path(directory).is_dir(),
-        "script": not script or Path(directory, script).exists(),
-    }
+    there = not script or Path(directory, script).exists()
+    return HostReport(package_version(), Path(directory).is_dir(), there)
 
 
 class _Input:
@@ -100,30 +143,30 @@ class _Input:
         yield from [json.loads(line) for line in lines if line]
 
 
-def _run(order: dict[str, Any], lines: _Input) -> int:
+def _run(order: Order, lines: _Input) -> int:
     """Runs a task until it ends, or the launcher is gone."""
-    told = dict(order["environ"])
+    told = dict(order.variables)
     kept = []
-    if order["token"]:
-        kept.append(_token_file(order["token"]))
+    if order.token:
+        kept.append(_token_file(order.token))
         told["PS_TOKEN_FILE"] = f"/proc/self/fd/{kept[0]}"
-    command = [sys.executable, "-P", "-m", order["program"]]
-    server = order["program"] == "psserver"
+    command = [sys.executable, "-P", "-m", order.program]
+    server = order.program == "psserver"
     if not server:
         command += ["--die-with-parent", str(os.getpid())]
     try:
         process = subprocess.Popen(
-            [*command, *order["arguments"]],
+            [*command, *order.arguments],
             stdin=subprocess.PIPE if server else subprocess.DEVNULL,  # a server ends with it
-            env=child_environ(order["tasks"], None, told),
-            cwd=order["directory"],
+            env=child_environ(order.tasks, None, told),
+            cwd=order.directory,
             pass_fds=kept,
             process_group=0,
         )
     except OSError as error:
         sys.stderr.write(f"psworker: error: cannot start the task: {error}\n")
         return 2
-    _attend(process, lines, order["silence"])
+    _attend(process, lines, order.silence)
     if process.poll() is None:
         _end(process, signal.SIGTERM if server else signal.SIGHUP)
     _kill_group(process)  # what it has started holds ssh's pipes open
@@ -132,7 +175,6 @@ def _run(order: dict[str, Any], lines: _Input) -> int:
 
 
 def _token_file(token: str) -> int:
-    """Returns a file in memory with the token."""
     file = os.memfd_create("token")
     os.write(file, token.encode("ascii"))
     return file

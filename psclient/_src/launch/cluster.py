@@ -37,7 +37,7 @@ from psclient._src.processes.process import (
     tell_cluster,
 )
 from psclient._src.processes.shutdown import NOT_SAVED
-from pswire.cluster import Task
+from pswire.cluster import Task, tf_config_for
 from pswire.errors import PSError
 from pswire.limits import Timeouts
 from pswire.security.identity import TOKEN_BYTES, Security
@@ -82,9 +82,11 @@ class Cluster:
     Args:
         config: the tasks to start, and their options.
         sink: called with each line that a process prints, in another thread; None only keeps them.
-        more: environment variables of workers and the chief, beside those of this process.
-        servers_more: environment variables of servers, likewise.
         keys: attributes of `LaunchConfig` that win over `config`.
+
+    Attributes:
+        client_environ: environment variables of workers and the chief, beside those of this process.
+        server_environ: environment variables of servers, likewise. Both are set before `start`.
     """
 
     starts_early = True
@@ -94,8 +96,6 @@ class Cluster:
         self,
         config: LaunchConfig | None = None,
         sink: Callable[[Line], None] | None = None,
-        more: Mapping[str, str] | None = None,
-        servers_more: Mapping[str, str] | None = None,
         **keys: Any,
     ) -> None:
         self.config = dataclasses.replace(config or LaunchConfig(), **keys)
@@ -109,8 +109,8 @@ class Cluster:
         self.job = job_from() or secrets.token_hex(4)
         """The identity of the job."""
         self._sink = sink
-        self._more = dict(more or {})
-        self._servers_more = dict(servers_more or {})
+        self.client_environ: Mapping[str, str] = {}
+        self.server_environ: Mapping[str, str] = {}
         self._relay: Relay | None = None
         self._file: Path | None = None  # tells psctl of this cluster
         self._heard: set[Task] = set()
@@ -135,7 +135,7 @@ class Cluster:
         """
         self._relay = Relay(self._sink)
         try:
-            servers = [Task("ps", index) for index in range(self.config.ps)]
+            servers = self.servers()
             for task in servers:
                 self.processes[task] = self._server(task, 0)
             if self.starts_early:
@@ -151,6 +151,10 @@ class Cluster:
         except BaseException:
             self.stop(grace=0.0)
             raise
+
+    def servers(self) -> list[Task]:
+        """Every server."""
+        return [Task("ps", index) for index in range(self.config.ps)]
 
     def clients(self) -> list[Task]:
         """Every task but the servers."""
@@ -175,7 +179,7 @@ class Cluster:
         workers = [self._name(Task("worker", index)) for index in range(config.workers)]
         jobs |= {"worker": workers} if workers else {}
         jobs |= {} if config.chief == "none" else {"chief": [self._name(Task("chief", 0))]}
-        return json.dumps({"cluster": jobs, "task": {"type": task.job, "index": task.index}})
+        return tf_config_for(jobs, task)
 
     def security(self, task: Task) -> Security:
         """Returns what a task of this cluster shows to the servers; raises `ConfigError` as `SecurityOptions.read`."""
@@ -262,12 +266,12 @@ class Cluster:
     # ---- On this machine; a cluster on others starts its tasks, and names them, in another way ----
 
     def _server(self, task: Task, port: int) -> Process:
-        config, more = self.config, self._options.variables() | self._servers_more
+        config, more = self.config, {**self._options.variables(), **self.server_environ}
         flags, tasks = self._server_flags(task), config.ps + config.workers
         return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, tasks, more)
 
     def _client(self, task: Task) -> Process:
-        more = {**self._told(task), **self._options.variables(), **self._more}
+        more = {**self._told(task), **self._options.variables(), **self.client_environ}
         environ = child_environ(self.config.ps + self.config.workers, self.config.timeouts, more)
         return spawn_client(self._arguments(task), environ, early=not self.addresses)
 
@@ -297,9 +301,8 @@ class Cluster:
         return {**how, JOB: self.job, TF_CONFIG: self.tf_config(task)}
 
     def _flags(self, task: Task) -> list[str]:
-        """Returns what every process is told of what to show, and where."""
-        order = [*(Task("ps", index) for index in range(self.config.ps)), *self.clients()]
-        return shown_flags(self.config, order.index(task))
+        """Returns what every process is told of its log and its metrics."""
+        return shown_flags(self.config, [*self.servers(), *self.clients()].index(task))
 
     def _listen(self, task: Task) -> None:
         process, relay = self.processes[task], self._relay

@@ -5,7 +5,6 @@ Any server of the job tells where all of them are; the one that keeps the sessio
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
@@ -20,13 +19,12 @@ from types import TracebackType
 from psclient._src.network.patience import until_free
 from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.tls_diagnosis import names_shown
-from pswire.cluster import ClusterSpec, Task, check_address, is_loopback, join_address
+from pswire.cluster import ClusterSpec, Task, check_address, is_loopback, join_address, tf_config_for
 from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import JobStarted
 from pswire.model.status import ServerStatus, newest_of
 from pswire.security.identity import PLACEHOLDER, Security, SecurityOptions
-from pswire.security.names import task_name
 from pswire.telemetry.reminder import Reminder
 from pswire.variables import JOB, REPLICATION_FACTOR, TF_CONFIG
 
@@ -84,15 +82,9 @@ class Joined:
     cluster: ClusterSpec
     job: RunningJob
 
-    @property
-    def said(self) -> tuple[str, Task, int]:
-        """The job's name, this task, and the number of workers that the cluster has."""
-        return self.job.name, self.task, len(self.job.workers)
-
     def variables(self) -> dict[str, str]:
         """The environment variables by which a script finds its place, as any other task does."""
-        task = {"type": self.task.job, "index": self.task.index}
-        config = json.dumps({"cluster": self.cluster.as_dict(), "task": task})
+        config = tf_config_for(self.cluster.as_dict(), self.task)
         named = {JOB: self.job.name} if self.job.name else {}
         return {TF_CONFIG: config, REPLICATION_FACTOR: str(1 + self.job.copied)} | named
 
@@ -194,9 +186,8 @@ class Joiner:
     def _look(self) -> Joined:
         """Takes a place, if there is a job now."""
         job = self._find()
-        keeper = self._connect(job.servers[job.keeper], Task("ps", job.keeper))
         task = self._wanted if self.joined is None else self.joined.task
-        found = until_free(partial(keeper.enlist, task, self._key), self._timeouts, self._ended)
+        found = until_free(partial(self._keeper(job).enlist, task, self._key), self._timeouts, self._ended)
         return Joined(found.task, self._cluster(job, found.task), job)
 
     def hold(self, always: bool) -> None:
@@ -229,14 +220,11 @@ class Joiner:
     def _renew(self, joined: Joined) -> bool:
         """Keeps the place for another lease; returns whether a session of the task is open."""
         try:
-            keeper = self._connect(joined.job.servers[joined.job.keeper], Task("ps", joined.job.keeper))
-            return keeper.enlist(joined.task, self._key).opened
+            return self._keeper(joined.job).enlist(joined.task, self._key).opened
         except TaskTaken:
             raise
-        except PSError:
-            job = self._find()  # another server may keep the sessions by now
-            keeper = self._connect(job.servers[job.keeper], Task("ps", job.keeper))
-            return keeper.enlist(joined.task, self._key).opened
+        except PSError:  # another server may keep the sessions by now
+            return self._keeper(self._find()).enlist(joined.task, self._key).opened
 
     # ---- What is there ----
 
@@ -322,6 +310,10 @@ class Joiner:
             self._tasks[address] = Task("ps", numbers[0] if numbers else 0)
         return self._tasks[address]
 
+    def _keeper(self, job: RunningJob) -> RemoteServer:
+        """Returns the connection to the server that keeps the sessions of a job."""
+        return self._connect(job.servers[job.keeper], Task("ps", job.keeper))
+
     def _connect(self, address: str, task: Task) -> RemoteServer:
         key = address, task
         if key not in self._servers:
@@ -351,8 +343,3 @@ def _check_reachable(servers: Sequence[str], known: set[int], answered: str) -> 
                 f"the job has {Task('ps', index)} at {address}, which is a local address here; give the addresses of "
                 "all servers: --join HOST:PORT,HOST:PORT"
             )
-
-
-def own_name(task: Task | None) -> str:
-    """Returns the name by which a process that joins reads its certificates."""
-    return "worker" if task is None else task_name(task)

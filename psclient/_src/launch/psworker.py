@@ -25,11 +25,6 @@ from psclient._src.config import (
     replication_factor_from,
     security_from,
     security_options,
-    set_metrics,
-    set_save_on_sigterm,
-    set_security,
-    set_traces,
-    set_transport,
     set_variables,
     task_config,
     tf_config_text,
@@ -48,7 +43,7 @@ from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
-from pswire.variables import TF_CONFIG
+from pswire.variables import METRICS_HOST, METRICS_PORT, SAVE_ON_SIGTERM, TF_CONFIG, TRACES, TRANSPORT
 
 if TYPE_CHECKING:  # what only some command lines need is imported where each of them begins
     from psclient._src.launch.cluster import Cluster
@@ -145,7 +140,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     that the script of the chief schedules.
     """
     if given["transport"]:
-        set_transport(given["transport"])
+        set_variables({TRANSPORT: given["transport"]})
     cluster = said(LaunchConfig, given)
     server = said(ServerOptions, given)
     if given["chief_runs_script"]:
@@ -162,12 +157,13 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
             cluster.setdefault("chief", "script")  # nobody else would run it
         launch = _launch_config(Path(options.config) if options.config else None, cluster, server, given)
     else:
-        set_security(security_options().under(given))
-        set_metrics(given["metrics_host"], given["metrics_port"])
-        if given["traces"]:
-            set_traces(given["traces"])
-        if given["save_on_sigterm"]:
-            set_save_on_sigterm()
+        told = security_options().under(given).variables() | {
+            TRACES: given["traces"],
+            METRICS_HOST: given["metrics_host"],
+        }
+        told |= {} if given["metrics_port"] is None else {METRICS_PORT: str(given["metrics_port"])}
+        told |= {SAVE_ON_SIGTERM: "1"} if given["save_on_sigterm"] else {}
+        set_variables({name: value for name, value in told.items() if value})
         of_a_task = (*OF_A_TASK, "restarts") if given["join"] else OF_A_TASK
         for name in (name for name in cluster | server if name not in of_a_task):
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
@@ -307,14 +303,14 @@ def run_joined(invocation: Invocation) -> int:
     Raises:
         PSError: there is no job, or it does not take this process.
     """
-    from psclient._src.launch.joining import JobIsOver, Joiner, certified_task, own_name
+    from psclient._src.launch.joining import JobIsOver, Joiner, certified_task
     from psclient._src.launch.supervisor import supervise
 
     take_interrupts()
     end_on_sigterm()
     options = security_options()
     wanted = certified_task(options)
-    security = options.read(own_name(wanted))
+    security = options.read("worker" if wanted is None else task_name(wanted))
     with Joiner(invocation.join, timeouts_from(), security, wanted, job_from()) as joiner:
         try:
             joined = joiner.take()
@@ -322,7 +318,8 @@ def run_joined(invocation: Invocation) -> int:
             say(None, str(error))
             return 0
         logging_setup.name(str(joined.task))
-        log.warning("joins the job %r as %s; its cluster has %d workers", *joined.said)
+        said = joined.job.name, joined.task, len(joined.job.workers)
+        log.warning("joins the job %r as %s; its cluster has %d workers", *said)
         joiner.hold(always=invocation.restarts > 0)
         if invocation.restarts:
             return supervise(joiner, joined, _arguments(invocation), invocation.restarts)
@@ -357,7 +354,8 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     elif invocation.options.ray:
         cluster = _on_ray(invocation.options, config, printer)
     else:
-        cluster = Cluster(config, printer, printer.terminal())
+        cluster = Cluster(config, printer)
+    cluster.client_environ = printer.terminal()
 
     def told(number: int, _: object) -> None:
         # What is raised while it starts may be lost in a callback of anybody; then `wait` ends it.
@@ -385,7 +383,7 @@ def _on_hosts(options: StartOptions, config: LaunchConfig, printer: Printer) -> 
     except ValueError as error:
         raise ConfigError(f"--ssh {options.ssh!r} is not a command: {error}") from None
     how = RemoteShell(command, options.remote_python or RemoteShell.python)
-    return SshCluster(load_hosts(Path(options.hosts or "")), how, config, printer, printer.terminal())
+    return SshCluster(load_hosts(Path(options.hosts or "")), how, config, printer)
 
 
 def _on_ray(options: StartOptions, config: LaunchConfig, printer: Printer) -> Cluster:
@@ -397,11 +395,10 @@ def _on_ray(options: StartOptions, config: LaunchConfig, printer: Printer) -> Cl
             given[name] = parse_resources(text, f"--{name}-resources")
     resources = Resources(**given)
     connect(options.ray or "")
-    return RayCluster(resources, config, printer, printer.terminal())
+    return RayCluster(resources, config, printer)
 
 
 def _report(text: str) -> None:
-    """Says why a cluster failed."""
     if logging_setup.structured():
         log.error("%s", text.removeprefix("psworker: "))
     else:

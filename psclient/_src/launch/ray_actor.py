@@ -12,12 +12,30 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Any
 
-from psclient._src.launch.agent import LOST, MODULE, found_here
-from psclient._src.launch.remote_cluster import code_of_task, said_to_agent
+from psclient._src.launch.agent import LOST, MODULE, HostReport, Order, found_here
+from psclient._src.launch.remote_cluster import Said, code_of_task, said_to_agent
 from pswire.errors import ConfigError, PSError
+
+
+@dataclass(frozen=True)
+class NodeReport(HostReport):
+    """The report of a node of Ray.
+
+    Attributes:
+        host, address: its name, and its address.
+        port: a port that is free there.
+        where: the directory in which tasks run.
+    """
+
+    host: str
+    address: str
+    port: int
+    where: str
+
 
 READ_BYTES = 1 << 16
 """Bytes of output that one call brings."""
@@ -40,7 +58,7 @@ class AgentActor:
         self._agent: subprocess.Popen[bytes] | None = None
         self._begun = threading.Event()
 
-    def look(self, directory: str, script: str) -> dict[str, Any]:
+    def look(self, directory: str, script: str) -> NodeReport:
         """Tells where this is, and what is there.
 
         Args:
@@ -48,18 +66,18 @@ class AgentActor:
             script: the path of what tasks run.
 
         Returns:
-            As `found_here`, for the directory of Ray's `working_dir` if the script is there, else for the driver's;
-            with `host`, `address`, a `port` that is free there, and `where`, the directory.
+            The report, for the directory of Ray's `working_dir` if the script is there, else for the driver's.
         """
         own = os.getcwd()
         where = own if script and os.path.exists(os.path.join(own, script)) else directory
         address = ray_package().util.get_node_ip_address()
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
-        place = {"host": socket.gethostname(), "address": address, "port": port, "where": where}
-        return found_here(where, script) | place
+        return NodeReport(
+            **vars(found_here(where, script)), host=socket.gethostname(), address=address, port=port, where=where
+        )
 
-    def begin(self, order: Mapping[str, Any]) -> int:
+    def begin(self, order: Order) -> int:
         """Starts the agent with its order; returns the number of its process."""
         pipe = subprocess.PIPE
         command = [sys.executable, "-P", "-m", MODULE]
@@ -102,7 +120,7 @@ class AgentActor:
         return said[agent.stdout], said[agent.stderr], None
 
 
-Prepared = tuple[Any, Mapping[str, Any]]
+Prepared = tuple[Any, Order]
 """The handle of an `AgentActor`, and the order of its agent."""
 
 
@@ -146,8 +164,8 @@ class RayTask:
             self._given_up.set()
         self.say({"signal": number})
 
-    def say(self, what: Mapping[str, Any] | None) -> None:
-        """Sends an order to the agent; None for one that only says that we are there."""
+    def say(self, what: Said) -> None:
+        """Sends a line to the agent."""
         if self._actor is not None and self.returncode is None:
             self._actor.say.remote(said_to_agent(what))
 

@@ -8,13 +8,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psclient._src.config import LaunchConfig, launcher_variable
-from psclient._src.launch.agent import package_version
+from psclient._src.launch.agent import Order
 from psclient._src.launch.cluster import TERM_SECONDS
-from psclient._src.launch.ray_actor import AgentActor, Prepared, RayTask, last_line, ray_package
+from psclient._src.launch.ray_actor import AgentActor, NodeReport, Prepared, RayTask, last_line, ray_package
 from psclient._src.launch.remote_cluster import RemoteCluster, RemoteProcess, TaskLocation
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import address_in, server_arguments, waiting_server_arguments
@@ -108,7 +108,7 @@ class RayCluster(RemoteCluster):
 
     Args:
         resources: what tasks take.
-        config, sink, more, servers_more, keys: as of `Cluster`.
+        config, sink, keys: as of `Cluster`.
     """
 
     lost = "the Ray actor on {} was lost"
@@ -118,13 +118,11 @@ class RayCluster(RemoteCluster):
         resources: Resources | None = None,
         config: LaunchConfig | None = None,
         sink: Callable[[Line], None] | None = None,
-        more: Mapping[str, str] | None = None,
-        servers_more: Mapping[str, str] | None = None,
         **keys: Any,
     ) -> None:
-        super().__init__(config or LaunchConfig(), sink, more, servers_more, **keys)
+        super().__init__(config or LaunchConfig(), sink, **keys)
         self.resources = resources or Resources()
-        self._order = [*(Task("ps", index) for index in range(self.config.ps)), *self.clients()]
+        self._order = [*self.servers(), *self.clients()]
         self._group: Any = None
         self._places: dict[Task, TaskLocation] = {}
         self._ports: dict[Task, int] = {}  # that were free there
@@ -203,7 +201,6 @@ class RayCluster(RemoteCluster):
     # ---- Actors ----
 
     def _make_actor(self, task: Task) -> None:
-        """Makes the actor of a task, in its bundle."""
         ray, bundle = ray_package(), dict(self._bundle(task))
         index = self._order.index(task)
         placed = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, index)
@@ -247,24 +244,20 @@ class RayCluster(RemoteCluster):
                 ray.kill(self._waiting.pop(task))
                 raise Unreachable("Ray did not start its actor in time; see `ray status`", str(task))
         try:
-            found = ray.get(asked)
+            found: NodeReport = ray.get(asked)
         except ray.exceptions.RayError as error:
             del self._waiting[task]
             raise _NotThere(f"Ray cannot run its actor: {last_line(error)}", str(task)) from error
-        name = f"{found['host']} ({found['address']})"
-        if found["version"] != package_version():
-            raise ConfigError(
-                f"{name} has paramserver {found['version']}, but the driver has {package_version()}; install the "
-                "same version on both"
-            )
-        if not found["script"]:
+        name = f"{found.host} ({found.address})"
+        found.check_version(name, "the driver")
+        if not found.script:
             raise ConfigError(
                 f"{name} has {self.config.script} neither in Ray's working_dir nor in {os.getcwd()}; start the driver "
                 "with a working_dir: ray job submit --working-dir . -- psworker --ray auto ..., or "
                 'ray.init(runtime_env={"working_dir": "."})'
             )
-        self._ports[task] = found["port"]
-        self._places[task] = TaskLocation(name, found["address"], found["address"], found["where"], 1)
+        self._ports[task] = found.port
+        self._places[task] = TaskLocation(name, found.address, found.address, found.where, 1)
 
     # ---- Tasks ----
 
@@ -285,7 +278,7 @@ class RayCluster(RemoteCluster):
         self._tell(task, line, error=False)
         return process
 
-    def _order_of_server(self, task: Task, port: int) -> dict[str, Any]:
+    def _order_of_server(self, task: Task, port: int) -> Order:
         """The order for a server that is started again: at its address, or on another node, where it waits."""
         place, options = self.place(task), self.config.server
         if join_address(place.address, port) == self.addresses[task]:
@@ -293,15 +286,15 @@ class RayCluster(RemoteCluster):
         else:
             servers = [address for _, address in sorted(self.addresses.items())]
             arguments = waiting_server_arguments(servers, place.listen, self._ports[task], options)
-        return self._order_of(task, "psserver", arguments + self._server_flags(task), self._servers_more)
+        return self._order_of(task, "psserver", arguments + self._server_flags(task), self.server_environ)
 
     def _client(self, task: Task) -> RemoteProcess:
         if task in self._waiting:
             return super()._client(task)
-        more = self._told(task) | self._more
+        more = {**self._told(task), **self.client_environ}
         return self._again(task, lambda: self._order_of(task, "psclient", self._arguments(task), more))
 
-    def _again(self, task: Task, order: Callable[[], Mapping[str, Any]]) -> RayTask:
+    def _again(self, task: Task, order: Callable[[], Order]) -> RayTask:
         """Starts a task again, once there is room for its actor."""
 
         def prepare(unwanted: Callable[[], bool]) -> Prepared:
@@ -311,17 +304,17 @@ class RayCluster(RemoteCluster):
         self._agents[task] = again = self._task(task, prepare)
         return again
 
-    def _begin(self, task: Task, order: Mapping[str, Any]) -> RayTask:
+    def _begin(self, task: Task, order: Order) -> RayTask:
         actor = self._waiting.pop(task)
         return self._task(task, lambda unwanted: (actor, order))
 
     def _task(self, task: Task, prepare: Callable[[Callable[[], bool]], Prepared]) -> RayTask:
         return RayTask(prepare, lambda: self.lost.format(self.place(task).name))
 
-    def _order_of(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> dict[str, Any]:
+    def _order_of(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> Order:
         order = super()._order_of(task, program, arguments, more)
         threads = str(max(1, int(self._bundle(task).get("CPU", 1))))
-        return {**order, "environ": dict.fromkeys(THREADS, threads) | order["environ"]}
+        return replace(order, variables={**dict.fromkeys(THREADS, threads), **order.variables})
 
 
 def _resources() -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from psclient._src.config import LaunchConfig, handed_to_hosts
-from psclient._src.launch.agent import LOST
+from psclient._src.launch.agent import LOST, Order
 from psclient._src.launch.cluster import POLL_SECONDS, TERM_SECONDS, Cluster
 from psclient._src.launch.outcome import TaskFailure
 from psclient._src.processes.output import Line
@@ -33,6 +33,10 @@ SILENCE_SECONDS = 30.0
 
 FATAL = tuple(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE))
 """Exit codes of an agent that mean that a signal has killed its task: no script ends by itself with them."""
+
+
+Said = Order | Mapping[str, int] | None
+"""A line for an agent: an order, `{"signal": number}`, or None for one that only says that the launcher is there."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class TaskLocation:
 class RemoteProcess(Process, Protocol):
     """A task on another host, through its agent. Its return code is that of the task, `LOST` where nobody knows."""
 
-    def say(self, what: Mapping[str, Any] | None) -> None:
-        """Sends an order to the agent; None for one that only says that we are there. Never waits for long."""
+    def say(self, what: Said) -> None:
+        """Sends a line to the agent. Never waits for long."""
 
     def give_up(self) -> None:
         """Ends what connects us with the agent, which ends its task then."""
@@ -70,7 +74,7 @@ class RemoteCluster(Cluster, abc.ABC):
     This machine has to reach the servers, too.
 
     Args:
-        config, sink, more, servers_more, keys: as of `Cluster`.
+        config, sink, keys: as of `Cluster`.
         silence: seconds without a word from this process after which a task is ended.
     """
 
@@ -83,12 +87,10 @@ class RemoteCluster(Cluster, abc.ABC):
         self,
         config: LaunchConfig,
         sink: Callable[[Line], None] | None = None,
-        more: Mapping[str, str] | None = None,
-        servers_more: Mapping[str, str] | None = None,
         silence: float = SILENCE_SECONDS,
         **keys: Any,
     ) -> None:
-        super().__init__(config, sink, more, servers_more, **keys)
+        super().__init__(config, sink, **keys)
         self._agents: dict[Task, RemoteProcess] = {}
         self._silence = silence
         self._over = threading.Event()
@@ -99,7 +101,7 @@ class RemoteCluster(Cluster, abc.ABC):
         """Where a task runs, or is to run."""
 
     @abc.abstractmethod
-    def _begin(self, task: Task, order: Mapping[str, Any]) -> RemoteProcess:
+    def _begin(self, task: Task, order: Order) -> RemoteProcess:
         """Starts an agent in the place of a task, and gives it an order."""
 
     def start(self) -> None:
@@ -132,28 +134,21 @@ class RemoteCluster(Cluster, abc.ABC):
 
     def _server(self, task: Task, port: int) -> RemoteProcess:
         arguments = server_arguments(task, self.place(task).listen, port, self.config.server)
-        return self._run(task, "psserver", arguments + self._server_flags(task), self._servers_more)
+        return self._run(task, "psserver", arguments + self._server_flags(task), self.server_environ)
 
     def _client(self, task: Task) -> RemoteProcess:
-        return self._run(task, "psclient", self._arguments(task), self._told(task) | self._more)
+        return self._run(task, "psclient", self._arguments(task), {**self._told(task), **self.client_environ})
 
     def _run(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> RemoteProcess:
         self._agents[task] = self._begin(task, self._order_of(task, program, arguments, more))
         return self._agents[task]
 
-    def _order_of(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> dict[str, Any]:
-        """What an agent is told to run."""
+    def _order_of(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> Order:
         security = {name: value for name, value in replace(self._options, token="").variables().items() if value}
         place = self.place(task)
-        return {
-            "program": program,
-            "arguments": arguments,
-            "environ": handed_to_hosts(self.config.timeouts) | security | dict(more),
-            "token": "" if self._options.token_file else self._options.token,
-            "directory": place.directory,
-            "tasks": place.tasks,
-            "silence": self._silence,
-        }
+        environ = handed_to_hosts(self.config.timeouts) | security | dict(more)
+        token = "" if self._options.token_file else self._options.token
+        return Order(program, arguments, environ, token, place.directory, place.tasks, self._silence)
 
     def _await_server(self, task: Task) -> str:
         try:
@@ -193,9 +188,9 @@ class RemoteCluster(Cluster, abc.ABC):
                 self._agents[task].wait()
 
 
-def said_to_agent(what: Mapping[str, Any] | None) -> bytes:
-    """Returns the line for an agent's stdin; None gives one without an order."""
-    return b"\n" if what is None else json.dumps(what).encode() + b"\n"
+def said_to_agent(what: Said) -> bytes:
+    """Returns the line for an agent's stdin."""
+    return b"\n" if what is None else json.dumps(what, default=vars).encode() + b"\n"
 
 
 def code_of_task(code: int) -> int:

@@ -12,18 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join as as_words
-from typing import Any
 
 from psclient._src.config import LaunchConfig, own_environ
-from psclient._src.launch.agent import LOST, MODULE, package_version
+from psclient._src.launch.agent import LOST, MODULE, HostReport, Order
 from psclient._src.launch.hosts_file import Host
 from psclient._src.launch.remote_cluster import (
     SILENCE_SECONDS,
     RemoteCluster,
+    Said,
     TaskLocation,
     code_of_task,
     said_to_agent,
@@ -67,13 +67,13 @@ class RemoteTask(subprocess.Popen[bytes]):
         order: the agent's order; with the token, which goes through the pipe.
     """
 
-    def __init__(self, command: Sequence[str], order: Mapping[str, Any]) -> None:
+    def __init__(self, command: Sequence[str], order: Order) -> None:
         pipe = subprocess.PIPE
         super().__init__(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, env=own_environ(), process_group=0)
         self.say(order)
 
-    def say(self, what: Mapping[str, Any] | None) -> None:
-        """Sends a line to the agent; None for one that only says that we are there. Never waits for long."""
+    def say(self, what: Said) -> None:
+        """Sends a line to the agent. Never waits for long."""
         if self.stdin and not self.stdin.closed:
             with contextlib.suppress(OSError):  # the connection is gone: its end tells
                 self.stdin.write(said_to_agent(what))
@@ -104,7 +104,7 @@ class SshCluster(RemoteCluster):
         hosts: the hosts, through which tasks are numbered in order.
         remote: how they are reached.
         config: as of `Cluster`; the hosts say how many servers and workers there are.
-        sink, more, servers_more: as of `Cluster`.
+        sink: as of `Cluster`.
     """
 
     lost = "the ssh connection to {} was lost"
@@ -115,11 +115,9 @@ class SshCluster(RemoteCluster):
         remote: RemoteShell,
         config: LaunchConfig,
         sink: Callable[[Line], None] | None = None,
-        more: Mapping[str, str] | None = None,
-        servers_more: Mapping[str, str] | None = None,
     ) -> None:
         counts = {"ps": sum(host.ps for host in hosts), "workers": sum(host.worker for host in hosts)}
-        super().__init__(config, sink, more, servers_more, remote.silence, **counts)
+        super().__init__(config, sink, remote.silence, **counts)
         self.remote = remote
         self._where = {
             Task(job, index): host
@@ -146,7 +144,7 @@ class SshCluster(RemoteCluster):
     def _host(self, task: Task) -> Host:
         return self._where.get(task, self._hosts[0])
 
-    def _begin(self, task: Task, order: Mapping[str, Any]) -> RemoteTask:
+    def _begin(self, task: Task, order: Order) -> RemoteTask:
         return RemoteTask(self.remote.command(self._host(task)), order)
 
 
@@ -209,18 +207,16 @@ def _judge(host: Host, remote: RemoteShell, code: int, out: str, err: str) -> No
             "Python with --remote-python"
         )
     try:
-        found = json.loads(out.strip().splitlines()[-1])
+        answer = json.loads(out.strip().splitlines()[-1])
     except (ValueError, IndexError):
         raise ConfigError(f"{host.name} cannot run tasks (exit code {code}): {said}") from None
-    if found["version"] != package_version():
-        raise ConfigError(
-            f"{host.name} has paramserver {found['version']}, but this machine has {package_version()}; install the "
-            "same version on both"
-        )
-    if not found["directory"]:
+    # Another version may say more.
+    found = HostReport(answer["version"], answer["directory"], answer["script"])
+    found.check_version(host.name, "this machine")
+    if not found.directory:
         raise ConfigError(
             f"{host.name} does not have the directory {Path.cwd()}, in which tasks run; create it, or start psworker "
             "in a directory that all hosts have"
         )
-    if not found["script"]:
+    if not found.script:
         raise ConfigError(f"{host.name} has the directory {Path.cwd()}, but not the script in it; copy it there")

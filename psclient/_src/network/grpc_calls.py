@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from psclient._src.network import tls_diagnosis
 from psclient._src.network.daemon_threads import check_startable
 from psclient._src.network.forks import Owner
 from psclient._src.network.staging import StagedParts
@@ -148,7 +149,7 @@ class GrpcCalls:
         self._address = address
         self._task = str(task)
         self._traffic = traffic["grpc"]
-        self._security, self._interceptors = security, interceptors
+        self._security, self._name, self._interceptors = security, name, interceptors
         self.owner = Owner()
         self._open = partial(open_channel, address, name=name, lease=lease)
         self._shown = security.newest()
@@ -193,6 +194,10 @@ class GrpcCalls:
         self._drop_stream()
         old.close()
         return True
+
+    def mismatch(self) -> str:
+        """Returns why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it."""
+        return "" if self.renew() else tls_diagnosis.mismatch(self._address, self._security.newest(), self._name)
 
     def bind(self, incarnation: int) -> None:
         """Binds later calls to a life of the server."""

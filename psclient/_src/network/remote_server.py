@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import grpc
 
 from psclient._src.config import grpc_streams
-from psclient._src.network import tls_diagnosis
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.grpc_calls import GrpcCalls
 from psclient._src.network.retries import Attempts
@@ -121,18 +120,7 @@ class RemoteServer(ParameterServer):
         decides, streams, told = self._options
         shown, lease = self._security, self._timeouts.session_timeout
         self._calls = GrpcCalls(address, self.task, shown, self._name, lease, self._interceptors, self.traffic, streams)
-        self._attempts = Attempts(
-            address,
-            str(self.task),
-            self._timeouts,
-            self._calls.failed,
-            self._calls.check,
-            self._missing,
-            partial(_mismatch, self._calls, address, shown, self._name),
-            self._calls.renew,
-            decides,
-            told,
-        )
+        self._attempts = Attempts(address, str(self.task), self._timeouts, self._calls, self._missing, decides, told)
 
     # ---- The verbs ----
 
@@ -399,7 +387,3 @@ def connect(
         )
         for task in tasks
     ]
-
-
-def _mismatch(calls: GrpcCalls, address: str, security: Security, name: str) -> str:
-    return "" if calls.renew() else tls_diagnosis.mismatch(address, security.newest(), name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import TypeVar
 import grpc
 
 from psclient._src.interpreter.interrupts import waits
+from psclient._src.network.grpc_calls import GrpcCalls
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
@@ -40,11 +40,8 @@ class Attempts:
         address: the server's address, `host:port`.
         task: the server's, for messages.
         timeouts: time limits of the cluster.
-        failed: set once no attempt is to be made any more; wakes callers that pause.
-        check: raises the reason why `failed` is set.
+        calls: the connection.
         missing: returns the processes that the server waits for, in words.
-        mismatch: returns why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
-        renew: opens the connection anew if certificates have changed.
         decides: True if the server is lost once nothing listens at its address any more; else that is silence, which is
             waited for, and somebody else decides.
         told: True if this process is told by the chief which server is lost, since variables have copies: then whatever
@@ -57,11 +54,8 @@ class Attempts:
     address: str
     task: str
     timeouts: Timeouts
-    failed: threading.Event
-    check: Callable[[], None]
+    calls: GrpcCalls
     missing: Callable[[], str]
-    mismatch: Callable[[], str]
-    renew: Callable[[], object]
     decides: bool = True
     told: bool = False
 
@@ -92,7 +86,7 @@ class Attempts:
         started = time.monotonic()
         spoke, pause, life, before = started, FIRST_PAUSE, self._life, ""
         while True:
-            self.check()
+            self.calls.check()
             if life != self._life:
                 raise ServerGone("was replaced by another process", self.task)
             now = time.monotonic()
@@ -108,7 +102,7 @@ class Attempts:
                 self._silent_since = None
                 return result
             # Out here, since what is raised there would keep gRPC's error, which is its call: see `GrpcCalls.close`.
-            self.check()
+            self.calls.check()
             if self.awaits_verdict(why):
                 why = str(why)
                 self._lost_since = self._lost_since or time.monotonic()
@@ -123,7 +117,7 @@ class Attempts:
             if why != NOT_YET and time.monotonic() - spoke > self.timeouts.report_interval:
                 spoke = time.monotonic()
                 log.warning("no answer from %s at %s (%s); retrying", self.task, self.address, why)
-            self.failed.wait(pause * random.uniform(0.5, 1.0))
+            self.calls.failed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_PAUSE)
 
     def awaits_verdict(self, error: object) -> bool:
@@ -155,8 +149,8 @@ class Attempts:
     def _check_security(self) -> None:
         """Raises `ConfigError` if it is known that no attempt can succeed, and there is no session yet."""
         if self.opened:
-            self.renew()
-        elif why := self.mismatch():
+            self.calls.renew()
+        elif why := self.calls.mismatch():
             raise ConfigError(f"{self.address}: {why}", self.task)
 
     def _foreign(self, verb: Verb, code: str, details: str) -> PSError:

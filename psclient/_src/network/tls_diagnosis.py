@@ -69,19 +69,27 @@ def names_shown(address: str, security: Security) -> frozenset[str]:
     Empty where none answers with such a certificate.
     """
     host, _, port = address.rpartition(":")
-    context = security.client_context()
-    context.check_hostname = False  # which task it is, is what is asked for
-    context.set_alpn_protocols([PROTOCOL])
     try:
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), SECONDS) as sock,
-            context.wrap_socket(sock) as sealed,
-        ):
-            shown = sealed.getpeercert() or {}
+        return named(dns_names((host.strip("[]"), int(port)), security, SECONDS))
     except (OSError, ValueError):
         return frozenset()
+
+
+def dns_names(place: tuple[str, int], security: Security, seconds: float) -> list[str]:
+    """Returns the DNS names on the certificate of a server, which our CA has signed; raises `OSError` if it has none.
+
+    Args:
+        place: host and port of the server.
+        security: certificate that this process shows, and the CA that it asks for.
+        seconds: time that each step may take.
+    """
+    context = security.client_context()
+    context.check_hostname = False  # whose it is, is what is asked for
+    context.set_alpn_protocols([PROTOCOL])
+    with socket.create_connection(place, seconds) as sock, context.wrap_socket(sock) as sealed:
+        shown = sealed.getpeercert() or {}
     pairs = cast(tuple[tuple[str, str], ...], shown.get("subjectAltName", ()))
-    return named(name for kind, name in pairs if kind == "DNS")
+    return [name for kind, name in pairs if kind == "DNS"]
 
 
 def _found(address: str, security: Security, name: str) -> str:

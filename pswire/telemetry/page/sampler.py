@@ -12,11 +12,12 @@ from functools import partial
 from pswire.cluster import Task
 from pswire.telemetry.page.markup import Html, paragraph
 from pswire.telemetry.page.sections import Sight, render
+from pswire.telemetry.views.columns import cells_of
 from pswire.telemetry.views.history import JobHistory, ReadLog
 from pswire.telemetry.views.job_view import view_of
 from pswire.telemetry.views.looked import Looked, keeper_of
 from pswire.telemetry.views.rates import RateMeter
-from pswire.telemetry.views.variable_list import beside, described, row_of, slots
+from pswire.telemetry.views.variable_list import VariableView, beside, slots
 
 log = logging.getLogger("pswire")
 
@@ -178,6 +179,6 @@ class Sampler:
         count, rows = self._rows
         if count != len(known) or known is not self._listed:
             primaries = slots(known)
-            rows = [row_of(described(variable, primaries)) for variable in beside(known, primaries)]
+            rows = [cells_of(VariableView.of(variable, primaries)) for variable in beside(known, primaries)]
             self._rows, self._listed = (len(known), rows), known
         return rows

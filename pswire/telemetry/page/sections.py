@@ -11,12 +11,13 @@ from pswire.model.log import Snapshotted
 from pswire.model.status import SessionState
 from pswire.telemetry.page.markup import Html, escaped, items, paragraph, table
 from pswire.telemetry.page.time_line import time_line
+from pswire.telemetry.views.columns import cells_of, columns_of
 from pswire.telemetry.views.history import Event, lives_of
-from pswire.telemetry.views.job_view import JobView, ServerView
+from pswire.telemetry.views.job_view import JobView, ServerView, TaskView
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import ago, duration, short, size
 from pswire.telemetry.views.rates import PHASES, Rates, rate_words
-from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, standby_line
+from pswire.telemetry.views.words import heading, standby_line
 
 MOST_ROWS = 200
 """Rows of a table that are shown; a sentence says how many there are beyond."""
@@ -77,21 +78,20 @@ def _problems(sight: Sight) -> Html:
 def _servers(sight: Sight) -> Html:
     rates = rate_words(sight.rates)
     rows = [
-        {name: cell(server) for name, cell in SERVER_COLUMNS.items() if server.incarnation or name in OF_SILENT}
-        | {name: text for name, text in rates.get(server.task, {}).items() if name == "rounds/s"}
+        server.cells() | {name: text for name, text in rates.get(server.task, {}).items() if name == "rounds/s"}
         for server in sight.view.servers
     ]
     standbys = items(map(standby_line, sight.view.standbys)) if sight.view.standbys else Html("")
-    return Html(table("Servers, and what they hold", [*SERVER_COLUMNS, "rounds/s"], rows) + standbys)
+    return Html(table("Servers, and what they hold", [*columns_of(ServerView), "rounds/s"], rows) + standbys)
 
 
 def _tasks(sight: Sight) -> Html:
-    rows = [{name: cell(task) for name, cell in TASK_COLUMNS.items()} for task in sight.view.tasks]
+    rows = [*map(cells_of, sight.view.tasks)]
     if not rows:
         return paragraph(
             "No tasks are known here. See the page of the chief, or of the server that keeps the sessions."
         )
-    return table("Workers and the chief, and the tasks they wait for", list(TASK_COLUMNS), rows)
+    return table("Workers and the chief, and the tasks they wait for", columns_of(TaskView), rows)
 
 
 def _time_line(sight: Sight) -> Html:
@@ -126,11 +126,11 @@ def _rounds(sight: Sight) -> Html:
 def _oldest(server: ServerView) -> str:
     """Says in words for whom the oldest open round of a server waits."""
     first = server.waiting[0]
-    section, more = str(first["section"]), len(server.waiting) - 1
+    section, more = first.section, len(server.waiting) - 1
     what = section if len(section) <= MOST_CHARACTERS else f"{section[:MOST_CHARACTERS]} ..."
     after = f", and {more} rounds after it" if more else ""
     waits = ", ".join(map(short, server.waits_for))
-    return f"{short(server.task)}: round {first['round']}{after} waits for {waits}; {what}"
+    return f"{short(server.task)}: round {first.round}{after} waits for {waits}; {what}"
 
 
 def _shares(shares: Sequence[float]) -> Html:
@@ -196,11 +196,11 @@ def _tables(sight: Sight) -> Html:
 def _checkpoints(sight: Sight) -> Html:
     rows = [
         {
-            "checkpoint": str(each["path"]),
-            "round": str(each["round"]),
+            "checkpoint": each.path,
+            "round": str(each.round),
             "state": "being written",
             "by": short(server.task),
-            "left": size(int(str(each["bytes"]))),
+            "left": size(each.bytes),
         }
         for server in sight.view.servers
         for each in server.saving

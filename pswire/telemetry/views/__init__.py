@@ -4,6 +4,7 @@ looked         the answers of servers
 job_view       servers, tasks and problems
 rates          what servers do in a second
 variable_list  variables, each with its slots
-words          the columns and sentences that people read
+columns        tables that follow from dataclasses
+words          sentences that people read
 numbers        sizes, times and shapes, as people read them
 """

@@ -12,8 +12,11 @@ from typing import Any
 
 from pswire.cluster import Task
 from pswire.model.log import Generation
-from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, held_up
+from pswire.model.status import OpenRound, ProcessStatus, ServerStatus, SessionState, held_up
+from pswire.security.session_numbers import count_of
+from pswire.telemetry.views.columns import Cell, cells_of, column
 from pswire.telemetry.views.looked import Looked, gone_of, keeper_of, why_silent
+from pswire.telemetry.views.numbers import duration, short, size, used
 
 DIFFERS = (
     "the two machines compute differently, or one has faulty memory. The chief removes one server once; start it "
@@ -43,66 +46,138 @@ class Problem:
     message: str
 
 
-def _told(default: Any, read: Callable[[ServerStatus, ProcessStatus], Any] | None = None) -> Any:
+def _told(
+    default: Any,
+    read: Callable[[ServerStatus, ProcessStatus], Any] | None = None,
+    heading: str = "",
+    cell: Cell | None = None,
+) -> Any:
     """A field that is read of a server's status, where it is the field of that name if no other way is given.
 
-    Where there is no status it is its default, or what that returns.
+    Where there is no status it is its default, or what that returns. `heading` and `cell` are those of `column`.
     """
+    if heading:
+        return column(heading, cell, default, read=read)
     key = "default_factory" if callable(default) else "default"
     return field(metadata={"read": read}, **{key: default})
 
 
 @dataclass(frozen=True)
-class ServerView:
-    """One server. Of one that does not answer all is 0, or empty, that its status would tell.
+class WaitingRound:
+    """A round that is open on a server.
 
     Attributes:
-        task, address: the server, and the address at which it was asked.
-        state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us.
-        lag: number of rounds that its last complete one is behind the newest of any server.
-        waits_for: tasks that are missing in any open round.
-        transports: sessions of tasks by the transport that they use to it.
-        version: version of this package there.
-        traffic: payload bytes so far by transport and direction, such as "shm received".
-        up_seconds: seconds since its process began.
-        phases: seconds of all rounds so far by phase: "waiting", "applying", "answering".
-        table_rows, table_bytes: rows of each dynamic table there, and the bytes that it takes, by name.
-        tier_bytes, tier_resident_bytes, tier_memory: bytes of files that rows of dynamic tables lie in there, how many
-            of these are in memory, and how many may be; 0 where all rows are in memory.
-        page: URL of its status page, "" for none.
+        round: number of the round.
+        section: the effects of the compiled step.
+        approved: true once the chief has approved the step.
+        missing: tasks that have not pushed.
     """
 
-    task: str
-    address: str
-    state: str
-    lag: int = 0
+    round: int
+    section: str
+    approved: bool
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SavingView:
+    """A checkpoint that a server writes.
+
+    Attributes:
+        path: path of the checkpoint.
+        round: the round that it saves.
+        bytes: bytes that the server writes.
+    """
+
+    path: str
+    round: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """One server. If it does not answer, whatever its status would tell is 0 or empty.
+
+    Attributes:
+        task, address, domain, device, version: identity.
+        state: `up`, `broken`, `unreachable`, `refused`.
+        incarnation, started_at, up_seconds: number of the process; its start in seconds since 1970; its age.
+        generation, round, lag: membership, last complete round, rounds behind the newest server.
+        waiting: open rounds: `round`, `section`, `approved`, `missing`.
+        waits_for: tasks, or `the chief`.
+        log: length of the job's log.
+        variables, variable_bytes, memory_limit, resident_bytes: number and bytes of variables, limit (0 for none),
+            memory of the process.
+        snapshot_bytes, snapshot_limit, saving: old values kept for checkpoints, limit, checkpoints in progress
+            (`path`, `round`, `bytes`).
+        transports, traffic: tasks per transport; payload bytes by transport and direction.
+        phases: seconds of all rounds: `waiting`, `applying`, `answering`.
+        table_rows, table_bytes: by dynamic table.
+        tier_bytes, tier_resident_bytes, tier_memory: table rows in files, their bytes in memory, the limit.
+        page: URL of the status page, or `""`.
+    """
+
+    task: str = column("server", lambda v: short(v.task))
+    address: str = column("address")
+    state: str = column("state")
+    up_seconds: float = _told(0.0, lambda s, p: p.uptime, "up", lambda v: duration(v.up_seconds))
+    generation: int = _told(0, lambda s, p: s.generation.number if s.generation else 0, "generation")
+    round: int = _told(-1, None, "round", lambda v: _number(v.round))
+    lag: int = column("lag", default=0)
+    variables: int = _told(0, None, "variables")
+    variable_bytes: int = _told(0, None, "bytes", lambda v: used(v.variable_bytes, v.memory_limit))
+    tier_bytes: int = _told(0, None, "in files", lambda v: size(v.tier_bytes) if v.tier_memory else "")
+    tier_resident_bytes: int = _told(
+        0, None, "of these in memory", lambda v: used(v.tier_resident_bytes, v.tier_memory) if v.tier_memory else ""
+    )
+    resident_bytes: int = _told(
+        0, lambda s, p: p.resident, "memory", lambda v: size(v.resident_bytes) if v.resident_bytes else ""
+    )
+    device: str = _told("", None, "device")
+    transports: Mapping[str, int] = _told(
+        dict,
+        lambda s, p: _transports(s.generation, p),
+        "transports",
+        lambda v: ", ".join(f"{count} {transport}" for transport, count in sorted(v.transports.items())),
+    )
+    waits_for: tuple[str, ...] = _told(
+        (), lambda s, p: _awaited(s.waiting), "waits for", lambda v: ", ".join(map(short, v.waits_for))
+    )
+    saving: tuple[SavingView, ...] = _told(
+        (),
+        lambda s, p: tuple(SavingView(each.path, each.round, each.nbytes) for each in s.saving),
+        "saves",
+        lambda v: ", ".join(f"{each.path} (round {each.round})" for each in v.saving),
+    )
+    snapshot_bytes: int = _told(
+        0,
+        None,
+        "old values",
+        lambda v: used(v.snapshot_bytes, v.snapshot_limit) if v.snapshot_bytes or v.snapshot_limit else "",
+    )
     incarnation: int = _told(0)
     started_at: float = _told(0.0, lambda s, p: p.clock - p.uptime)
-    generation: int = _told(0, lambda s, p: s.generation.number if s.generation else 0)
-    round: int = _told(-1)
-    waiting: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
-    waits_for: tuple[str, ...] = _told((), lambda s, p: _awaited(s.waiting))
+    waiting: tuple[WaitingRound, ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
     log: int = _told(0)
-    variables: int = _told(0)
-    variable_bytes: int = _told(0)
     memory_limit: int = _told(0)
-    snapshot_bytes: int = _told(0)
     snapshot_limit: int = _told(0)
-    resident_bytes: int = _told(0, lambda s, p: p.resident)
-    transports: Mapping[str, int] = _told(dict, lambda s, p: _transports(s.generation, p))
-    saving: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
-    device: str = _told("")
     domain: str = _told("")
     version: str = _told("", lambda s, p: p.versions.get("paramserver", ""))
     traffic: Mapping[str, int] = _told(dict, lambda s, p: p.traffic)
-    up_seconds: float = _told(0.0, lambda s, p: p.uptime)
     phases: Mapping[str, float] = _told(dict)
     table_rows: Mapping[str, int] = _told(dict)
     table_bytes: Mapping[str, int] = _told(dict)
-    tier_bytes: int = _told(0)
-    tier_resident_bytes: int = _told(0)
     tier_memory: int = _told(0)
     page: str = _told("", lambda s, p: p.page)
+
+    def cells(self) -> dict[str, str]:
+        """The row of the table; of a server that does not answer, who it is and why."""
+        cells = cells_of(self)
+        return cells if self.incarnation else {heading: cells[heading] for heading in OF_SILENT}
+
+
+OF_SILENT = ("server", "address", "state")
+"""Columns of a server that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -110,41 +185,44 @@ class TaskView:
     """One session of a task that is no server; a task that drives and trains has two.
 
     Attributes:
-        task: name of the task.
-        drives: True if it is the chief's, which makes no rounds.
-        state: "open", "left" (cleanly), "failed", "lost" (its lease ended), "hung" (it held a round up), or "missing".
-        session: number of the session, 0 for a missing one.
-        replicas: number of its replicas.
-        mode: as in `JobView`; "" where it makes no rounds.
-        silent_seconds: seconds since its last sign of life.
-        takes_part: True if it is in the newest generation.
-        round: the last round that it has contributed to; -1 for none. Of an asynchronous task its own count.
-        lag: number of rounds that it is behind the newest of any task.
-        waits_for: tasks that it waits for; none while it computes.
-        transports: kinds of transports that it uses, to any server.
-        steps, rounds, waits: its calls of `strategy.run`, the rounds that it has made, and how often it has waited
-            for rounds.
-        opened_seconds: seconds since its session was opened; 0 where the server does not tell.
-        page: URL of its status page, "" for none.
+        task, session, replicas, mode: identity.
+        drives: true for the chief's session, which makes no rounds.
+        state: `open`, `left`, `failed`, `lost`, `hung`, `missing`.
+        silent_seconds, opened_seconds: time since the last heartbeat and since the session began (0 if unknown).
+        takes_part: member of the current generation.
+        round, lag: last round with its gradients (asynchronous jobs: its own count); rounds behind the fastest task.
+        waits_for, transports: as above.
+        steps, rounds, waits: calls of `strategy.run`, rounds, blocking waits.
+        page: URL of the chief's status page.
     """
 
-    task: str
     drives: bool
-    state: str
-    session: int = 0
-    replicas: int = 0
+    task: str = column("task", lambda v: short(v.task) + (" (drives)" if v.drives else ""))
+    state: str = column("state")
+    session: int = column("session", lambda v: str(count_of(v.session)) if v.session else "", 0)
+    replicas: int = column("replicas", lambda v: str(v.replicas) if v.session and not v.drives else "", 0)
+    opened_seconds: float = column("opened", lambda v: _ago(v.opened_seconds) if v.opened_seconds else "", 0.0)
+    silent_seconds: float = column("last heard", lambda v: _ago(v.silent_seconds) if v.session else "", 0.0)
+    round: int = column("round", lambda v: _number(v.round), -1)
+    lag: int = column("lag", lambda v: str(v.lag) if v.takes_part else "", 0)
+    steps: int = column("steps", lambda v: str(v.steps) if v.steps else "", 0)
+    rounds: int = column(
+        "rounds, waits a step", lambda v: f"{v.rounds / v.steps:.1f}, {v.waits / v.steps:.1f}" if v.steps else "", 0
+    )
+    transports: tuple[str, ...] = column("transports", lambda v: ", ".join(v.transports), ())
+    waits_for: tuple[str, ...] = column("waits for", lambda v: ", ".join(map(short, v.waits_for)), ())
     mode: str = ""
-    silent_seconds: float = 0.0
     takes_part: bool = False
-    round: int = -1
-    lag: int = 0
-    waits_for: tuple[str, ...] = ()
-    transports: tuple[str, ...] = ()
-    steps: int = 0
-    rounds: int = 0
     waits: int = 0
-    opened_seconds: float = 0.0
     page: str = ""
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(seconds)} ago"
+
+
+def _number(round: int) -> str:
+    return str(round) if round >= 0 else "-"
 
 
 @dataclass(frozen=True)
@@ -153,8 +231,8 @@ class StandbyView:
 
     Attributes:
         address: its address.
-        domain: the part of the machines that fails as one in which it runs.
-        place: the server whose place it gets; "" for none yet.
+        domain: its failure domain.
+        place: the server that it replaces, or `""`.
     """
 
     address: str
@@ -167,18 +245,16 @@ class JobView:
     """The state of a job.
 
     Attributes:
-        state: "none" (no chief has begun a job), "starting" (nobody takes part yet), "running", "over", "broken", or
-            "unknown" (no server answers).
-        mode: "sync", "async" or "bounded"; "" while nobody takes part.
-        generation: number of the newest generation, 0 for none.
-        round: the newest round of any server, complete or not; -1 for none.
-        replicas: R, of the newest generation.
-        staleness: in the mode "bounded" the most rounds that an answered task may be ahead of another; else 0.
-        gap: in the mode "bounded" the rounds between the foremost and the hindmost task that is waited for, on any
-            server; one more than `staleness` where the foremost has pushed, and waits for its answer.
-        servers, tasks: the view of each.
-        standbys: processes that wait for the place of a server.
-        problems: all problems that were found.
+        state: `none` (no job), `starting`, `running`, `over`, `broken` (a round failed halfway), `unknown` (no server
+            answers).
+        mode: `sync`, `async`, `bounded`, or `""` without workers.
+        staleness, gap: bounded staleness: k, and the rounds between the fastest and the slowest worker; else 0.
+        generation, round, replicas: number of the current membership; newest round of any server, -1 for none;
+            replicas of the job.
+        servers: see below.
+        tasks: see below.
+        standbys: standby servers: `address`, `domain`, `place` (the server that it replaces, or `""`).
+        problems: `kind`, `task` (or `""`), `message`.
     """
 
     state: str
@@ -265,9 +341,9 @@ def _server(found: Looked, newest: int) -> ServerView:
     if status is None:
         return ServerView(str(found.task), found.address, why_silent(found))
     process = status.process or UNTOLD
-    told = {each.name: _read(each, status, process) for each in fields(ServerView) if each.metadata}
+    told = {each.name: _read(each, status, process) for each in fields(ServerView) if "read" in each.metadata}
     state = "broken" if status.broken else "up"
-    return ServerView(str(found.task), found.address, state, newest - status.round, **told)
+    return ServerView(str(found.task), found.address, state, lag=newest - status.round, **told)
 
 
 def _read(told: Field[Any], status: ServerStatus, process: ProcessStatus) -> Any:
@@ -281,17 +357,8 @@ def _transports(generation: Generation | None, process: ProcessStatus) -> dict[s
     )
 
 
-def _saving(saving: Saving) -> dict[str, Any]:
-    return {"path": saving.path, "round": saving.round, "bytes": saving.nbytes}
-
-
-def _open_round(waiting: OpenRound) -> dict[str, Any]:
-    return {
-        "round": waiting.round,
-        "section": waiting.section,
-        "approved": waiting.approved,
-        "missing": [str(task) for task in waiting.missing],
-    }
+def _open_round(open: OpenRound) -> WaitingRound:
+    return WaitingRound(open.round, open.section, open.approved, tuple(map(str, open.missing)))
 
 
 def _awaited(waiting: Iterable[OpenRound]) -> tuple[str, ...]:
@@ -367,7 +434,7 @@ def _tasks(
         yield _task(session, statuses, newest, furthest)
     came = {session.member.task for session in latest.values()}
     if log_server:
-        yield from (TaskView(str(task), task.job == "chief", "missing") for task in expected if task not in came)
+        yield from (TaskView(task.job == "chief", str(task), "missing") for task in expected if task not in came)
 
 
 def _task(

@@ -17,6 +17,11 @@ def size(nbytes: float) -> str:
     return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {SIZES[power]}"
 
 
+def used(used: int, limit: int) -> str:
+    """Bytes, and of how many; a limit of 0 is none."""
+    return f"{size(used)} of {size(limit)}" if limit else size(used)
+
+
 def duration(seconds: float) -> str:
     """A time for people: `12 s`, `3.5 h`."""
     for length, unit in TIMES:

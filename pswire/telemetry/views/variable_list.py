@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable
-from pswire.telemetry.views.numbers import shape, short
+from pswire.telemetry.views.columns import column
+from pswire.telemetry.views.numbers import shape, short, size
 
 
 def slots(variables: Iterable[PlacedVariable]) -> dict[str, str]:
@@ -42,46 +43,71 @@ def beside(variables: Sequence[PlacedVariable], primaries: Mapping[str, str]) ->
             yield from slots.get(variable.spec.name, ())
 
 
-def totals(variables: Iterable[PlacedVariable]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class ServerTotal:
+    """The variables of a list that one server holds.
+
+    Attributes:
+        task: the server.
+        variables, bytes: number and bytes of its variables.
+    """
+
+    task: str = column("server", lambda v: short(v.task))
+    variables: int = column("variables")
+    bytes: int = column("bytes", lambda v: size(v.bytes))
+
+
+def totals(variables: Iterable[PlacedVariable]) -> list[ServerTotal]:
     """Returns how many variables, and of how many bytes, each server holds of these."""
     held: dict[int, list[int]] = {}
     for variable in variables:
         for server in variable.servers:
             held.setdefault(server, []).append(variable.spec.nbytes)
-    return [
-        {"task": str(Task("ps", server)), "variables": len(sizes), "bytes": sum(sizes)}
-        for server, sizes in sorted(held.items())
-    ]
+    return [ServerTotal(str(Task("ps", server)), len(sizes), sum(sizes)) for server, sizes in sorted(held.items())]
 
 
-def described(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str, Any]:
-    """A variable by the keys of `psctl vars --json`; `primaries` is what `slots` returns."""
-    spec = variable.spec
-    return {
-        "id": variable.id,
-        "name": spec.name,
-        "dtype": spec.tensor.dtype,
-        "shape": [None, *spec.tensor.shape[1:]] if spec.part else list(spec.tensor.shape),
-        "bytes": None if spec.part else spec.nbytes,
-        "servers": [str(Task("ps", server)) for server in variable.servers],
-        "trainable": spec.trainable,
-        "slot_of": primaries.get(spec.name),
-        "consistency": "async" if spec.alone else None,
-    }
+@dataclass(frozen=True)
+class VariableView:
+    """A variable of a job.
 
+    Attributes:
+        id: its number.
+        name, dtype, shape: its name, dtype and shape; the first size of a dynamic table is null.
+        bytes: bytes of its value; null for a dynamic table.
+        servers: the servers that hold it.
+        trainable: true if optimizers update it.
+        slot_of: the variable that it is a slot of, or null.
+        consistency: `"async"` or null.
+    """
 
-def name_of(said: Mapping[str, Any]) -> str:
-    """The name of a variable as a list shows it: a slot stands below its variable."""
-    apart = f" ({said['consistency']})" if said["consistency"] else ""
-    return f"{'  ' * bool(said['slot_of'])}{said['name']}{apart}"
+    id: int
+    trainable: bool
+    slot_of: str | None
+    consistency: str | None
+    name: str = column("variable", lambda v: v.shown)
+    shape: tuple[int | None, ...] = column("shape", lambda v: shape(v.shape))
+    dtype: str = column("dtype")
+    bytes: int | None = column("bytes", lambda v: "-" if v.bytes is None else f"{v.bytes:,}")
+    servers: tuple[str, ...] = column("servers", lambda v: ", ".join(map(short, v.servers)))
 
+    @property
+    def shown(self) -> str:
+        """Its name as a list shows it: a slot stands below its variable."""
+        apart = f" ({self.consistency})" if self.consistency else ""
+        return f"{'  ' * bool(self.slot_of)}{self.name}{apart}"
 
-def row_of(said: Mapping[str, Any]) -> dict[str, str]:
-    """A variable that `described` gives as a row of a table, by heading."""
-    return {
-        "variable": name_of(said),
-        "shape": shape(said["shape"]),
-        "dtype": said["dtype"],
-        "bytes": "-" if said["bytes"] is None else f"{said['bytes']:,}",
-        "servers": ", ".join(map(short, said["servers"])),
-    }
+    @classmethod
+    def of(cls, variable: PlacedVariable, primaries: Mapping[str, str]) -> VariableView:
+        """The view of a variable; `primaries` is what `slots` returns."""
+        spec = variable.spec
+        return cls(
+            id=variable.id,
+            name=spec.name,
+            shape=(None, *spec.tensor.shape[1:]) if spec.part else spec.tensor.shape,
+            dtype=spec.tensor.dtype,
+            bytes=None if spec.part else spec.nbytes,
+            servers=tuple(str(Task("ps", server)) for server in variable.servers),
+            trainable=spec.trainable,
+            slot_of=primaries.get(spec.name),
+            consistency="async" if spec.alone else None,
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -15,10 +14,12 @@ import grpc
 import pytest
 
 from psclient._src.network import grpc_calls
+from psclient._src.network.grpc_calls import GrpcCalls
 from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.retries import Attempts
 from pstesting.network import Relay
 from pswire.api import RoundReply
+from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
 from pswire.errors import Fenced, Unreachable
@@ -26,7 +27,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.network.grpc_channel import open_channel, stub
 from pswire.network.grpc_frames import Frame, frames
 from pswire.network.parts import parts_of
-from pswire.network.traffic import TransportName
+from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from tests.kit.rig import SOON, Worker, eventually
@@ -210,8 +211,9 @@ def test_the_most_that_was_known_of_a_server_is_told():
         nobody.bind(("127.0.0.1", 0))
         addresses = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in (nobody, silent)]
         for left, said in ((addresses, "(nothing listens there)"), (addresses[1:], "(it does not answer)")):
-            timeouts, nothing = Timeouts(call_timeout=0.5, session_timeout=8.0), lambda: None
-            attempts = Attempts(left[-1], "/job:ps/task:0", timeouts, threading.Event(), nothing, str, str, nothing)
+            timeouts, task = Timeouts(call_timeout=0.5, session_timeout=8.0), Task("ps", 0)
+            calls = GrpcCalls(left[-1], task, Security(), "", timeouts.session_timeout, (), traffic())
+            attempts = Attempts(left[-1], str(task), timeouts, calls, str)
 
             def once(seconds: float, left: list[str] = left) -> bytes:
                 """Asks the first address, and all others the last one, for which little time is left."""

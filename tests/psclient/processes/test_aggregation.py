@@ -84,7 +84,7 @@ class Worker:
             answer.set_result(RoundReply(round, GENERATION, False, (), Payload.pack([np.full(size, -1, np.float32)])))
             return answer
 
-        own = OwnPush(server, plan, contribution, payload, GENERATION.by_session, singly)
+        own = OwnPush(server, contribution, payload, plan, GENERATION.by_session, singly)
         future = self.group.push(own)
         return own if future is own.future else replace(own, future=future)
 
@@ -320,7 +320,7 @@ def test_one_failure_keeps_nobody_waiting(make):
         raise RuntimeError("it cannot")
 
     said = Contribution(1, 1, 1, plan.id, (1.0,), host=7, want=(0,))
-    broken = OwnPush(0, plan, said, Payload.pack([np.ones(4, np.float32)]), GENERATION.by_session, singly)
+    broken = OwnPush(0, said, Payload.pack([np.ones(4, np.float32)]), plan, GENERATION.by_session, singly)
     other = follows.push(1)
     leads.group.push(broken)
     server.until(2)
@@ -499,7 +499,7 @@ def test_nothing_of_this_process_lies_between_the_tensors_of_a_sum(monkeypatch):
     empty: Callable[..., Array] = np.empty
     monkeypatch.setattr(np, "empty", lambda *args, **keys: np.full_like(empty(*args, **keys), 0xAB))
     owns = [
-        OwnPush(0, plan, Contribution(s, 1, 0, plan.id, (1.0,) * 3, host=7), Payload.pack(arrays), {}, _never)
+        OwnPush(0, Contribution(s, 1, 0, plan.id, (1.0,) * 3, host=7), Payload.pack(arrays), plan, {}, _never)
         for s in (1, 2)
     ]
     found = sum_of(owns[0], owns)

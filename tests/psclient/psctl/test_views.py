@@ -39,7 +39,7 @@ from pswire.telemetry.views.job_view import GONE, JobView, Problem, ServerView, 
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import duration, shape, short, size
 from pswire.telemetry.views.rates import rate_words, rates
-from pswire.telemetry.views.variable_list import beside, described, slots, totals
+from pswire.telemetry.views.variable_list import VariableView, beside, slots, totals
 from pswire.telemetry.views.words import STATES
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS, Job, Servers, core, remote, serving
@@ -192,7 +192,7 @@ def test_every_key_is_documented():
     for name in problems:
         assert f"`{name}`" in page, name
     for check in CHECKS:
-        assert f"| {check.name} |" in page, check.name
+        assert f"| {check} |" in page, check
 
 
 def rendered(seen: JobView, width: int) -> list[str]:
@@ -310,14 +310,14 @@ def test_a_link_leads_to_where_the_page_is(page, url, local):
 def test_what_is_no_page_gets_no_code():
     """A task says where its page is; that goes to a terminal."""
     for page in ("", "x", "javascript:alert(1)", "http://a:1/\x1b[2J", "http://a:1/?b", "http://a b:1/", "ftp://a:1/"):
-        task = TaskView("/job:chief/task:0", True, "open", page=page)
+        task = TaskView(True, "/job:chief/task:0", "open", page=page)
         assert [*_of_servers([server(page)], None, CODE), *_of_chief(view_with(tasks=(task,)), CODE)] == [], page
 
 
 def test_why_there_is_no_page_is_said():
     """A chief that is gone has none, as another may have its place; servers have short names."""
     page = "http://127.0.0.1:9102/"
-    tasks = tuple(TaskView("/job:chief/task:0", True, state, page=page) for state in ("lost", "open"))
+    tasks = tuple(TaskView(True, "/job:chief/task:0", state, page=page) for state in ("lost", "open"))
     (link,) = _of_chief(view_with(tasks=tasks), "")
     assert link.url == page, "without a token there is no code"
     assert [_number(text) for text in ("ps:1", "ps-1", "1")] == [1, 1, 1]
@@ -353,7 +353,7 @@ def test_slots_of_tables_are_listed_beside_their_parts():
     primaries = slots(KNOWN)
     assert primaries == {"adam/users/m/part_0": "users/part_0", "adam/users/m/part_1": "users/part_1", "adam/w/m": "w"}
     assert [v.id for v in beside(KNOWN, primaries)] == [0, 3, 1, 4, 2, 5]
-    said = described(KNOWN[0], {})
-    assert (said["shape"], said["bytes"]) == ([None, 8], None)
-    assert shape(said["shape"]) == "[?,8]"
-    assert [server["bytes"] for server in totals(KNOWN)] == [0, 16]
+    said = VariableView.of(KNOWN[0], {})
+    assert (said.shape, said.bytes) == ((None, 8), None)
+    assert shape(said.shape) == "[?,8]"
+    assert [server.bytes for server in totals(KNOWN)] == [0, 16]

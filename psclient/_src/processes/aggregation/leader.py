@@ -23,7 +23,7 @@ from psclient._src.processes.aggregation.link import (
     Pulse,
     Silent,
 )
-from psclient._src.processes.aggregation.sums import OwnPush, part_of, sum_of
+from psclient._src.processes.aggregation.sums import OwnPush, Single, part_of, sum_of
 from pswire.api import Contribution, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
@@ -52,27 +52,20 @@ MOST_RESTS = 64
 
 
 @dataclass(frozen=True, eq=False)
-class HandedContribution:
+class HandedContribution(Single):
     """A contribution that another worker has handed over.
 
     Attributes:
         leader: who has it.
-        server: index of the server that it is for.
         link: where it came from.
         call: its number there.
-        said: what it says.
-        payload: what it contributes.
     """
 
     leader: Leader
-    server: int
     link: HostLink
     call: int
-    said: Contribution
-    payload: Payload
 
     def answer(self, reply: RoundReply) -> None:
-        """Hands on what came of it."""
         name = self.server, self.said.round, self.said.want
         answer = HostMessage(
             LinkMessage.ANSWER, self.server, self.call, self.leader.encoder.encode(reply), reply.payload
@@ -82,7 +75,6 @@ class HandedContribution:
                 self.refuse()
 
     def refuse(self) -> None:
-        """Its sender has to push it."""
         with suppress(LinkLost):
             self.link.tell(LinkMessage.SINGLY, self.call)
 
@@ -172,7 +164,7 @@ class Leader:
         keys = sorted(key for key in self._open if key[0] == server and key[1] <= round)
         return [self._open.pop(key) for key in keys]
 
-    def _offer(self, single: OwnPush | HandedContribution) -> None:
+    def _offer(self, single: Single) -> None:
         server, round = single.server, single.said.round
         with self._lock:
             late = self.lost or round <= self._decided.get(server, -1)
@@ -204,7 +196,7 @@ class Leader:
             except RuntimeError:  # it is over, or this process ends
                 self._refuse(singles)
 
-    def _send(self, own: OwnPush, singles: Sequence[OwnPush | HandedContribution]) -> None:
+    def _send(self, own: OwnPush, singles: Sequence[Single]) -> None:
         """Sends the sum of some contributions; if there is none, each is pushed by itself."""
         try:
             found = sum_of(own, singles)
@@ -223,7 +215,7 @@ class Leader:
     def _answered(
         self,
         own: OwnPush,
-        singles: Sequence[OwnPush | HandedContribution],
+        singles: Sequence[Single],
         want: Sequence[int],
         pushed: Future[RoundReply],
     ) -> None:
@@ -250,7 +242,7 @@ class Leader:
     def _specs(self, own: OwnPush, want: Sequence[int]) -> list[TensorSpec]:
         return [*(self._variable(id).spec.tensor for id in want), *(spec for _, spec in own.plan.given(own.server))]
 
-    def _refuse(self, singles: Sequence[OwnPush | HandedContribution]) -> None:
+    def _refuse(self, singles: Sequence[Single]) -> None:
         for single in singles:
             single.refuse()
 
@@ -338,7 +330,8 @@ class Leader:
             said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
             if said.session != link.session:
                 raise InvalidRequest(f"it sent a push for session {said.session}, but its session is {link.session}")
-            self._offer(HandedContribution(self, message.server, link, message.call, said, message.payload))
+            handed = HandedContribution(message.server, said, message.payload, self, link, message.call)
+            self._offer(handed)
         elif message.kind is LinkMessage.SINGLY and link.session:
             self.decline(message.server, message.call)
         else:
@@ -398,9 +391,9 @@ class _Gathering:
     def __init__(self, since: float) -> None:
         self.since = since
         self.own: OwnPush | None = None
-        self.singles: dict[int, OwnPush | HandedContribution] = {}
+        self.singles: dict[int, Single] = {}
 
-    def take(self, single: OwnPush | HandedContribution) -> None:
+    def take(self, single: Single) -> None:
         self.singles[single.said.session] = single
         if isinstance(single, OwnPush):
             self.own = single
@@ -410,7 +403,7 @@ class _Gathering:
         return self.own is None or not linked & self.own.members.keys() <= self.singles.keys()
 
     @property
-    def in_order(self) -> list[OwnPush | HandedContribution]:
+    def in_order(self) -> list[Single]:
         """All, in task order; those of no member, which no server sums, come last."""
         members = {} if self.own is None else self.own.members
         place = {session: number for number, session in enumerate(members)}

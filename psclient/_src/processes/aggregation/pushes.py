@@ -46,7 +46,7 @@ class Pushes:
         if self.near is None or generation is None or not said.host:
             return self.singly(server, said, payload) if again else self.once(server, said, payload)
         singly = partial(self.near.by_itself, partial(self.singly, server, said, payload))
-        return self.near.push(OwnPush(server, plan, said, payload, generation.by_session, singly))
+        return self.near.push(OwnPush(server, said, payload, plan, generation.by_session, singly))
 
     def singly(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, in no sum, and once more whenever it asks for that."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -20,51 +20,54 @@ from pswire.network.payload import Payload
 
 
 @dataclass(frozen=True, eq=False)
-class OwnPush:
-    """What this process would push to one server.
+class Single(abc.ABC):
+    """One worker's contribution to a round on one server, as it is summed.
 
     Attributes:
         server: index of the server.
+        said: what the worker says.
+        payload: what it contributes; it is summed once it is whole.
+    """
+
+    server: int
+    said: Contribution
+    payload: Payload
+
+    @abc.abstractmethod
+    def answer(self, reply: RoundReply) -> None:
+        """What came of it is there."""
+
+    @abc.abstractmethod
+    def refuse(self) -> None:
+        """It is in no sum: whose it is pushes it."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPush(Single):
+    """What this process would push to one server.
+
+    Attributes:
         plan: the plan.
-        said: what it says.
-        payload: what it contributes; it may still grow.
         members: the members of the generation that it names, by their sessions.
         singly: pushes it, with nobody else's.
         future: the answer.
     """
 
-    server: int
     plan: Plan
-    said: Contribution
-    payload: Payload
     members: Mapping[int, Member]
     singly: Callable[[], Future[RoundReply]]
     future: Future[RoundReply] = field(default_factory=Future)
 
     def answer(self, reply: RoundReply) -> None:
-        """What came of it is there."""
         self.future.set_result(reply)
 
     def refuse(self) -> None:
-        """It is in no sum: pushes it."""
         try:
             pushed = self.singly()
         except Exception as error:
             self.future.set_exception(error)
         else:
             pushed.add_done_callback(partial(follow, self.future))
-
-
-class Single(Protocol):
-    """One worker's contribution, as it is summed."""
-
-    @property
-    def said(self) -> Contribution:
-        """What it says."""
-
-    @property
-    def payload(self) -> Payload:
-        """What it contributes, whole."""
 
 
 def sum_of(own: OwnPush, singles: Sequence[Single]) -> tuple[Contribution, Payload] | None:
