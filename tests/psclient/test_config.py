@@ -78,7 +78,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("read", "given", "said"), WRONG, ids=str)
+@pytest.mark.parametrize(("read", "given", "said"), WRONG, ids=[str(given) for _, given, _ in WRONG])
 def test_wrong_settings_are_named(read, given, said):
     """A word that means nothing would count as absent: the nearest one is told."""
     refused(ConfigError, said, lambda: read(given))
