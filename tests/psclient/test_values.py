@@ -180,19 +180,20 @@ def test_scopes_are_per_thread():
             seen.append(context.get_strategy())
             entered.set()
             leave.wait(30)
+        seen.append(context.has_strategy())
 
     with opened("mirrored-1") as strategy:
         scope = strategy.scope()
         thread = threading.Thread(target=other, args=(scope,))
-        with scope:
-            thread.start()
-            assert entered.wait(30)
-        assert not context.has_strategy()
-        with scope:
+        with strategy.scope():
+            with scope:
+                thread.start()
+                assert entered.wait(30)
+            assert context.get_strategy() is strategy
             leave.set()
             thread.join()
-            assert context.get_strategy() is strategy
-        assert seen == [False, strategy]
+        assert not context.has_strategy()
+        assert seen == [False, strategy, False]
 
 
 def test_the_default_context_is_one_replica():
