@@ -1,8 +1,9 @@
-"""Distributed values, nests of leaves, and contexts: what the API over kinds of strategy does not show."""
+"""Distributed values, nests of leaves, and the contexts in which they are seen."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ import pytest
 
 import psclient as ps
 from psclient._src import context, values
+from psclient._src.arraylike import Mirrored
 from psclient._src.arrays import nest
 from psclient._src.arrays.devices import CPU, as_array
 from psclient._src.context import ReplicaContext
 from psclient._src.values import PerReplica
-from tests.kit.strategies import refused
+from tests.kit.strategies import merged, opened, refused, variable
 
 
 class Lazy:
@@ -30,18 +32,63 @@ class Lazy:
         raise AttributeError
 
 
-def test_lazy_values_are_merged_without_a_look():
-    """The same object comes back itself, different ones become per replica."""
-    lazy = Lazy()
-    assert values.regroup([{"a": (None, lazy)}] * 2)["a"][1] is lazy
+def test_regroup_goes_by_identity():
+    """The same object comes back itself, lazy values untouched; equal but distinct ones become per replica, of which
+    each replica finds its own again. One replica's stay bare. Structures that differ are refused, with the path."""
+    array, lazy = np.ones(2), Lazy()
+    same = values.regroup([{"a": array, "b": (None, lazy), "c": [Lazy, "text"]}] * 2)
+    assert same["a"] is array
+    assert same["b"][1] is lazy
+    assert (same["b"][0], same["c"]) == (None, [Lazy, "text"])
     assert isinstance(values.regroup([Lazy(), Lazy()]), PerReplica)
+    own = [(np.ones(2), {"k": i * 1000}) for i in range(3)]
+    apart = values.regroup(own)
+    assert isinstance(apart[0], PerReplica)
+    for index, (array, more) in enumerate(own):
+        found = values.select(apart, index)
+        assert found[0] is array
+        assert found[1] == more
+    assert values.regroup(own[:1]) is own[0]
+    assert values.per_replica([3]) == 3
+    refused(ValueError, r"at \[0\]", lambda: values.regroup([(1,), ((1, 2),)]))
 
 
-def test_what_is_nothing_but_alike_stays_per_replica():
-    """Numbers that are equal but of two types, NaN, and arrays of NumPy's; a nest has the values of each replica."""
-    for one, other in ((1, True), (1, 1.0), (math.nan, float("nan")), (np.float64(1), np.float64(1))):
-        (merged,) = values.regroup_results([(one,), (other,)])
-        assert all(leaf is own for leaf, own in zip(merged.values, (one, other), strict=True))
+def test_components_of_one_variable_become_the_variable():
+    """In the right order, and all of them; else they are just different values. So it is for what `run` and
+    `merge_call` return."""
+    with opened("mirrored-4") as strategy:
+        v, w = (variable(strategy, synchronization=ps.VariableSynchronization.ON_READ) for _ in range(2))
+        mine, others = (strategy.experimental_local_results(each) for each in (v, w))
+        assert values.regroup(list(mine)) is v
+        for wrong in (mine[::-1], [*mine[:3], others[3]], mine[:2]):
+            assert isinstance(values.regroup(list(wrong)), PerReplica)
+        for each in (v, variable(strategy)):
+            assert strategy.run(lambda x: {"a": [x]}, (each,))["a"][0] is each
+            assert merged(strategy, lambda s, x: [x], each)[0] is each
+
+
+def test_python_numbers_that_replicas_return_merge_by_their_value():
+    """Python shares small numbers, so that identity says nothing of them. Numbers of two types, NaN, and NumPy's
+    arrays stay per replica."""
+    for one, other in ((7, int("7")), (True, True), (1e9, float("1e9")), (1j, complex("1j"))):
+        assert values.regroup_results([(one,), (other,)]) == (one,)
+    for one, other in ((7, 8), (1, True), (1, 1.0), (math.nan, float("nan")), (np.float64(1), np.float64(1))):
+        (apart,) = values.regroup_results([(one,), (other,)])
+        assert all(leaf is own for leaf, own in zip(apart.values, (one, other), strict=True))
+    assert values.regroup_results([7]) == 7
+
+
+def test_a_per_replica_value_is_no_array():
+    """NumPy makes none of it in silence; a mirrored value is as good as one; `repr` shows every value. Local results
+    are a tuple: of a distributed value its values, of a single one itself, of a nest one nest for each replica."""
+    apart, mirrored = PerReplica([np.ones(2), np.ones(2)]), Mirrored([np.ones(2), np.ones(2)])
+    refused(TypeError, r"strategy\.reduce", lambda: np.sum(apart))
+    refused(TypeError, "experimental_local_results", lambda: np.ones(2) + apart)
+    assert np.add(mirrored, 1).tolist() == [2, 2]
+    assert np.asarray(mirrored, "float32").dtype == np.float32
+    assert repr(PerReplica([1, "b"])) == "PerReplica:{\n  0: 1,\n  1: 'b'\n}"
+    assert values.local_results(PerReplica([1, 2])) == (1, 2)
+    assert [values.local_results(single) for single in (7, None, {"a": 1})] == [(7,), (None,), ({"a": 1},)]
     assert values.local_results((PerReplica([1, 2]), 5)) == ((1, 5), (2, 5))
 
 
@@ -120,6 +167,33 @@ def test_a_scope_is_of_the_moment_when_it_is_entered():
         made = context.enter_strategy_scope(s)
     with made:
         assert (context.get_strategy(), context.in_merge_call()) == (s, False)
+
+
+def test_scopes_are_per_thread():
+    """Another thread is outside of every scope; of one that threads share each enters and leaves it for itself, in any
+    order."""
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def other(scope):
+        seen.append(context.has_strategy())
+        with scope:
+            seen.append(context.get_strategy())
+            entered.set()
+            leave.wait(30)
+        seen.append(context.has_strategy())
+
+    with opened("mirrored-1") as strategy:
+        scope = strategy.scope()
+        thread = threading.Thread(target=other, args=(scope,))
+        with strategy.scope():
+            with scope:
+                thread.start()
+                assert entered.wait(30)
+            assert context.get_strategy() is strategy
+            leave.set()
+            thread.join()
+        assert not context.has_strategy()
+        assert seen == [False, strategy, False]
 
 
 def test_the_default_context_is_one_replica():

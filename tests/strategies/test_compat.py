@@ -175,6 +175,7 @@ def test_the_tower_context(distribution, strategy):
     outside = get_tower_context()
     assert (outside.is_single_tower, outside.tower_id, outside.num_towers) == (True, 0, 1)
     assert outside.merge_call(lambda d, x: (d.num_towers, x), 5) == (1, 5)
+    assert DistributionStrategy().strategy is ps.get_strategy()
 
 
 def test_values_are_reduced_and_broadcast(distribution, strategy):

@@ -1,5 +1,5 @@
 """Contexts: in which one a thread is, what may be called there, and what is said where it may not; `merge_call`, where
-replicas meet."""
+replicas meet, several times in one function, and what becomes of them when one fails."""
 
 from __future__ import annotations
 
@@ -317,3 +317,108 @@ def test_the_example_of_the_documents(strategy):
     v = merged(strategy, lambda s: ps.Variable(np.ones(2), name=f"met-{id(object())}"))
     assert (isinstance(v, ps.Variable), v.numpy().tolist()) == (True, [1.0, 1.0])
     assert strategy.extended.variable_created_in_scope(v)
+
+
+def works(strategy):
+    """Runs, meets and reduces, as a proof that nothing is left of what failed before."""
+    total = in_replicas(strategy, lambda i: float(here().all_reduce("sum", np.float32(i))))
+    return total == (float(sum(range(replicas(strategy)))),) * replicas(strategy)
+
+
+def test_they_meet_as_often_as_they_like(strategy):
+    """Each time for what the function says, with the values of then; each sees what was updated the times before.
+    Whatever makes replicas meet comes in the order of the calls."""
+    n, v = replicas(strategy), variable(strategy)
+    met = []
+
+    def add(strategy, x, *, step):
+        met.append(step)
+        strategy.extended.update(v, lambda v, t: v.assign_add(t), (strategy.extended.reduce_to("sum", x, v),))
+
+    def fn(i):
+        seen = []
+        for step in range(4):
+            here().merge_call(add, (np.full(3, i + 1.0, "float32"),), {"step": "step"})
+            seen.append(float(v.read_value()[0]))
+            seen.append(float(here().all_reduce("mean", np.float32(step))))
+        return seen
+
+    total = sum(range(1, n + 1))
+    expected = [x for step in range(4) for x in (float(total * (step + 1)), float(step))]
+    assert in_replicas(strategy, fn) == (expected,) * n
+    assert met == ["step"] * 4
+    assert v.numpy().tolist() == [4.0 * total] * 3
+    w = variable(strategy, 0.0, aggregation=ps.VariableAggregation.SUM)
+
+    def mixed(i):
+        w.assign_add(np.float32(i + 1))
+        first = float(w)
+        reduced = here().all_reduce("sum", np.float32(first))
+        here().merge_call(lambda s: w.assign(2.0))
+        return first, float(reduced), float(w)
+
+    assert in_replicas(strategy, mixed) == ((float(total), float(total * n), 2.0),) * n
+
+
+@pytest.mark.parametrize("meet", [0, 1, 2], ids=["before", "between", "after"])
+def test_one_replica_fails_and_all_end(strategy, meet):
+    """Whenever it does: the caller gets its error, with the replica named, and not what the others raise because of it.
+    Sections that had ended are done, and everything goes on working."""
+    n, v, ended, others = replicas(strategy), variable(strategy), [], []
+
+    def add(strategy):
+        strategy.extended.update(v, lambda v: v.assign_add(1.0))
+
+    def fn(i):
+        try:
+            for step in range(2):
+                if (i, step) == (n - 1, meet):
+                    raise KeyError("mine")
+                here().merge_call(add)
+            if (i, meet) == (n - 1, 2):
+                raise KeyError("mine")
+        except RuntimeError as error:
+            others.append("the run failed: KeyError('mine')" in str(error))
+            raise IndexError from None
+        finally:
+            ended.append(i)
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        in_replicas(strategy, fn)
+    assert sorted(ended) == list(range(n))
+    assert others == [True] * (n - 1) or meet == 2
+    where = f"in replica {n - 1} of {n} (local replica {n - 1}, on cpu:{n - 1})"
+    assert getattr(caught.value, "__notes__", []) == [where] * (n > 1)
+    assert works(strategy)
+    assert v.numpy().tolist() == [float(meet)] * 3
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_what_they_met_for_fails(strategy, caught):
+    """Every replica is told, none can go on by swallowing it, and the caller gets the error itself. What was recorded
+    for servers before the error is not done, in later runs neither."""
+    if kind_of(strategy) == "default" and caught:
+        pytest.skip("the default strategy calls plain functions: what they catch is caught")
+    told, v = [], variable(strategy)
+
+    def merge(strategy):
+        strategy.extended.update(v, lambda v: v.assign_add(1.0))
+        return 1 / 0
+
+    def fn(i):
+        try:
+            here().merge_call(merge)
+        except Exception as error:
+            told.append(type(error))
+            if not caught:
+                raise
+
+    refused(ZeroDivisionError, "", lambda: in_replicas(strategy, fn))
+    assert len(told) == replicas(strategy)
+    with pytest.raises(TypeError, match="cannot be reduced"):
+        in_replicas(strategy, lambda i: here().merge_call(lambda s: s.reduce("mean", None, axis=None)))
+    assert works(strategy)
+    done = kind_of(strategy) != "embedded"  # without servers an update is done at once
+    assert v.numpy().tolist() == [float(done)] * 3
+    v.assign_add(np.ones(3))
+    assert v.numpy().tolist() == [done + 1.0] * 3

@@ -278,6 +278,52 @@ def test_a_value_is_reduced_to_a_place(strategy):
             extended.reduce_to("mean", x, to)
 
 
+WAYS = {
+    "reduce": lambda s, x, v: s.reduce("sum", x, axis=None),
+    "reduce_to the value": lambda s, x, v: s.extended.reduce_to("sum", x, x),
+    "reduce_to a device": lambda s, x, v: s.extended.reduce_to("sum", x, s.extended.worker_devices[0]),
+    "reduce_to a variable": lambda s, x, v: s.extended.reduce_to("sum", x, v),
+    "batch_reduce_to": lambda s, x, v: s.extended.batch_reduce_to("sum", [(x, v)])[0],
+    "all_reduce": lambda s, x, v: s.experimental_local_results(s.run(lambda y: here().all_reduce("sum", y), (x,)))[0],
+}
+USES = [lambda r: r + 1, lambda r: 1 + r, lambda r: r / np.float32(2.0), lambda r: -r, lambda r: r**2, lambda r: r > 2]
+USES += [lambda r: r == np.float32(3.0), float, int, bool, np.sqrt, np.asarray, lambda r: np.round(r / 3, 2)]
+USES += [lambda r: r.shape, lambda r: r.ndim, lambda r: r.dtype, lambda r: f"{r:.3f}", lambda r: np.sum([r, r])]
+
+
+def test_a_reduced_value_is_used_as_an_array(strategy):
+    """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's.
+    Arrays are indexed, iterated over, and have a length; several truths are none. What lives on servers is an index, a
+    text, and added to an array in place."""
+    n = replicas(strategy)
+    x, v = of_each(strategy, [np.float32(i + 1.0) for i in range(4)]), variable(strategy, 0.0)
+    expected = np.asarray(np.float32(sum(range(1, n + 1))))
+    for way, reduced in WAYS.items():
+        if kind_of(strategy) == "default" and way == "all_reduce":
+            continue  # the default context's one replica gets back what it gave
+        for number, use in enumerate(USES):
+            with strategy.scope():
+                found, wanted = use(reduced(strategy, x, v)), use(expected)
+            assert (found, type(found)) == (wanted, type(wanted)), (way, number)
+        with strategy.scope():
+            array = reduced(strategy, x, v).numpy()
+        assert (type(array), array) == (np.ndarray, expected)
+    x, total = of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)]), float(expected)
+    for reduced in WAYS.values():
+        with strategy.scope():
+            found = reduced(strategy, x, variable(strategy))
+            assert (len(found), found.shape, float(found[1])) == (3, (3,), total)
+            assert [float(item) for item in found] == [total] * 3
+            assert (found * found).sum() == 3 * total**2
+    for vector in (variable(strategy), found):
+        refused(ValueError, "ambiguous", lambda vector=vector: bool(vector))
+    index, first = variable(strategy, np.int64(1)), variable(strategy, [1.0, 2.0, 3.0])
+    assert ("abc"[index], f"{first}", bool(variable(strategy, 0))) == ("b", repr(first), False)
+    array = np.ones(3, "float32")
+    array += first
+    assert (array.tolist(), first.numpy().tolist()) == ([2.0, 3.0, 4.0], [1.0, 2.0, 3.0])
+
+
 def test_a_batch_with_a_wrong_pair_reduces_nothing(strategy):
     """What is wrong is told before anything is recorded; the next one is as if it had not been."""
     v, x = variable(strategy), of_each(strategy, [1.0] * 4)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
+from psclient._src.rounds.section import Section
 from tests.kit.cases import search
 from tests.kit.strategies import (
     by_replica,
@@ -20,6 +21,7 @@ from tests.kit.strategies import (
     in_replicas,
     kind_of,
     merged,
+    opened,
     refused,
     replicas,
     variable,
@@ -29,6 +31,39 @@ from tests.kit.strategies import (
 def plain(value):
     """A result as numbers; a variable stays what it is."""
     return value if isinstance(value, ps.Variable) else np.asarray(value).tolist()
+
+
+def test_values_are_brought_together(calls_of):
+    """A section is told once of all that is wanted of it, and not once for each value."""
+    told = calls_of("give_back", Section)
+    with opened("servers-1x1") as strategy:
+        v = variable(strategy)
+
+        def merge(strategy):
+            found = [strategy.extended.update(v, lambda v, k: v + k, (float(k),)) for k in range(20)]
+            told.clear()
+            arrays.extend(strategy.backend.bring([*found, np.zeros(3)]))
+            assert len(told) == 1
+
+        arrays = []
+        merged(strategy, merge)
+    assert [array[0] for array in arrays] == [*map(float, range(20)), 0.0]
+
+
+def test_bringing_one_value_keeps_the_others(strategy):
+    """Also in merge_call, where only what is looked at comes back."""
+    w, n = variable(strategy), replicas(strategy)
+
+    def merge(strategy, x):
+        first, second, third = strategy.extended.batch_reduce_to(
+            "sum", [(x, w), (x, x), (x, strategy.extended.worker_devices[0])]
+        )
+        strategy.extended.update(w, lambda v, y: v.assign(y), (first,))
+        return [np.asarray(second).tolist(), third.tolist()]
+
+    found = merged(strategy, merge, by_replica(strategy, lambda replica: np.ones(3, "float32")))
+    assert found == [[n] * 3, [n] * 3]
+    assert w.numpy().tolist() == [n] * 3
 
 
 def test_what_the_function_returns_comes_back(strategy):

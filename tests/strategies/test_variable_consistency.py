@@ -303,3 +303,27 @@ def test_what_is_open_comes_before_a_save(two):
         t.assign([7.0, 7.0])
         checkpoint.restore(path).assert_consumed()
         assert t.numpy().tolist() == [1.0, 1.0]
+
+
+def test_a_large_round_has_the_transport_for_itself(two, monkeypatch):
+    """What this worker has on its way of its own is taken in before: it would lie in memory that streams need."""
+    strategy, exchange = two, two._exchange
+    with strategy.scope():
+        large = ps.Variable(np.zeros(1 << 20))
+        t = ps.Variable(np.zeros(2), consistency=ps.Async())
+    push, busy = exchange._push_all, []
+
+    def pushed(outgoing, *rest):
+        busy.append(exchange.own.busy) if outgoing.plan.streams else None
+        return push(outgoing, *rest)
+
+    monkeypatch.setattr(exchange, "_push_all", pushed)
+
+    def merge(s, x, y):
+        for v, z in ((large, x), (t, y)):
+            s.extended.update(v, lambda v, z: v.assign_add(z), (s.extended.reduce_to("sum", z, v),))
+
+    for _ in range(3):
+        strategy.run(lambda: ps.get_replica_context().merge_call(merge, (np.ones(1 << 20), np.ones(2))))
+        assert exchange.own.busy or len(busy) == 1
+    assert busy == [False] * 3

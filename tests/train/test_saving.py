@@ -159,6 +159,18 @@ def test_a_failure_is_told_once(told):
         assert not failed("run/ckpt-1")
 
 
+def test_a_failure_that_nobody_asks_for_is_raised_at_the_end(caplog):
+    """And the process leaves cleanly: what it trained is done."""
+    Path("runs").mkdir()
+    Path("runs/run").write_text("no directory")
+    with (
+        pytest.raises(ps.errors.CheckpointError, match="the last checkpoint 'run/ckpt-1' was not saved"),
+        opened("servers-1x1") as strategy,
+    ):
+        counted(strategy)[1].save("run/ckpt")
+    assert "could not close its session" not in caplog.text
+
+
 def test_a_manifest_that_is_too_large_is_told(monkeypatch):
     """Before it is sent, and to those who wait for the save; training goes on, and so do later saves."""
     with opened("servers-1x1") as strategy:

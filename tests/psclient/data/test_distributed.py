@@ -145,6 +145,19 @@ def from_batches(batches: Any, worker: Worker, context: InputContext | None = No
     return DistributedDatasetFromFunction(lambda _: batches, context or InputContext(), worker, 0)
 
 
+def test_the_function_is_called_once_with_its_context():
+    calls: list[InputContext] = []
+
+    def make(context: InputContext) -> ArrayDataset:
+        calls.append(context)
+        return ArrayDataset(np.arange(6)).shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+
+    told = InputContext(2, 1, 2)
+    source = DistributedDatasetFromFunction(make, told, Worker(), 0)
+    assert [[b.tolist() for b in source] for _ in range(2)] == [[[1, 3], [5]]] * 2
+    assert calls == [told]
+
+
 def test_each_replica_takes_one_batch_a_step():
     """Missing ones are empty, with the structure and dtype of the others; also if all of a late worker's are."""
     worker = Worker(local=2, replicas=2)

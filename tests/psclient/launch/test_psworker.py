@@ -401,6 +401,18 @@ def test_psworker_keeps_the_place_as_long_as_it_needs_it(job, monkeypatch, resta
     assert module.run_joined(said) == 7
 
 
+def test_a_job_that_is_begun_anew_has_the_same_place(job):
+    """After a loss all processes start again: this one as the worker that it was."""
+    with joiner(job.verbs[0].address) as joining:
+        assert joining.take().task == W2
+        with joiner(job.verbs[0].address) as other:
+            assert other.take().task == WORKERS[3]
+            begin(job.servers, [server.address for server in job.verbs], "again")
+            assert other.take().task == WORKERS[3]
+        joined = joining.take()
+        assert (joined.task, joined.job.name) == (W2, "again")
+
+
 def test_given_addresses_go_before_the_log_s(job):
     """The chief may reach a server by another name than this process; of those that are not given the log tells."""
     begin(job.servers, ["192.0.2.1:1", "192.0.2.2:2"])

@@ -22,7 +22,7 @@ from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
-from pswire.errors import Fenced, Unreachable
+from pswire.errors import Fenced, ServerLost, Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.network.grpc_channel import open_channel, stub
 from pswire.network.grpc_frames import Frame, frames
@@ -149,6 +149,19 @@ def test_a_stream_that_cannot_go_on_fails_no_call():
         assert job.stream is None
         job.round()
         assert job.stream not in (None, stream)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_server_that_stops_is_told_of(streams):
+    """Who waits learns at once why."""
+    with pair(streams=streams) as job:
+        pull = job.server.pull(job.workers[1].session, [job.variables[0].id], 5)
+        push = job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        job.thread.stop()
+        for waiting in (push, pull):
+            with pytest.raises(ServerLost, match="was stopped"):
+                waiting.result(SOON)
 
 
 def test_a_call_that_is_interrupted_is_cancelled():
