@@ -42,6 +42,7 @@ from tests.kit.rig import (
     Deferred,
     JobWithValues,
     Servers,
+    checkpoint,
     core,
     given,
     reduce_only,
@@ -153,6 +154,24 @@ def test_an_answer_may_ask_again(job, late):
     job.append(Approved(wrong))
     assert isinstance(refused.exception(SOON), InvalidRequest)
     assert len(asked) == 2
+
+
+def test_closing_answers_everyone(job, late):
+    """Whoever waits is told, whatever it waits for: a round, a read, news, a checkpoint."""
+    one, _ = job.join(A, B)
+    variable = job.variable(one, np.array(1))
+    plan, saving = job.approve(reduce_only(NUMBER), one), job.approve(checkpoint("x", (0, 1)), one)
+    waiting = [
+        one.push(plan, [1]),
+        job.verbs[0].pull(one.session, [variable.id], 7),
+        job.verbs[0].watch(one.session, job.verbs[0].status().log, -1),
+        job.verbs[0].snapshot(job.token, saving.id, ""),
+    ]
+    assert not any(future.done() for future in waiting)
+    job.servers.cores[0].close()
+    for future in waiting:
+        with pytest.raises(ServerLost, match="server is shutting down"):
+            future.result(SOON)
 
 
 def test_a_server_says_what_it_holds(job):
