@@ -17,7 +17,7 @@ from pswire.api import (
     ApproveRequest,
     Contribution,
 )
-from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import (
     Approved,
     Done,
@@ -31,6 +31,7 @@ from pswire.model.log import (
     Start,
 )
 from pswire.model.plan import SnapshotOrder, Turn
+from pswire.model.program import Node
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
@@ -40,12 +41,14 @@ from tests.kit.rig import (
     SOON,
     WORKERS,
     Deferred,
+    Job,
     JobWithValues,
     Servers,
     checkpoint,
     core,
     given,
     reduce_only,
+    serving,
     sum_into,
 )
 
@@ -117,6 +120,28 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     assert (answer.done(), len(late.queue)) == (False, 1)
     late.run()
     assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
+
+
+def test_leases_end_by_ticks_alone(job):
+    """A clock that nobody looks at ends nothing; one that was not looked at for long forgives. An end is news for who
+    watches. The other servers have no leases: they learn by a generation who has ended."""
+    one, other = job.join(A, B)
+    first, chief = job.verbs[0], job.opened.session
+    version = first.watch(chief, 0, 0).result(SOON).version
+    news = first.watch(chief, first.status().log, version)
+    job.servers.clock.now += 9_999.0
+    first.heartbeat(chief, -1, b"")
+    job.servers.tick()
+    first.heartbeat(one.session, -1, b"")
+    assert not news.done()
+    job.servers.spend(11, chief, other.session)
+    assert news.result(0).version > version
+    with pytest.raises(Fenced, match="sent no heartbeat"):
+        first.heartbeat(one.session, -1, b"")
+    job.verbs[1].heartbeat(one.session, -1, b"")
+    job.close([])
+    with pytest.raises(Fenced, match="generation"):
+        job.verbs[1].heartbeat(one.session, -1, b"")
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -203,6 +228,22 @@ def test_each_variable_is_asked_for_once(job):
     with pytest.raises(InvalidRequest, match="twice"):
         job.verbs[0].pull(one.session, [0, 0], -1).result(SOON)
     assert job.verbs[0].status().waiting == ()
+
+
+def test_a_plan_needs_no_more_memory_than_there_is(tmp_path):
+    """What a program needs on the way counts, though the variable itself would fit."""
+    with serving("core", 1, tmp_path, memory_limit=4096) as servers:
+        job = Job(servers)
+        (one,) = job.join(A)
+        variable = job.variable(one, np.zeros(8))
+        small = sum_into(variable)
+        wide = Node("broadcast_to", (1,), (("shape", (64, 8)),))
+        outer = (wide, Node("multiply", (0, 2)), Node("sum", (3,), (("axis", 0),)))
+        large = replace(small, programs=(replace(small.programs[0], nodes=outer, assigns=((0, 4),)),))
+        with pytest.raises(MemoryLimit, match=r"a compiled step needs .* limit is 4 KiB") as told:
+            job.verbs[0].propose(one.session, large, "", None)
+        assert told.value.task == "/job:ps/task:0"
+        job.verbs[0].propose(one.session, small, "", None)
 
 
 def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(job, monkeypatch):

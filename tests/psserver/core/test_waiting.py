@@ -91,6 +91,25 @@ def test_who_is_ahead_is_looked_at_when_the_last_moves(job):
     assert len(ahead) == 0
 
 
+@pytest.mark.parametrize("how", ["leave", "generation", "lease"])
+def test_who_goes_releases_the_others(job, how):
+    """A clean farewell, or a lease that ends, at once, before any generation says so; and the generation that leaves it
+    out."""
+    (one, other), plan = members(job, 2, mode="bounded", k=1)
+    one.make(plan, [1])
+    late = one.push(plan, [1])
+    assert not late.done()
+    if how == "leave":
+        job.verbs[0].leave(other.session, "")
+    elif how == "generation":
+        job.close([one.member])
+    else:
+        job.servers.spend(12, one.session)
+        with pytest.raises(Fenced, match="sent no heartbeat"):
+            job.verbs[0].heartbeat(other.session, -1, b"")
+    assert late.result(0).round == 1
+
+
 def test_a_round_that_counts_as_no_step_waits_for_no_clock(job):
     """Its number says nothing of how far its worker is; who is ahead is told that its session has ended."""
     (one, _), plan = members(job, 2, mode="bounded", k=1)

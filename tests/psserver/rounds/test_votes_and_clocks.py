@@ -241,17 +241,6 @@ def test_a_round_that_only_saves_is_no_tick():
     assert found.answers(A.session, 3)
 
 
-def test_who_leaves_releases_the_others():
-    """A member of no later generation, and one whose lease has ended; nobody then waits for it."""
-    for leave in (lambda found: found.leave(B.session), lambda found: later(found, A)):
-        found = clocks(A, B)
-        do(found, A, 0, 1, 2)
-        assert not found.answers(A.session, 2)
-        leave(found)
-        assert found.answers(A.session, 2)
-        assert found.gap == 0
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_other_modes_have_no_clocks(mode):
     found = clocks(*(Member(each.task, each.session, 1, Consistency(mode)) for each in (A, B)))
