@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -20,8 +21,10 @@ from tests.kit.internals import (
     Fenced,
     InvalidRequest,
     Manifest,
+    Node,
     Plan,
     Position,
+    ProgramError,
     Reduction,
     Ref,
     SnapshotOrder,
@@ -352,6 +355,23 @@ def test_a_new_generation_completes_the_round(job):
     assert [reply.excluded for reply in together(*pushed)] == [(gone.task,)] * 2
     commit(job, plan, [future.result(SOON) for future in asked])
     assert files(job) == whole("run/ckpt-1")
+
+
+@pytest.mark.parametrize("copies", [(0,), BOTH], ids=["on one server", "on all"])
+def test_a_round_that_fails_has_no_checkpoint(job, worker, copies):
+    """Who asks for its shard is told, before and after; shards of other servers go with the failure."""
+    adding = sum_into(job.variable(worker, np.array(3), copies))
+    power = replace(adding.programs[0], nodes=(Node("pow", (0, 1)),))
+    plan = job.approve(replace(adding, programs=(power,), snapshot=SnapshotOrder("run/ckpt-1", BOTH)), worker)
+    asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+    pushed = [worker.push(plan, [-1], server=server) for server in BOTH]
+    for server in copies:
+        assert isinstance(pushed[server].exception(SOON), ProgramError)
+        assert "'run/ckpt-1' failed" in told(asked[server])
+        assert "'run/ckpt-1' failed" in told(job.verbs[server].snapshot(job.token, plan.id, ""))
+    fail(job, plan)
+    eventually(lambda: files(job) == [])
+    assert forgotten(job)
 
 
 def test_a_section_that_a_server_refuses_has_no_checkpoint(serve):

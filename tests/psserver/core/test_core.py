@@ -17,7 +17,7 @@ from pswire.api import (
     ApproveRequest,
     Contribution,
 )
-from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import (
     Approved,
     Done,
@@ -31,6 +31,7 @@ from pswire.model.log import (
     Start,
 )
 from pswire.model.plan import SnapshotOrder, Turn
+from pswire.model.program import Node
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
@@ -40,11 +41,14 @@ from tests.kit.rig import (
     SOON,
     WORKERS,
     Deferred,
+    Job,
     JobWithValues,
     Servers,
+    checkpoint,
     core,
     given,
     reduce_only,
+    serving,
     sum_into,
 )
 
@@ -118,6 +122,28 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
 
 
+def test_leases_end_by_ticks_alone(job):
+    """Time in which a server stood still counts for none: it could hear nobody. An end is news for who watches. The
+    other servers have no leases: they learn by a generation who has ended."""
+    one, other = job.join(A, B)
+    first, chief = job.verbs[0], job.opened.session
+    version = first.watch(chief, 0, 0).result(SOON).version
+    news = first.watch(chief, first.status().log, version)
+    job.servers.spend(8, chief, other.session)
+    job.servers.clock.now += 9_999.0
+    job.servers.tick()
+    job.servers.spend(1, chief, other.session)
+    assert not news.done()
+    job.servers.spend(3, chief, other.session)
+    assert news.result(0).version > version
+    with pytest.raises(Fenced, match="sent no heartbeat"):
+        first.heartbeat(one.session, -1, b"")
+    job.verbs[1].heartbeat(one.session, -1, b"")
+    job.close([])
+    with pytest.raises(Fenced, match="generation"):
+        job.verbs[1].heartbeat(one.session, -1, b"")
+
+
 @pytest.mark.parametrize("server", [0, 1])
 def test_signs_of_life_are_counted(job, server):
     """On every server: sessions that are opened, and heartbeats of those that have not ended; none of them, it ends."""
@@ -155,6 +181,24 @@ def test_an_answer_may_ask_again(job, late):
     assert len(asked) == 2
 
 
+def test_closing_answers_everyone(job, late):
+    """Whoever waits is told, whatever it waits for: a round, a read, news, a checkpoint."""
+    one, _ = job.join(A, B)
+    variable = job.variable(one, np.array(1))
+    plan, saving = job.approve(reduce_only(NUMBER), one), job.approve(checkpoint("x", (0, 1)), one)
+    waiting = [
+        one.push(plan, [1]),
+        job.verbs[0].pull(one.session, [variable.id], 7),
+        job.verbs[0].watch(one.session, job.verbs[0].status().log, -1),
+        job.verbs[0].snapshot(job.token, saving.id, ""),
+    ]
+    assert not any(future.done() for future in waiting)
+    job.servers.cores[0].close()
+    for future in waiting:
+        with pytest.raises(ServerLost, match="server is shutting down"):
+            future.result(SOON)
+
+
 def test_a_server_says_what_it_holds(job):
     (one,) = job.join(A)
     job.variable(one, np.zeros(1 << 17))
@@ -184,6 +228,22 @@ def test_each_variable_is_asked_for_once(job):
     with pytest.raises(InvalidRequest, match="twice"):
         job.verbs[0].pull(one.session, [0, 0], -1).result(SOON)
     assert job.verbs[0].status().waiting == ()
+
+
+def test_a_plan_needs_no_more_memory_than_there_is(tmp_path):
+    """What a program needs on the way counts, though the variable itself would fit."""
+    with serving("core", 1, tmp_path, memory_limit=4096) as servers:
+        job = Job(servers)
+        (one,) = job.join(A)
+        variable = job.variable(one, np.zeros(8))
+        small = sum_into(variable)
+        wide = Node("broadcast_to", (1,), (("shape", (64, 8)),))
+        outer = (wide, Node("multiply", (0, 2)), Node("sum", (3,), (("axis", 0),)))
+        large = replace(small, programs=(replace(small.programs[0], nodes=outer, assigns=((0, 4),)),))
+        with pytest.raises(MemoryLimit, match=r"a compiled step needs .* limit is 4 KiB") as told:
+            job.verbs[0].propose(one.session, large, "", None)
+        assert told.value.task == "/job:ps/task:0"
+        job.verbs[0].propose(one.session, small, "", None)
 
 
 def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(job, monkeypatch):

@@ -8,10 +8,11 @@ from threading import Barrier
 
 import pytest
 
+from psserver.calls import MAX_CALLS
 from psserver.effects import settle
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution
 from pswire.cluster import Task
-from pswire.errors import Fenced, ServerLost
+from pswire.errors import Fenced, InvalidRequest, ServerLost
 from tests.kit.rig import SOON, Job, serving
 
 
@@ -34,6 +35,8 @@ CALLS = {
     "a round that is read": lambda worker, plan: worker.job.verbs[0].pull(worker.session, [0], 9),
     "a round": lambda worker, plan: worker.push(plan, [1]),
 }
+KEPT = [kind for kind in CALLS if kind != "a round"]
+"""Those that a client may make any number of; how often a round is sent again has a limit of its own."""
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -46,6 +49,17 @@ def test_whose_session_has_ended_is_told_why(job, kind):
     with pytest.raises(Fenced, match="it failed"):
         mine.result(0)
     assert not others.done()
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_calls_of_one_session_are_bounded(job, kind):
+    """The oldest of too many of a kind are refused; those of other kinds and sessions do not count."""
+    (one, other), plan = members(job, 2)
+    others = [CALLS[each](worker, plan) for each in KEPT for worker in (one, other) if (each, worker) != (kind, one)]
+    mine = [CALLS[kind](one, plan) for _ in range(MAX_CALLS + 2)]
+    assert [call.done() for call in (*mine, *others)] == [True] * 2 + [False] * (MAX_CALLS + len(others))
+    with pytest.raises(InvalidRequest, match=f"{MAX_CALLS} later calls"):
+        mine[0].result(0)
 
 
 def test_who_comes_looks_at_nobody_else(job):
@@ -75,6 +89,25 @@ def test_who_is_ahead_is_looked_at_when_the_last_moves(job):
     last.make(plan, [1])
     assert all(future.done() for future in futures)
     assert len(ahead) == 0
+
+
+@pytest.mark.parametrize("how", ["leave", "generation", "lease"])
+def test_who_goes_releases_the_others(job, how):
+    """A clean farewell, or a lease that ends, at once, before any generation says so; and the generation that leaves it
+    out."""
+    (one, other), plan = members(job, 2, mode="bounded", k=1)
+    one.make(plan, [1])
+    late = one.push(plan, [1])
+    assert not late.done()
+    if how == "leave":
+        job.verbs[0].leave(other.session, "")
+    elif how == "generation":
+        job.close([one.member])
+    else:
+        job.servers.spend(12, one.session)
+        with pytest.raises(Fenced, match="sent no heartbeat"):
+            job.verbs[0].heartbeat(other.session, -1, b"")
+    assert late.result(0).round == 1
 
 
 def test_a_round_that_counts_as_no_step_waits_for_no_clock(job):

@@ -25,11 +25,12 @@ from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from pswire.network.payload import Payload
 from tests.kit import programs
 from tests.kit.programs import job_of
-from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
+from tests.kit.rig import WORKERS, payload, reduce_only, sgd, sum_into
 
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
 V = PlacedVariable(0, VariableSpec("v", NUMBER), (0,))
+W = PlacedVariable(1, VariableSpec("w", PAIR), (0,))
 KERNELS = Kernels(ServerDevice())
 
 
@@ -62,6 +63,26 @@ def test_a_round_reduces_applies_and_gives():
     assert (outcome.assigned, outcome.wanted) == ({}, {})
 
 
+def test_a_server_does_its_own_part():
+    """What a plan does elsewhere is neither read nor given here; results keep their numbers."""
+    far = PlacedVariable(2, VariableSpec("far", NUMBER), (1,))
+    plan = sum_into(far, V)
+    parts = [part(0, plan, [100, 5], server=0)]
+    outcome = run(plan, parts, {0: np.array(1)})
+    assert {id: int(value) for id, value in outcome.assigned.items()} == {0: 6}
+    assert [int(value) for value in outcome.given] == [5]
+
+
+def test_weights_count_in_the_mean():
+    """A weight of 0 leaves out its bytes; those of the others are found all the same."""
+    reductions = tuple(Reduction("mean", PAIR, (0,)) for _ in range(2))
+    plan = Plan(reductions, returned=(Ref("reduction", 0), Ref("reduction", 1)))
+    ones, twos = [1.0, 1.0], [2.0, 2.0]
+    parts = [part(0, plan, [ones, twos], weights=(0.0, 3.0)), part(1, plan, [twos, ones], weights=(1.0, 1.0))]
+    first, second = run(plan, parts, {}).given
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [0.75, 0.75])
+
+
 def test_what_is_assigned_is_its_own():
     """A plain copy of what came over the network keeps no message alive, and of another variable no alias."""
     copy = Program((Input("variable", PAIR), Input("value", PAIR)), (), ((0, 1),), (1,))
@@ -71,6 +92,18 @@ def test_what_is_assigned_is_its_own():
     outcome = run(plan, [part(0, plan, [[1.0, 2.0]])], {1: np.zeros(2)})
     assert outcome.assigned[1].flags.owndata
     assert outcome.assigned[1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.5, 0.25), (0.0, -0.0), (np.nan, 0.0)])
+def test_operands_are_compared_bit_by_bit(first, second):
+    """A zero and its negative differ, and equal NaNs do not. Both processes and both values are in the message."""
+    plan = sgd(W)
+    one, other, same = (part(n, plan, [[1.0, 1.0]], [rate]) for n, rate in enumerate((first, second, first)))
+    with pytest.raises(Diverged) as told:
+        run(plan, [one, other], {1: np.zeros(2)})
+    words = str(WORKERS[0]), str(WORKERS[1]), f"[{first:g}", f"[{second:g}", "operand 0", "round 4", "the section"
+    assert [word for word in words if word not in str(told.value)] == []
+    run(plan, [one, same], {1: np.zeros(2)})
 
 
 def test_operands_are_compared_whole():

@@ -71,6 +71,21 @@ def test_a_round_that_is_forgotten_leaves_no_position(rounds):
     assert (rounds.sequences[None].newest, rounds.positions) == (0, (first,))
 
 
+def test_a_divergence_closes_its_round(rounds):
+    """All who wait are told both positions, nothing runs, and the rounds after it do."""
+    futures = [rounds.push(1), rounds.push(2, plan=OTHER)]
+    errors = rounds.failed()
+    assert set(errors) == set(futures)
+    for error in errors.values():
+        assert isinstance(error, Diverged)
+        assert "worker/task:0 runs: this" in str(error)
+        assert "worker/task:1 runs: that" in str(error)
+    assert (rounds.next_job(), rounds.last) == (None, 0)
+    for session in (1, 2):
+        rounds.push(session, 1)
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_different_batches_are_a_divergence(rounds, order):
     """Both members get one error, with both batches in words of a bounded length, whoever comes first."""
@@ -212,6 +227,15 @@ def test_a_round_that_others_make_is_not_jumped_over(rounds):
     assert {type(error) for error in found.values()} == {Diverged}
 
 
+def test_status_tells_who_is_missing(rounds):
+    """From an open round, with what it does."""
+    rounds.close_generation(Generation(2, MEMBERS))
+    rounds.push(2, generation=2)
+    (waiting,) = rounds.waiting()
+    assert (waiting.round, waiting.section, waiting.approved) == (0, "this", True)
+    assert waiting.missing == (WORKERS[0], WORKERS[2])
+
+
 def test_what_is_pushed_too_soon_is_kept(rounds):
     """Until its generation is here; strangers are told then."""
     early = [rounds.push(session, generation=2) for session in (1, 2, 3)]
@@ -286,6 +310,17 @@ ONE, TWO, THREE = WORKERS[:3]
 @pytest.fixture
 def alone():
     return begun(LONERS[:2])
+
+
+def test_the_rounds_of_all_are_counted(alone):
+    """That is what a server calls its last round; each task has its own numbers beside."""
+    for session, round in ((1, 0), (2, 7), (1, 1)):
+        alone.push(session, round)
+        alone.finish(alone.next_job())
+    assert alone.last == 2
+    assert [(place.task, place.round) for place in alone.places] == [(ONE, 1), (TWO, 7)]
+    with pytest.raises(InvalidRequest, match="round 1 is over; this server is at 7"):
+        alone.refused(2, 1)
 
 
 def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):

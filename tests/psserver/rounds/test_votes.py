@@ -9,7 +9,7 @@ import pytest
 
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
-from pswire.errors import Diverged, Fenced, MemoryLimit, ProgramError
+from pswire.errors import Diverged, Fenced, MemoryLimit, NonfiniteError, ProgramError
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
 from pswire.model.consistency import Consistency
@@ -18,7 +18,7 @@ from pswire.model.log import Approved, Generation, GenerationClosed, Start
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.status import MissedPeer
-from pswire.model.tables import Constant, TableSpec
+from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
@@ -401,6 +401,38 @@ def test_who_is_excluded_has_made_no_rows(tabled):
     tabled.hear()
     assert sum(tabled.sizes) == 10
     assert tabled.rows(*KEYS) == [1.0] * 10 + [0.0] * 10
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_round_that_is_not_applied(tmp_path, nonfinite):
+    """It makes no rows, and counts no keys; rows that are looked up are those before."""
+    tabled = Tables(tmp_path, replace(SPEC, admission=CounterFilter(2)), nonfinite=nonfinite)
+    futures = [
+        *tabled.push(tabled.a, 0, 1, keys=KEYS, value=np.nan, nonfinite=(0, 1)),
+        *tabled.push(tabled.b, 0, 1, keys=KEYS),
+    ]
+    tabled.hear()
+    assert errors(*futures) == [NonfiniteError if nonfinite == "raise" else type(None)] * 4
+    assert tabled.sizes == [0, 0]
+    tabled.next()
+    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS[:5]), *tabled.push(tabled.b, 0, 1)]
+    tabled.hear()
+    assert tabled.sizes == [0, 0]
+
+
+def test_a_table_that_refuses_changes_none(tmp_path):
+    """A part that has no room fails the round on both servers; the next one goes on."""
+    tabled = Tables(tmp_path, replace(SPEC, capacity=MIN_CAPACITY))
+    mine = [key for key in range(40_000) if buckets_of(hashes_of(np.array([key]), SPEC.salt))[0] < 512][:9000]
+    futures = [*tabled.push(tabled.a, 0, 1, keys=mine), *tabled.push(tabled.b, 0, 1, keys=[-1, -2, -3])]
+    tabled.hear()
+    assert errors(*futures) == [MemoryLimit] * 4
+    assert tabled.sizes == [0, 0]
+    tabled.next()
+    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1)]
+    tabled.hear()
+    assert errors(*futures) == [type(None)] * 4
+    assert sum(tabled.sizes) == 20
 
 
 def test_status_tells_for_how_long_a_server_is_not_reached(two):

@@ -213,6 +213,34 @@ def test_who_rests_is_not_waited_for():
     assert found.counted == {1: 7, 2: 7}
 
 
+def test_a_newcomer_counts_from_what_it_tells_and_from_the_least_of_the_others():
+    """While it starts nobody waits for it, and once it has come nobody waits for it to catch up."""
+    found = clocks(A, B)
+    do(found, A, 4, 5, 6)
+    do(found, B, 5)
+    later(found, A, B, C)
+    assert found.counted == {1: 6, 2: 5}
+    found.tell(C.session, 0)
+    assert found.counted[3] == 5
+    later(found, A, B)
+    later(found, A, B, C, start=9)  # it was ahead of all, where it died
+    found.tell(C.session, 9)
+    assert found.counted[3] == 8
+
+
+def test_a_round_that_only_saves_is_no_tick():
+    """One of all workers makes it, and gets no further ahead by it."""
+    found = clocks(A, B)
+    do(found, A, 0, 1)
+    found.over(A.session, 2, True)
+    assert found.counted[A.session] == 1
+    assert found.answers(A.session, 2)
+    do(found, A, 3)
+    assert not found.answers(A.session, 3)
+    do(found, B, 0)
+    assert found.answers(A.session, 3)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_other_modes_have_no_clocks(mode):
     found = clocks(*(Member(each.task, each.session, 1, Consistency(mode)) for each in (A, B)))

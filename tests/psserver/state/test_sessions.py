@@ -1,24 +1,26 @@
-"""Sessions and their leases, with a clock that the test turns; and who has opened which: one answer for all who ask."""
+"""Sessions and their leases, with a clock that the test turns."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from psserver.registry import REMEMBERED, TRANSPORT_TOKEN_BYTES, Registry
+from psserver.registry import Registry
 from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
-from pswire.model.consistency import ASYNC, Consistency
+from pswire.model.consistency import ASYNC, SYNC, Consistency
 from pswire.model.log import Generation, Member
 from pswire.model.status import Pace
-from pswire.security.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
+from pswire.security.session_numbers import count_of, is_made_for
 from tests.kit.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
 LEASE = 10.0
 HEARTBEAT = 2.0
+
+
+def bounded(k):
+    return Consistency("bounded", staleness=k)
 
 
 def begun(limit=8, **more):
@@ -127,6 +129,75 @@ def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
     assert alone.expire(LEASE + 1) == [CHIEF]  # that nobody else is heard is no excuse for it
 
 
+def test_a_task_whose_process_is_gone_is_taken(members):
+    """Its connection has ended and no heartbeat has followed, its lease is over, or it left. While it is alive a second
+    process of it is refused, and the first does not notice. A chief beside it goes on."""
+    first, chief, other = opened(members, A), opened(members, A, drives=True), opened(members, B)
+    with pytest.raises(TaskTaken, match=r"another process is /job:worker/task:0 of this job.*0\.5 s ago.*TF_CONFIG"):
+        opened(members, A, 0.5)
+    assert states(members) == {first: "open", other: "open"}
+    members.part(first, 1.0)
+    with pytest.raises(TaskTaken):
+        opened(members, A, 0.9 + HEARTBEAT)
+    second = opened(members, A, 1.0 + HEARTBEAT)
+    assert states(members) == {first: "failed", other: "open", second: "open"}
+    members.check(chief)
+    with pytest.raises(Fenced, match="started again"):
+        members.check(first)
+    for now in (LEASE / 2, LEASE, 1.5 * LEASE):
+        members.touch(other, now)  # while nobody is heard no lease is over
+    third = opened(members, A, 1.5 * LEASE)
+    fourth = again(members, third, A, 1.5 * LEASE)
+    assert states(members)[fourth] == "open"
+
+
+@pytest.mark.parametrize(
+    ("mode", "other", "words"),
+    [
+        (ASYNC, SYNC, r"task:1 runs with ps.Sync\(\).*task:0 with ps.Async\(\); give .* the same"),
+        (bounded(1), bounded(3), r"with ps.BoundedStaleness\(3\), .*task:0 with ps.BoundedStaleness\(1\)"),
+    ],
+    ids=["modes", "bounds"],
+)
+def test_one_mode_for_all_who_run_the_script(members, mode, other, words):
+    """And one bound: another one is refused, with both names; who is alone, or has taken the place of its own task, is
+    not."""
+    chief, one = opened(members, A, drives=True), members.open(Member(A, 0, 1, mode), False, 0, 0.0)[0]
+    with pytest.raises(ConfigError, match=words):
+        members.open(Member(B, 0, 1, other), False, 0, 0.0)
+    members.check(one)
+    members.check(chief)
+    assert states(members) == {one: "open"}
+    next_one = again(members, one, A)
+    same = opened(members, B)
+    with pytest.raises(ConfigError):  # what a task had goes on if its new process may not begin
+        members.open(Member(A, 0, 1, mode), False, 0, 2 * LEASE)
+    assert states(members) == {one: "failed", next_one: "open", same: "open"}
+
+
+def test_another_job_is_refused_until_this_one_is_over():
+    """The sentence says how to join it, and how to discard it. A process of the same job comes as always."""
+    held = [True]
+    members = begun(held=lambda: held[0])
+    held[0] = False
+    one = members.open(Member(A, 0, 1), False, 0, 0.0, job="red")[0]
+    refused = r"belongs to the job 'blue', but these servers hold the job 'red': .*set PS_JOB=red.*psctl job delete"
+    with pytest.raises(ConfigError, match=refused + "|.*task:0 of it are here"):
+        members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
+    with pytest.raises(ConfigError, match="without a name"):
+        members.open(Member(B, 0, 1), False, 0, 0.0)
+    held[0] = True
+    members.leave(one, "")
+    with pytest.raises(ConfigError, match="it was not closed cleanly, and its variables are still there"):
+        members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
+    assert members.job == "red"
+    two = members.open(Member(B, 0, 1), False, 0, 0.0, job="red")[0]
+    held[0] = False
+    members.leave(two, "")
+    members.open(Member(B, 0, 1), False, 0, 0.0, job="blue")
+    assert members.job == "blue"
+
+
 def test_only_one_process_is_chief(members):
     """Also where another task would drive; once its lease is over, the next one may, with a greater token."""
     number, token = members.open(Member(CHIEF, 0, 0), True, 1, 0.0)
@@ -214,6 +285,74 @@ def test_what_a_chief_acts_on_changes_the_version(members):
     assert changed()
     members.leave(number, "")
     assert not changed()
+
+
+def test_states_tell_how_long_it_is_silent(members):
+    """And where it waits."""
+    number = opened(members, A, 4.0)
+    members.enter(number, "dataset:0")
+    (state,) = members.states(6.5)
+    assert (state.member.task, state.member.session, state.join_point, state.silent) == (A, number, "dataset:0", 2.5)
+
+
+def test_a_clean_end_is_none_after_a_failure(members):
+    """Who was thought dead may still say that it is done; who failed may not take it back."""
+    lost, failed, replaced = opened(members, A), opened(members, B), opened(members, C)
+    for number in (lost, failed, replaced):
+        members.part(number, 0.0)
+    members.expire(LEASE + 1)
+    for _ in range(2):  # a farewell may be sent again
+        members.leave(lost, "")
+    heartbeat_again = opened(members, C)
+    members.leave(failed, "an error")
+    members.leave(replaced, "")
+    for _ in range(2):
+        with pytest.raises(Fenced, match="it failed"):
+            members.leave(failed, "")
+        members.leave(failed, "another error")
+    with pytest.raises(Fenced, match="it left"):
+        members.check(lost)
+    assert states(members) == {lost: "left", failed: "failed", replaced: "left", heartbeat_again: "open"}
+
+
+def test_who_is_excluded_while_it_heartbeats_is_told_why(members):
+    """It held a round up; who had ended is told of that end."""
+    hung, left, other = opened(members, A), opened(members, B), opened(members, C)
+    members.leave(left, "")
+    members.exclude({hung, left, 999})
+    with pytest.raises(Fenced, match="PS_ROUND_TIMEOUT"):
+        members.check(hung)
+    assert states(members) == {hung: "hung", left: "left", other: "open"}
+    with pytest.raises(Fenced, match="PS_ROUND_TIMEOUT"):
+        members.leave(hung, "")
+
+
+def test_a_divergence_that_is_reported_ends_everyone(members):
+    """Any other error ends its own session alone. Who leaves and has not heard of it is told; with an error it may."""
+    one, two, three = (opened(members, task) for task in (A, B, C))
+    members.leave(one, "ValueError: Diverged from the plan")
+    members.check(two)
+    members.leave(two, "Diverged: in round 3")
+    for call in (lambda: members.check(three), lambda: members.leave(three, "")):
+        with pytest.raises(Diverged, match=r"^in round 3$"):
+            call()
+    members.leave(three, "an error of its own")
+    assert set(states(members).values()) == {"failed"}
+
+
+def test_waiting_for_different_plans_in_a_round_ends_everyone(members):
+    """Members, that is; the chief goes on, and tells."""
+    one, two, three = (opened(members, task) for task in (A, B, C))
+    chief = opened(members, CHIEF, drives=True)
+    heartbeat(members, one, 0.0, (4, b"x"))
+    heartbeat(members, two, 0.0, (4, b"x"))
+    heartbeat(members, three, 0.0, (5, b"y"))
+    heartbeat(members, three, 0.0, (4, b"y"))
+    for number in (one, two, three):
+        with pytest.raises(Diverged, match=r"round 4.*worker/task:0 runs: section x.*worker/task:2 runs: section y"):
+            members.check(number)
+    members.check(chief)
+    assert set(states(members).values()) == {"failed"}
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["it has ended", "it waits no more"])
@@ -398,124 +537,3 @@ def test_nobody_drives_where_nothing_is_to_be_driven():
     members.part(chief, 0.0)
     heard(members, workers, 6.0)
     assert not members.is_to_drive(workers[0], 6.0)
-
-
-@pytest.fixture
-def registry():
-    """A server's on which one session may be open at a time; there are none so far."""
-    return Registry(Task("ps", 1), limit=1)
-
-
-def owners(registry, *numbers):
-    return [found and found.task for found in map(registry.find, numbers)]
-
-
-def test_a_session_is_of_the_task_that_opened_it_first(registry):
-    """Another task is refused, and changes nothing; the same one may say it again."""
-    registry.enter(7, A)
-    before = registry.find(7)
-    registry.enter(7, A)
-    with pytest.raises(Forbidden, match=r"session 7 belongs to /job:worker/task:0.*restart /job:worker/task:1"):
-        registry.enter(7, B)
-    assert registry.find(7) == before
-    assert owners(registry, 7, 8) == [A, None]
-
-
-def test_each_session_has_a_token_of_its_own(registry):
-    """It is drawn by lot, and stays the same for as long as the session is known."""
-    for number in range(REMEMBERED):
-        registry.enter(number, A)
-    tokens = {registry.transport_token(number) for number in range(REMEMBERED)}
-    assert {len(token) for token in tokens} == {TRANSPORT_TOKEN_BYTES}
-    assert len(tokens) == REMEMBERED
-    token = registry.transport_token(0)
-    registry.retire([0])
-    registry.enter(0, A)
-    assert registry.transport_token(0) == token
-
-
-def test_one_job_has_so_many_sessions(registry):
-    """One more is refused, and those that are known may open theirs again. Those of a job that is over count no more:
-    they do nothing, and are nobody else's; their processes are told so, and not that they are strangers."""
-    for number in range(REMEMBERED):
-        registry.enter(number, A)
-    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times, which is the limit.*--max-sessions"):
-        registry.enter(REMEMBERED, A)
-    registry.enter(0, A)
-    assert owners(registry, 0, REMEMBERED) == [A, None]
-    registry.retire([0, 1, 999])
-    with pytest.raises(Fenced, match="its job is over"):
-        registry.check(0, None)
-    with pytest.raises(Forbidden):
-        registry.enter(0, B)
-    assert owners(registry, 0, 999) == [A, None]
-    registry.enter(REMEMBERED, B)
-    registry.check(REMEMBERED, None)
-
-
-def test_a_server_for_years_remembers_so_many(registry):
-    """Of jobs that are over the oldest sessions are forgotten first, their tokens with them."""
-    for number in range(3 * REMEMBERED):
-        registry.enter(number, A)
-        registry.retire([number])
-    assert owners(registry, 2 * REMEMBERED - 1, 2 * REMEMBERED) == [None, A]
-    assert len(registry._sessions) == len(registry._past) == REMEMBERED
-
-
-def test_the_generation_says_whose_its_members_are(registry):
-    """Whoever opened them before; also where the session is opened after the generation has begun."""
-    generation = Generation(1, (Member(A, 7, 1), Member(B, 8, 1)))
-    registry.enter(7, A)
-    registry.check(7, generation)
-    registry.enter(8, A)
-    with pytest.raises(
-        Forbidden, match=r"session 8 belongs to /job:worker/task:1, but /job:worker/task:0 has opened it"
-    ):
-        registry.check(8, generation)
-    registry.check(7, generation)
-    registry.check(8, Generation(2, (Member(A, 8, 1),)))
-    with pytest.raises(Fenced, match="was not opened on this server"):
-        registry.check(9, generation)
-
-
-def test_a_number_is_of_the_task_that_it_was_made_for():
-    """All servers see that in it; it is long enough that hardly any is another task's as well, and is never another."""
-    made = [number_for(task, (7 << 60) + 5, count) for task in WORKERS for count in range(1, 200)]
-    assert len(set(made)) == len(made)
-    assert max(made) < 1 << 64
-    for task in WORKERS:
-        mine = [number for number in made if is_made_for(task, number)]
-        assert [count_of(number) for number in mine] == [*range(1, 200)]
-    ahead = [number_for(A, 0, (1 << COUNT_BITS) - 1 + more) for more in range(3)]
-    assert len({*ahead, number_for(A, 0, 1)}) == 4
-    assert all(is_made_for(A, number) for number in ahead)
-
-
-def test_a_task_takes_back_its_own_number(registry):
-    """Also one of a job that is over; with a new token, so that transports that were opened before are no longer of
-    it."""
-    number = number_for(A, 1 << 63, 1)
-    for retired in (False, True):
-        registry.enter(number, B) if not retired else registry.retire([number])
-        if retired:
-            registry._sessions[number] = replace(registry.find(number), task=B)
-        before, version = registry.find(number), registry.ends
-        registry.enter(number, A)
-        assert owners(registry, number) == [A]
-        assert registry.find(number).transport_token != before.transport_token
-        assert registry.ends > version
-        registry.check(number, Generation(1, (Member(A, number, 1),)))
-        with pytest.raises(Forbidden, match="restart /job:worker/task:1"):
-            registry.enter(number, B)
-
-
-def test_a_server_takes_back_its_incarnation(registry):
-    """It is drawn by lot, and made for nobody; a session that was made for its task no server takes."""
-    server, incarnation, made = Task("ps", 0), (1 << 63) + 12345, number_for(A, 1 << 63, 1)
-    registry.enter(incarnation, B)
-    registry.enter(incarnation, server)
-    registry.enter(made, A)
-    for number, task in ((incarnation, B), (incarnation, Task("ps", 2)), (made, server)):
-        with pytest.raises(Forbidden):
-            registry.enter(number, task)
-    assert owners(registry, incarnation, made) == [server, A]
