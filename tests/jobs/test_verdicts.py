@@ -285,15 +285,10 @@ def ended(job):
 
 def test_a_refused_connection_may_be_silence(tmp_path):
     """Behind a proxy nobody knows who refuses: with PS_CONNECTION_REFUSED=retry it takes as long as silence does."""
-    timeouts = dataclasses.replace(QUICK, server_timeout=4.0)
-    keys = {
-        "ps": 2,
-        "workers": 2,
-        "chief": "driver",
-        "timeouts": timeouts,
-        "more": {"PS_CONNECTION_REFUSED": "retry"},
-    }
-    with ProcessCluster(learn, tmp_path, (20, "ps.Sync()", [(1, 5, "1 at 5")]), **keys, gates=["1 at 5"]) as job:
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": dataclasses.replace(QUICK, server_timeout=4.0)}
+    job = ProcessCluster(learn, tmp_path, (20, "ps.Sync()", [(1, 5, "1 at 5")]), **keys, gates=["1 at 5"])
+    job.cluster.client_environ = {"PS_CONNECTION_REFUSED": "retry"}
+    with job:
         job.hear(W1, "at", 5)
         job.kill(PS1)
         assert "PS_SERVER_TIMEOUT" in job.hear_error(W0, f"error: {PS1}: was lost")
