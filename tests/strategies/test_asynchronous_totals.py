@@ -24,9 +24,12 @@ def on_read(name, aggregation, value=0.0):
 
 
 class Made:
-    """What each worker creates, and how its replicas fill it."""
+    """What each worker creates, and how its replicas fill it.
 
-    def __init__(self, strategy):
+    A copy of a worker that comes late begins with the mean that the others have made, so all meet `others` before.
+    """
+
+    def __init__(self, strategy, others=None):
         self.strategy = strategy
         with strategy.scope():
             self.v = ps.Variable(np.zeros(2), name="v")
@@ -34,6 +37,8 @@ class Made:
             self.total = on_read("total", AGGREGATION.SUM)
             self.count = on_read("count", AGGREGATION.SUM, np.int64(0))
             self.average = on_read("average", AGGREGATION.MEAN)
+        if others is not None:
+            self.meet(others)
 
     def step(self, x):
         """A step of training that fills all."""
@@ -75,7 +80,7 @@ def test_all_read_what_all_have_made(mode, replicas):
     both = threading.Barrier(2)
 
     def work(strategy, worker):
-        made = Made(strategy)
+        made = Made(strategy, both)
         for x in (1.0, 2.0, 3.0):
             made.step(x + 20 * worker)
         assert strategy.round == 3
@@ -95,10 +100,10 @@ def test_all_read_what_all_have_made(mode, replicas):
 @MODE
 def test_what_a_worker_has_made_stays_when_it_leaves(mode):
     """Also what it made in its last step, and in a run that an error ended."""
-    left = threading.Event()
+    both, left = threading.Barrier(2), threading.Event()
 
     def work(strategy, worker):
-        made = Made(strategy)
+        made = Made(strategy, both)
         made.step(1.0 + worker)
         if worker:
             made.step(5.0)
