@@ -192,11 +192,11 @@ def _check() -> None:
     """Raises `HostsUnavailable` if something is missing that can be seen without trying."""
     if sys.platform != "linux":
         raise HostsUnavailable("hosts need network namespaces, which only Linux has")
+    if os.geteuid():  # the tools lie where the PATH of other users often does not lead
+        raise HostsUnavailable("hosts need the right to create network namespaces; run this as root")
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         raise HostsUnavailable(f"hosts need {', '.join(missing)}; install iproute2 and util-linux")
-    if os.geteuid():
-        raise HostsUnavailable("hosts need the right to create network namespaces; run this as root")
 
 
 def _hold(name: str) -> subprocess.Popen[bytes]:
