@@ -466,10 +466,10 @@ FULL = """
 import os, sys
 import numpy as np
 from psserver.tables.native import Native
-from psserver.tables.table import Table
 from psserver.tiers import mapped, tier
 from pswire.errors import MemoryLimit
 from pswire.model.tables import SlotTensor, TableSpec
+from tests.kit.table_states import Table
 
 tier.IN_MEMORY = ()  # a small file system of memory stands for a small disk
 tier.TRIAL = 1 << 20
