@@ -108,12 +108,15 @@ def printed(program: str, *words: object, **keys: Any) -> str:
 
 def _end_session(leader: int) -> tuple[str, ...]:
     """Kills what is left of a session; says what it was."""
-    left = [process for process in psutil.process_iter(["cmdline", "name"]) if _session(process.pid) == leader]
+    left = [
+        process for process in psutil.process_iter(["cmdline", "name", "status"]) if _session(process.pid) == leader
+    ]
     for process in left:
         with suppress(psutil.NoSuchProcess):  # it ends by itself
             process.kill()
     outlived = [process.info for process in left if process.pid != leader and process.info["name"] != NAME]
-    return tuple(" ".join(info["cmdline"] or ["?"]) for info in outlived)
+    # What has ended is there until its parent, by now the first process of the machine, asks for it.
+    return tuple(" ".join(info["cmdline"] or ["?"]) for info in outlived if info["status"] != psutil.STATUS_ZOMBIE)
 
 
 def _session(pid: int) -> int:
