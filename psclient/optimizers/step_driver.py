@@ -176,7 +176,7 @@ class StepDriver:
         """Makes a step in the open section, which has nothing else: as it is prepared, or by recording it.
 
         Returns:
-            What rides beside gradients, reduced; each an array, or what is read as one.
+            The values that ride beside gradients, reduced: arrays, or lazy arrays.
         """
         gradients, variables, extras = step.gradients, step.variables, step.extras
         known = self.was_of(variables)

@@ -247,7 +247,7 @@ class Steps:
             rows.forget()
 
     def _end(self, riding: Sequence[Value] | None, trained: Sequence[Trained], scale: float | None) -> None:
-        """Waits for the round of a step, and takes its values; None rides in a step that was left out."""
+        """Waits for the round of a step, and takes its values; `riding` is None where the step was left out."""
         if riding is not None:
             self._backend.reader.take_all()
             self._take(riding, scale)
@@ -295,8 +295,8 @@ class Steps:
         return promised
 
     def _promise(self, trained: Sequence[Trained]) -> tuple[list[Value], dict[int, Coming]] | None:
-        """Sends a round of gradients that are to come; None if they have to be there before."""
-        if self.tables or not (self.gradients.factor and _is_large(trained)):
+        """Sends a large round of gradients that are to come; None if they have to be there before."""
+        if self.tables or not self.gradients.factor:
             return None
         if not all(each.is_plain and each.on_host and type(each.variable) is ServerVariable for each in trained):
             return None

@@ -89,7 +89,7 @@ class Backend(Protocol):
 
     @property
     def nonfinite(self) -> Nonfinite:
-        """What becomes of updates if a contribution has NaN or infinity."""
+        """The policy for updates to which a contribution has NaN or infinity."""
         ...
 
     @property

@@ -43,7 +43,7 @@ HIGH = 254
 
 @dataclass(frozen=True)
 class Order:
-    """What an agent runs.
+    """The task that an agent runs.
 
     Attributes:
         program: the module that is the task: `psserver` or `psclient`.
@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a launcher wants to know of a host before it starts a task there.
+    """The facts of a host that a launcher asks for before it starts a task there.
 
     Attributes:
         version: version of this package there, as `package_version` gives it.

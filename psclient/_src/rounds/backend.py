@@ -103,7 +103,7 @@ class RemoteBackend:
 
     @property
     def nonfinite(self) -> Nonfinite:
-        """What becomes of updates if a contribution has NaN or infinity; the job's, which may change."""
+        """The policy for updates to which a contribution has NaN or infinity: that of the job, which may change."""
         return self._exchange.session.nonfinite
 
     def check_open(self) -> None:

@@ -157,19 +157,11 @@ class Settings:
 
     def is_of(self, kind: type, names: tuple[str, ...], given: Mapping[str, object]) -> bool:
         """Returns whether they are known to be what such attributes say; as the constructor's arguments."""
-        return (
-            self.kind is kind
-            and self._names == names
-            and [*self._given] == [*given]
-            and all(map(is_, self._given.values(), given.values()))
-        )
+        return self.kind is kind and self._names == names and _identical(self._given, given)
 
     def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, object]) -> bool:
         """Returns whether they are of this class, with these names, and have these very attributes."""
-        mine = self._attributes
-        if self.kind is not kind or self._names != names or [*mine] != [*attributes]:
-            return False
-        return all(map(is_, mine.values(), attributes.values()))
+        return self.kind is kind and self._names == names and _identical(self._attributes, attributes)
 
     def view(self, number: Callable[[Number], object]) -> Any:
         """Makes an object of the class with these attributes.
@@ -240,6 +232,11 @@ def _taken(value: object) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return value if type(value) in NUMBERS or isinstance(value, WORDS) else _LEFT_OUT
+
+
+def _identical(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    """Returns whether both have the same names, in one order, and the very same values."""
+    return [*some] == [*others] and all(map(is_, some.values(), others.values()))
 
 
 def _is_fixed(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What reads values of variables from their servers, as variables see it."""
+"""The reader of values on servers, as variables see it."""
 
 from __future__ import annotations
 

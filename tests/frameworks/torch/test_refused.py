@@ -124,12 +124,20 @@ def scaled(scaler, clips=False):
     scaler.step(optimizer)
 
 
+def scaled_apart():
+    rows = pst.Embedding(ps.Variable(torch.zeros(SIZE, 4), consistency=ps.Async()))
+    optimizer, scaler = made(rows, lr=0.1), pst.GradScaler("cpu")
+    scaler.scale(rows(torch.tensor([1])).sum()).backward()
+    scaler.step(optimizer)
+
+
 LOOPS = [
     ("can be iterated only once", TypeError, lambda: pst.Loader(iter(DATA), made())),
     ("is not a distributed optimizer", TypeError, lambda: pst.Loader(DATA, torch.optim.SGD(mlp().parameters()))),
     ("prefetch has a key of type Sequential", TypeError, lambda: lookups(mlp(), lambda batch: batch)),
     ("prefetch has 3 for a Embedding", TypeError, lambda: lookups(pst.Embedding(table()), 3)),
     (r"use psclient\.torch\.GradScaler, which decides", RuntimeError, lambda: scaled(torch.amp.GradScaler("cpu"))),
+    (r"consistency=ps\.Async\(\) do not wait for all workers", ValueError, scaled_apart),
     ("use global_clipnorm", RuntimeError, lambda: scaled(pst.GradScaler("cpu"), clips=True)),
 ]
 

@@ -35,7 +35,7 @@ class Single(abc.ABC):
 
     @abc.abstractmethod
     def answer(self, reply: RoundReply) -> None:
-        """What came of it is there."""
+        """Takes the answer to its round."""
 
     @abc.abstractmethod
     def refuse(self) -> None:
@@ -44,7 +44,7 @@ class Single(abc.ABC):
 
 @dataclass(frozen=True, eq=False)
 class OwnPush(Single):
-    """What this process would push to one server.
+    """A contribution that this process would push to one server.
 
     Attributes:
         plan: the plan.
