@@ -488,6 +488,7 @@ class Coordinated:
         self._spec, self._create = spec, create
         self._pool = ThreadPoolExecutor(8, "worker")
         self._workers: list[Future[None]] = []
+        self._strategies: list[ps.ParameterServerStrategy] = []
         self._coordinator: ps.coordinator.ClusterCoordinator | None = None
 
     @contextmanager
@@ -529,6 +530,7 @@ class Coordinated:
         strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, devices=["cpu:0"], consistency=ps.Async())
         with strategy.scope():
             mine = _made[strategy] = SimpleNamespace(**self._create())
+        self._strategies.append(strategy)
         return strategy, mine
 
     def _serve(self, index: int) -> None:
@@ -546,6 +548,8 @@ class Coordinated:
         for worker in self._workers:
             worker.result(SECONDS)
         self._pool.shutdown(wait=False)
+        for strategy in self._strategies:  # and no others: several jobs may be there at a time
+            _made.pop(strategy, None)
 
 
 @contextmanager
@@ -582,4 +586,3 @@ def coordinated(
     finally:
         functions._registered.clear()
         functions._registered.update(before)
-        _made.clear()
