@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from psserver.programs.kernels.fusion import Step, split
 from psserver.programs.kernels.rows import divided
 from pswire.model.plan import LATER, Apply, Plan, Reduction, Ref
 from pswire.model.program import Program
@@ -108,8 +109,10 @@ def outline(plan: Plan, server: int) -> Outline:
     here = [each for each in every if server in each[0].servers]
     used = [ref for apply, *_ in here for ref in apply.args] + list(given)
     uses = Counter(ref.index for ref in used if ref.kind == "reduction")
-    readers = Counter(ref for ref in used if ref.kind == "result")
-    applications = tuple(_application(plan, *item, uses) for item in here)
+    made = sum(len(plan.programs[apply.program].outputs) for apply in plan.applies)
+    applications = tuple(_Numbers(made).apart(_application(plan, *item, uses) for item in here))
+    readers = Counter(ref for each in applications for ref in each.read)
+    readers.update(ref for ref in given if ref.kind == "result")
     last = {id: number for number, application in enumerate(applications) for id in application.assigned}
     needs = tuple(application.needs for application in applications)
     needs += tuple((ref.index,) if ref.kind == "reduction" else () for ref in given)
@@ -120,10 +123,82 @@ def outline(plan: Plan, server: int) -> Outline:
     return Outline(applications, given, needs, reads, uses, readers, last, watched, results, optional)
 
 
+class _Numbers:
+    """Numbers that programs compute of numbers, such as Adam's corrections: those of several variables only once.
+
+    A program that is left without them is elementwise, so a kernel takes all its applications in one call.
+
+    Args:
+        made: how many results the plan's programs have; the numbers come after them.
+    """
+
+    def __init__(self, made: int) -> None:
+        self._made = made
+        self._steps: dict[int, tuple[Step, ...]] = {}  # of each of the plan's programs
+        self._known: dict[tuple[Program, tuple[tuple[Ref, int], ...]], tuple[Ref, ...]] = {}
+        self._assigned = Counter[int]()
+
+    def apart(self, applications: Iterable[Application]) -> Iterator[Application]:
+        """Yields applications, with those that compute their numbers before them."""
+        for each in applications:
+            steps = self._split(each)
+            yield each if steps is None else (yield from self._cut(each, *steps))
+            self._assigned.update(each.assigned)
+
+    def _split(self, each: Application) -> tuple[Step, Step] | None:
+        """Returns the step that computes numbers, and the elementwise rest; None where there are no such two."""
+        if each.rows is not None or each.measured is not None or each.apply.optional or each.program.outputs:
+            return None
+        if (steps := self._steps.get(each.apply.program)) is None:
+            steps = self._steps[each.apply.program] = split(each.program)
+        if len(steps) != 2 or steps[1].shape is None or steps[1].kept:
+            return None
+        numbers = steps[0].program
+        scalar = not (numbers.assigns or numbers.may_refuse or any(spec.shape for spec in numbers.specs))
+        given = all(each.apply.args[number].kind != "reduction" for number in steps[0].args)
+        return (steps[0], steps[1]) if scalar and given else None
+
+    def _cut(self, each: Application, numbers: Step, rest: Step) -> Generator[Application, None, Application]:
+        args = each.apply.args
+        taken = tuple(args[number] for number in numbers.args)
+        # A variable that was assigned since has another value.
+        key = numbers.program, tuple((ref, self._assigned[ref.index] * (ref.kind == "variable")) for ref in taken)
+        found = self._known.get(key)
+        if found is None:
+            results = range(self._made, self._made + len(numbers.results))
+            found = self._known[key] = tuple(Ref("result", index) for index in results)
+            self._made = results.stop
+            yield _applied(replace(each.apply, args=taken), numbers.program, {}, found)
+        of = dict(zip(numbers.results, found, strict=True))
+        left = tuple(of[number] if number in of else args[number] for number in rest.args)
+        unshared = dict(each.unshared)
+        return _applied(
+            replace(each.apply, args=left),
+            rest.program,
+            {place: unshared[number] for place, number in enumerate(rest.args) if number in unshared},
+        )
+
+
 def _application(
     plan: Plan, apply: Apply, first: int, rows: int | None, measured: int | None, uses: Mapping[int, int]
 ) -> Application:
-    program, args = plan.programs[apply.program], apply.args
+    program = plan.programs[apply.program]
+    given = [(i, ref.index) for i, ref in enumerate(apply.args) if ref.kind == "reduction"]
+    unshared = {i: n for i, n in given if uses[n] == 1 and _is_summed(plan.reductions[n])}
+    made = tuple(Ref("result", first + number) for number in range(len(program.outputs)))
+    use = None if rows is None else _rows_use(plan.reductions[rows], rows, program, apply)
+    return _applied(apply, program, unshared, made, use, measured)
+
+
+def _applied(
+    apply: Apply,
+    program: Program,
+    unshared: Mapping[int, int],
+    made: tuple[Ref, ...] = (),
+    rows: RowsUse | None = None,
+    measured: int | None = None,
+) -> Application:
+    args = apply.args
     specs = [item.spec for item in program.inputs]
     reduced = tuple(i for i, ref in enumerate(args) if ref.kind == "reduction")
     return Application(
@@ -138,10 +213,10 @@ def _application(
         reduced,
         tuple(args[i].index for i in reduced),
         tuple(args[target].index for target, _ in program.assigns),
-        tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and _is_summed(plan.reductions[n])),
+        tuple(unshared.items()),
         tuple(ref for ref in args if ref.kind == "result"),
-        tuple(Ref("result", first + number) for number in range(len(program.outputs))),
-        None if rows is None else _rows_use(plan.reductions[rows], rows, program, apply),
+        made,
+        rows,
         measured,
     )
 
