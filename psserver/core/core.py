@@ -45,6 +45,7 @@ from pswire.errors import PSError, ServerGone
 from pswire.model.log import Approved
 from pswire.model.plan import Plan
 from pswire.model.status import Happened, ServerStatus
+from pswire.network.futures import LeanFuture
 from pswire.network.payload import Payload
 from pswire.servers.requests import ServerRequest
 from pswire.servers.votes import Testimony, Vote
@@ -271,7 +272,7 @@ class Core(ParameterServer):
         return told(last, now, self.registry)
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
-        future: Future[RoundReply] = Future()
+        future: Future[RoundReply] = LeanFuture()
         self._enter(self.machine.push, contribution, payload, begun, future)
         return future
 

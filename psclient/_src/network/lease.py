@@ -42,6 +42,7 @@ from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Gone, Return, Start
 from pswire.model.plan import Nonfinite, Plan
 from pswire.model.status import Pace
+from pswire.network.futures import LeanFuture
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -132,7 +133,7 @@ class Lease:
         self._patience = Patience(self.timeouts.session_timeout, self.timeouts.heartbeat_interval)
         self._tell = broken
         self.owner = Owner()
-        self._broken: Future[None] = Future()
+        self._broken: Future[None] = LeanFuture()
         self._ended = threading.Event()
         self._heartbeats: list[threading.Thread] = []
         self.wakes = [threading.Event() for _ in self.servers]

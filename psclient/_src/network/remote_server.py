@@ -46,7 +46,7 @@ from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done
 from pswire.model.places import Moved
 from pswire.model.status import STILL, ServerStatus
-from pswire.network.futures import follow
+from pswire.network.futures import LeanFuture, follow
 from pswire.network.grpc_channel import Interceptor
 from pswire.network.payload import Payload
 from pswire.network.traffic import TransportName, traffic
@@ -250,7 +250,7 @@ class RemoteServer(ParameterServer):
         asked = transports.ask(ask, decode, over_grpc) if transports else over_grpc()
         if not (transports and self._attempts.told):
             return asked
-        answer: Future[T] = Future()
+        answer: Future[T] = LeanFuture()
         asked.add_done_callback(partial(self._hand_on, answer, over_grpc))
         return answer
 

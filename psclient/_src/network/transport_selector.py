@@ -14,7 +14,7 @@ from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.transport import Answered, Offer, Transport, TransportLost
 from pswire.errors import PSError
 from pswire.model.status import Pace
-from pswire.network.futures import settle
+from pswire.network.futures import LeanFuture, settle
 from pswire.network.payload import Payload
 from pswire.network.traffic import TRANSPORTS, Traffic, TransportName
 
@@ -102,7 +102,7 @@ class TransportSelector:
             self._threads.submit(self._improve)
         if transport is None:
             return otherwise()
-        result: Future[T] = Future()
+        result: Future[T] = LeanFuture()
 
         def answered(answer: Future[Answered]) -> None:
             if isinstance(answer.exception(), TransportLost):
