@@ -344,7 +344,8 @@ class GrpcService(grpc.GenericRpcHandler):
 
     def _assembly(self, first: Frame, size: int) -> Assembly:
         """Returns where a payload is collected whose first part is there."""
-        assembly = self._transports.assembly(size, "grpc")
+        self._transports.check_size(size)
+        assembly = Assembly(size, self._transports.traffic["grpc"])
         assembly.add(first.offset, first.data or ())
         return assembly
 

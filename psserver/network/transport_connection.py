@@ -328,11 +328,17 @@ class Connection:
         data = self._data(message, 0)  # first: a refused push needs its data no more
         header = parse(pb.PushHeader, message.header)
         self._check(PUSH, header)
-        assembly = self._assemblies[message.call] = self._transports.assembly(header.size, self.transport)
-        self._add(message, assembly, data)
+        self._transports.check_size(header.size)
+        if header.size == message.size and not message.offset:
+            payload = Assembly.whole(header.size, self._traffic, data)
+        else:
+            assembly = self._assemblies[message.call] = Assembly(header.size, self._traffic)
+            self._add(message, assembly, data)
+            payload = assembly.payload
+            del assembly
         answer = TransportAnswer(self._channel, message.call)
-        future = self._transports.core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
-        del assembly, data  # the round may be over: then its answer tells that they are free
+        future = self._transports.core.push(messages.contribution_from_pb(header), payload, answer.begin)
+        del payload, data  # the round may be over: then its answer tells that they are free
         self._wait(future, message.call, partial(self._answer_round, answer))
 
     def _answer_round(self, answer: TransportAnswer, future: Future[RoundReply]) -> None:
@@ -529,15 +535,14 @@ class Connections:
             self._outbox = SharedArena(segment.memory), file
         return self._outbox
 
-    def assembly(self, size: int, transport: TransportName) -> Assembly:
-        """Returns the assembly for a message's payload; raises `MemoryLimit` for one that announces too much."""
+    def check_size(self, size: int) -> None:
+        """Raises `MemoryLimit` for a message whose payload is too large."""
         if size > self.max_payload_bytes:
             raise MemoryLimit(
                 f"a message of {size} bytes exceeds this server's limit of {self.max_payload_bytes}; give the server "
                 "more memory, or add servers",
                 self.task,
             )
-        return Assembly(size, self.traffic[transport])
 
     def end(self, error: PSError) -> None:
         """Fails all calls that wait, and all that come, with an error."""

@@ -97,7 +97,7 @@ def portable(array: npt.ArrayLike) -> Array:
     return result if result.flags.c_contiguous else np.ascontiguousarray(result).reshape(result.shape)
 
 
-_BUFFERS = frozenset("?bBhHiIlLqQfd")
+BUFFERS = frozenset("?bBhHiIlLqQfd")
 """The dtypes whose arrays give their memory as bytes at once; to make other views of them first takes several times as
 long."""
 
@@ -111,7 +111,7 @@ def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
     """The offset of each tensor in a payload, and the size of the payload, in bytes."""
     offsets, end = [], 0
     for spec in specs:
-        start = align(end) if spec.nbytes else end
+        start = -(-end // ALIGN) * ALIGN if spec.nbytes else end  # as `align`: a round may have thousands of tensors
         offsets.append(start)
         end = start + spec.nbytes
     return offsets, end
@@ -119,7 +119,7 @@ def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
 
 def as_bytes(array: Array) -> memoryview:
     """The bytes of a contiguous array, not copied."""
-    if array.size and array.dtype.char in _BUFFERS:
+    if array.size and array.dtype.char in BUFFERS:
         return array.data.cast("B")
     return array.reshape(-1).view(np.uint8).data
 

@@ -112,6 +112,17 @@ class Cutter:
 _ZEROS = memoryview(bytes(ALIGN))
 
 
+def whole_part(payload: Payload) -> list[memoryview]:
+    """Returns the buffers of a payload that is whole and one part, as `Cutter` cuts it."""
+    end, buffers = 0, list[memoryview]()
+    for offset, buffer in payload.chunks:
+        if offset > end:
+            buffers.append(_ZEROS[: offset - end])
+        buffers.append(buffer)
+        end = offset + len(buffer)
+    return buffers
+
+
 MIN_PART_BYTES = 1 << 12
 """Least size of parts on the average, so that what a peer announced bounds what it costs to hold."""
 
@@ -153,6 +164,12 @@ class Assembly:
         for buffer in buffers:
             payload.add(self._end, buffer)
             self._end += len(buffer)
+
+    @classmethod
+    def whole(cls, size: int, traffic: Traffic, data: memoryview | None) -> Payload:
+        """Returns the payload of a message that has all of it."""
+        traffic.add(received=size)
+        return Payload([(0, data)] if data is not None else (), size)
 
     def check_whole(self) -> Payload:
         """The payload; raises `InvalidRequest` if parts are missing."""

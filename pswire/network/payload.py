@@ -17,7 +17,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
-from pswire.model.tensor import DTYPES, Array, TensorSpec, as_bytes, join, layout
+from pswire.model.tensor import BUFFERS, DTYPES, Array, TensorSpec, as_bytes, join, layout
 
 Chunk = tuple[int, memoryview]
 """An offset in a payload, and the bytes that belong there."""
@@ -63,13 +63,14 @@ class Payload:
     def pack(cls, arrays: Iterable[Array]) -> Payload:
         """A payload over the arrays' own memory: nothing is copied. Arrays must be `portable`."""
         placed, size = _placed(arrays)
-        return cls([(start, as_bytes(array)) for start, array in placed], size)
+        chunks = [(n, a.data.cast("B") if a.dtype.char in BUFFERS else as_bytes(a)) for n, a in placed]
+        return cls(chunks, size)
 
     @classmethod
     def copied(cls, arrays: Iterable[Array]) -> Payload:
         """As `pack`, with memory of its own: the arrays may change."""
         placed, size = _placed(arrays)
-        memory = np.empty(size, np.uint8)
+        memory = np.zeros(size, np.uint8)  # what lies between tensors, too: equal tensors have equal bytes
         for start, array in placed:
             memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         return cls([(0, memory.data)] if size else (), size)
@@ -190,24 +191,33 @@ class Payload:
             )
         return found
 
-    def tensors(self, specs: Sequence[TensorSpec], into: Mapping[int, Array] = MappingProxyType({})) -> list[Array]:
-        """All tensors as arrays: views where one chunk holds them (then read-only), copies elsewhere.
+    def tensors(
+        self, specs: Sequence[TensorSpec], into: Mapping[int, Array] = MappingProxyType({}), shared: bool = False
+    ) -> list[Array]:
+        """All tensors as arrays: views where one chunk holds them, copies elsewhere.
 
         Args:
             specs: the tensors, in order.
             into: arrays for some of them, by their places in that order, which are filled in place of new ones; each of
                 its tensor's dtype and shape, contiguous.
+            shared: True for arrays that have several readers, and so are read-only.
         """
         offsets, size = layout(specs)
         if size != self.size:
             raise InvalidRequest(f"a payload of {self.size} bytes cannot hold tensors of {size}")
         found = zip(offsets, specs, strict=True)
-        if not into:
-            return [join(self.pieces(offset, spec), spec) for offset, spec in found]
-        return [
+        if len(self.chunks) == 1 and self.end == size and not (into or self.chunks[0][0]):
+            data = self.chunks[0][1]
+            data = data.toreadonly() if shared else data
+            return [np.ndarray(spec.shape, DTYPES[spec.dtype], data, offset) for offset, spec in found]
+        arrays = [
             _filled(into[place], self.pieces(offset, spec)) if place in into else join(self.pieces(offset, spec), spec)
             for place, (offset, spec) in enumerate(found)
         ]
+        for place, array in enumerate(arrays):
+            if shared and place not in into:
+                array.flags.writeable = False
+        return arrays
 
 
 def _filled(array: Array, pieces: Iterable[Array]) -> Array:

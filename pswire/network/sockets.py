@@ -21,7 +21,7 @@ import struct
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -45,7 +45,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.network import scratch
-from pswire.network.parts import STEPS, Cutter, Part
+from pswire.network.parts import STEPS, Cutter, Part, whole_part
 from pswire.network.payload import Payload
 from pswire.network.scratch import NOTHING, SCRATCH
 from pswire.network.shared_memory import SharedArena
@@ -196,8 +196,14 @@ class Message:
 
     def head(self) -> bytes:
         """The head and the header as they travel."""
-        head = HEAD.pack(self.kind, len(self.header), self.call, self.offset, self.size, self.place)
-        return head + self.header
+        return head_of(self.kind, self.call, self.header, self.offset, self.size, self.place)
+
+
+def head_of(
+    kind: MessageKind, call: int, header: bytes = b"", offset: int = 0, size: int = 0, place: int = INLINE
+) -> bytes:
+    """Returns the head and the header of a message as they travel; arguments as the attributes of `Message`."""
+    return HEAD.pack(kind, len(header), call, offset, size, place) + header
 
 
 class MessageSocket:
@@ -232,14 +238,22 @@ class MessageSocket:
         self.sent = self.received = 0
         self.max_header, self.max_data = MAX_HEADER_BYTES, MAX_PART_BYTES
 
-    def send(self, buffers: Iterable[bytes | memoryview]) -> bool:
+    def send(self, buffers: Sequence[bytes | memoryview]) -> bool:
         """Sends buffers, in order, as far as the system takes them; says whether something is left for `flush`.
 
         Raises:
             OSError: the connection is broken.
         """
         with self._lock:
+            sent = 0
+            if not self._out and len(buffers) <= BUFFERS:
+                with suppress(*BLOCKED):
+                    sent = self.sock.sendmsg(buffers)
+                self.sent += sent
+                if sent == sum(map(len, buffers)):
+                    return False
             self._out += [memoryview(buffer) for buffer in buffers if len(buffer)]
+            self._drop(sent)
             self._flush()
             return bool(self._out)
 
@@ -256,12 +270,16 @@ class MessageSocket:
             except BLOCKED:
                 return
             self.sent += sent
-            while sent:
-                first = self._out[0]
-                if len(first) > sent:
-                    self._out[0] = first[sent:]
-                    return
-                sent -= len(self._out.popleft())
+            self._drop(sent)
+
+    def _drop(self, sent: int) -> None:
+        """Drops bytes that the system has taken."""
+        while sent:
+            first = self._out[0]
+            if len(first) > sent:
+                self._out[0] = first[sent:]
+                return
+            sent -= len(self._out.popleft())
 
     def receive(self) -> Iterator[Message]:
         """Yields the messages that are there; ends where the next one is not whole yet.
@@ -276,6 +294,7 @@ class MessageSocket:
     def _messages(self) -> Generator[Message | None, None, None]:
         head = bytearray(HEAD.size)
         while True:
+            data = None
             if self._filled - self._read >= HEAD.size:
                 number, header_size, call, offset, size, place = HEAD.unpack_from(self._scratch, self._read)
                 self._read += HEAD.size
@@ -288,13 +307,17 @@ class MessageSocket:
                     f"a message with {header_size} bytes of header and {size} bytes of data is larger than the limits, "
                     f"{self.max_header} and {self.max_data} bytes"
                 )
-            header = bytearray(header_size)
-            yield from self._fill(memoryview(header))
-            data = None
+            if self._filled - self._read >= header_size:
+                header = bytes(self._scratch[self._read : self._read + header_size])
+                self._read += header_size
+            else:
+                whole = bytearray(header_size)
+                yield from self._fill(memoryview(whole))
+                header = bytes(whole)
             if size and place == INLINE:
                 data = np.empty(size, np.uint8).data
                 yield from self._fill(data)
-            yield Message(kind, call, bytes(header), offset, size, place, data)
+            yield Message(kind, call, header, offset, size, place, data)
 
     def _fill(self, buffer: memoryview) -> Generator[None, None, None]:
         """Reads until a buffer is full; gives None each time that nothing is there."""
@@ -405,7 +428,7 @@ class PayloadSender:
 
     def tell(self, kind: MessageKind, call: int = 0, header: bytes = b"") -> None:
         """Sends a message without data."""
-        self._send((Message(kind, call, header).head(),))
+        self._send((head_of(kind, call, header),))
 
     def let_go(self, place: int, size: int) -> int:
         """Notes that data in shared memory are needed no more, of which the next message tells the other end.
@@ -439,6 +462,14 @@ class PayloadSender:
         with self._lock:
             if self._closed:
                 return
+            if not (ends or self._streams or payload.size > self._part_bytes) and payload.end == payload.size:
+                buffers = whole_part(payload)
+                place = self._put(payload, 0, buffers, payload.size)
+                if place is not None:
+                    self._traffic.add(sent=payload.size)
+                    head = head_of(kind, call, header, 0, payload.size, place)
+                    self._send([head, *buffers] if place == INLINE else [head])
+                    return
             self._streams.append(_Stream(call, Cutter(payload, self._part_bytes, self._steps), (kind, header), ends))
             self.pump()
 
@@ -518,12 +549,12 @@ class PayloadSender:
                 return False
             offset, buffers = stream.part or (0, [])
             size = sum(map(len, buffers))
-            place = self._put(stream, offset, buffers, size)
+            place = self._put(stream.cutter.payload, offset, buffers, size)
             if place is None:
                 self._send(out)
                 return False
             (kind, header), stream.first, stream.part = stream.first, (MessageKind.PART, b""), None
-            out += [Message(kind, stream.call, header, offset, size, place).head()]
+            out += [head_of(kind, stream.call, header, offset, size, place)]
             out += buffers if place == INLINE else []
             self._traffic.add(sent=size)
             ready += size
@@ -531,11 +562,11 @@ class PayloadSender:
                 self._send(out)
                 out, ready = [], 0
         if stream.last is not None:
-            out.append(Message(stream.last[0], stream.call, stream.last[1]).head())
+            out.append(head_of(stream.last[0], stream.call, stream.last[1]))
         self._send(out)
         return stream.last is not None or not stream.ends
 
-    def _put(self, stream: _Stream, offset: int, buffers: Sequence[memoryview], size: int) -> int | None:
+    def _put(self, payload: Payload, offset: int, buffers: Sequence[memoryview], size: int) -> int | None:
         """Returns where the data of a part are; None where they have to wait for room."""
         if self._ring is None or size < SMALL:
             return INLINE
@@ -544,7 +575,7 @@ class PayloadSender:
             self._unread[lent] += 1
             return lent
         # All who are sent one payload are told of one place; it does not keep the arrays of which it is a copy.
-        key = None if self._waits else (weakref.ref(stream.cutter.payload), offset, size)
+        key = None if self._waits else (weakref.ref(payload), offset, size)
         place = self._ring.put(buffers, size, key)
         if place is not None:
             self._unread[place] += 1
@@ -572,5 +603,5 @@ class PayloadSender:
         found: list[bytes] = []
         with suppress(IndexError):  # none is left, or another thread tells the rest
             while True:
-                found.append(Message(MessageKind.FREED, place=self._freed.popleft()).head())
+                found.append(head_of(MessageKind.FREED, 0, place=self._freed.popleft()))
         return found

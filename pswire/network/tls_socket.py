@@ -92,7 +92,7 @@ class Sealed:
         self._tls.write(data)
         self._tell()
 
-    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
+    def sendmsg(self, buffers: Sequence[bytes | memoryview]) -> int:
         """Sends a piece of the buffers; returns how many bytes.
 
         Raises:
@@ -146,10 +146,10 @@ Stream = socket.socket | Sealed
 """The two kinds of connection that a link sends and receives on."""
 
 
-def _records(buffers: Sequence[memoryview]) -> list[bytes | memoryview]:
+def _records(buffers: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """The first piece of some buffers, of which small ones are joined."""
     found: list[bytes | memoryview] = []
-    small: list[memoryview] = []
+    small: list[bytes | memoryview] = []
     size = together = 0
     for buffer in buffers:
         part = buffer[: PIECE - size]

@@ -24,6 +24,7 @@ from typing import Any, cast
 from psclient._src.network import forks
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
+from pswire.network.futures import LeanFuture
 from pswire.network.parts import Assembly
 from pswire.network.payload import Payload
 from pswire.network.shared_memory import CLIENT_BYTES, Segment, SharedArena, SharedView, SlotHold
@@ -285,7 +286,7 @@ class Transport:
         return self._ask(MessageKind.HEARTBEAT, b"", Payload(), pb.HeartbeatReply)
 
     def _ask(self, kind: MessageKind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
-        call = _TransportCall(answer, Future())
+        call = _TransportCall(answer, LeanFuture())
         number = next(self._numbers)
         with self._lock:
             if self._why is not None:
@@ -487,6 +488,9 @@ class Transport:
         if message.kind is MessageKind.ANSWER or message.header:
             header = parse(call.kind, message.header)
             size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
+            if message.kind is MessageKind.ANSWER and call.assembly is None and size == message.size:
+                self._end(message.call, (header, Assembly.whole(size, self._traffic, data)))
+                return
             call.assembly = call.assembly or Assembly(size, self._traffic)
             call.header = header if message.kind is MessageKind.ANSWER else None
         if call.assembly is None:

@@ -114,7 +114,7 @@ class _Pulls:
     def ask(self, asked: Sequence[_Ask]) -> list[list[Array]]:
         """Asks servers, all at once; returns of each the values of variables, or rows of one."""
         answers = zip(asked, self._answers(asked), strict=True)
-        return [[frozen(array) for array in reply.payload.tensors(ask.specs(reply))] for ask, reply in answers]
+        return [reply.payload.tensors(ask.specs(reply), shared=True) for ask, reply in answers]
 
     def tables(self, asked: Sequence[tuple[PlacedVariable, TableRead]]) -> list[tuple[int, list[Array]]]:
         """Asks parts of dynamic tables: see `ReadCache.ask_tables`."""
@@ -550,9 +550,3 @@ class ReadCache:
 def _fresh(kept: dict[int, T], brought: Set[int], alone: Set[int] | None) -> dict[int, T]:
     """Returns what is kept without what others may have changed, of some variables alone or, for None, of all."""
     return {id: value for id, value in kept.items() if id in brought or (alone is not None and id not in alone)}
-
-
-def frozen(array: Array) -> Array:
-    """Makes an array read-only and returns it: all its readers share it."""
-    array.flags.writeable = False
-    return array

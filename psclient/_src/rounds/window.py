@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 
 from psclient._src.network.patience import Deadline
 from psclient._src.network.session import Session
@@ -22,7 +23,7 @@ from psclient._src.options import Round
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
-from psclient._src.rounds.read_cache import ReadCache, frozen
+from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Answered, UnderWay
 from psclient._src.tracing.diagnostics import users_line
 from pswire.api import RoundReply
@@ -39,6 +40,8 @@ FAILED_ROUND = (ProgramError, MemoryLimit)
 """Errors that a round ended with, for every process alike: nothing of it was applied where it failed."""
 
 NO_TRACE = nullcontext()
+
+_NUMBER = attrgetter("number")
 
 MANY_WAITS = 2
 """Waits of a step above which it has waited too often."""
@@ -214,12 +217,14 @@ class Window:
             specs += [each.spec for each in round.lookups[server]]
             ids = [id for id, _ in want]
             targets = self._reads.targets.of(ids)
-            tensors = reply.payload.tensors(specs, targets)
-            fresh |= {id: frozen(tensors[place]) for place, id in enumerate(ids) if place not in targets}
-            behind = map(frozen, tensors[len(want) :])
-            values |= {ref: next(behind) for ref, _ in given}
-            values |= {ref: Rows(next(behind), next(behind)) for ref, _ in rows}
-            looked_up |= {each.variable: Rows(each.ids, next(behind)) for each in round.lookups[server]}
+            tensors = reply.payload.tensors(specs, targets, shared=True)
+            fresh.update(zip(ids, tensors, strict=False))
+            for place in targets:
+                del fresh[ids[place]]
+            behind = iter(tensors[len(want) :])
+            values.update((ref, next(behind)) for ref, _ in given)
+            values.update((ref, Rows(next(behind), next(behind))) for ref, _ in rows)
+            looked_up.update((each.variable, Rows(each.ids, next(behind))) for each in round.lookups[server])
             self._reads.targets.written(ids)
             self._measures.excluded += len(reply.excluded)
             for task in set(reply.excluded) - self._missing[server]:
@@ -241,19 +246,18 @@ class Window:
 
     def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
         """Notes what the answers say of the members."""
-        out = frozenset(task for reply in replies.values() for task in reply.excluded)
-        if replies:
-            absent = out.union(*(reply.observers for reply in replies.values()))
+        said = list(replies.values())
+        out = frozenset[Task]().union(*[reply.excluded for reply in said])
+        if said:
+            absent = out.union(*[reply.observers for reply in said])
             members = () if self._group.alone or round.label is None else round.label.members
             generation = round.label.number if round.label else 0
             # It is made where somebody looks at it: there may be a thousand members.
             self._last = partial(_last_round, round.number, generation, members, self._session.task, out, absent)
-        newest = max(
-            (reply.generation for reply in replies.values()), key=lambda generation: generation.number, default=None
-        )
-        more = any(reply.more for reply in replies.values())
+        newest = max([reply.generation for reply in said], key=_NUMBER, default=None)
+        more = True in [reply.more for reply in said]
         late = out if self._session.consistency.leaves_out and round.plan.trains else frozenset[Task]()
-        over = max((reply.over for reply in replies.values()), default=0)
+        over = max([reply.over for reply in said], default=0)
         self._answered.append(Answered(round.number, round.passed, newest, more, late, over))
 
     def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:

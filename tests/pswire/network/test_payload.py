@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
-from pswire.model.tensor import Array, TensorSpec, layout
+from pswire.model.tensor import Array, TensorSpec, layout, spec_of
 from pswire.network.parts import MIN_PART_BYTES, SPARE_PARTS, STEPS, Assembly, Cutter, Part, parts_of
 from pswire.network.payload import Chunk, Payload
 
@@ -313,3 +313,30 @@ def test_a_payload_of_another_size_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"float64.* at byte 0 has 8 bytes, .* has only 0 of them"):
         Payload((), 8).tensors([TensorSpec("float64", ())])
     assert Payload.pack([]).tensors([]) == []
+
+
+def test_equal_tensors_have_equal_bytes() -> None:
+    """What lies between them is zeros, whatever was in that memory before: so servers compare all at once."""
+    arrays = [np.ones(3, "float32"), np.ones(5, "int8"), np.ones(1)]
+    for _ in range(20):
+        np.full(4 * ALIGN, 7, np.uint8)
+        first, second = (bytes(Payload.copied(arrays).chunks[0][1]) for _ in range(2))
+        assert first == second
+        assert sum(first) == sum(sum(array.tobytes()) for array in arrays)
+
+
+@pytest.mark.parametrize("pieces", [1, 2], ids=["in one piece", "in two"])
+def test_shared_tensors_are_read_only(pieces: int) -> None:
+    """All readers of a value have the same array; others may write into theirs, and arrays that are filled stay so."""
+    arrays = [np.arange(16, dtype="float32"), np.arange(2.0)]
+    specs = list(map(spec_of, arrays))
+    whole = Payload.copied(arrays)
+    data = whole.chunks[0][1]
+    payload = whole if pieces == 1 else Payload([(0, data[:32]), (32, data[32:])], whole.size)
+    for shared in (False, True):
+        found = payload.tensors(specs, shared=shared)
+        assert [array.tolist() for array in found] == [array.tolist() for array in arrays]
+        assert [array.flags.writeable for array in found] == [not shared] * 2
+    own = np.zeros(2)
+    assert payload.tensors(specs, {1: own}, shared=True)[1] is own
+    assert own.flags.writeable and own.tolist() == [0.0, 1.0]
