@@ -16,7 +16,6 @@ import numpy as np
 
 from psserver.execution.contributions import ContributionParts, MemberInput
 from psserver.plans.batches import CallColumn, KernelBatch
-from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
 from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
@@ -294,20 +293,13 @@ class Ready:
                 self.table[:, column.place] = where
         return True
 
-    def run(
-        self,
-        crew: Crew,
-        totals: Callable[[int], float],
-        value: Callable[[Ref], Any],
-        variables: Callable[[Sequence[int]], Sequence[Array]],
-    ) -> list[tuple[int, int]]:
+    def run(self, crew: Crew, totals: Callable[[int], float], value: Callable[[Ref], Any]) -> list[tuple[int, int]]:
         """Runs the kernel, which writes the variables in place: nobody else may hold them.
 
         Args:
             crew: the threads for it.
             totals: returns the sum of the weights of a reduction.
             value: returns the array of a variable, an operand or a result.
-            variables: returns the arrays of several variables.
 
         Returns:
             Numbers of the applications in which the kernel saw NaN or infinity, with its flags. A number may come
@@ -319,21 +311,9 @@ class Ready:
                 weights = list(map(totals, column.numbers[self._rows].tolist()))
                 self.table[:, column.place] = _totals(weights, column.parameter, held)
             elif column.parameter.role != "part":
-                known = self._of_variables(column, variables, held)
-                self.table[:, column.place] = _addresses(column, self._rows, value, held) if known is None else known
+                self.table[:, column.place] = _addresses(column, self._rows, value, held)
         found = crew.run_table(self._batch.kernel.function, self.table, self._batch.strides)
         return [(self.numbers[row], flags) for row, flags in found]
-
-    def _of_variables(
-        self, column: CallColumn, variables: Callable[[Sequence[int]], Sequence[Array]], held: list[Array]
-    ) -> Numbers | None:
-        """Returns the addresses that a parameter takes, if these are variables, and the whole batch runs."""
-        ids = column.variables
-        if ids is None or len(self.numbers) != len(ids):
-            return None
-        arrays = variables(ids)
-        held += arrays
-        return column.addresses(arrays)
 
 
 def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) -> range:

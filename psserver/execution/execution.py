@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from psserver.devices import owned
 from psserver.effects import Await
 from psserver.execution.calls import KernelCall, Ready, Spare
+from psserver.execution.compiled import compiled
 from psserver.execution.contributions import Contributions, MemberInput
 from psserver.execution.lookups import Lookups
 from psserver.execution.nonfinite import NonfiniteValues
@@ -55,7 +57,6 @@ class Execution:
     Attributes:
         begun: True once its operands are taken, which fixes the contributors.
         ran: seconds for which its steps ran.
-        contributions: the members' contributions.
         wanted: numbers of the variables that some member wants back.
         given: the plan's returned values of this server.
         lookups: the rows that members have asked for, once all steps have run.
@@ -67,7 +68,7 @@ class Execution:
         self.job = job
         self.begun = False
         self.ran = 0.0
-        self.contributions = Contributions(job, timer)
+        self._timer = timer
         self.wanted = frozenset[int]().union(*[part.said.want for part in job.parts])
         self._returned: list[Array] = []
         self._rows: list[int] = []
@@ -77,7 +78,7 @@ class Execution:
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
-        self.found = NonfiniteValues(kernels.device, self.contributions)
+        self.found = NonfiniteValues(kernels.device)
         self._batches: Mapping[int, KernelBatch] = {}
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
@@ -87,6 +88,21 @@ class Execution:
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
         self._uses, self._readers = dict(outline.uses), dict(outline.readers)
+
+    @cached_property
+    def contributions(self) -> Contributions:
+        """The members' contributions; a compiled round does not look at them one by one."""
+        found = self.found.sent = Contributions(self.job, self._timer)
+        return found
+
+    @property
+    def dropped(self) -> Set[Task]:
+        """Members that were lost before their contributions were whole."""
+        return self.found.sent.dropped if self.found.sent else frozenset()
+
+    def drop(self, sessions: Set[int]) -> bool:
+        """Stops waiting for incomplete contributions of lost members, as `Contributions.drop`."""
+        return bool(sessions) and self.contributions.drop(sessions)
 
     @property
     def done(self) -> bool:
@@ -185,6 +201,8 @@ class Execution:
         Raises:
             PSError: why the round cannot run; it has changed nothing, unless it is `halfway`.
         """
+        if not on_trial and (ready := self._run_compiled(variables)) is not None:
+            return variables.assigned, ready
         if not self.contributions.senders:
             # All members were restarted while the last round of the earlier ones was still open.
             self._returned += [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
@@ -214,6 +232,34 @@ class Execution:
             if not self.open:
                 self._variables = StepVariables({})
             return variables.assigned, ready
+
+    def _run_compiled(self, variables: StepVariables) -> dict[int | Ref, Array] | None:
+        """Runs the round as it was compiled; returns the values that are final, None where it is not compiled."""
+        job = self.job
+        if self._progressive or job.skipped or not job.is_plain:
+            return None
+        found = compiled(job.prepared, job.parts, self._kernels)
+        seen = None if found is None else found.run(job.parts, variables)
+        if seen is None:
+            return None
+        suspects, unsure = self._suspicious(seen.flags) if seen.flags else ((), ())
+        if suspects:
+            self.contributions.settle()
+        for index in suspects:
+            self.found.accuse(index)
+        for id in unsure:
+            self.found.look(Ref("variable", id), variables.value(id))
+        self.begun, self._at = True, len(self._outline.needs)
+        self._returned += seen.values
+        last, assigned = self._outline.last, variables.assigned
+        ready: dict[int | Ref, Array] = {id: assigned[id].array for id in self.wanted.intersection(last)}
+        return ready | dict(zip(self._outline.given, seen.values, strict=True))
+
+    def _suspicious(self, seen: Sequence[tuple[int, int]]) -> tuple[set[int], set[int]]:
+        """Returns the reductions and the variables in which kernels that write in place saw NaN or infinity."""
+        flagged = [(self._outline.applications[number], flags) for number, flags in seen]
+        suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
+        return suspects, {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
 
     def _begun_tables(self, room: int, on_trial: bool) -> TableRounds:
         prepared = self.job.prepared
@@ -333,10 +379,8 @@ class Execution:
         unsure: Set[int]
         if isinstance(call, Ready):
             assigned = dict(zip(call.assigned, self._variables.values(call.assigned), strict=True))
-            seen = call.run(self._kernels.crew, self.contributions.total, self._value, self._variables.arrays)
-            flagged = [(self._outline.applications[number], flags) for number, flags in seen]
-            suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
-            unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
+            seen = call.run(self._kernels.crew, self.contributions.total, self._value)
+            suspects, unsure = self._suspicious(seen)
         else:
             judged = call.judged if isinstance(call, KernelCall) else frozenset[int]()
             found, outputs = call.run(lambda ref: self._value(ref, judged), self._device.xp)

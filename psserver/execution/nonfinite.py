@@ -41,17 +41,17 @@ class NonfiniteValues:
 
     Args:
         device: the device of the values.
-        sent: the contributions that they are computed from.
 
     Attributes:
+        sent: the contributions that they are computed from; None as long as nobody has looked at them one by one.
         contributions: non-finite contributions: the number of the reduction, and the contributor's task.
         variables: numbers of the variables that are not finite after the round, each with True if it was known not to
             be finite before. On a GPU both are complete after `settle`.
     """
 
-    def __init__(self, device: ServerDevice, sent: Contributions) -> None:
+    def __init__(self, device: ServerDevice) -> None:
         self._device = device
-        self._sent = sent
+        self.sent: Contributions | None = None
         self._flags: list[tuple[Ref, Any, Any, Any]] = []
         self._doubts: list[tuple[Doubt, Mapping[int, tuple[Any, Any]]]] = []
         self.contributions: list[tuple[int, Task]] = []
@@ -130,6 +130,6 @@ class NonfiniteValues:
 
     def accuse(self, index: int) -> None:
         """Finds the contributors of non-finite values to a reduction; the contributions must not be released yet."""
-        for task, pieces in self._sent.counted(index):
+        for task, pieces in self.sent.counted(index) if self.sent else ():
             if not all(map(is_finite, pieces)):
                 self.contributions.append((index, task))

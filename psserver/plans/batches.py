@@ -6,12 +6,10 @@ Where a plan updates many variables alike, an application in a round is a kernel
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from operator import is_
 
 import numpy as np
 
@@ -21,7 +19,7 @@ from psserver.programs.kernels import rows
 from psserver.programs.kernels.codegen import Parameter, SumTerm
 from psserver.programs.kernels.kernels import Kernels, Stage
 from pswire.model.plan import Plan, Ref
-from pswire.model.tensor import DTYPES, Array, address_of
+from pswire.model.tensor import DTYPES
 
 MAX_PARTS = 8
 """Most contributions that one kernel sums; more are summed before it runs."""
@@ -47,21 +45,6 @@ class CallColumn:
         self.numbers = np.array(indices, np.int64)
         self.variables = indices if all(ref.kind == "variable" for ref in refs) else None
         self.shared = refs[0] if len(set(refs)) == 1 else None
-        self._known: list[weakref.ref[Array]] = []
-        self._places: Numbers = np.empty(0, np.int64)
-
-    def addresses(self, arrays: Sequence[Array]) -> Numbers | None:
-        """Returns the addresses of the arrays for all applications; None if some array is not contiguous.
-
-        A variable that is written in place has the same one in each round. So they are kept as long as the arrays are
-        the same: to ask for them takes long.
-        """
-        if len(self._known) != len(arrays) or not all(map(is_, [each() for each in self._known], arrays)):
-            # Weakly: else the store were not the only holder of its arrays, and nothing were written in place.
-            if not all(array.flags.c_contiguous for array in arrays):
-                return None
-            self._known, self._places = list(map(weakref.ref, arrays)), np.array([*map(address_of, arrays)], np.int64)
-        return self._places
 
 
 class KernelBatch:

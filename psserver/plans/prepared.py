@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 from psserver.plans.batches import KernelBatch, PlanKernels, plan_kernels
 from psserver.plans.layout import ContributionLayout, RowBytes, lay_out
@@ -37,6 +38,7 @@ class PreparedPlan:
 
     Attributes:
         is_alone: True if a worker may make a round of it alone, in a job whose workers make rounds together.
+        compiled: what its rounds are compiled to, by kernels and weights; False for those that cannot be.
 
     Raises:
         ProgramError: a program cannot be run.
@@ -52,6 +54,7 @@ class PreparedPlan:
         self._settled: dict[tuple[Kernels, int], PlanKernels] = {}
         self._policies: dict[Consistency, Policy] = {}
         self.is_alone = False
+        self.compiled: dict[object, Any] = {}
 
     def look(self, variables: Mapping[int, PlacedVariable]) -> None:
         """Looks at the variables that it assigns, once it is verified."""

@@ -190,6 +190,15 @@ class ReadyRound:
         return self.prepared.computed + sum([part.payload.size for part in self.parts]) <= most
 
     @cached_property
+    def is_plain(self) -> bool:
+        """True if each member contributes by itself, with examples, and asks for no rows."""
+        for part in self.parts:
+            said = part.said
+            if said.observes or said.lookups or said.parts or said.host or part.within:
+                return False
+        return True
+
+    @cached_property
     def skipped(self) -> bool:
         """True if nothing of it is applied, though it is over as any other."""
         return self.plan.nonfinite == "skip" and bool(self.accused)

@@ -254,7 +254,7 @@ class PendingRound:
         if self.error is not None:
             raise self.error
         said, payload = push.said, push.payload
-        effects = self._tear_for(said, runs)
+        effects = self._tear_for(said, runs) if said.host else list[Effect]()
         found = self.parts.get(said.session)
         if said.parts:
             self._check_sum(said, found)
@@ -291,7 +291,7 @@ class PendingRound:
 
         Not a whole one that the round is made with: then the contribution is late, and counts nowhere.
         """
-        if not said.host or said.parts:
+        if said.parts:
             return []
         found = self.parts.get(said.session)
         near = (part for part in self.parts.values() if part.summed and part.said.host == said.host)

@@ -177,7 +177,8 @@ class Rounds:
             self._closures.check(said.closure, said, member, self.sequences)
         sequence = self.sequences.setdefault(key, RoundSequence())
         sequence.check_open(said)
-        if take_over(sequence, push, member, self._running == (key, said.round), self._effects):
+        runs = self._running == (key, said.round)
+        if said.closure is not None and take_over(sequence, push, member, runs, self._effects):
             return
         senders = _senders(generation, push.said, member)
         if (pending := sequence.open.get(said.round)) is None:
@@ -185,8 +186,9 @@ class Rounds:
             pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
-        for part, each in senders:
-            self._check_order(sequence, part, each)
+        if len(sequence.open) > (said.round in sequence.open):
+            for part, each in senders:
+                self._check_order(sequence, part, each)
         self._turns.come(key, sequence)
         sequence.open[said.round] = pending
         if pending.differs(said):
@@ -194,11 +196,11 @@ class Rounds:
                 pending.doubtful.append(push)
                 return
             self._refuse_or_evict(pending, said, member)
-        if (differ := different_batches(pending, senders)) is not None:
+        if (said.batch or said.parts) and (differ := different_batches(pending, senders)) is not None:
             raise self._fail(pending, differ)
         for part, _ in senders:
             sequence.came(part)
-        shares, effects = pending.take(push, [each for _, each in senders], self._running == (key, said.round))
+        shares, effects = pending.take(push, [each for _, each in senders], runs)
         self._effects += effects
         if (plan := self.plans.get(said.plan_id)) is not None:
             for share in shares:

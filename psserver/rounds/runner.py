@@ -126,6 +126,9 @@ class Runner:
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Effect]:
         """Registers a callback for when the answer to a contribution begins to stream."""
+        plan = self._rounds.plans.get(said.plan_id)
+        if plan is not None and not plan.streams:
+            return []  # its answers are sent when they are whole
         runs = isinstance(self._phase, Running) and self._phase.job.is_of(said)
         return self._answers.listen(said, future, begun, runs)
 
@@ -139,7 +142,7 @@ class Runner:
         if phase is None:
             job = self._rounds.next_job()
         elif isinstance(phase, Running):
-            if phase.execution.contributions.drop(self._rounds.fenced) and phase.on_trial:
+            if phase.execution.drop(self._rounds.fenced) and phase.on_trial:
                 return self._again(phase.job, phase, phase.job.attempt)
             return self._steps.look(phase)
         elif isinstance(phase, Deciding):
@@ -316,7 +319,7 @@ class Runner:
         effects = self._rounds.unused(job)
         if error is None:
             warnings = [line for warns in self._hooks.warns for line in warns(execution)]
-            dropped = sorted(execution.contributions.dropped)
+            dropped = sorted(execution.dropped)
             record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
             for committed in self._hooks.committed:
                 effects += committed(job, running.given)

@@ -1,0 +1,203 @@
+"""A round compiled: what it makes has the same bits as without, and what differs from the last one runs without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from psclient._src.tracing.recorder import Recording, trace
+from psserver.devices import ServerDevice
+from psserver.execution import execution
+from psserver.programs.kernels.kernels import Kernels
+from pswire.errors import Diverged
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
+from pswire.model.tensor import TensorSpec, spec_of
+from tests.kit.programs import job_of, run, same_bits
+
+SIZES = (8, 9, 30)
+NUMBER = TensorSpec("float32", ())
+STEP, FIRST = 0, 1
+"""Numbers of the variable that counts steps, and of the first one that is trained; its momentum comes after it."""
+
+
+def adam(v, m, t, g):
+    m.assign(0.9 * m + 0.1 * g)
+    v.assign_sub(0.01 * m / (1 - 0.9**t))
+
+
+class Steps:
+    """A plan that trains variables as Adam does, and gives back a number.
+
+    Attributes:
+        plan: the plan.
+        operands: the numbers of its programs.
+        values: its variables.
+    """
+
+    def __init__(self, sizes=SIZES, op="sum"):
+        self.operands, self._programs, self._applies = [], [], []
+        self.values = {STEP: np.float32(0).reshape(())}
+        self._add(lambda t: t.assign_add(1.0), [Ref("variable", STEP)], [NUMBER])
+        reductions = [Reduction("mean", NUMBER, (0,))]
+        for place, size in enumerate(sizes):
+            spec, first = TensorSpec("float32", (size,)), FIRST + 2 * place
+            args = [Ref("variable", first), Ref("variable", first + 1), Ref("variable", STEP)]
+            self._add(adam, [*args, Ref("reduction", len(reductions))], [spec, spec, NUMBER, spec])
+            reductions.append(Reduction(op, spec, (0,)))
+            self.values |= {first: random(size, 99), first + 1: random(size, 98)}
+        self.plan = Plan(
+            tuple(reductions),
+            tuple(Operand(spec_of(array), (0,)) for array in self.operands),
+            tuple(self._programs),
+            tuple(self._applies),
+            (Ref("reduction", 0),),
+        )
+        self.sizes = sizes
+
+    def _add(self, fn, refs, specs):
+        recording = Recording()
+        given = [
+            recording.variable(spec, f"v{ref.index}", ref) if ref.kind == "variable" else recording.value(spec, ref)
+            for ref, spec in zip(refs, specs, strict=True)
+        ]
+        found = trace(recording, fn, given)
+        args = [each if isinstance(each, Ref) else self._operand(np.asarray(each)) for each in found.origins]
+        self._programs.append(found.program)
+        self._applies.append(Apply(len(self._programs) - 1, (0,), tuple(args)))
+
+    def _operand(self, array):
+        same = [n for n, each in enumerate(self.operands) if same_bits(each, array)]
+        if not same:
+            self.operands.append(array)
+        return Ref("operand", same[0] if same else len(self.operands) - 1)
+
+    def fresh(self):
+        return {id: np.array(value) for id, value in self.values.items()}
+
+    def job(self, members=2, seed=0, part_bytes=1 << 20):
+        """A round of it: other gradients with each seed."""
+        sent = [
+            [np.float32(n).reshape(()), *(random(size, 7 * seed + n) for size in self.sizes)] for n in range(members)
+        ]
+        return job_of(self.plan, sent, self.operands, part_bytes)
+
+
+def random(size, seed):
+    return np.random.default_rng(seed).normal(size=size).astype("float32")
+
+
+def train(kernels, jobs, values, lent=None):
+    """Runs rounds, one after the other, with the plan of the first; returns the last outcome."""
+    for job in jobs:
+        job = replace(job, prepared=jobs[0].prepared)
+        found = run(job, kernels, values, frozenset(values) if lent is None else lent)
+        values.update(found.assigned)
+    return found
+
+
+def warmed(kernels, steps, **how):
+    """A job whose next rounds are compiled."""
+    job = steps.job(**how)
+    for _ in range(3):
+        run(job, kernels, steps.fresh())
+        kernels.compiler.wait()
+    return job
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_compiled_round_has_the_bits_of_any_other(kernels, monkeypatch, op, members):
+    """Over several rounds, in place; numbers that all variables need alike are computed once."""
+    steps = Steps(op=op)
+    jobs = [warmed(kernels, steps, members=members), *(steps.job(members, seed) for seed in range(1, 5))]
+    assert len(jobs[0].prepared.outline.applications) == 2 + len(SIZES)
+    values, before = steps.fresh(), kernels.interpretations
+    arrays = dict(values)
+    found = train(kernels, jobs, values)
+    assert [bool(each) for each in jobs[0].prepared.compiled.values()] == [True]
+    assert kernels.interpretations - before == 2 * len(jobs)
+    assert all(values[id] is arrays[id] for id in values if id != STEP)
+    monkeypatch.setattr(execution, "compiled", lambda *_: None)
+    expected = steps.fresh()
+    other = train(kernels, jobs, expected)
+    assert all(same_bits(values[id], expected[id]) for id in values)
+    assert [each.tolist() for each in found.given] == [each.tolist() for each in other.given]
+    assert values[STEP] == len(jobs)
+    plain = steps.fresh()
+    train(Kernels(ServerDevice()), [steps.job(members, seed) for seed in range(5)], plain)
+    assert all(same_bits(values[id], plain[id]) for id in values)
+
+
+def cut(steps, job):
+    return steps.job(part_bytes=64)
+
+
+def absent(steps, job):
+    sent = [[np.float32(n).reshape(()), *(random(size, n) for size in SIZES)] for n in range(2)]
+    sent[1][2] = None
+    return job_of(steps.plan, sent, steps.operands)
+
+
+@pytest.mark.parametrize("other", [cut, absent, None], ids=["in pieces", "one gives nothing", "somebody reads"])
+def test_what_is_not_as_it_was_compiled_is_made_without(kernels, other):
+    """In one round of many: those after it are compiled again."""
+    steps = Steps()
+    job = warmed(kernels, steps)
+    between = job if other is None else other(steps, job)
+    lent = frozenset(steps.values) - ({FIRST} if other is None else set())
+    values, expected = steps.fresh(), steps.fresh()
+    for round, free in ((job, None), (between, lent), (job, None)):
+        train(kernels, [replace(round, prepared=job.prepared)], values, free)
+        train(Kernels(ServerDevice()), [replace(round, prepared=steps.job().prepared)], expected)
+    assert all(same_bits(values[id], expected[id]) for id in values)
+
+
+def test_different_numbers_are_refused_before_anything_is_written(kernels):
+    steps = Steps()
+    job = warmed(kernels, steps)
+    sent = [[np.float32(0).reshape(()), *(random(size, 1) for size in SIZES)]]
+    one = job_of(steps.plan, sent, steps.operands).parts[0]
+    two = job_of(steps.plan, [*sent, *sent], [each + 1 for each in steps.operands]).parts[1]
+    torn = replace(job, parts=(one, two))
+    values = steps.fresh()
+    train(kernels, [job], values)
+    before = {id: value.copy() for id, value in values.items()}
+    with pytest.raises(Diverged, match="must be equal on all workers"):
+        run(torn, kernels, values, frozenset(values))
+    assert all(same_bits(values[id], before[id]) for id in values)
+
+
+def test_nan_is_found_and_its_sender_named(kernels):
+    """As without: which variables have it, and who has sent it."""
+    steps = Steps()
+    job = warmed(kernels, steps)
+    bad = random(SIZES[1], 3)
+    bad[4] = np.nan
+    sent = [[np.float32(n).reshape(()), *(random(size, n) for size in SIZES)] for n in range(2)]
+    sent[1][2] = bad
+    poisoned = replace(job_of(steps.plan, sent, steps.operands), prepared=job.prepared)
+    values = steps.fresh()
+    found = run(poisoned, kernels, values, frozenset(values)).found
+    assert found.contributions == [(2, poisoned.parts[1].member.task)]
+    assert set(found.variables) == {FIRST + 2, FIRST + 3}
+
+
+def test_numbers_of_a_variable_that_was_assigned_since_are_computed_anew():
+    """Not those that were computed of its value of before."""
+    steps = Steps((4, 4))
+    tick = steps.plan.applies[0]
+    first, second = steps.plan.applies[1:]
+    plan = replace(steps.plan, applies=(first, tick, second))
+    job = job_of(plan, [[np.float32(0).reshape(()), random(4, 1), random(4, 2)]], steps.operands)
+    assert len(job.prepared.outline.applications) == 5
+    values = steps.fresh() | {STEP: np.float32(1).reshape(())}
+    found = run(job, Kernels(ServerDevice()), values).assigned
+    expected = [values[FIRST + 2 * n] - _moved(values[FIRST + 2 * n + 1], random(4, n + 1), n + 1) for n in range(2)]
+    assert [found[FIRST + 2 * n].tolist() for n in range(2)] == [each.tolist() for each in expected]
+
+
+def _moved(m, g, t):
+    f = np.float32
+    return f(0.01) * (f(0.9) * m + f(0.1) * g) / (f(1) - f(0.9) ** f(t))
