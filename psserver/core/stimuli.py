@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from psserver.effects import Work
 from psserver.registry import Registry
@@ -34,7 +34,6 @@ WORDS: dict[str, Callable[..., tuple[int | None, str]]] = {
     "initialize_batch": lambda batch, *_: (None, f"{counted(len(batch), 'variable')}, with values of a checkpoint"),
     "part": lambda session: (session, "watches no more"),
     "holds": lambda _: (None, "a chief's token"),
-    "push": lambda said, payload, *_: (said.session, f"{_pushed(said)}, {human(payload.size)}"),
     "hear": lambda server, vote: (None, f"server {server} votes in round {vote.round}{_voted(vote)}"),
     "testify": lambda server, said: (
         None,
@@ -50,10 +49,17 @@ WORDS: dict[str, Callable[..., tuple[int | None, str]]] = {
 """For each stimulus that is no request the session that it comes from, if it does, and its arguments in words."""
 
 
-def _pushed(said: Contribution) -> str:
-    if said.first_values:
-        return counted(len(said.first_values), "first value")
-    return f"round {said.round} of generation {said.generation}"
+class _Push(NamedTuple):
+    """A push, which is put in words when somebody asks: there are many."""
+
+    round: int
+    generation: int
+    first_values: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        of_round = f"round {self.round} of generation {self.generation}"
+        return f"{counted(self.first_values, 'first value') if self.first_values else of_round}, {human(self.nbytes)}"
 
 
 def _voted(vote: Vote) -> str:
@@ -65,7 +71,7 @@ QUIET = frozenset(
 )
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
-Short = tuple[float, str, int | None, str, str]
+Short = tuple[float, str, int | None, object, str]
 """A stimulus as it is kept: its time, its name, the session that it comes from, its words, and why it was refused."""
 
 
@@ -118,12 +124,17 @@ class Stimuli:
     def keep(self, time: float, name: str, args: tuple[Any, ...], error: PSError | None) -> None:
         """Keeps the newest in words, for people: no payload, array or traceback may be held by it."""
         first = args[0] if args else None
+        why = "" if error is None else f"{type(error).__name__}: {error.message}"[:LONGEST]
+        if isinstance(first, Contribution):
+            said, payload = args[:2]
+            push = _Push(said.round, said.generation, len(said.first_values), payload.size)
+            self._last.append((time, name, said.session, push, why))
+            return
         if isinstance(first, ServerRequest):
             session, words = first.words()
         else:
             session, words = WORDS[name](*args) if name in WORDS else (None, "")
-        why = "" if error is None else f"{type(error).__name__}: {error.message}"
-        self._last.append((time, name, session, words[:LONGEST], why[:LONGEST]))
+        self._last.append((time, name, session, words[:LONGEST], why))
 
     def last(self) -> tuple[Short, ...]:
         """Returns what is kept, the oldest first."""
@@ -137,7 +148,7 @@ def told(last: Iterable[Short], now: float, registry: Registry) -> tuple[Happene
         return _line(words if session is None else ": ".join(filter(None, (_whose(session, registry), words))))
 
     return tuple(
-        Happened(max(now - time, 0.0), name, line(session, words), _line(error))
+        Happened(max(now - time, 0.0), name, line(session, str(words)), _line(error))
         for time, name, session, words, error in last
     )
 

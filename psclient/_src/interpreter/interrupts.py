@@ -9,6 +9,7 @@ more than `PATIENCE`, it is raised in the wait. A second one, while the first is
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # typeshed has only its public face
 import _thread
 import os
 import signal
@@ -27,7 +28,7 @@ _OURS = ("psclient", "pswire")
 _WAITS: set[CodeType] = set()
 _CALLS: set[CodeType] = set()
 
-_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_handler: Callable[[int], Any] = _signal.getsignal
 """`signal.getsignal` without the search for an enum of the answer, which takes 3 us in each round."""
 
 F = TypeVar("F", bound=Callable[..., Any])

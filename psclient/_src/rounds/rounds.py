@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from psclient._src.arrays.devices import Coming
 from psclient._src.data.adapters import GlobalBatch
@@ -129,10 +129,8 @@ class Outgoing:
 
     def sent(self, share: ServerShare) -> list[Sent]:
         """Returns the arrays that go to one server, in their order."""
-        sent: list[Sent] = [self.operands[place] for place in share.operands]
-        for place in share.reductions:
-            if (array := self.contributions[place]) is not None:
-                sent.append(cast(Sent, array))
+        sent: list[Any] = list(map(self.operands.__getitem__, share.operands))
+        sent += [each for each in map(self.contributions.__getitem__, share.reductions) if each is not None]
         for place in share.rows:
             if (rows := self.contributions[place]) is not None:
                 sent += cast(SentRows, rows)
@@ -480,9 +478,11 @@ class Exchange:
 
     def _want(self, writes: Iterable[int], server: int) -> tuple[tuple[int, TensorSpec], ...]:
         """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
-        wanted = [self._variables[id] for id in self.reads.wanted(writes)]
-        home = self.session.hosting.home
-        return tuple([(each.id, each.spec.tensor) for each in wanted if home(each.servers) == server])
+        wanted = list(map(self._variables.__getitem__, self.reads.wanted(writes)))
+        hosting = self.session.hosting
+        if hosting.gone:
+            wanted = [each for each in wanted if hosting.home(each.servers) == server]
+        return tuple([(each.id, each.spec.tensor) for each in wanted if hosting.gone or each.servers[0] == server])
 
     @contextmanager
     def _copied(self) -> Iterator[None]:

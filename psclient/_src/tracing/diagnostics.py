@@ -114,7 +114,8 @@ def users_frame() -> FrameType | None:
 
 def users_line() -> str:
     """Returns where the user's code is: "file:line", or "" if none runs."""
-    return _place(users_frame())[0]
+    frame = users_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
 def users_function() -> str:
