@@ -486,7 +486,8 @@ class PayloadSender:
     def drop(self, call: int) -> None:
         """Sends no more of a call's payload."""
         with self._lock:
-            self._streams = deque(stream for stream in self._streams if stream.call != call)
+            if self._streams:
+                self._streams = deque(stream for stream in self._streams if stream.call != call)
 
     def freed(self, place: int) -> None:
         """The other end needs data in shared memory no more; raises `InvalidRequest` if it was not told of them."""

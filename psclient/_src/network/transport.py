@@ -198,7 +198,7 @@ class Transport:
         self._over = self._rung = self._blocked = self._watching = False
         self._reading = threading.Lock()  # held by who receives
         self._leader: Callable[[], object] | None = None  # wakes a caller that has taken it
-        self._heeding = threading.Lock()  # guards what the thread heeds
+        self._heeding = threading.RLock()  # guards what the thread heeds
         self._welcome = threading.Event()  # or the end
         self._welcomed = False
         self._bell, self._rope = socket.socketpair()
@@ -361,11 +361,13 @@ class Transport:
 
         Changes nothing if another thread receives right now, or the transport is lost.
         """
-        if not self.lost and self._reading.acquire(blocking=False):
-            self._leader = wake
-            self._heed()
-            if self.lost:  # since then, and who closed it may not have seen the caller
-                self.give_back(wake)
+        with self._heeding:  # the thread waits for it, and does not look again and again
+            taken = not self.lost and self._reading.acquire(blocking=False)
+            if taken:
+                self._leader = wake
+                self._heed()
+        if taken and self.lost:  # since then, and who closed it may not have seen the caller
+            self.give_back(wake)
 
     def is_taken(self, wake: Callable[[], object]) -> bool:
         """Returns True if the caller of `take_over` receives."""
@@ -436,6 +438,9 @@ class Transport:
                     self._receive()
                 finally:
                     self._reading.release()
+            else:
+                with self._heeding:  # until a caller has said that it receives
+                    pass
 
         if self._watching and time.monotonic() >= self._tell_at:
             self._watching = False  # first: what is freed from now on rings

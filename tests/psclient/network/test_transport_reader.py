@@ -120,6 +120,25 @@ def test_what_comes_while_nobody_waits_is_handled_at_once(waiting, name):
         site.whole([3, 4], *answers)
 
 
+def test_a_caller_that_takes_over_is_waited_for(waiting, monkeypatch):
+    """The transport's own thread does not look again and again while a caller that is about to receive has not said so:
+    on a busy machine it would keep the processor from that caller."""
+    site, turns = waiting.site, list[None]()
+    own = Transport._turn
+    monkeypatch.setattr(Transport, "_turn", lambda transport: (turns.append(None), own(transport)))
+    first = site.push(site.workers[0], 1)
+    transport = site.server.transport(site.workers[0].session)
+    with transport._heeding:
+        assert transport._reading.acquire(timeout=SOON)
+        answers = [first, site.push(site.workers[1], 2)]
+        eventually(answers[1].done)  # the first one's is there as well
+        turns.clear()
+        time.sleep(0.1)
+        assert len(turns) <= 2
+        transport._reading.release()
+    site.whole([1, 2], *answers)
+
+
 def test_one_wait_receives_from_several_servers(stack, name):
     sites = [Site(stack, name, workers=1, elements=SMALL) for _ in range(3)]
     waiting, here = Waiting(*sites), threading.current_thread().name
