@@ -81,5 +81,5 @@ class Reads:
         taken = [table.rows(read.numbers(), device.xp) for table, read in zip(tables, rows, strict=True)]
         answers = [table.answer(asked) for table, asked in questions]
         found = [device.get(array) for array in (*(view.whole() for view in wholes), *taken)]
-        payload = Payload.pack([*found, *(array for _, each in answers for array in each)])
+        payload = Payload.gathered([*found, *(array for _, each in answers for array in each)])
         return PullReply(last, payload, tuple(count for count, _ in answers))

@@ -138,7 +138,7 @@ class Answers:
                         answers.append(Work("arrays", self._fetch, (said, record, wanted, tables, over), future=future))
                         continue
                     fresh.update(here.items())
-                    payload = Payload.pack([*map(fresh.__getitem__, said.want), *record.given, *rows])
+                    payload = Payload.gathered([*map(fresh.__getitem__, said.want), *record.given, *rows])
                     if not said.lookups:
                         payloads[said.want] = payload
                 else:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,14 @@ from pswire.model.tensor import BUFFERS, DTYPES, Array, TensorSpec, as_bytes, jo
 
 Chunk = tuple[int, memoryview]
 """An offset in a payload, and the bytes that belong there."""
+
+
+GATHERED = 1 << 12
+"""Most bytes of an array, on the average, for which arrays are copied together."""
+
+_ZEROS = [bytes(size) for size in range(ALIGN)]
+
+_NBYTES = attrgetter("nbytes")
 
 
 def _placed(arrays: Iterable[Array]) -> tuple[list[tuple[int, Array]], int]:
@@ -68,12 +78,22 @@ class Payload:
 
     @classmethod
     def copied(cls, arrays: Iterable[Array]) -> Payload:
-        """As `pack`, with memory of its own: the arrays may change."""
-        placed, size = _placed(arrays)
-        memory = np.zeros(size, np.uint8)  # what lies between tensors, too: equal tensors have equal bytes
-        for start, array in placed:
-            memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        return cls([(0, memory.data)] if size else (), size)
+        """As `pack`, with memory of its own: the arrays may change. What lies between tensors is zero."""
+        end, buffers = 0, list[Any]()
+        for array in arrays:
+            if array.nbytes:
+                gap = -end % ALIGN
+                if gap:
+                    buffers.append(_ZEROS[gap])
+                buffers.append(array if array.dtype.char in BUFFERS else as_bytes(array))
+                end += gap + array.nbytes
+        return cls([(0, memoryview(b"".join(buffers)))] if end else (), end)
+
+    @classmethod
+    def gathered(cls, arrays: Sequence[Array]) -> Payload:
+        """As `pack`; small arrays are copied together, since to hand over each takes longer."""
+        small = sum(map(_NBYTES, arrays)) <= GATHERED * len(arrays)
+        return cls.copied(arrays) if small else cls.pack(arrays)
 
     @property
     def whole(self) -> bool:

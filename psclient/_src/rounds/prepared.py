@@ -21,6 +21,8 @@ class ServerShare:
         given: the plan's given values that come back from there, as `Plan.given`.
         rows: as `reductions`, of those that are sent as rows.
         given_rows: as `Plan.given_rows`.
+        returns: of the variables that are assigned there those that are asked for there, with their tensors, as long as
+            no server is gone.
     """
 
     operands: tuple[int, ...]
@@ -29,15 +31,18 @@ class ServerShare:
     given: list[tuple[Ref, TensorSpec]]
     rows: tuple[int, ...]
     given_rows: list[tuple[Ref, TensorSpec]]
+    returns: Mapping[int, tuple[int, TensorSpec]]
 
     @classmethod
-    def of(cls, plan: Plan, server: int) -> ServerShare:
-        """Finds a server's share."""
+    def of(cls, plan: Plan, server: int, variables: Mapping[int, PlacedVariable]) -> ServerShare:
+        """Finds a server's share; `variables` are those that this process has created."""
         operands = tuple(place for place, item in enumerate(plan.operands) if server in item.servers)
         reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
         dense = tuple(place for place in reductions if place not in plan.rows)
         rows = tuple(place for place in reductions if place in plan.rows)
-        return cls(operands, dense, plan.writes(server), plan.given(server), rows, plan.given_rows(server))
+        writes = plan.writes(server)
+        returns = {id: (id, variables[id].spec.tensor) for id in writes if variables[id].servers[0] == server}
+        return cls(operands, dense, writes, plan.given(server), rows, plan.given_rows(server), returns)
 
 
 class PlanShares:
@@ -57,7 +62,7 @@ class PlanShares:
     """
 
     def __init__(self, plan: Plan, variables: Mapping[int, PlacedVariable]) -> None:
-        self.shares = {server: ServerShare.of(plan, server) for server in plan.servers}
+        self.shares = {server: ServerShare.of(plan, server, variables) for server in plan.servers}
         self.written = frozenset(id for share in self.shares.values() for id in share.writes)
         written = ((server, variables[id]) for server, share in self.shares.items() for id in share.writes)
         self.timed = frozenset(server for server, variable in written if _lives_for_a_time(variable))

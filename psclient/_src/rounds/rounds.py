@@ -388,7 +388,7 @@ class Exchange:
         """Pushes a contribution to all servers of its plan, and goes on to the next round of its strand."""
         plan, group, gone = outgoing.plan, self.group, self.session.hosting.gone
         parts = {server: share for server, share in shares.shares.items() if server not in gone}
-        want = {server: self._want(share.writes, server) for server, share in parts.items()}
+        want = {server: self._want(share, server) for server, share in parts.items()}
         looked = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
         hints = {server: self.reads.hints(share.writes, server, looked[server]) for server, share in parts.items()}
         alone = isinstance(strand, OwnRounds)
@@ -476,13 +476,13 @@ class Exchange:
                 self._prepared[plan.id] = found
         return found
 
-    def _want(self, writes: Iterable[int], server: int) -> tuple[tuple[int, TensorSpec], ...]:
+    def _want(self, share: ServerShare, server: int) -> tuple[tuple[int, TensorSpec], ...]:
         """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
-        wanted = list(map(self._variables.__getitem__, self.reads.wanted(writes)))
-        hosting = self.session.hosting
-        if hosting.gone:
-            wanted = [each for each in wanted if hosting.home(each.servers) == server]
-        return tuple([(each.id, each.spec.tensor) for each in wanted if hosting.gone or each.servers[0] == server])
+        wanted, hosting = self.reads.wanted(share.writes), self.session.hosting
+        if not hosting.gone:
+            return tuple([share.returns[id] for id in wanted if id in share.returns])
+        known = [self._variables[id] for id in wanted]
+        return tuple([(each.id, each.spec.tensor) for each in known if hosting.home(each.servers) == server])
 
     @contextmanager
     def _copied(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
-from pswire.model.tensor import Array, TensorSpec, layout, spec_of
+from pswire.model.tensor import DTYPES, Array, TensorSpec, layout, spec_of
 from pswire.network.parts import MIN_PART_BYTES, SPARE_PARTS, STEPS, Assembly, Cutter, Part, parts_of
 from pswire.network.payload import Chunk, Payload
 
@@ -315,14 +315,21 @@ def test_a_payload_of_another_size_is_refused() -> None:
     assert Payload.pack([]).tensors([]) == []
 
 
-def test_equal_tensors_have_equal_bytes() -> None:
-    """What lies between them is zeros, whatever was in that memory before: so servers compare all at once."""
-    arrays = [np.ones(3, "float32"), np.ones(5, "int8"), np.ones(1)]
-    for _ in range(20):
-        np.full(4 * ALIGN, 7, np.uint8)
-        first, second = (bytes(Payload.copied(arrays).chunks[0][1]) for _ in range(2))
-        assert first == second
-        assert sum(first) == sum(sum(array.tobytes()) for array in arrays)
+@pytest.mark.parametrize("size", [3, 5000], ids=["small", "large"])
+def test_a_copy_has_its_own_memory(size: int) -> None:
+    """The arrays may change; what lies between tensors is zeros, so that servers compare all bytes at once. Arrays of
+    which the system knows no bytes travel as all others. Small ones are gathered so, and large ones are not."""
+    dtypes = ("float32", "int8", "bool", "float16", "bfloat16", "complex64", "int64")
+    arrays = [np.ones(size + n, DTYPES[dtype]) for n, dtype in enumerate(dtypes)] + [np.array(2.0), np.empty((0, 3))]
+    specs, before = list(map(spec_of, arrays)), [array.copy() for array in arrays]
+    packed, copied, gathered = Payload.pack(arrays), Payload.copied(arrays), Payload.gathered(arrays)
+    assert packed.size == copied.size == gathered.size
+    assert sum(copied.chunks[0][1]) == sum(sum(array.tobytes()) for array in arrays)
+    for array in arrays:
+        array.fill(0)
+    for payload, own in ((packed, False), (copied, True), (gathered, size == 3)):
+        found = payload.tensors(specs)
+        assert all(one.tobytes() == two.tobytes() for one, two in zip(found, before if own else arrays, strict=True))
 
 
 @pytest.mark.parametrize("pieces", [1, 2], ids=["in one piece", "in two"])
@@ -330,9 +337,8 @@ def test_shared_tensors_are_read_only(pieces: int) -> None:
     """All readers of a value have the same array; others may write into theirs, and arrays that are filled stay so."""
     arrays = [np.arange(16, dtype="float32"), np.arange(2.0)]
     specs = list(map(spec_of, arrays))
-    whole = Payload.copied(arrays)
-    data = whole.chunks[0][1]
-    payload = whole if pieces == 1 else Payload([(0, data[:32]), (32, data[32:])], whole.size)
+    data = memoryview(bytearray(Payload.copied(arrays).chunks[0][1]))
+    payload = Payload([(0, data)] if pieces == 1 else [(0, data[:32]), (32, data[32:])], len(data))
     for shared in (False, True):
         found = payload.tensors(specs, shared=shared)
         assert [array.tolist() for array in found] == [array.tolist() for array in arrays]
