@@ -53,7 +53,7 @@ FORBIDDEN = {
     "psclient": {"psserver", "pstesting"},
     "pstesting": set(),
 }
-HAVE_LOCKS = modules("pswire.network", "payload shared_memory tls_socket sockets traffic") | {
+HAVE_LOCKS = modules("pswire.network", "futures payload shared_memory tls_socket sockets traffic") | {
     *("pswire.telemetry.web_server", "pswire.telemetry.page.sampler", "pswire.security.identity")
 }
 """What is filled by one thread and read by another needs one; of the contract only the port of metrics starts some."""

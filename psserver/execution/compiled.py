@@ -39,7 +39,7 @@ class NotCompiledError(Exception):
 
 
 @dataclass(frozen=True)
-class Seen:
+class CompiledOutcome:
     """What a compiled round has made.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Table:
             raise NotCompiledError(f"a kernel takes {', '.join(sorted(kinds))} for one parameter")
 
     def run(self, crew: Crew, bases: Sequence[int], known: Mapping[Ref, Array]) -> list[tuple[int, int]]:
-        """Runs the calls; returns the numbers of applications with flags, as `Seen` has them."""
+        """Runs the calls; returns the numbers of applications with flags, as `CompiledOutcome` has them."""
         table = self.table
         for place, sender, starts in self.sent:
             np.add(starts, bases[sender], out=table[:, place])
@@ -157,7 +157,7 @@ class CompiledRound:
             return ref, None, []
         return ref, prepared.plan.reductions[ref.index], [each.of[ref][0] if ref in each.of else -1 for each in layouts]
 
-    def run(self, parts: Sequence[MemberShare], variables: StepVariables) -> Seen | None:
+    def run(self, parts: Sequence[MemberShare], variables: StepVariables) -> CompiledOutcome | None:
         """Runs the round; returns None, and does nothing, where it is not as it was compiled.
 
         Args:
@@ -180,7 +180,7 @@ class CompiledRound:
             flags += table.run(self._kernels.crew, bases, known)
         values = list(map(variables.before.__getitem__, self._written))
         variables.assign(dict(zip(self._written, values, strict=True)))
-        return Seen([self._value(*one, sent, known) for one in self._given], flags)
+        return CompiledOutcome([self._value(*one, sent, known) for one in self._given], flags)
 
     def _compute(self, each: Application, known: dict[Ref, Array], variables: StepVariables) -> None:
         """Computes numbers of numbers, as the interpreter does it, since a kernel may round them otherwise."""

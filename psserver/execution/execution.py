@@ -8,7 +8,7 @@ sent back, while contributions to others still arrive.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -17,16 +17,16 @@ import numpy as np
 
 from psserver.devices import owned
 from psserver.effects import Await
+from psserver.execution.call_cutter import CallCutter
 from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.compiled import compiled
 from psserver.execution.contributions import Contributions, MemberInput
 from psserver.execution.lookups import Lookups
 from psserver.execution.nonfinite import NonfiniteValues
-from psserver.execution.reservation import Call, reserve
-from psserver.execution.row_calls import RowsCall, RowsMeasurement, undo
+from psserver.execution.reservation import Call
+from psserver.execution.row_calls import RowsCall, undo
 from psserver.execution.table_rounds import TableRounds
-from psserver.plans.batches import KernelBatch
-from psserver.plans.outline import Application
+from psserver.plans.outline import Application, Outline
 from psserver.plans.round import Commit, ReadyRound, ReturnedValues
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
@@ -79,7 +79,7 @@ class Execution:
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
         self.found = NonfiniteValues(kernels.device)
-        self._batches: Mapping[int, KernelBatch] = {}
+        self._cuts: CallCutter
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
         self._variables = StepVariables({})
@@ -171,7 +171,7 @@ class Execution:
 
     def _count(self) -> int:
         """Returns how many of the outline's steps run next: those of a batch that have arrived, up to `STEP_BYTES`."""
-        batch = self._batches.get(self._at)
+        batch = self._cuts.batches.get(self._at)
         if batch is None:
             return 1
         rows = slice(self._at - batch.first, None)
@@ -215,7 +215,7 @@ class Execution:
                 self._begin()
             ends = self._stop == len(self._outline.needs)
             if ends and self.job.prepared.tables:  # such rounds are atomic, and have one step
-                self._rounds = self._begun_tables(room(), on_trial)
+                self._rounds = self._cuts.tables = self._begun_tables(room(), on_trial)
             try:
                 ready = self._make(self._at, self._stop, spare)
             except BaseException:
@@ -242,7 +242,7 @@ class Execution:
         seen = None if found is None else found.run(job.parts, variables)
         if seen is None:
             return None
-        suspects, unsure = self._suspicious(seen.flags) if seen.flags else ((), ())
+        suspects, unsure = _suspicious(self._outline, seen.flags) if seen.flags else ((), ())
         if suspects:
             self.contributions.settle()
         for index in suspects:
@@ -254,12 +254,6 @@ class Execution:
         last, assigned = self._outline.last, variables.assigned
         ready: dict[int | Ref, Array] = {id: assigned[id].array for id in self.wanted.intersection(last)}
         return ready | dict(zip(self._outline.given, seen.values, strict=True))
-
-    def _suspicious(self, seen: Sequence[tuple[int, int]]) -> tuple[set[int], set[int]]:
-        """Returns the reductions and the variables in which kernels that write in place saw NaN or infinity."""
-        flagged = [(self._outline.applications[number], flags) for number, flags in seen]
-        suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
-        return suspects, {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
 
     def _begun_tables(self, room: int, on_trial: bool) -> TableRounds:
         prepared = self.job.prepared
@@ -290,7 +284,7 @@ class Execution:
         for application in self._outline.applications:
             self._variables.check(application.variables)  # before anything is written: kernels see addresses only
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
-        self._batches = self.job.prepared.batches(self._kernels, self.contributions.batched)
+        self._cuts = CallCutter(self.job.prepared, self._kernels, self.contributions)
         if self.job.plan.restore is not None:
             self._variables.flush(self._variables.before)
         self.begun = True
@@ -307,7 +301,7 @@ class Execution:
             self._check_contributed(all(any(weight for weight, _ in self.contributions.of(index)) for index in needs))
         applications = len(self._outline.applications)
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
-        calls = self._calls(at, min(stop, applications), spare)
+        calls = self._cuts.calls(at, min(stop, applications), self._variables, not self._progressive, spare)
         # What may fail comes before anything is written in place.
         behind = self._give_rows() if stop == len(self._outline.needs) else []
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
@@ -319,7 +313,7 @@ class Execution:
             undo(calls)
             raise
         last, wanted = self._outline.last, self.wanted
-        kept = (n for n in self._outline.optional if at <= n < stop and self._is_excluded(n))
+        kept = (n for n in self._outline.optional if at <= n < stop and self._cuts.excludes(n))
         unchanged = {id: self._variables.now(id) for n in kept for id in self._outline.applications[n].assigned}
         ready: dict[int | Ref, Array] = {
             id: value.array
@@ -334,39 +328,6 @@ class Execution:
 
     # ---- Calls of kernels ----
 
-    def _calls(self, at: int, stop: int, spare: Spare) -> list[Call]:
-        """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
-        exclusive, own = self._variables.exclusive, self._variables.own_rows
-        calls = list(self._cut(at, stop, exclusive))
-        if not reserve(calls, not self._progressive, exclusive, own, spare):
-            calls = list(self._cut(at, stop, frozenset()))
-            reserve(calls, not self._progressive, exclusive, own, spare)
-        return calls
-
-    def _cut(self, at: int, stop: int, exclusive: Set[int]) -> Iterator[Call]:
-        excluded = [n for n in sorted(self._outline.optional) if at <= n < stop and self._is_excluded(n)]
-        for end in (*excluded, stop):
-            while at < end:
-                call = self._call(at, end, exclusive)
-                yield call
-                at = call.numbers.stop
-            at = end + 1
-
-    def _is_excluded(self, number: int) -> bool:
-        """Returns whether nobody contributes to an application that may be left out."""
-        return not any(map(self.contributions.is_given, self._outline.applications[number].needs))
-
-    def _call(self, at: int, stop: int, exclusive: Set[int]) -> Call:
-        application, batch = self._outline.applications[at], self._batches.get(at)
-        if application.rows is not None:
-            if self._rounds is not None and application.rows.keyed:
-                return self._rounds.call(at, application, application.rows)
-            return RowsCall(at, application, application.rows, self._kernels, self.contributions)
-        if application.measured is not None:
-            return RowsMeasurement(at, application, self.contributions)
-        ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, exclusive) if batch else None
-        return ready or KernelCall(at, application, self._kernels, self.contributions.parts)
-
     def _run(self, call: Call) -> None:
         """Runs a call and takes the values that it assigned."""
         if isinstance(call, RowsCall):
@@ -380,7 +341,7 @@ class Execution:
         if isinstance(call, Ready):
             assigned = dict(zip(call.assigned, self._variables.values(call.assigned), strict=True))
             seen = call.run(self._kernels.crew, self.contributions.total, self._value)
-            suspects, unsure = self._suspicious(seen)
+            suspects, unsure = _suspicious(self._outline, seen)
         else:
             judged = call.judged if isinstance(call, KernelCall) else frozenset[int]()
             found, outputs = call.run(lambda ref: self._value(ref, judged), self._device.xp)
@@ -444,6 +405,13 @@ class Execution:
         if self._uses[index]:
             self._reduced[index] = value
         return value
+
+
+def _suspicious(outline: Outline, seen: Sequence[tuple[int, int]]) -> tuple[set[int], set[int]]:
+    """Returns the reductions and the variables in which kernels that write in place saw NaN or infinity."""
+    flagged = [(outline.applications[number], flags) for number, flags in seen]
+    suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
+    return suspects, {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
 
 
 def operands_differ(job: ReadyRound) -> PSError | None:

@@ -57,6 +57,11 @@ MAX_CONNECTIONS = 8
 MAX_CALLS = 256
 """Most calls of one client that wait for their answers at the same time."""
 
+TOO_MANY = (
+    f"{MAX_CALLS} calls of this session wait on this connection, which is the limit; wait for some of them before the "
+    "next one"
+)
+
 WORDS = 4
 """Signs of life that a waiting client gets per lease."""
 
@@ -124,8 +129,7 @@ class Connection:
         self._registered: Registered | None = None
         self._hello_said = pb.TransportHello()
         self.transport: TransportName = "shm" if shared else "tcp"
-        self.names = names
-        self._transports, self.peer = transports, peer
+        self._transports, self.peer, self.names = transports, peer, names
         self._traffic = transports.traffic[self.transport]
         self.sock = sock
         self._shared, self._loop = shared, asyncio.get_running_loop()
@@ -329,17 +333,19 @@ class Connection:
         header = parse(pb.PushHeader, message.header)
         self._check(PUSH, header)
         self._transports.check_size(header.size)
-        if header.size == message.size and not message.offset:
-            payload = Assembly.whole(header.size, self._traffic, data)
-        else:
-            assembly = self._assemblies[message.call] = Assembly(header.size, self._traffic)
-            self._add(message, assembly, data)
-            payload = assembly.payload
-            del assembly
-        answer = TransportAnswer(self._channel, message.call)
-        future = self._transports.core.push(messages.contribution_from_pb(header), payload, answer.begin)
+        payload = self._payload(message, header.size, data)
+        answer, said = TransportAnswer(self._channel, message.call), messages.contribution_from_pb(header)
+        future = self._transports.core.push(said, payload, answer.begin)
         del payload, data  # the round may be over: then its answer tells that they are free
         self._wait(future, message.call, partial(self._answer_round, answer))
+
+    def _payload(self, message: Message, size: int, data: memoryview | None) -> Payload:
+        """Returns the payload of a call, of which the first message, or the only one, is here."""
+        if size == message.size and not message.offset:
+            return Assembly.whole(size, self._traffic, data)
+        assembly = self._assemblies[message.call] = Assembly(size, self._traffic)
+        self._add(message, assembly, data)
+        return assembly.payload
 
     def _answer_round(self, answer: TransportAnswer, future: Future[RoundReply]) -> None:
         try:
@@ -390,11 +396,7 @@ class Connection:
         if self._transports.ended is not None:
             raise self._transports.ended
         if len(self._under_way) >= MAX_CALLS:
-            raise InvalidRequest(
-                f"{MAX_CALLS} calls of this session wait on this connection, which is the limit; wait for some of "
-                "them before the next one",
-                self._transports.task,
-            )
+            raise InvalidRequest(TOO_MANY, self._transports.task)
 
     def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
         """Answers a call once its future is done."""

@@ -224,6 +224,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.network.staging.host": "for the end of a copy from this process's GPU",
     "psclient._src.network.lease.Lease._hold": OVER,
     "pswire.network.futures.follow": OVER,
+    "pswire.network.futures.LeanFuture.result": "its caller waits",
     "psclient._src.network.hosting.Hosting.look_around": "for calls that say themselves which server does not answer",
     "psclient._src.network.pacing._await_generation": "for the chief's next call, at most Timeouts.call_timeout; it says so in Session.wait",
     "psclient._src.network.lease.Lease.pause": "between two questions; who asks again and again speaks itself",

@@ -98,6 +98,26 @@ class _TransportCall:
     assembly: Assembly | None = None
     header: Header | None = None
 
+    def take(self, message: Message, data: memoryview | None, traffic: Traffic) -> Answered | None:
+        """Takes a message of the answer, with its data; returns the answer once it is whole.
+
+        Raises:
+            InvalidRequest: the message has no place in the answer.
+        """
+        ends = message.kind is MessageKind.ANSWER
+        if ends or message.header:
+            header = parse(self.kind, message.header)
+            size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
+            if ends and self.assembly is None and size == message.size and not message.offset:
+                return header, Assembly.whole(size, traffic, data)
+            self.assembly = self.assembly or Assembly(size, traffic)
+            self.header = header if ends else None
+        if self.assembly is None:
+            raise InvalidRequest("part of a response has no header")
+        if data is not None:
+            self.assembly.add(message.offset, (data,))
+        return (self.header, self.assembly.payload) if self.header and self.assembly.payload.whole else None
+
 
 class Silence:
     """For how long a server has been silent on one transport. Of no thread: a word and a heartbeat may come at once.
@@ -490,20 +510,9 @@ class Transport:
         if message.kind is MessageKind.REFUSAL:
             self._end(message.call, refusal_from_pb(parse(pb.Refusal, message.header)))
             return
-        if message.kind is MessageKind.ANSWER or message.header:
-            header = parse(call.kind, message.header)
-            size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
-            if message.kind is MessageKind.ANSWER and call.assembly is None and size == message.size:
-                self._end(message.call, (header, Assembly.whole(size, self._traffic, data)))
-                return
-            call.assembly = call.assembly or Assembly(size, self._traffic)
-            call.header = header if message.kind is MessageKind.ANSWER else None
-        if call.assembly is None:
-            raise InvalidRequest("part of a response has no header")
-        if data is not None:
-            call.assembly.add(message.offset, (data,))
-        if call.header is not None and call.assembly.payload.whole:
-            self._end(message.call, (call.header, call.assembly.payload))
+        answer = call.take(message, data, self._traffic)
+        if answer is not None:
+            self._end(message.call, answer)
 
     def _end(self, number: int, answer: Answered | PSError) -> None:
         with self._lock:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, Plan, Ref
@@ -40,9 +41,21 @@ class ServerShare:
         reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
         dense = tuple(place for place in reductions if place not in plan.rows)
         rows = tuple(place for place in reductions if place in plan.rows)
-        writes = plan.writes(server)
-        returns = {id: (id, variables[id].spec.tensor) for id in writes if variables[id].servers[0] == server}
-        return cls(operands, dense, writes, plan.given(server), rows, plan.given_rows(server), returns)
+        found = cls(operands, dense, plan.writes(server), plan.given(server), rows, plan.given_rows(server), {})
+        return replace(found, returns=found.returned_by(server, variables, itemgetter(0)))
+
+    def returned_by(
+        self, server: int, variables: Mapping[int, PlacedVariable], home: Callable[[Sequence[int]], int]
+    ) -> dict[int, tuple[int, TensorSpec]]:
+        """Returns the variables that a server is asked for, with their tensors, by number.
+
+        Args:
+            server: the server.
+            variables: those that this process has created.
+            home: returns which of the servers of a variable is asked for it.
+        """
+        mine = (variables[id] for id in self.writes if home(variables[id].servers) == server)
+        return {each.id: (each.id, each.spec.tensor) for each in mine}
 
 
 class PlanShares:

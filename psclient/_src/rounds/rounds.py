@@ -478,11 +478,9 @@ class Exchange:
 
     def _want(self, share: ServerShare, server: int) -> tuple[tuple[int, TensorSpec], ...]:
         """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
-        wanted, hosting = self.reads.wanted(share.writes), self.session.hosting
-        if not hosting.gone:
-            return tuple([share.returns[id] for id in wanted if id in share.returns])
-        known = [self._variables[id] for id in wanted]
-        return tuple([(each.id, each.spec.tensor) for each in known if hosting.home(each.servers) == server])
+        hosting = self.session.hosting
+        returns = share.returns if not hosting.gone else share.returned_by(server, self._variables, hosting.home)
+        return tuple([returns[id] for id in self.reads.wanted(share.writes) if id in returns])
 
     @contextmanager
     def _copied(self) -> Iterator[None]:
