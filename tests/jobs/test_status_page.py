@@ -22,12 +22,11 @@ SCRIPT = "<script>document.title='attacked'</script>"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def directory(tmp_path_factory):
+def own_directory(tmp_path_factory):
     """Of the files of clusters that these tests start."""
-    found = tmp_path_factory.mktemp("runtime")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(found))
-        yield found / "paramserver"
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
 
 
 def watched(name: str) -> None:
@@ -53,15 +52,18 @@ def cluster(tmp_path: Path, **keys: Any) -> ProcessCluster:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, directory):
+def job(tmp_path_factory, own_directory):
     """A cluster whose servers and chief have pages."""
     with cluster(tmp_path_factory.mktemp("job"), ps=2, workers=2, metrics_port=0) as found:
         found.hear(W0, "runs")
         yield found
 
 
-def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
+def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, monkeypatch):
     """By its token and addresses, which its file has, as long as it runs. Without a port there is no page."""
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))  # the job of other tests may be there
+    directory = tmp_path / "runtime" / "paramserver"
     with cluster(tmp_path, ps=2, workers=1) as job:
         job.hear(W0, "runs")
         (file,) = directory.iterdir()

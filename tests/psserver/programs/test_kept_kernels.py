@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,10 +24,12 @@ from psserver.programs.kernels.kept import KeptCode
 from psserver.programs.kernels.kernels import row_form
 from psserver.programs.kernels.row_codegen import rooms
 from psserver.programs.kernels.row_steps import split_rows
+from pstesting import forks
 from pswire.model.tensor import TensorSpec
 from tests.kit.programs import traced
 from tests.psserver.programs.test_kernels import VECTOR
 
+ROOT = Path(__file__).resolve().parents[3]
 FORM = Form(split(traced(lambda w, g: w.assign_sub(g), [VECTOR], [VECTOR])[0])[-1].program)
 NAME = "5e" * 32
 
@@ -214,22 +215,27 @@ def test_what_a_killed_process_left_is_removed(tmp_path, monkeypatch):
     assert {*tmp_path.iterdir()} == before
 
 
+TOGETHER = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from tests.psserver.programs.test_kept_kernels import compiler, counts
+here = Path(sys.argv[1])
+(here / sys.argv[2]).touch()
+while len(list(here.iterdir())) < 2:
+    time.sleep(0.001)
+print(*counts(compiler(here.parent / "k")))
+"""
+
+
 def test_two_processes_share_the_work(tmp_path):
     """Two that want the same kernel at the same moment: one compiles, the other waits for it and loads."""
-    forks = multiprocessing.get_context("fork")
-    begun, found = forks.Barrier(2), forks.SimpleQueue()
-
-    def compile_here():
-        begun.wait(60)
-        found.put(counts(compiler(tmp_path / "k")))
-
-    both = [forks.Process(target=compile_here) for _ in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join(60)
-    assert [process.exitcode for process in both] == [0, 0]
-    assert sorted([found.get(), found.get()]) == [(0, 1, 0), (1, 0, 0)]
+    here = tmp_path / "begun"
+    here.mkdir()
+    command = [sys.executable, "-c", TOGETHER, str(here)]  # no forks of this process, whose threads they would lack
+    both = [forks.Forked([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
+    said = sorted(process.communicate(timeout=120)[0].strip() for process in both)
+    assert said == ["0 1 0", "1 0 0"]
     assert names(tmp_path / "k") == [".kernel"]
 
 
