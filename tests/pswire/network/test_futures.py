@@ -18,7 +18,8 @@ def test_who_waits_gets_the_answer(fails: bool) -> None:
     """Whether it waits by itself or with `wait`, before or after the answer is there; and callbacks come once."""
     future, calls = LeanFuture[int](), list[bool]()
     future.add_done_callback(lambda done: calls.append(done.done()))
-    assert not future.done() and not future.cancel()
+    assert not future.done()
+    assert not future.cancel()
     with pytest.raises(TimeoutError):
         future.result(0.01)
     with ThreadPoolExecutor(2) as pool:
@@ -31,7 +32,8 @@ def test_who_waits_gets_the_answer(fails: bool) -> None:
         settle(future, lambda: 1 // 0) if fails else future.set_result(7)
     assert isinstance(alone.result(), ZeroDivisionError if fails else type(None))
     future.add_done_callback(lambda done: calls.append(done.done()))
-    assert calls == [True, True] and not future.cancelled()
+    assert calls == [True, True]
+    assert not future.cancelled()
     other = LeanFuture[int]()
     follow(other, future)
     if fails:
@@ -74,7 +76,8 @@ def test_threads_that_answer_and_wait_at_once_miss_nothing() -> None:
     for thread in threads:
         thread.join(SOON)
     assert seen == [future.result() for future in futures] == called
-    assert len(refused) == count and [3 - mine for mine in seen] == refused
+    assert len(refused) == count
+    assert [3 - mine for mine in seen] == refused
 
 
 def test_an_error_and_its_future_do_not_hold_each_other() -> None:

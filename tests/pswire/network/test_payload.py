@@ -345,4 +345,5 @@ def test_shared_tensors_are_read_only(pieces: int) -> None:
         assert [array.flags.writeable for array in found] == [not shared] * 2
     own = np.zeros(2)
     assert payload.tensors(specs, {1: own}, shared=True)[1] is own
-    assert own.flags.writeable and own.tolist() == [0.0, 1.0]
+    assert own.flags.writeable
+    assert own.tolist() == [0.0, 1.0]
