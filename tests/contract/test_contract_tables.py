@@ -226,6 +226,7 @@ BAD_PLANS = {
     ),
     "cut to one row": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1),)), InvalidRequest, "cannot be shrunk"),
     "cut to many rows": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1 << 40),)), InvalidRequest, "cannot be shrunk"),
+    "of two tables": (lambda v: momentum_of(v, replace(v, id=v.id + 2)), ProgramError, "only one dynamic table"),
     "cuts an array": (lambda v: Plan(trims=(Trim(v.id + 1, (0,), 0),)), InvalidRequest, "only dynamic tables"),
     "momentum": (
         lambda v: by_keys(
@@ -247,6 +248,7 @@ def test_plans_that_a_table_cannot_run(job, two):
     """They are refused before a round."""
     table = table_of(job, two[0])
     job.variable(two[0], np.zeros(2, "float32"))
+    create_part(job, two[0], part_of(len(job.variables), SPEC, name="items", table="items"))
     for make, error, why in BAD_PLANS.values():
         with pytest.raises(error, match=why):
             job.verbs[0].propose(two[0].session, make(table), "", None)

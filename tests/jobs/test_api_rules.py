@@ -141,7 +141,8 @@ def test_after_the_end_all_says_so_at_once():
         for attempt in (w.numpy, u.numpy, lambda: ps.Variable(1.0), lambda: u.assign(np.ones(3))):
             with pytest.raises(RuntimeError, match="this strategy is closed"):
                 attempt()
-    for attempt in (lambda: strategy.run(lambda: 1), lambda: strategy.reduce("sum", 1.0, None)):
+    changes = lambda: strategy.set_consistency(ps.Async())  # noqa: E731
+    for attempt in (lambda: strategy.run(lambda: 1), lambda: strategy.reduce("sum", 1.0, None), changes):
         with pytest.raises(RuntimeError, match="this strategy is closed"):
             attempt()
     strategy.close()
