@@ -249,6 +249,7 @@ def test_a_step_is_one_trace_across_four_processes(collector, tmp_path):
     assert {span.service for span in first} == {f"paramserver-{kind}" for kind in ("worker", "server", "chief")}
     for spans in rounds.values():
         pushes: dict[int, dict[str, Told]] = {}
+        plans = set[object]()
         for task in (W0, W1):
             step = one(spans, "step", task)
             assert step.parent == ""
@@ -261,9 +262,11 @@ def test_a_step_is_one_trace_across_four_processes(collector, tmp_path):
                 assert len(within(spans, "wait", flush)) == 1
                 assert push.said["paramserver.bytes"] == 1 << 14
                 pushes.setdefault(flush.said["paramserver.round"], {})[push.process] = push
+                plans.add(flush.said["paramserver.plan"])
         made = [span for span in spans if span.name == "round"]
         assert {span.process for span in made} == {str(PS0)}
         assert len(made) == len(pushes) == 2
+        assert {round.said["paramserver.plan"] for round in made} == plans
         for round in made:
             mine = pushes[round.said["paramserver.round"]]
             assert round.parent == mine[str(W0)].id

@@ -12,6 +12,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
+from psclient.optimizers.state import state_of
 from tests.kit.cases import search
 from tests.kit.strategies import kinds, merged, opened, refused, replicas, variable
 
@@ -130,6 +131,7 @@ def test_norms_over_several_servers_are_never_repeated(calls):
             assert "apply" in calls
             recorded_step(strategy, optimizers[1], grads, theirs)
             assert bits(optimizers[0], ours) == bits(optimizers[1], theirs)
+        assert not any(state_of(optimizers[0]).of(v).staged.trainable for v in ours)
 
 
 # ---- What is recorded, and what is not ----
