@@ -30,6 +30,9 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of
 MAX_COMPILED = 16
 """Most compiled rounds of a plan, one for each kind of contributions; beyond it, it forgets all of them."""
 
+NEVER, ONCE = "never", "once"
+"""How often a kind of round that is not compiled has come."""
+
 Weights = tuple[tuple[float, ...], ...]
 """The weights of each contributor."""
 
@@ -166,7 +169,9 @@ class CompiledRound:
         """
         there = [_whole(part, size) for part, size in zip(parts, self._sizes, strict=True)]
         sent = [each for each in there if each is not None]
-        if len(sent) < len(there) or not (variables.exclusive >= self._written and self._stand(variables)):
+        if len(sent) < len(there) or not variables.exclusive >= self._written:
+            return None
+        if (variables.is_lazy and self._is_behind(variables)) or not self._stand(variables):
             return None
         first, end = sent[0], self._operands
         if end and True in [each[:end] != first[:end] for each in sent[1:]]:
@@ -192,9 +197,17 @@ class CompiledRound:
         variables.assign({id: variables.written(id, array) for id, array in assigned.items()})
         known.update(zip(each.made, outputs, strict=True))
 
+    def _is_behind(self, variables: StepVariables) -> bool:
+        """Returns whether updates of some rows are deferred, and have to be made first."""
+        values = map(variables.before.get, self._outline.reads)
+        return any(value is None or value.group is not None for value in values)
+
     def _stand(self, variables: StepVariables) -> bool:
         """Returns whether the arrays are those of before; takes them where they are others, if kernels can."""
-        arrays = variables.arrays(self._read)
+        values = variables.values(self._read)
+        if None in values:
+            return False
+        arrays = [value.array for value in values]
         if len(self._known) == len(arrays) and all(map(is_, [each() for each in self._known], arrays)):
             return True
         for application in self._outline.applications:
@@ -222,17 +235,22 @@ class CompiledRound:
 
 def compiled(prepared: PreparedPlan, parts: Sequence[MemberShare], kernels: Kernels) -> CompiledRound | None:
     """Returns how rounds of a plan run with such contributions; None where they are not compiled, or not yet."""
-    key = kernels, tuple([part.said.weights for part in parts])
-    found = prepared.compiled.get(key)
-    if found is None and prepared.settled(kernels, len(parts)) is not None:
-        if len(prepared.compiled) >= MAX_COMPILED:
-            prepared.compiled.clear()
+    known, key = prepared.compiled, (kernels, tuple([part.said.weights for part in parts]))
+    found: Any = known.get(key, NEVER)
+    if found is NEVER:
+        if prepared.settled(kernels, len(parts)) is not None:
+            if len(known) >= MAX_COMPILED:
+                known.clear()
+            known[key] = ONCE  # perhaps it stays so, where each round has other weights
+        return None
+    if found is ONCE:
         try:
             found = CompiledRound(prepared, parts, kernels)
         except NotCompiledError:
-            found = False
-        prepared.compiled[key] = found
-    return found or None
+            found = None
+        known[key] = found
+    made: CompiledRound | None = found
+    return made
 
 
 def _checked(application: Application) -> Application:

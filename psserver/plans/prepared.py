@@ -38,7 +38,8 @@ class PreparedPlan:
 
     Attributes:
         is_alone: True if a worker may make a round of it alone, in a job whose workers make rounds together.
-        compiled: what its rounds are compiled to, by kernels and weights; False for those that cannot be.
+        compiled: what its rounds are compiled to, by kernels and weights; None for those that cannot be, and a word for
+            one that has come once.
 
     Raises:
         ProgramError: a program cannot be run.

@@ -7,7 +7,6 @@ and else in copies that come to nothing if the round does.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ from psserver.values.value import Value
 from pswire.errors import ProgramError
 from pswire.model.plan import Ref
 from pswire.model.rows import Int64s
-from pswire.model.tensor import Array, TensorSpec
-
-_ARRAY = attrgetter("array")
+from pswire.model.tensor import TensorSpec
 
 
 def deferred_by(use: RowsUse, kernels: Kernels, size: int, most: int = 0) -> DeferredUpdates:
@@ -74,10 +71,6 @@ class StepVariables:
         """Returns several variables as of now."""
         values = {**self.before, **self.assigned} if self.assigned else self.before
         return list(map(values.__getitem__, ids))
-
-    def arrays(self, ids: Sequence[int]) -> list[Array]:
-        """Returns the arrays of several variables as of now."""
-        return list(map(_ARRAY, self.values(ids)))
 
     def check(self, expected: Iterable[tuple[int, np.dtype[Any], tuple[int, ...]]]) -> None:
         """Raises `ProgramError` unless variables are there, each of its dtype and shape."""

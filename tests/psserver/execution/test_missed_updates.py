@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from psserver.devices import ServerDevice
+from psserver.execution.compiled import CompiledRound
 from psserver.execution.execution import Execution
 from psserver.state.variables import Store
 from psserver.tables.native import Native
@@ -316,3 +317,19 @@ def test_a_policy_judges_rows_with_all_their_updates(kernels):
         server.go(server.plans(halved), [[], []])
         rounds += 1
         assert rounds < 500
+
+
+def test_a_compiled_round_makes_up_what_rows_have_missed(kernels):
+    """Where something else updates the same tables as a whole, again and again: first each row has all its updates."""
+    server, added = Arrays(kernels), np.full(TABLE.shape, 1.5, "f4")
+    program = Program((Input("variable", TABLE), Input("value", TABLE)), (Node("add", (0, 1)),), ((0, 2),), ())
+    applies = tuple(Apply(0, (0,), (table, Ref("reduction", n))) for n, table in enumerate((V, M)))
+    plan = Plan((Reduction("sum", TABLE, (0,)),) * 2, (), (program,), applies)
+    whole = round_of(plan, share(0, plan, [added, added], []))
+    for turn in range(8):
+        server.go(server.plans(heavy), [[turn], [3]])
+        server.step(Execution(whole, kernels))
+        server.dense = {id: dense + added for id, dense in server.dense.items()}
+        server.look()
+        kernels.compiler.wait()
+    assert all(isinstance(each, CompiledRound) for each in whole.prepared.compiled.values())
