@@ -126,7 +126,7 @@ class CompiledRound:
         plan, outline = prepared.plan, prepared.outline
         if settled is None or kernels.device.gpu is not None:
             raise NotCompiledError("kernels may still come, or are on a GPU")
-        if prepared.orders or prepared.tables or prepared.trims or plan.rows or plan.compressed or outline.optional:
+        if prepared.orders or prepared.tables or prepared.trims or plan.rows or plan.compressed:
             raise NotCompiledError("it does more than to sum and to update whole variables")
         self.weights = tuple([part.said.weights for part in parts])
         layouts = [prepared.layout(part.said) for part in parts]

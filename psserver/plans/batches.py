@@ -187,6 +187,6 @@ class _Successive:
         self.read.update(id for id, *_ in application.variables)
 
     def batches(self, stop: int) -> list[KernelBatch]:
-        """Returns the batch, if there are several applications; `stop` is the number of the next application."""
+        """Returns the batch, if there is an application; `stop` is the number of the next one."""
         count = len(self.applications)
-        return [KernelBatch(stop - count, self.applications, self.stages)] if count > 1 else []
+        return [KernelBatch(stop - count, self.applications, self.stages)] if count else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -139,15 +139,27 @@ class _Numbers:
         self._assigned = Counter[int]()
 
     def apart(self, applications: Iterable[Application]) -> Iterator[Application]:
-        """Yields applications, with those that compute their numbers before them."""
-        for each in applications:
-            steps = self._split(each)
-            yield each if steps is None else (yield from self._cut(each, *steps))
-            self._assigned.update(each.assigned)
+        """Yields applications: those that compute numbers of numbers first, as far as the others leave them alone."""
+        others, read, assigned, made = list[Application](), set[int](), set[int](), set[Ref]()
+        for whole in applications:
+            steps = self._split(whole)
+            for each in (whole,) if steps is None else self._cut(whole, *steps):
+                variables = {ref.index for ref in each.apply.args if ref.kind == "variable"}
+                if _is_of_numbers(each) and not (
+                    variables & assigned or made.intersection(each.read) or read.intersection(each.assigned)
+                ):
+                    yield each
+                    continue
+                others.append(each)
+                read |= variables
+                assigned.update(each.assigned)
+                made.update(each.made)
+            self._assigned.update(whole.assigned)
+        yield from others
 
     def _split(self, each: Application) -> tuple[Step, Step] | None:
         """Returns the step that computes numbers, and the elementwise rest; None where there are no such two."""
-        if each.rows is not None or each.measured is not None or each.apply.optional or each.program.outputs:
+        if each.rows is not None or each.measured is not None or each.program.outputs:
             return None
         if (steps := self._steps.get(each.apply.program)) is None:
             steps = self._steps[each.apply.program] = split(each.program)
@@ -158,7 +170,7 @@ class _Numbers:
         given = all(each.apply.args[number].kind != "reduction" for number in steps[0].args)
         return (steps[0], steps[1]) if scalar and given else None
 
-    def _cut(self, each: Application, numbers: Step, rest: Step) -> Generator[Application, None, Application]:
+    def _cut(self, each: Application, numbers: Step, rest: Step) -> Iterator[Application]:
         args = each.apply.args
         taken = tuple(args[number] for number in numbers.args)
         # A variable that was assigned since has another value.
@@ -168,15 +180,18 @@ class _Numbers:
             results = range(self._made, self._made + len(numbers.results))
             found = self._known[key] = tuple(Ref("result", index) for index in results)
             self._made = results.stop
-            yield _applied(replace(each.apply, args=taken), numbers.program, {}, found)
+            yield _applied(replace(each.apply, args=taken, optional=False), numbers.program, {}, found)
         of = dict(zip(numbers.results, found, strict=True))
         left = tuple(of[number] if number in of else args[number] for number in rest.args)
         unshared = dict(each.unshared)
-        return _applied(
-            replace(each.apply, args=left),
-            rest.program,
-            {place: unshared[number] for place, number in enumerate(rest.args) if number in unshared},
-        )
+        summed = {place: unshared[number] for place, number in enumerate(rest.args) if number in unshared}
+        yield _applied(replace(each.apply, args=left), rest.program, summed)
+
+
+def _is_of_numbers(each: Application) -> bool:
+    """Returns whether an application computes numbers of numbers, in every round."""
+    rows = each.rows is not None or each.measured is not None or bool(each.reduced)
+    return not (rows or each.apply.optional or any(spec.shape for spec in each.program.specs))
 
 
 def _application(

@@ -173,7 +173,9 @@ def test_one_variable_twice_is_no_batch(kernels):
     plan = descents([8, 8])
     plan = replace(plan, applies=tuple(replace(a, args=(Ref("variable", 0), *a.args[1:])) for a in plan.applies))
     job = job_for(plan, [arrays([8, 8])])
-    assert warm(kernels, job, fresh([8])) == set()
+    assert warm(kernels, job, fresh([8])) == {0, 1}
+    first, second = job.prepared.batches(kernels, 1).values()
+    assert first is not second
     values = fresh([8])
     found = run(job, kernels, values, frozenset(values)).assigned[0]
     assert same_bits(found, run(job, Kernels(ServerDevice()), fresh([8])).assigned[0])
