@@ -50,7 +50,7 @@ class CallCutter:
 
     def excludes(self, number: int) -> bool:
         """Returns whether nobody contributes to an application that may be left out."""
-        return not any(map(self._contributions.is_given, self._outline.applications[number].needs))
+        return not any(map(self._contributions.is_given, self._outline.applications[number].beside))
 
     def _cut(self, at: int, stop: int, exclusive: Set[int]) -> Iterator[Call]:
         excluded = [n for n in sorted(self._outline.optional) if at <= n < stop and self.excludes(n)]

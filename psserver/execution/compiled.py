@@ -256,7 +256,7 @@ def compiled(prepared: PreparedPlan, parts: Sequence[MemberShare], kernels: Kern
 def _checked(application: Application) -> Application:
     """Returns an application that computes numbers of numbers; raises `NotCompiledError` for any other."""
     inputs, specs = {ref.kind for ref in application.apply.args}, application.program.specs
-    if application.rows is not None or application.measured is not None or not application.distinct:
+    if application.rows is not None or application.measured is not None:
         raise NotCompiledError("it is no application of a program to whole values")
     if "reduction" in inputs or application.program.may_refuse or any(spec.shape for spec in specs):
         raise NotCompiledError("the interpreter computes more than numbers")

@@ -55,6 +55,7 @@ class Application:
         made: its results.
         rows: the rows on which it runs; None if it runs on whole variables.
         measured: number of the reduction of whose rows alone it computes numbers; None if it is no such application.
+        beside: the numbers of the reductions to one of which somebody has to contribute, if it may be left out.
     """
 
     apply: Apply
@@ -69,6 +70,7 @@ class Application:
     made: tuple[Ref, ...]
     rows: RowsUse | None = None
     measured: int | None = None
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,7 @@ def outline(plan: Plan, server: int) -> Outline:
     used = [ref for apply, *_ in here for ref in apply.args] + list(given)
     uses = Counter(ref.index for ref in used if ref.kind == "reduction")
     made = sum(len(plan.programs[apply.program].outputs) for apply in plan.applies)
-    applications = tuple(_Numbers(made).apart(_application(plan, *item, uses) for item in here))
+    applications = tuple(_Numbers(made, server in plan.streams).apart(_application(plan, *item, uses) for item in here))
     readers = Counter(ref for each in applications for ref in each.read)
     readers.update(ref for ref in given if ref.kind == "result")
     last = {id: number for number, application in enumerate(applications) for id in application.assigned}
@@ -130,10 +132,11 @@ class _Numbers:
 
     Args:
         made: how many results the plan's programs have; the numbers come after them.
+        streams: True if a contribution may be lost in the middle of a round, after numbers that go with it.
     """
 
-    def __init__(self, made: int) -> None:
-        self._made = made
+    def __init__(self, made: int, streams: bool) -> None:
+        self._made, self._streams = made, streams
         self._steps: dict[int, tuple[Step, ...]] = {}  # of each of the plan's programs
         self._known: dict[tuple[Program, tuple[tuple[Ref, int], ...]], tuple[Ref, ...]] = {}
         self._assigned = Counter[int]()
@@ -163,10 +166,12 @@ class _Numbers:
             return None
         if (steps := self._steps.get(each.apply.program)) is None:
             steps = self._steps[each.apply.program] = split(each.program)
-        if len(steps) != 2 or steps[1].shape is None or steps[1].kept:
+        if len(steps) != 2 or steps[1].shape is None or steps[0].kept or steps[1].kept:
             return None
         numbers = steps[0].program
-        scalar = not (numbers.assigns or numbers.may_refuse or any(spec.shape for spec in numbers.specs))
+        if numbers.assigns and each.apply.optional and self._streams:
+            return None
+        scalar = not (numbers.may_refuse or any(spec.shape for spec in numbers.specs))
         given = all(each.apply.args[number].kind != "reduction" for number in steps[0].args)
         return (steps[0], steps[1]) if scalar and given else None
 
@@ -175,12 +180,14 @@ class _Numbers:
         taken = tuple(args[number] for number in numbers.args)
         # A variable that was assigned since has another value.
         key = numbers.program, tuple((ref, self._assigned[ref.index] * (ref.kind == "variable")) for ref in taken)
-        found = self._known.get(key)
+        assigns = bool(numbers.program.assigns)
+        found = None if assigns else self._known.get(key)
         if found is None:
             results = range(self._made, self._made + len(numbers.results))
             found = self._known[key] = tuple(Ref("result", index) for index in results)
             self._made = results.stop
-            yield _applied(replace(each.apply, args=taken, optional=False), numbers.program, {}, found)
+            apply = replace(each.apply, args=taken, optional=each.apply.optional and assigns)
+            yield replace(_applied(apply, numbers.program, {}, found), beside=each.beside)
         of = dict(zip(numbers.results, found, strict=True))
         left = tuple(of[number] if number in of else args[number] for number in rest.args)
         unshared = dict(each.unshared)
@@ -233,6 +240,7 @@ def _applied(
         made,
         rows,
         measured,
+        tuple(args[i].index for i in reduced),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from psclient._src.tracing.recorder import Recording, trace
 from psserver.devices import ServerDevice
 from psserver.execution import execution
+from psserver.execution.compiled import CompiledRound
 from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import Diverged
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
@@ -27,8 +28,20 @@ def adam(v, m, t, g):
     v.assign_sub(0.01 * m / (1 - 0.9**t))
 
 
+def adam_alone(v, m, t, g):
+    """As `adam`, with a number of steps of its own."""
+    step = t.assign_add(1.0)
+    m.assign(0.9 * m + 0.1 * g)
+    v.assign_sub(0.01 * m / (1 - 0.9**step))
+
+
 class Steps:
     """A plan that trains variables as Adam does, and gives back a number.
+
+    Args:
+        sizes: of the variables.
+        op: how gradients are reduced.
+        alone: True if each variable has its own number of steps, and is left out where nobody has a gradient.
 
     Attributes:
         plan: the plan.
@@ -36,15 +49,17 @@ class Steps:
         values: its variables.
     """
 
-    def __init__(self, sizes=SIZES, op="sum"):
+    def __init__(self, sizes=SIZES, op="sum", alone=False):
         self.operands, self._programs, self._applies = [], [], []
         self.values = {STEP: np.float32(0).reshape(())}
         self._add(lambda t: t.assign_add(1.0), [Ref("variable", STEP)], [NUMBER])
         reductions = [Reduction("mean", NUMBER, (0,))]
         for place, size in enumerate(sizes):
             spec, first = TensorSpec("float32", (size,)), FIRST + 2 * place
-            args = [Ref("variable", first), Ref("variable", first + 1), Ref("variable", STEP)]
-            self._add(adam, [*args, Ref("reduction", len(reductions))], [spec, spec, NUMBER, spec])
+            number = Ref("variable", 100 + place if alone else STEP)
+            self.values.setdefault(number.index, np.float32(0).reshape(()))
+            args = [Ref("variable", first), Ref("variable", first + 1), number, Ref("reduction", len(reductions))]
+            self._add(adam_alone if alone else adam, args, [spec, spec, NUMBER, spec], alone)
             reductions.append(Reduction(op, spec, (0,)))
             self.values |= {first: random(size, 99), first + 1: random(size, 98)}
         self.plan = Plan(
@@ -56,7 +71,7 @@ class Steps:
         )
         self.sizes = sizes
 
-    def _add(self, fn, refs, specs):
+    def _add(self, fn, refs, specs, optional=False):
         recording = Recording()
         given = [
             recording.variable(spec, f"v{ref.index}", ref) if ref.kind == "variable" else recording.value(spec, ref)
@@ -65,7 +80,7 @@ class Steps:
         found = trace(recording, fn, given)
         args = [each if isinstance(each, Ref) else self._operand(np.asarray(each)) for each in found.origins]
         self._programs.append(found.program)
-        self._applies.append(Apply(len(self._programs) - 1, (0,), tuple(args)))
+        self._applies.append(Apply(len(self._programs) - 1, (0,), tuple(args), optional=optional))
 
     def _operand(self, array):
         same = [n for n, each in enumerate(self.operands) if same_bits(each, array)]
@@ -152,6 +167,23 @@ def test_what_is_not_as_it_was_compiled_is_made_without(kernels, other):
         train(kernels, [replace(round, prepared=job.prepared)], values, free)
         train(Kernels(ServerDevice()), [replace(round, prepared=steps.job().prepared)], expected)
     assert all(same_bits(values[id], expected[id]) for id in values)
+
+
+def test_what_is_left_out_counts_no_step(kernels):
+    """Where each variable has its own number of steps, of which its corrections are computed."""
+    steps = Steps(alone=True)
+    job = warmed(kernels, steps)
+    assert len(job.prepared.outline.applications) == 1 + 2 * len(SIZES)
+    sent = [[np.float32(n).reshape(()), *(random(size, n) for size in SIZES)] for n in range(2)]
+    sent[0][2] = sent[1][2] = None
+    without = job_of(steps.plan, sent, steps.operands)
+    values, expected = steps.fresh(), steps.fresh()
+    for round in (job, without, job, without, job):
+        train(kernels, [replace(round, prepared=job.prepared)], values)
+        train(Kernels(ServerDevice()), [replace(round, prepared=steps.job().prepared)], expected)
+    assert all(same_bits(values[id], expected[id]) for id in values)
+    assert [float(values[100 + place]) for place in range(len(SIZES))] == [5.0, 3.0, 5.0]
+    assert [type(each) for each in job.prepared.compiled.values()] == [CompiledRound, type(None)]
 
 
 def test_different_numbers_are_refused_before_anything_is_written(kernels):
