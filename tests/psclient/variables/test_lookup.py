@@ -216,3 +216,9 @@ def test_what_has_no_such_scatter_is_refused():
             getattr(v, how)(ps.IndexedSlices(np.ones((1, 1), dtype), [0]))
     said = "scatter_add of variable 'emb', which has no dimensions"
     refused(ValueError, said, lambda: ps.Variable(1.0, name="emb").scatter_add(one))
+
+
+@pytest.mark.parametrize(("values", "indices"), [(2, (2, 1)), ((), (1,)), ((2, 3), (3,)), ((1,), ())], ids=str)
+def test_each_index_has_one_row(values, indices):
+    with pytest.raises(ValueError, match="do not match; IndexedSlices need one row for each index"):
+        ps.IndexedSlices(np.ones(values), np.zeros(indices, int))
