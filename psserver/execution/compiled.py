@@ -60,7 +60,7 @@ class _Table:
     Args:
         batch: the kernel and its applications.
         layouts: the layout of each contribution.
-        total: returns the sum of the weights of a reduction.
+        weights: the weights of each contributor.
     """
 
     def __init__(self, batch: KernelBatch, layouts: Sequence[ContributionLayout], weights: Weights) -> None:
@@ -180,12 +180,12 @@ class CompiledRound:
         for each in self._numbers:
             self._compute(each, known, variables)
         bases = [address_of(np.frombuffer(each, np.uint8)) if len(each) else 0 for each in sent]
+        given = [self._value(*one, sent, known) for one in self._given]
+        variables.assign({id: variables.before[id] for id in self._written})
         flags: list[tuple[int, int]] = []
-        for table in self._tables:
+        for table in self._tables:  # at last: what may fail comes before anything is written
             flags += table.run(self._kernels.crew, bases, known)
-        values = list(map(variables.before.__getitem__, self._written))
-        variables.assign(dict(zip(self._written, values, strict=True)))
-        return CompiledOutcome([self._value(*one, sent, known) for one in self._given], flags)
+        return CompiledOutcome(given, flags)
 
     def _compute(self, each: Application, known: dict[Ref, Array], variables: StepVariables) -> None:
         """Computes numbers of numbers, as the interpreter does it, since a kernel may round them otherwise."""

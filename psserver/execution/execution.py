@@ -238,8 +238,11 @@ class Execution:
         job = self.job
         if self._progressive or job.skipped or not job.is_plain:
             return None
-        found = compiled(job.prepared, job.parts, self._kernels)
-        seen = None if found is None else found.run(job.parts, variables)
+        try:
+            found = compiled(job.prepared, job.parts, self._kernels)
+            seen = None if found is None else found.run(job.parts, variables)
+        except Exception as error:
+            raise _told_error(job, error) from error
         if seen is None:
             return None
         suspects, unsure = _suspicious(self._outline, seen.flags) if seen.flags else ((), ())
@@ -430,13 +433,17 @@ def _told(job: ReadyRound) -> Iterator[None]:
     """Turns every exception into a `PSError`: all members of the round wait for an answer, and get the same."""
     try:
         yield
-    except PSError as error:
-        raise _failed(job, type(error), error.message, error.task) from error
-    except MemoryError as error:
-        raise _failed(job, MemoryLimit, f"the server ran out of memory: {error}") from error
-    except Exception as error:  # what the verifier cannot know, a device's errors included
-        log.exception("round %d failed", job.round)
-        raise _failed(job, ProgramError, str(error)) from error
+    except Exception as error:
+        raise _told_error(job, error) from error
+
+
+def _told_error(job: ReadyRound, error: Exception) -> PSError:
+    if isinstance(error, PSError):
+        return _failed(job, type(error), error.message, error.task)
+    if isinstance(error, MemoryError):
+        return _failed(job, MemoryLimit, f"the server ran out of memory: {error}")
+    log.exception("round %d failed", job.round)  # what the verifier cannot know, a device's errors included
+    return _failed(job, ProgramError, str(error))
 
 
 def _failed(job: ReadyRound, kind: type[PSError], why: str, task: str = "") -> PSError:
