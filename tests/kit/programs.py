@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,13 @@ FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, n
 COMPLEX = [*FLOATS, 1j, 3 - 4j, complex(-0.0, 1e30), complex(np.inf, -2.0), complex(0.5, np.nan)]
 DTYPES_OF_VALUES = ["float32", "float64", "int32", "int64", "bfloat16", "complex64"]
 DTYPES_OF_PROGRAMS = list(DTYPES)
+
+
+def adam(w: Any, m: Any, s: Any, g: Any, rate: float = 0.001) -> None:
+    """An update of a variable and its two moments."""
+    m.assign_add(0.1 * (g - m))
+    s.assign_add(0.001 * (g * g - s))
+    w.assign_sub(rate * m / (np.sqrt(s) + 1e-7))
 
 
 def numbers(dtype: str, size: int, seed: int) -> Array:
@@ -68,18 +76,24 @@ def traced(
     return found.program, [origin for origin in found.origins if isinstance(origin, np.ndarray)]
 
 
-def plan_of(program: Program, op: inside.ReduceOp = "sum", returned: bool = True) -> Plan:
-    """A plan of one update: variables by number, values as reductions, operands, everything returned."""
-    counts = {"variable": 0, "value": 0, "operand": 0}
+def updates(*programs: Program, op: inside.ReduceOp = "sum") -> Plan:
+    """A plan of updates, each of which has variables and reductions of its own, by number; they share operands."""
+    distinct, own = tuple(dict.fromkeys(programs)), {"variable": count(), "value": count()}
     kinds: dict[str, Any] = {"variable": "variable", "value": "reduction", "operand": "operand"}
-    refs = []
-    for item in program.inputs:
-        refs.append(inside.Ref(kinds[item.kind], counts[item.kind]))
-        counts[item.kind] += 1
-    reductions = tuple(inside.Reduction(op, item.spec, (0,)) for item in program.inputs if item.kind == "value")
-    operands = tuple(inside.Operand(item.spec, (0,)) for item in program.inputs if item.kind == "operand")
+    applies = []
+    for program in programs:
+        places = own | {"operand": count()}
+        refs = tuple(inside.Ref(kinds[item.kind], next(places[item.kind])) for item in program.inputs)
+        applies.append(inside.Apply(distinct.index(program), (0,), refs))
+    values = [item.spec for program in programs for item in program.inputs if item.kind == "value"]
+    operands = tuple(inside.Operand(item.spec, (0,)) for item in programs[0].inputs if item.kind == "operand")
+    return Plan(tuple(inside.Reduction(op, spec, (0,)) for spec in values), operands, distinct, tuple(applies))
+
+
+def plan_of(program: Program, op: inside.ReduceOp = "sum", returned: bool = True) -> Plan:
+    """A plan of one update, of which everything is returned."""
     results = tuple(inside.Ref("result", n) for n in range(len(program.outputs))) if returned else ()
-    return Plan(reductions, operands, (program,), (inside.Apply(0, (0,), tuple(refs)),), results)
+    return replace(updates(program, op=op), returned=results)
 
 
 def job_of(
@@ -204,6 +218,21 @@ WITH_KERNELS = tuple(name for name, op in OPS.items() if op.kernel)
 def along(shape: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
     """The attributes of a reduction that makes one number of each row."""
     return (("axis", tuple(range(1, len(shape)))), ("keepdims", True))
+
+
+def each_op(inputs: Sequence[Input], two: tuple[int, int]) -> Iterator[tuple[Node, TensorSpec]]:
+    """The ops that go together with some inputs, and what they make: of `two` of them, or one, chosen by input 2."""
+    shape = inputs[0].spec.shape
+    for name, row in OPS.items():
+        args = (2, 0, 1) if name == "where" else two[: row.arity]
+        attrs = {"astype": [(("dtype", each),) for each in DTYPES], "broadcast_to": [(("shape", shape),)]}
+        for own in [along(shape)] if name in ALONG_ROWS else attrs.get(name, [()]):
+            node = Node(name, args, own)
+            try:
+                made = Program(tuple(inputs), (node,), (), ()).specs[-1]
+            except ProgramError:
+                continue
+            yield node, made
 
 
 @st.composite

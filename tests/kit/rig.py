@@ -537,6 +537,11 @@ def adding(tensor: TensorSpec) -> Program:
     return Program((Input("variable", tensor), Input("value", tensor)), (inside.Node("add", (0, 1)),), ((0, 2),), ())
 
 
+def power(tensor: TensorSpec) -> Program:
+    """The program `v.assign(v ** x)`, which refuses some integers."""
+    return replace(adding(tensor), nodes=(inside.Node("pow", (0, 1)),))
+
+
 def scaling(tensor: TensorSpec) -> Program:
     """The program `v.assign_sub(x * rate)`, whose rate is an operand; returns the new value."""
     inputs = (Input("variable", tensor), Input("value", tensor), Input("operand", TensorSpec(tensor.dtype, ())))
@@ -554,6 +559,12 @@ def sum_into(*variables: PlacedVariable, op: inside.ReduceOp = "sum", returned: 
         ),
         returned=tuple(Ref("reduction", index) for index in range(len(variables))) if returned else (),
     )
+
+
+def powers_of(*variables: PlacedVariable) -> Plan:
+    """A plan that raises each variable to the power that is reduced for it: one server alone may refuse its own."""
+    plan = sum_into(*variables, returned=False)
+    return replace(plan, programs=tuple(power(variable.spec.tensor) for variable in variables))
 
 
 def reduce_only(tensor: TensorSpec, op: inside.ReduceOp = "sum", server: int = 0, target: str = "") -> Plan:

@@ -19,12 +19,12 @@ from psserver.programs.interpreter import Script
 from psserver.programs.kernels import launch
 from psserver.programs.kernels.kernels import SMALL_PATIENCE, Kernels
 from pswire.limits import ALIGN
-from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
+from pswire.model.plan import Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.cases import search
-from tests.kit.programs import job_of, kept_kernels, run, same_bits, step
+from tests.kit.programs import job_of, kept_kernels, run, same_bits, step, updates
 
 RATE = TensorSpec("float32", ())
 
@@ -37,13 +37,7 @@ def descent(size):
 
 def descents(sizes, op="sum"):
     """A plan that updates a variable of each size alike."""
-    programs = tuple(dict.fromkeys(map(descent, sizes)))
-    reductions = [Reduction(op, TensorSpec("float32", (size,)), (0,)) for size in sizes]
-    applies = [
-        Apply(programs.index(descent(size)), (0,), (Ref("variable", n), Ref("reduction", n), Ref("operand", 0)))
-        for n, size in enumerate(sizes)
-    ]
-    return Plan(tuple(reductions), (Operand(RATE, (0,)),), programs, tuple(applies))
+    return updates(*map(descent, sizes), op=op)
 
 
 def arrays(sizes, seed=0):
@@ -67,6 +61,16 @@ def fresh(sizes):
     return dict(enumerate(arrays(sizes, 99)))
 
 
+def check(kernels, job, sizes):
+    """Runs a round: what it assigns has the bits that it has without kernels; returns it by number."""
+    values, expected = fresh(sizes), run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
+    found = run(job, kernels, values, frozenset(values)).assigned
+    assert found.keys() == expected.keys()
+    assert all(same_bits(array, expected[id]) for id, array in found.items())
+    assert all(array is values[id] for id, array in found.items() if array.size)
+    return found
+
+
 @search(0.08)
 @given_by_hypothesis(
     st.lists(st.integers(0, 40), min_size=2, max_size=6),
@@ -78,27 +82,19 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
     """Whatever the sizes, however many contribute, wherever their contributions are cut."""
     plan = descents(sizes, op)
     job = job_for(plan, [arrays(sizes, seed) for seed in range(members)], part_bytes)
-    expected = run(job, Kernels(ServerDevice()), fresh(sizes))
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
-    values = fresh(sizes)
-    lent = run(job, kernels, values, frozenset(values)).assigned
-    assert all(same_bits(lent[id], expected.assigned[id]) for id in values)
-    assert all(lent[id] is values[id] for id in values if values[id].size), "it is written where it is"
+    assert len(check(kernels, job, sizes)) == len(sizes)
 
 
-def test_a_batch_ends_at_what_is_excluded():
+def test_a_batch_ends_at_what_is_excluded(kernels):
     """What nobody contributes to stays as it is, and is the same array; all others are made in two batches."""
-    kernels, sizes = kept_kernels(patience=1, smallest=0), [8, 9, 10, 11, 12]
+    sizes = [8, 9, 10, 11, 12]
     plan = descents(sizes)
     plan = replace(plan, applies=tuple(replace(apply, optional=True) for apply in plan.applies))
     sent = [[None if number == 2 else array for number, array in enumerate(arrays(sizes, seed))] for seed in (0, 1)]
     job = job_for(plan, sent)
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
-    values, expected = fresh(sizes), run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
-    found = run(job, kernels, values, frozenset(values))
-    assert sorted(found.assigned) == sorted(expected) == [0, 1, 3, 4]
-    assert all(same_bits(array, expected[id]) and array is values[id] for id, array in found.assigned.items())
-    kernels.close()
+    assert sorted(check(kernels, job, sizes)) == [0, 1, 3, 4]
 
 
 def test_threads_share_a_batch_evenly(monkeypatch):
@@ -107,13 +103,10 @@ def test_threads_share_a_batch_evenly(monkeypatch):
     kernels = kept_kernels(2, patience=1, smallest=0)
     sizes, calls, own = [50, 3, 0, 33], [], kernels.crew.run
     job = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
-    expected = run(job, Kernels(ServerDevice()), fresh(sizes))
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
     monkeypatch.setattr(kernels.crew, "run", lambda kernel, made: calls.extend(made) or own(kernel, made))
-    values = fresh(sizes)
-    found = run(job, kernels, values, frozenset(values)).assigned
+    check(kernels, job, sizes)
     assert [size for size, *_ in calls] == [16, 16, 16, 2, 3, 16, 16, 1]
-    assert all(same_bits(found[id], expected.assigned[id]) for id in values)
     kernels.close()
 
 
@@ -127,11 +120,8 @@ def test_each_variable_has_the_operand_that_its_application_names(threads):
     own = replace(shared, operands=shared.operands * 3, applies=applies)
     for plan, operands in ((shared, rates[:1]), (own, rates)):
         job = job_of(plan, [arrays(sizes, 1), arrays(sizes, 2)], operands)
-        expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
         assert warm(kernels, job, fresh(sizes)) == {0, 1, 2}
-        values = fresh(sizes)
-        found = run(job, kernels, values, frozenset(values)).assigned
-        assert all(found[id] is values[id] and same_bits(values[id], expected[id]) for id in values)
+        check(kernels, job, sizes)
     kernels.close()
 
 
@@ -162,10 +152,7 @@ def test_who_contributes_nothing_is_excluded(kernels):
     said = replace(second.said, weights=(0.0, 2.0))
     short = Payload.pack([np.float32(0.1), arrays(sizes, 2)[1]])
     job = replace(whole, parts=(first, replace(second, said=said, payload=short)))
-    values = fresh(sizes)
-    found = run(job, kernels, values, frozenset(values)).assigned
-    expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
-    assert all(same_bits(found[id], expected[id]) for id in (0, 1))
+    assert len(check(kernels, job, sizes, in_place=False)) == 2
 
 
 def test_one_variable_twice_is_no_batch(kernels):
@@ -176,20 +163,25 @@ def test_one_variable_twice_is_no_batch(kernels):
     assert warm(kernels, job, fresh([8])) == {0, 1}
     first, second = job.prepared.batches(kernels, 1).values()
     assert first is not second
-    values = fresh([8])
-    found = run(job, kernels, values, frozenset(values)).assigned[0]
-    assert same_bits(found, run(job, Kernels(ServerDevice()), fresh([8])).assigned[0])
+    assert check(kernels, job, [8])
 
 
 def streamed(kernels, sizes):
-    """A round of two members that runs bit by bit: the stream, and the tensors that are still to come of each."""
+    """A round of two members that runs bit by bit: the round, its stream, and what has so many tensors of each come."""
     job = job_for(descents(sizes), [arrays(sizes, 1), arrays(sizes, 2)])
     warm(kernels, job, fresh(sizes))
     parts = [replace(part, payload=Payload((), part.payload.size)) for part in job.parts]
     stream = Execution(replace(job, parts=tuple(parts), commit=Commit.PROGRESSIVE), kernels)
     ends = [ALIGN, *(ALIGN + 4 * sum(sizes[: n + 1]) for n in range(len(sizes)))]
     bytes_of = [part.payload.chunks[0][1] for part in job.parts]
-    return job, stream, parts, [[(low, whole[low:high]) for low, high in pairwise([0, *ends])] for whole in bytes_of]
+    rest = [[(low, whole[low:high]) for low, high in pairwise([0, *ends])] for whole in bytes_of]
+
+    def come(*counts):
+        for part, chunks, count in zip(parts, rest, counts, strict=True):
+            for _ in chunks[:count]:
+                part.payload.add(*chunks.pop(0))
+
+    return job, stream, come
 
 
 def advance(stream, values):
@@ -204,19 +196,12 @@ def advance(stream, values):
 def test_a_stream_makes_at_once_what_is_there(kernels):
     """One step for all variables whose contributions have come, and none for the others."""
     sizes = [8] * 6
-    job, stream, parts, rest = streamed(kernels, sizes)
+    job, stream, come = streamed(kernels, sizes)
     values = fresh(sizes)
-
-    def come(count):
-        for part, chunks in zip(parts, rest, strict=True):
-            for offset, buffer in chunks[:count]:
-                part.payload.add(offset, buffer)
-            del chunks[:count]
-
-    come(3)
+    come(3, 3)
     few = sum(advance(stream, values))
     assert 0 < few < 6
-    come(9)
+    come(9, 9)
     assert advance(stream, values) == [6 - few]
     expected = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
     assert all(same_bits(values[id], expected[id]) for id in values)
@@ -235,13 +220,11 @@ def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
 
 def test_who_is_lost_within_a_batch_counts_where_it_was_whole(kernels):
     sizes = [8] * 4
-    job, stream, parts, rest = streamed(kernels, sizes)
+    job, stream, come = streamed(kernels, sizes)
     values = fresh(sizes)
-    for part, chunks in zip(parts, (rest[0], rest[1][:3]), strict=True):
-        for offset, buffer in chunks:
-            part.payload.add(offset, buffer)
+    come(9, 3)
     before = sum(advance(stream, values))
-    assert stream.contributions.drop({parts[1].member.session})
+    assert stream.contributions.drop({job.parts[1].member.session})
     advance(stream, values)
     both = run(job, Kernels(ServerDevice()), fresh(sizes)).assigned
     alone = run(replace(job, parts=job.parts[:1]), Kernels(ServerDevice()), fresh(sizes)).assigned

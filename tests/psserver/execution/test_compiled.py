@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psclient._src.tracing.recorder import Recording, trace
 from psserver.devices import ServerDevice
 from psserver.execution import execution
 from psserver.execution.compiled import CompiledRound
@@ -15,7 +14,7 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import Diverged
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec, spec_of
-from tests.kit.programs import job_of, run, same_bits
+from tests.kit.programs import job_of, run, same_bits, traced
 
 SIZES = (8, 9, 30)
 NUMBER = TensorSpec("float32", ())
@@ -52,14 +51,14 @@ class Steps:
     def __init__(self, sizes=SIZES, op="sum", alone=False):
         self.operands, self._programs, self._applies = [], [], []
         self.values = {STEP: np.float32(0).reshape(())}
-        self._add(lambda t: t.assign_add(1.0), [Ref("variable", STEP)], [NUMBER])
+        self._add(lambda t: t.assign_add(1.0), [Ref("variable", STEP)], [NUMBER], [])
         reductions = [Reduction("mean", NUMBER, (0,))]
         for place, size in enumerate(sizes):
             spec, first = TensorSpec("float32", (size,)), FIRST + 2 * place
             number = Ref("variable", 100 + place if alone else STEP)
             self.values.setdefault(number.index, np.float32(0).reshape(()))
-            args = [Ref("variable", first), Ref("variable", first + 1), number, Ref("reduction", len(reductions))]
-            self._add(adam_alone if alone else adam, args, [spec, spec, NUMBER, spec], alone)
+            refs = [*(Ref("variable", n) for n in (first, first + 1)), number, Ref("reduction", len(reductions))]
+            self._add(adam_alone if alone else adam, refs, [spec, spec, NUMBER], [spec], alone)
             reductions.append(Reduction(op, spec, (0,)))
             self.values |= {first: random(size, 99), first + 1: random(size, 98)}
         self.plan = Plan(
@@ -71,15 +70,11 @@ class Steps:
         )
         self.sizes = sizes
 
-    def _add(self, fn, refs, specs, optional=False):
-        recording = Recording()
-        given = [
-            recording.variable(spec, f"v{ref.index}", ref) if ref.kind == "variable" else recording.value(spec, ref)
-            for ref, spec in zip(refs, specs, strict=True)
-        ]
-        found = trace(recording, fn, given)
-        args = [each if isinstance(each, Ref) else self._operand(np.asarray(each)) for each in found.origins]
-        self._programs.append(found.program)
+    def _add(self, fn, refs, variables, values, optional=False):
+        program, met = traced(fn, variables, values)
+        rest, operands = iter(refs), map(self._operand, met)
+        args = [next(operands if item.kind == "operand" else rest) for item in program.inputs]
+        self._programs.append(program)
         self._applies.append(Apply(len(self._programs) - 1, (0,), tuple(args), optional=optional))
 
     def _operand(self, array):
@@ -92,15 +87,17 @@ class Steps:
         return {id: np.array(value) for id, value in self.values.items()}
 
     def job(self, members=2, seed=0, part_bytes=1 << 20):
-        """A round of it: other gradients with each seed."""
-        sent = [
-            [np.float32(n).reshape(()), *(random(size, 7 * seed + n) for size in self.sizes)] for n in range(members)
-        ]
-        return job_of(self.plan, sent, self.operands, part_bytes)
+        """A round of it."""
+        return job_of(self.plan, sent(members, seed, self.sizes), self.operands, part_bytes)
 
 
 def random(size, seed):
     return np.random.default_rng(seed).normal(size=size).astype("float32")
+
+
+def sent(members=2, seed=0, sizes=SIZES):
+    """What each member contributes: a number, and gradients, which are others with each seed."""
+    return [[np.float32(n).reshape(()), *(random(size, 7 * seed + n) for size in sizes)] for n in range(members)]
 
 
 def train(kernels, jobs, values, lent=None):
@@ -150,9 +147,9 @@ def cut(steps, job):
 
 
 def absent(steps, job):
-    sent = [[np.float32(n).reshape(()), *(random(size, n) for size in SIZES)] for n in range(2)]
-    sent[1][2] = None
-    return job_of(steps.plan, sent, steps.operands)
+    given = sent()
+    given[1][2] = None
+    return job_of(steps.plan, given, steps.operands)
 
 
 @pytest.mark.parametrize("other", [cut, absent, None], ids=["in pieces", "one gives nothing", "somebody reads"])
@@ -189,10 +186,8 @@ def test_what_is_left_out_counts_no_step(kernels):
 def test_different_numbers_are_refused_before_anything_is_written(kernels):
     steps = Steps()
     job = warmed(kernels, steps)
-    sent = [[np.float32(0).reshape(()), *(random(size, 1) for size in SIZES)]]
-    one = job_of(steps.plan, sent, steps.operands).parts[0]
-    two = job_of(steps.plan, [*sent, *sent], [each + 1 for each in steps.operands]).parts[1]
-    torn = replace(job, parts=(one, two))
+    other = job_of(steps.plan, sent(), [each + 1 for each in steps.operands])
+    torn = replace(job, parts=(job.parts[0], other.parts[1]))
     values = steps.fresh()
     train(kernels, [job], values)
     before = {id: value.copy() for id, value in values.items()}
@@ -205,11 +200,9 @@ def test_nan_is_found_and_its_sender_named(kernels):
     """As without: which variables have it, and who has sent it."""
     steps = Steps()
     job = warmed(kernels, steps)
-    bad = random(SIZES[1], 3)
-    bad[4] = np.nan
-    sent = [[np.float32(n).reshape(()), *(random(size, n) for size in SIZES)] for n in range(2)]
-    sent[1][2] = bad
-    poisoned = replace(job_of(steps.plan, sent, steps.operands), prepared=job.prepared)
+    given = sent()
+    given[1][2][4] = np.nan
+    poisoned = replace(job_of(steps.plan, given, steps.operands), prepared=job.prepared)
     values = steps.fresh()
     found = run(poisoned, kernels, values, frozenset(values)).found
     assert found.contributions == [(2, poisoned.parts[1].member.task)]

@@ -14,21 +14,18 @@ from psserver.rounds.sums import shares_of, total_weights
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.compression import PIECE, Codec
-from pswire.model.plan import Apply, Plan, Reduction, Ref
-from pswire.model.program import Input, Node, Program
+from pswire.model.plan import Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
-from tests.kit.programs import job_of, run, same_bits
+from tests.kit.programs import job_of, run, same_bits, updates
 from tests.kit.references import CODECS, DTYPES, Worker
 from tests.kit.rig import adding
 
 
 def coded(spec, codec, op="sum", form="dense", count=1):
     """A plan that adds contributions to variables, and gives the first reduction back."""
-    program = Program((Input("variable", spec), Input("value", spec)), (Node("add", (0, 1)),), ((0, 2),), ())
     reductions = tuple(Reduction(op, spec, (0,), f"'v{n}'", form, codec) for n in range(count))
-    applies = tuple(Apply(0, (0,), (Ref("variable", n), Ref("reduction", n))) for n in range(count))
-    return Plan(reductions, (), (program,), applies, (Ref("reduction", 0),))
+    return replace(updates(*[adding(spec)] * count), reductions=reductions, returned=(Ref("reduction", 0),))
 
 
 def arrays(shape, dtype, count=3):
@@ -125,15 +122,6 @@ NONE = (0, 0, 0, 0)
 INTERLEAVED = (7, 9, 7, 9)
 
 
-def plan_of(spec, op="sum"):
-    """A plan that adds what is reduced to a variable, which a kernel may do with the sum."""
-    return Plan(
-        reductions=(Reduction(op, spec, (0,)),),
-        programs=(adding(spec),),
-        applies=(Apply(0, (0,), (Ref("variable", 0), Ref("reduction", 0))),),
-    )
-
-
 def on_hosts(job, hosts):
     parts = [replace(part, said=replace(part.said, host=hosts[place])) for place, part in enumerate(job.parts)]
     return replace(job, parts=tuple(parts))
@@ -193,7 +181,7 @@ def test_hosts_sum_as_a_server_does(kernels, hosts, missing, op, dtype):
     spec, arrays = TensorSpec(dtype, (64,)), numbers(dtype)
     for place in missing:
         arrays[place] = None
-    job = on_hosts(job_of(plan_of(spec, op), [[array] for array in arrays], part_bytes=96), hosts)
+    job = on_hosts(job_of(updates(adding(spec), op=op), [[array] for array in arrays], part_bytes=96), hosts)
     found = made(job, spec, kernels)
     if op != "mean":
         assert same_bits(found, host_sum(arrays, hosts) if op == "sum" else arrays[1])
@@ -203,10 +191,7 @@ def test_hosts_sum_as_a_server_does(kernels, hosts, missing, op, dtype):
 
 def test_variables_that_kernels_update_together(kernels):
     spec, count = TensorSpec("float32", (64,)), 3
-    refs = [(Ref("variable", n), Ref("reduction", n)) for n in range(count)]
-    applies = tuple(Apply(0, (0,), each) for each in refs)
-    plan = Plan((Reduction("sum", spec, (0,)),) * count, (), (adding(spec),), applies)
-    arrays = numbers("float32")
+    plan, arrays = updates(*[adding(spec)] * count), numbers("float32")
     assert not same_bits(host_sum(arrays, INTERLEAVED), host_sum(arrays, NONE)), "the order makes no difference here"
     for hosts in (INTERLEAVED, NONE):
         job = on_hosts(job_of(plan, [[array] * count for array in arrays]), hosts)

@@ -24,7 +24,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from pswire.network.payload import Payload
 from tests.kit import programs
-from tests.kit.programs import job_of
+from tests.kit.programs import job_of, updates
 from tests.kit.rig import WORKERS, payload, reduce_only, sgd, sum_into
 
 NUMBER = TensorSpec("int64", ())
@@ -86,12 +86,10 @@ def test_weights_count_in_the_mean():
 def test_what_is_assigned_is_its_own():
     """A plain copy of what came over the network keeps no message alive, and of another variable no alias."""
     copy = Program((Input("variable", PAIR), Input("value", PAIR)), (), ((0, 1),), (1,))
-    plan = Plan(
-        (Reduction("sum", PAIR, (0,)),), (), (copy,), (Apply(0, (0,), (Ref("variable", 1), Ref("reduction", 0))),)
-    )
-    outcome = run(plan, [part(0, plan, [[1.0, 2.0]])], {1: np.zeros(2)})
-    assert outcome.assigned[1].flags.owndata
-    assert outcome.assigned[1].tolist() == [1.0, 2.0]
+    plan = updates(copy)
+    outcome = run(plan, [part(0, plan, [[1.0, 2.0]])], {0: np.zeros(2)})
+    assert outcome.assigned[0].flags.owndata
+    assert outcome.assigned[0].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.5, 0.25), (0.0, -0.0), (np.nan, 0.0)])
@@ -110,7 +108,7 @@ def test_operands_are_compared_whole():
     """However long; the message shows their beginning."""
     long = TensorSpec("float64", (1000,))
     scale = Program((Input("variable", long), Input("operand", long)), (Node("add", (0, 1)),), ((0, 2),), ())
-    plan = Plan((), (Operand(long, (0,)),), (scale,), (Apply(0, (0,), (Ref("variable", 0), Ref("operand", 0))),))
+    plan = updates(scale)
     one, other = (part(n, plan, operands=[np.eye(1, 1000, 999)[0] * n]) for n in (0, 1))
     with pytest.raises(Diverged) as told:
         run(plan, [one, other], {0: np.zeros(1000)})
@@ -275,15 +273,9 @@ def taken(*payloads: Payload) -> dict[Ref, list[float]]:
 @pytest.mark.parametrize("cuts", [[], [4], [64], [65, 72]])
 @pytest.mark.parametrize("gap", [0, 7])
 def test_operands_are_the_same_however_they_come(cuts, gap):
-    """In one piece or in several; what lies between them is nobody's."""
-    found = taken(sent(0.5, [1, 2], 0, []), sent(0.5, [1, 2], gap, cuts), sent(0.5, [1, 2], 0, []))
-    assert found == {Ref("operand", 0): [0.5], Ref("operand", 2): [1, 2]}
-    assert taken(sent(0.5, [1, 2], gap, cuts), sent(0.5, [1, 2], 0, [])) == found
-
-
-@pytest.mark.parametrize("cuts", [[], [4], [65, 72]])
-@pytest.mark.parametrize(("rate", "pair", "number"), [(0.25, [1, 2], 0), (0.5, [1, 3], 2)])
-def test_operands_that_differ_are_told_with_their_senders(cuts, rate, pair, number):
-    """Whether they came in one piece or not."""
-    with pytest.raises(Diverged, match=rf"operand {number} must be equal .*worker/task:0 has .*worker/task:2 has"):
-        taken(sent(0.5, [1, 2], 0, cuts), sent(0.5, [1, 2], 0, []), sent(rate, pair, 0, cuts))
+    """In one piece or in several; what lies between them is nobody's. Those that differ are told with their senders."""
+    whole, other = sent(0.5, [1, 2], 0, []), sent(0.5, [1, 2], gap, cuts)
+    assert taken(whole, other, whole) == taken(other, whole) == {Ref("operand", 0): [0.5], Ref("operand", 2): [1, 2]}
+    for rate, pair, number in ((0.25, [1, 2], 0), (0.5, [1, 3], 2)):
+        with pytest.raises(Diverged, match=rf"operand {number} must be equal .*worker/task:0 has .*worker/task:2 has"):
+            taken(other, whole, sent(rate, pair, gap, cuts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,24 +25,27 @@ from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.network.parts import parts_of
 from pswire.network.payload import Payload
 from tests.kit.contributions import streaming
-from tests.kit.programs import job_of, plan_of, run, same_bits, traced
+from tests.kit.programs import job_of, plan_of, run, same_bits, traced, updates
 from tests.kit.rig import (
     SOON,
     WORKERS,
     Deferred,
     Job,
+    adding,
     checkpoint,
     compiler_of,
     eventually,
+    power,
     reduce_only,
     serving,
     sum_into,
     together,
+    turn,
 )
 
 N = SMALLEST
-SPEC = TensorSpec("float32", (N,))
-ADD = Program((Input("variable", SPEC), Input("value", SPEC)), (Node("add", (0, 1)),), ((0, 2),), ())
+SPEC, NUMBER = TensorSpec("float32", (N,)), TensorSpec("int64", ())
+ADD = adding(SPEC)
 
 
 def store(value):
@@ -117,21 +121,10 @@ def test_what_is_lent_is_written_and_what_is_not_is_replaced(kernels):
         assert run(job, kernels, {0: ones()[0]}, lent).assigned[0].tolist() == [3.0] * N
 
 
-def two_programs(second):
-    """A plan that updates variable 0 by a kernel, and then variable 1 by another program."""
-    reductions = (Reduction("sum", SPEC, (0,)), Reduction("sum", second.inputs[1].spec, (0,)))
-    applies = tuple(Apply(n, (0,), (Ref("variable", n), Ref("reduction", n))) for n in (0, 1))
-    return Plan(reductions, (), (ADD, second), applies)
-
-
 def test_a_round_that_fails_later_has_changed_nothing(kernels):
     """A kernel comes first, and a power that is refused second: the first variable is as it was. What comes after the
     last thing that may fail is written in place, and what comes before it is not, however many programs there are."""
-    number = TensorSpec("int64", ())
-    power = Program((Input("variable", number), Input("value", number)), (Node("pow", (0, 1)),), ((0, 2),), ())
-    reductions = tuple(Reduction("sum", spec, (0,)) for spec in (SPEC, number, SPEC))
-    applies = tuple(Apply(which, (0,), (Ref("variable", n), Ref("reduction", n))) for n, which in enumerate((0, 1, 0)))
-    plan = Plan(reductions, (), (ADD, power), applies)
+    plan = updates(ADD, power(NUMBER), ADD)
     values = {0: ones()[0], 1: np.array(2), 2: ones()[0]}
     good = warmed(kernels, job_of(plan, [[*ones(), np.array(3), *ones()]]), values)
     with pytest.raises(ProgramError, match="pow"):
@@ -147,7 +140,7 @@ def test_memory_that_is_short_later_has_changed_nothing(kernels, monkeypatch, si
     """A kernel comes first; a program that needs memory second, compiled or not."""
     spec = TensorSpec("float32", (size,))
     second, _ = traced(lambda w, g: w.assign(np.exp(g)), [spec], [spec])
-    plan = two_programs(second)
+    plan = updates(ADD, second)
     values = {0: ones()[0], 1: np.ones(size, "float32")}
     job = warmed(kernels, job_of(plan, [[*ones(), np.ones(size, "float32")]]), values)
 
@@ -162,7 +155,7 @@ def test_memory_that_is_short_later_has_changed_nothing(kernels, monkeypatch, si
 
 def test_what_is_missing_later_has_changed_nothing(kernels):
     """A variable without a value, or with another one than the program was verified for."""
-    plan = two_programs(ADD)
+    plan = updates(ADD, ADD)
     values = {0: ones()[0], 1: ones()[0]}
     job = warmed(kernels, job_of(plan, [ones(2)]), values)
     for wrong in ({0: values[0]}, {0: values[0], 1: np.ones(N)}, {0: values[0], 1: np.ones(N - 1, "float32")}):
@@ -209,12 +202,6 @@ def address(job, variable):
         return job.servers.cores[0].machine.job.store.find(variable.id).array.__array_interface__["data"][0]
 
 
-def turn(worker, plan, values, want=()):
-    (reply,) = together(worker.push(plan, values, want=want))
-    worker.round += 1
-    return reply
-
-
 def trained(job, rounds=4):
     """A worker, a variable, and a plan whose kernel is compiled and has been used."""
     (worker,) = job.join(WORKERS[0])
@@ -222,7 +209,7 @@ def trained(job, rounds=4):
     plan = job.approve(sum_into(variable, returned=False), worker)
     compiler = compiler_of(job.servers.cores[0])
     for _ in range(rounds):
-        turn(worker, plan, ones())
+        worker.make(plan, ones())
         compiler.wait()
     return worker, variable, plan
 
@@ -238,7 +225,7 @@ def test_rounds_use_the_same_memory(tmp_path, monkeypatch, transport, streams):
         assert bool(plan.streams) == streams
         before = address(job, variable)
         for _ in range(3):
-            turn(worker, plan, ones(), (variable.id,) if transport == "grpc" else ())
+            worker.make(plan, ones(), want=(variable.id,) if transport == "grpc" else ())
         assert address(job, variable) == before
 
 
@@ -248,12 +235,12 @@ def test_an_answer_keeps_its_value(job, monkeypatch, streams):
     if streams:
         streaming(monkeypatch)
     worker, variable, plan = trained(job)
-    reply = turn(worker, plan, ones(), (variable.id,))
+    reply = worker.make(plan, ones(), want=(variable.id,))
     held = reply.payload.tensors([SPEC])[0]
     value = float(held[0])
     before = address(job, variable)
     for _ in range(3):
-        turn(worker, plan, ones())
+        worker.make(plan, ones())
     assert held.tolist() == [value] * N
     assert address(job, variable) != before
 
@@ -264,16 +251,13 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
     later = []
     monkeypatch.setattr(job.servers.cores[0], "_files", later.append)
     order = job.approve(checkpoint("here", (0,)), worker)
-    turn(worker, order, ())
+    worker.make(order)
     for _ in range(3):
-        turn(worker, plan, ones())
+        worker.make(plan, ones())
     (write,) = later
     write()
     (shard,) = job.servers.root.rglob("shard-*")
     assert load_file(shard)["v"].tolist() == [4.0] * N
-
-
-NUMBER = TensorSpec("int64", ())
 
 
 @pytest.fixture
@@ -281,30 +265,21 @@ def queued():
     return Deferred()
 
 
-def test_a_brief_piece_runs_at_once(queued):
-    """In the thread that asks for it; another piece goes to the thread. One that fails blocks nothing."""
+def test_a_brief_piece_runs_at_once_and_overtakes_nothing(queued):
+    """In the thread that asks for it; another piece goes to the thread, and a brief one behind it while it is queued or
+    runs; once that is over it runs at once again. One that fails blocks nothing."""
     ran, queue = [], ArrayQueue(queued)
     queue.run(lambda: ran.append(threading.get_ident()), True)
     assert ran == [threading.get_ident()]
     assert not queued.queue
     with pytest.raises(ZeroDivisionError):
         queue.run(lambda: 1 / 0, True)
-    queue.run(lambda: ran.append(1), True)
-    assert ran[1:] == [1]
-    queue.run(lambda: ran.append(2), False)
-    assert ran[1:] == [1]
-    queued.run()
-    assert ran[1:] == [1, 2]
-
-
-def test_a_brief_piece_overtakes_nothing(queued):
-    """While one is queued or runs, it goes behind it; once that is over it runs at once again."""
-    ran, queue = [], ArrayQueue(queued)
+    queue.run(lambda: ran.append("next"), True)
     queue.run(lambda: (ran.append("first"), queue.run(lambda: ran.append("within"), True)), False)
     queue.run(lambda: ran.append("second"), True)
-    assert ran == []
+    assert ran[1:] == ["next"]
     queued.run()
-    assert ran == ["first", "second", "within"]
+    assert ran[2:] == ["first", "second", "within"]
     queue.run(lambda: ran.append("third"), True)
     assert ran[-1] == "third"
 
@@ -356,10 +331,11 @@ def _threads(monkeypatch) -> list[str]:
     return names
 
 
-def _turn(plan, *workers):
-    together(*[worker.push(plan, [1]) for worker in workers])
-    for worker in workers:
-        worker.round += 1
+def _turn(job, plan, value, *workers):
+    """A round, after which the thread for arrays has nothing to do."""
+    together(*[worker.push(plan, [value]) for worker in workers])
+    turn(*workers)
+    eventually(lambda: not job.servers.cores[0]._arrays._ahead)
 
 
 def test_a_small_round_runs_where_its_last_contribution_comes(job, monkeypatch):
@@ -368,8 +344,7 @@ def test_a_small_round_runs_where_its_last_contribution_comes(job, monkeypatch):
     workers = job.join(*WORKERS[:2])
     plan = job.approve(reduce_only(NUMBER), workers[0])
     for _ in range(3):
-        _turn(plan, *workers)
-        eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+        _turn(job, plan, 1, *workers)
     assert names[0] != here
     assert names[1:] == [here, here]
 
@@ -383,9 +358,7 @@ def test_a_large_round_does_not(job, monkeypatch, mode, limit, elements, here):
     monkeypatch.setattr(f"psserver.plans.round.{limit}", 64)
     monkeypatch.setattr("psserver.plans.round.BRIEF_INTERPRETED_BYTES", 0)
     for _ in range(2):
-        together(worker.push(plan, [np.ones(elements, "int64")]))
-        worker.round += 1
-        eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+        _turn(job, plan, np.ones(elements), worker)
     assert (names[-1] == threading.current_thread().name) == here
 
 
@@ -393,36 +366,25 @@ def test_what_the_interpreter_runs_is_brief_only_where_it_is_less(job, monkeypat
     names, here = _threads(monkeypatch), threading.current_thread().name
     (worker,) = job.join(WORKERS[0])
     square = TensorSpec("float32", (4, 4))
-    variable = job.variable(worker, np.eye(4, dtype="float32"))
-    product = Program((Input("variable", square), Input("value", square)), (Node("matmul", (0, 1)),), ((0, 2),), ())
-    plan = job.approve(
-        Plan(
-            reductions=(Reduction("sum", square, (0,), "'g'"),),
-            programs=(product,),
-            applies=(Apply(0, (0,), (Ref("variable", variable.id), Ref("reduction", 0))),),
-        ),
-        worker,
-    )
+    job.variable(worker, np.eye(4, dtype="float32"))
+    plan = job.approve(updates(replace(adding(square), nodes=(Node("matmul", (0, 1)),))), worker)
     for limit in (1 << 10, 1 << 10, 1 << 10, 1 << 7):
         monkeypatch.setattr("psserver.plans.round.BRIEF_INTERPRETED_BYTES", limit)
-        together(worker.push(plan, [np.eye(4)]))
-        worker.round += 1
-        eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+        _turn(job, plan, np.eye(4), worker)
     assert [name == here for name in names] == [False, False, True, False]
 
 
 def test_a_small_round_fails_as_any_other(job, monkeypatch):
     """Its members are told, and the next one runs. One that orders a checkpoint runs in the thread for arrays."""
     (worker,) = job.join(WORKERS[0])
-    variable = job.variable(worker, np.array(1))
-    plan = job.approve(sum_into(variable), worker)
-    _turn(plan, worker)
+    variable, plan = job.adder(worker, 1)
+    worker.make(plan, [1])
     job.servers.cores[0].machine.job.store.commit({variable.id: Dense(np.zeros(2))})
     with pytest.raises(ProgramError, match="must have a value of int64"):
         worker.push(plan, [1]).result(SOON)
     worker.round += 1
     job.servers.cores[0].machine.job.store.commit({variable.id: Dense(np.array(5))})
-    _turn(plan, worker)
+    worker.make(plan, [1])
     assert int(job.value(worker, variable)) == 6
     names = _threads(monkeypatch)
     job.save(worker)

@@ -24,11 +24,11 @@ from pswire.model.tables import Constant, GlobalStepEvict, L2WeightEvict, SlotTe
 from pswire.model.tensor import TensorSpec
 from tests.kit.contributions import WHOLE, part_of, round_of, share
 from tests.kit.programs import kept_kernels, same_bits
+from tests.kit.rig import power
 
 SIZE = 9
 TABLE, NUMBER, NUMBERS = TensorSpec("float32", (SIZE, 2)), TensorSpec("float32", ()), TensorSpec("int64", (3,))
 V, M, OTHER = (Ref("variable", n) for n in range(3))
-POWER = Program((Input("variable", NUMBERS), Input("value", NUMBERS)), (Node("pow", (0, 1)),), ((0, 2),), ())
 
 
 def heavy(spec):
@@ -61,7 +61,7 @@ def plan_of(make, op="sum", sparse="exact", *, spec, form, fails=False):
     programs = [program]
     if fails:
         reductions.append(Reduction("sum", NUMBERS, (0,)))
-        programs.append(POWER)
+        programs.append(power(NUMBERS))
         applies.append(Apply(1, (0,), (OTHER, Ref("reduction", 1))))
     return Plan(tuple(reductions), tuple(Operand(NUMBER, (0,)) for _ in operands), tuple(programs), tuple(applies))
 

@@ -21,13 +21,13 @@ from psserver.telemetry import ROWS, Seen
 from pswire.errors import ProgramError
 from pswire.model.finite import CHUNK, SMALL, is_finite, may_be_nonfinite
 from pswire.model.plan import Apply, Plan, Reduction, Ref
-from pswire.model.program import Input, Node, Program
+from pswire.model.program import Node
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.network.payload import Payload
 from pswire.network.traffic import traffic
 from pswire.telemetry import prometheus
-from tests.kit.programs import job_of, kept_kernels, plan_of, run, same_bits, step, traced
-from tests.kit.rig import SOON, WORKERS, Job, compiler_of, serving, sgd, sum_into, together
+from tests.kit.programs import adam, job_of, kept_kernels, plan_of, run, same_bits, step, traced, updates
+from tests.kit.rig import SOON, WORKERS, Job, adding, compiler_of, serving, sgd, sum_into, together, turn
 from tests.kit.telemetry import Page
 
 A, B, C = WORKERS[:3]
@@ -39,12 +39,6 @@ N = 1003
 def truth(array: Any) -> bool:
     wide = array.astype("complex128" if array.dtype.kind == "c" else "float64")
     return bool(np.isfinite(wide).all())
-
-
-def adam(w, m, s, g):
-    m.assign_add(0.1 * (g - m))
-    s.assign_add(0.001 * (g * g - s))
-    w.assign_sub(0.001 * m / (np.sqrt(s) + 1e-7))
 
 
 def descent(w, g):
@@ -125,13 +119,9 @@ def too_large():
 
 def made_good():
     """A variable that is not finite in between is so again at the end, if something else is assigned."""
-    inputs = (Input("variable", SPEC), Input("value", SPEC))
-    plan = Plan(
-        (Reduction("sum", SPEC, (0,)), Reduction("sum", SPEC, (0,))),
-        (),
-        (Program(inputs, (Node("add", (0, 1)),), ((0, 2),), ()), Program(inputs, (), ((0, 1),), ())),
-        tuple(Apply(n, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in range(2)),
-    )
+    programs = (adding(SPEC), replace(adding(SPEC), nodes=(), assigns=((0, 1),)))
+    applies = tuple(Apply(n, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in range(2))
+    plan = Plan((Reduction("sum", SPEC, (0,)),) * 2, (), programs, applies)
     yield plan, (), [[ones(...), ones()]], [(0, A)], {}
     yield plan, (), [[ones(), ones(...)]], [(1, A)], {0}
 
@@ -140,17 +130,7 @@ def batched():
     """Of many applications that one kernel makes together, by whichever thread."""
     sizes = [N, 5, 400, N]
     made = [traced(descent, [spec], [spec]) for spec in (TensorSpec("float32", (size,)) for size in sizes)]
-    programs_of = tuple(dict.fromkeys(program for program, _ in made))
-    plans = [plan_of(program) for program, _ in made]
-    applies = tuple(
-        Apply(
-            programs_of.index(program),
-            (0,),
-            tuple(ref if ref.kind == "operand" else Ref(ref.kind, n) for ref in plans[n].applies[0].args),
-        )
-        for n, (program, _) in enumerate(made)
-    )
-    plan = Plan(sum((each.reductions for each in plans), ()), plans[0].operands, programs_of, applies)
+    plan = updates(*(program for program, _ in made))
     good = [ones(size=size) for size in sizes]
     yield plan, made[0][1], [good, [*good[:2], ones(399, of=np.inf, size=400), good[3]]], [(2, B)], {2}
 
@@ -236,19 +216,14 @@ def test_a_device_is_asked_once_in_a_round(dtype, monkeypatch):
     program, operands = traced(descent, [spec], [spec])
     contributions = [[np.ones(N, spec.dtype if dtype == "float32" else DTYPES[dtype])] for _ in range(3)]
     contributions[2][0][0] = np.nan
-    kernels = Kernels(Pretended(0), patience=10**9)
-    asked = []
-    own = Pretended.get
+    kernels, asked, own = Kernels(Pretended(0), patience=10**9), [], Pretended.get
     monkeypatch.setattr(Pretended, "get", lambda self, array: asked.append(array.dtype) or own(self, array))
-    job = job_of(plan_of(program), contributions, operands)
-    outcome = run(job, kernels, {0: np.ones(N, DTYPES[dtype])})
-    assert (outcome.found.contributions, outcome.found.variables) == ([(0, C)], {0: False})
-    assert asked.count(np.dtype(bool)) == 2, "one for the round, and one for what the variable was before"
-    asked.clear()
-    job = job_of(plan_of(program), contributions[:2], operands)
-    outcome = run(job, kernels, {0: np.ones(N, DTYPES[dtype])})
-    assert (outcome.found.contributions, outcome.found.variables) == ([], {})
-    assert asked.count(np.dtype(bool)) == 1
+    for count, poisoned, variables in ((3, [(0, C)], {0: False}), (2, [], {})):
+        job = job_of(plan_of(program), contributions[:count], operands)
+        outcome = run(job, kernels, {0: np.ones(N, DTYPES[dtype])})
+        assert (outcome.found.contributions, outcome.found.variables) == (poisoned, variables)
+        assert asked.count(np.dtype(bool)) == 1 + len(variables), "one for the round, one for what a variable was"
+        asked.clear()
     kernels.close()
 
 
@@ -273,8 +248,7 @@ def metrics(job: Job) -> tuple[float, float]:
 def make_round(plan, pushes, **said):
     """A round of each worker's values; returns what they are told, which is the same for all."""
     told = {reply.warnings for reply in together(*(w.push(plan, values, **said) for w, values in pushes))}
-    for worker, _ in pushes:
-        worker.round += 1
+    turn(*(worker for worker, _ in pushes))
     assert len(told) == 1
     return told.pop()
 
@@ -297,8 +271,8 @@ def test_a_poisoned_variable_is_told_of_once_with_its_worker(job, caplog):
     assert make_round(plan, [(one, [good, good]), (two, [good, good])]) == ()
     assert make_round(plan, [(one, [bad, good]), (two, [bad, good])]) == ()
     assert metrics(job) == (3, 1)
-    given_back = sum_into(v)
-    reset = job.approve(replace(given_back, programs=(Program(given_back.programs[0].inputs, (), ((0, 1),), ()),)), one)
+    assigning = replace(adding(v.spec.tensor), nodes=(), assigns=((0, 1),))
+    reset = job.approve(replace(sum_into(v), programs=(assigning,)), one)
     assert make_round(reset, [(one, [good]), (two, [good])]) == ()
     assert metrics(job) == (3, 0)
     (words,) = make_round(plan, [(one, [bad, good]), (two, [good, good])])
@@ -334,8 +308,7 @@ def test_a_restored_variable_is_told_of_anew(restored):
     """It is finite, as the checkpoint is; and what the last job's variables were is forgotten in a new one."""
     job = restored
     (one,) = job.join(A)
-    v = job.variable(one, np.zeros(4))
-    plan = job.approve(sum_into(v), one)
+    v, plan = job.adder(one, np.zeros(4))
     job.save(one)
     assert len(make_round(plan, [(one, [np.full(4, np.inf)])])) == 1
     job.restore(one)
@@ -344,20 +317,20 @@ def test_a_restored_variable_is_told_of_anew(restored):
     job.begin()
     assert metrics(job)[1] == 0
     (one,) = job.join(A)
-    again = job.variable(one, np.zeros(4))
+    again, plan = job.adder(one, np.zeros(4))
     assert again.id == v.id
-    assert make_round(job.approve(sum_into(again), one), [(one, [np.full(4, np.nan)])])
+    assert make_round(plan, [(one, [np.full(4, np.nan)])])
 
 
 def test_an_overflow_is_told_without_a_worker(job):
     """All contributions were finite, and the variable alone is named; so it is with an operand, such as a learning
     rate, which every process has sent. A variable that was infinite before is no news, such as the best loss so far."""
     one, two = job.join(A, B)
-    v, u = job.variable(one, np.full(4, 3e38, "float32")), job.variable(one, np.ones(4))
-    infinite = job.variable(one, np.array(np.inf))
-    assert make_round(job.approve(sum_into(infinite), one), [(w, [np.array(1.0)]) for w in (one, two)]) == ()
+    v, plan = job.adder(one, np.full(4, 3e38, "float32"))
+    u, (_, infinite) = job.variable(one, np.ones(4)), job.adder(one, np.inf)
+    assert make_round(infinite, [(w, [np.array(1.0)]) for w in (one, two)]) == ()
     assert metrics(job) == (0, 0)
-    (words,) = make_round(job.approve(sum_into(v), one), [(w, [np.full(4, 2e38)]) for w in (one, two)])
+    (words,) = make_round(plan, [(w, [np.full(4, 2e38)]) for w in (one, two)])
     assert repr(v.spec.name) in words
     assert "from finite gradients" in words
     assert "worker" not in words
@@ -370,8 +343,8 @@ def test_what_an_update_keeps_out_is_counted_and_not_told(job):
     """A step with a loss scale drops gradients that are not finite: that is no mistake."""
     (one,) = job.join(A)
     v = job.variable(one, np.zeros(4))
-    inputs = (Input("variable", v.spec.tensor), Input("value", v.spec.tensor))
-    program = Program(inputs, (Node("isfinite", (1,)), Node("where", (2, 1, 0))), ((0, 3),), ())
+    nodes = (Node("isfinite", (1,)), Node("where", (2, 1, 0)))
+    program = replace(adding(v.spec.tensor), nodes=nodes, assigns=((0, 3),))
     plan = job.approve(replace(sum_into(v), programs=(program,)), one)
     assert make_round(plan, [(one, [np.array([1, np.nan, 1, 1])])]) == ()
     assert metrics(job) == (1, 0)
@@ -381,7 +354,7 @@ def test_what_an_update_keeps_out_is_counted_and_not_told(job):
 def test_an_asynchronous_worker_is_told_of_its_own(job):
     """A round is its sender's alone; a resend is told the same, since its answer was recorded."""
     one, two = job.join(A, B, mode="async")
-    plan = job.approve(sum_into(job.variable(one, np.zeros(4))), one)
+    _, plan = job.adder(one, np.zeros(4))
     assert make_round(plan, [(one, [np.ones(4)])]) == ()
     first, again = (two.push(plan, [np.full(4, np.nan)]).result(SOON) for _ in range(2))
     (words,) = first.warnings
@@ -412,15 +385,9 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
     kernels = Kernels(device, patience=1 if how == "compiled" else 10**9, smallest=0)
     spec = TensorSpec("float32", (N,))
     program, operands = traced(descent, [spec], [spec])
-    first = plan_of(program)
-    applies = tuple(
-        Apply(0, (0,), tuple(ref if ref.kind == "operand" else Ref(ref.kind, n) for ref in first.applies[0].args))
-        for n in range(3)
-    )
-    plan = Plan(first.reductions * 3, first.operands, first.programs, applies)
     contributions = [[np.ones(N, "float32") for _ in range(3)] for _ in range(2)]
     contributions[1][1][500] = np.nan
-    whole = job_of(plan, contributions, operands)
+    whole = job_of(updates(*[program] * 3), contributions, operands)
     ran(kernels, whole, {n: np.ones(N, "float32") for n in range(3)})
     job = replace(whole, parts=tuple(replace(part, payload=Payload((), part.payload.size)) for part in whole.parts))
     stream = Execution(replace(job, commit=Commit.PROGRESSIVE), kernels)

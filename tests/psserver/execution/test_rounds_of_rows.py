@@ -20,16 +20,13 @@ from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.cases import search
 from tests.kit.contributions import round_of, rows, share
-from tests.kit.programs import kept_kernels, run, same_bits, step
-from tests.kit.rig import adding
+from tests.kit.programs import kept_kernels, run, same_bits, step, updates
+from tests.kit.rig import adding, power
 
 TABLE, WIDE, NUMBER = TensorSpec("float32", (6, 2)), TensorSpec("float32", (4096,)), TensorSpec("int64", (6, 2))
-DECAY = Program(
-    (Input("variable", TABLE), Input("value", TABLE)), (Node("multiply", (0, 0)), Node("add", (1, 2))), ((0, 3),), ()
-)
-POWER = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
+DECAY = replace(adding(TABLE), nodes=(Node("multiply", (0, 0)), Node("add", (1, 2))), assigns=((0, 3),))
 G, H = Ref("reduction", 0), Ref("reduction", 1)
-V, W = Ref("variable", 0), Ref("variable", 1)
+V = Ref("variable", 0)
 
 
 @pytest.fixture(scope="module", params=["interpreted", "compiled"])
@@ -97,7 +94,7 @@ def test_rows_are_reduced_as_whole_arrays_are(members, op, dtype, part_bytes):
 )
 def test_an_update_of_rows_is_that_of_the_whole(kernels, op, program):
     """On rows and on a whole array that is made of them: of integers the same bits as a dense round."""
-    dense = Plan((Reduction(op, TABLE, (0,)),), (), (program,), (Apply(0, (0,), (V, G)),))
+    dense = updates(program, op=op)
     sparse = replace(dense, reductions=(replace(dense.reductions[0], form="rows"),))
     assert sparse.by_rows == ((0,) if program is not DECAY else (None,))
     gives = [rows(0, 3, of=4.0), rows(), rows(3, 5, of=8.0)]
@@ -108,13 +105,7 @@ def test_an_update_of_rows_is_that_of_the_whole(kernels, op, program):
     weights = [(2.0,), (1.0,), (1.0,)]
     table = np.arange(12, dtype="float32").reshape(6, 2)
     found, expected = (
-        made(
-            kernels,
-            round_of(
-                plan, *(share(n, plan, [g], weights=w) for n, (g, w) in enumerate(zip(all, weights, strict=True)))
-            ),
-            {0: table.copy()},
-        )
+        made(kernels, round_of(plan, *(share(n, plan, [all[n]], weights=weights[n]) for n in range(3))), {0: table})
         for plan, all in ((sparse, gives), (dense, wholes))
     )
     assert same_bits(found.assigned[0], expected.assigned[0])
@@ -141,12 +132,11 @@ def test_a_norm_of_rows_needs_no_whole(kernels, form):
     assert plan_bytes(plan, 0, [Need(1 << 52, 1 << 52)]) < 1 << 20
 
 
-BOTH = Plan(
-    (Reduction("sum", WIDE, (0,), "'d'"), Reduction("sum", TABLE, (0,), "'table'", "rows")),
-    (),
-    (adding(WIDE), adding(TABLE)),
-    (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H))),
-)
+def both(program):
+    """A plan of a dense update, and of one by rows."""
+    spec = program.inputs[1].spec
+    reductions = (Reduction("sum", WIDE, (0,), "'d'"), Reduction("sum", spec, (0,), "'table'", "rows"))
+    return replace(updates(adding(WIDE), program), reductions=reductions)
 
 
 BAD = {"not in order": (3, 1), "twice": (1, 1), "negative": (-1, 2), "too large": (2, 6), "far too large": (0, 2**62)}
@@ -156,7 +146,7 @@ BAD = {"not in order": (3, 1), "twice": (1, 1), "negative": (-1, 2), "too large"
 @pytest.mark.parametrize("program", [adding(TABLE), DECAY], ids=["on rows", "whole"])
 def test_ids_that_are_no_rows_fail_the_round_before_anything_is_written(kernels, bad, program):
     """The error names whose ids they are and for what; a dense variable beside them stays as it was, too."""
-    plan = replace(BOTH, programs=(adding(WIDE), program))
+    plan = both(program)
     values = {0: np.zeros(4096, "float32"), 1: np.ones(TABLE.shape, "float32")}
     good = share(0, plan, [np.ones(4096, "float32"), rows(0, 2)])
     made(kernels, round_of(plan, good), {id: array.copy() for id, array in values.items()})
@@ -169,12 +159,8 @@ def test_ids_that_are_no_rows_fail_the_round_before_anything_is_written(kernels,
 
 def test_rows_that_an_op_refuses_fail_the_round_before_anything_is_written(kernels):
     """A lazy update whose program may refuse a value: what comes before it is not written in place."""
-    plan = Plan(
-        (Reduction("sum", WIDE, (0,)), Reduction("sum", NUMBER, (0,), "", "rows")),
-        (),
-        (adding(WIDE), POWER),
-        (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H), sparse="lazy")),
-    )
+    plan = both(power(NUMBER))
+    plan = replace(plan, applies=(plan.applies[0], replace(plan.applies[1], sparse="lazy")))
     assert plan.by_rows == (None, 1)
     values = {0: np.zeros(4096, "float32"), 1: np.full((6, 2), 2)}
     goes, fails = (
@@ -210,7 +196,7 @@ def test_two_updates_of_one_table_follow_each_other(kernels):
 
 def test_reduced_rows_are_given_and_looked_up(kernels):
     """Reduced ones each once, with how many they are; for each member its own, as they are after the round."""
-    plan = Plan((BOTH.reductions[1],), (), (adding(TABLE),), (Apply(0, (0,), (V, G)),), (G,))
+    plan = replace(updates(adding(TABLE)), reductions=both(adding(TABLE)).reductions[1:], returned=(G,))
     shares = [
         share(0, plan, [rows(1, 3, of=np.array([[1, 1], [2, 2]], "float32"))]),
         share(1, plan, [rows(3, 5, of=np.array([[4, 4], [8, 8]], "float32"))]),

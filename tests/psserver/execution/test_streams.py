@@ -15,9 +15,7 @@ from safetensors.numpy import load_file
 
 from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
-from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, MemberShare
-from psserver.plans.round import ReadyRound as Round
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import Kernels
 from pstesting.clock import Clock
@@ -30,8 +28,8 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.network.parts import parts_of
 from pswire.network.payload import EMPTY, Payload
-from tests.kit.contributions import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
-from tests.kit.programs import run, same_bits, step
+from tests.kit.contributions import LIMIT, SIZE, Sending, arrays, full, round_of, stored, streaming, zeros
+from tests.kit.programs import run, same_bits, step, updates
 from tests.kit.rig import (
     SOON,
     WORKERS,
@@ -42,9 +40,11 @@ from tests.kit.rig import (
     core,
     create,
     payload,
+    power,
     serving,
     sum_into,
     together,
+    turn,
 )
 
 A, B, C = WORKERS[:3]
@@ -113,9 +113,7 @@ def test_what_is_excluded_is_sent_as_it_was(job, two, three):
     ]
     sent[0].come(LIMIT)
     assert arrays(sent[0].told()) == [1, 0]
-    for sending in sent:
-        sending.come()
-    for reply in together(*(sending.reply for sending in sent)):
+    for reply in together(*(sending.come().reply for sending in sent)):
         assert wanted(reply, three) == [1, 0, 6]
 
 
@@ -142,9 +140,8 @@ def test_what_needs_no_contribution_waits_for_none(job, two, three):
     plan = job.approve(Plan(adds.reductions, (), (*adds.programs, doubling), applies), two[0])
     sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)) for worker in two]
     assert stored(job, other) == [14]
-    for sending in sent:
-        sending.come()
-    assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
+    first, _ = together(*(sending.come().reply for sending in sent))
+    assert wanted(first, three) == [2, 4, 6]
 
 
 @pytest.fixture
@@ -197,19 +194,15 @@ def test_rounds_that_are_small_wait_for_everything(job, two, three):
     assert plan.streams == frozenset()
     sent = [Sending(worker, plan, full(1), want=ids(three)).come(LIMIT - 16) for worker in two]
     assert stored(job, *three) == [0, 0, 0]
-    for sending in sent:
-        sending.come()
-    assert wanted(sent[0].reply.result(SOON), three) == [2, 0, 0]
+    first, _ = together(*(sending.come().reply for sending in sent))
+    assert wanted(first, three) == [2, 0, 0]
     assert [sending.begun for sending in sent] == [[], []]
 
 
 def test_a_program_that_may_refuse_a_value_waits_for_everything(job, two):
     spec = TensorSpec("int64", (SIZE,))
     v, w = (job.variable(two[0], np.full(SIZE, 2)) for _ in range(2))
-    power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
-    applies = tuple(Apply(n, (0,), (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate((v, w)))
-    plan = Plan(tuple(Reduction("sum", spec, (0,)) for _ in range(2)), (), (adding(spec), power), applies)
-    job.approve(plan, two[0])
+    plan = job.approve(updates(adding(spec), power(spec)), two[0])
     sent = [Sending(worker, plan, [np.full(SIZE, 3), np.full(SIZE, -1)]).come() for worker in two]
     assert all("pow" in str(failure(sending.reply)) for sending in sent)
     assert stored(job, v, w) == [2, 2]
@@ -347,24 +340,11 @@ def test_what_lost_members_have_sent_whole_counts(job, two, three, op, came, los
 
 
 def steps(job, members):
-    """Two variables, and a plan that subtracts from each a sum times the same operand."""
+    """Two variables, the first of the job, and a plan that adds to each a sum times the same operand."""
+    inputs = (Input("variable", VECTOR), Input("value", VECTOR), Input("operand", VECTOR))
+    scaling = Program(inputs, (Node("multiply", (1, 2)), Node("add", (0, 3))), ((0, 4),), ())
     variables = [job.variable(members[0], value) for value in zeros(2)]
-    scaling = Program(
-        (Input("variable", VECTOR), Input("value", VECTOR), Input("operand", VECTOR)),
-        (Node("multiply", (1, 2)), Node("add", (0, 3))),
-        ((0, 4),),
-        (),
-    )
-    plan = Plan(
-        tuple(Reduction("sum", VECTOR, (0,), v.spec.name) for v in variables),
-        (Operand(VECTOR, (0,)),),
-        (scaling,),
-        tuple(
-            Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", n), Ref("operand", 0)))
-            for n, v in enumerate(variables)
-        ),
-    )
-    return variables, job.approve(plan, members[0])
+    return variables, job.approve(updates(scaling, scaling), members[0])
 
 
 def test_operands_that_differ_change_nothing(job, two):
@@ -390,8 +370,7 @@ def test_operands_are_waited_for(job, two):
     sending.come()
     together(whole.reply, sending.reply)
     assert stored(job, *variables) == [10, 20]
-    for worker in two:
-        worker.round += 1
+    turn(*two)
     gone = Sending(two[1], plan, full(1, 2), operands=full(5), want=ids(variables)).come(16)
     sending = Sending(two[0], plan, full(1, 2), operands=full(5), want=ids(variables)).come()
     job.close([two[0].member])
@@ -604,7 +583,7 @@ def rounds(draw):
         packed = EMPTY if observes else payload(plan, 0, values, weights, [operand])
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, packed))
     variables = {n: rng.normal(size=SIZE).astype(spec.dtype) for n in range(4)}
-    return Round(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section"), variables
+    return round_of(plan, *parts), variables
 
 
 def growing(part):

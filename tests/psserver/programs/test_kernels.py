@@ -26,20 +26,13 @@ from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, fused_shape, split, whole
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.launch import Crew
-from pswire.errors import ProgramError
 from pswire.limits import MAX_NODES
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, address_of
-from tests.kit.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
+from tests.kit.programs import adam, each_op, expected, job_of, numbers, plan_of, programs, run, same_bits, traced
 
 N = 1003
 VECTOR = TensorSpec("float32", (N,))
-
-
-def adam(w, m, s, g, rate=0.001):
-    m.assign_add(0.1 * (g - m))
-    s.assign_add(0.001 * (g * g - s))
-    w.assign_sub(rate * m / (np.sqrt(s) + 1e-7))
 
 
 def clipped(w, m, g):
@@ -74,19 +67,9 @@ def every_op(dtype):
     """A program with each op of the table that a kernel can have for a dtype, each given back."""
     spec = TensorSpec(dtype, (N,))
     inputs = (Input("value", spec), Input("value", spec), Input("value", TensorSpec("bool", (N,))))
-    nodes = []
-    for name, row in OPS.items():
-        args = (2, 0, 1) if name == "where" else (0, 1)[: row.arity]
-        casts = [(("dtype", other),) for other in DTYPES] if name == "astype" else [()]
-        for attrs in casts:
-            node = Node(name, args, attrs)
-            try:
-                result = Program(inputs, (node,), (), ()).specs[-1]
-            except ProgramError:
-                continue
-            if fused_shape(node, [inputs[arg].spec for arg in args], result):
-                nodes.append(node)
-    return Program(inputs, tuple(nodes), (), tuple(range(3, 3 + len(nodes))))
+    ops = each_op(inputs, (0, 1))
+    nodes = tuple(node for node, made in ops if fused_shape(node, [inputs[arg].spec for arg in node.args], made))
+    return Program(inputs, nodes, (), tuple(range(3, 3 + len(nodes))))
 
 
 AT_ONCE = ("bool", "float32", "float64", "int32", "uint16")

@@ -26,6 +26,7 @@ from tests.kit.programs import (
     TABLE,
     along,
     dense,
+    each_op,
     expected,
     kept_kernels,
     plain_numbers,
@@ -75,19 +76,10 @@ def every_op(dtype, shape=(SIZE, 40)):
     wide = TensorSpec(dtype, shape)
     given = (*[Input("variable", wide)] * 2, Input("variable", TensorSpec("bool", shape)), Input("value", wide))
     nodes = []
-    for name, op in OPS.items():
-        args = (2, 0, 1) if name == "where" else (0, 3)[: op.arity]
-        casts = [(("dtype", other),) for other in DTYPES] if name == "astype" else [()]
-        casts = [(("shape", shape),)] if name == "broadcast_to" else casts
-        for attrs in [along(shape)] if name in ALONG_ROWS else casts:
-            node = Node(name, args, attrs)
-            try:
-                result = Program(given, (node,), (), ()).specs[-1]
-            except ProgramError:
-                continue
-            alone = Program((*given, Input("variable", result)), (node,), ((4, 5),), ())
-            if refusal(alone, [3]) is None and split_rows(alone)[-1].shape == shape:
-                nodes.append((node, result))
+    for node, result in each_op(given, (0, 3)):
+        alone = Program((*given, Input("variable", result)), (node,), ((4, 5),), ())
+        if refusal(alone, [3]) is None and split_rows(alone)[-1].shape == shape:
+            nodes.append((node, result))
     inputs = (*given, *(Input("variable", result) for _, result in nodes))
     assigns = tuple((4 + n, len(inputs) + n) for n in range(len(nodes)))
     return Program(inputs, tuple(node for node, _ in nodes), assigns, ())

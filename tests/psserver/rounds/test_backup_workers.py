@@ -10,12 +10,12 @@ import pytest
 from psserver.rounds.sequences import BEHIND
 from pswire.api import Contribution
 from pswire.errors import ConfigError, Diverged, Fenced
-from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
-from pswire.model.program import Input, Node, Program
+from pswire.model.plan import Apply, Operand, Plan, Ref, SnapshotOrder
+from pswire.model.program import Input, Program
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import Voters
-from tests.kit.rig import SOON, WORKERS, reduce_only, sum_into
+from tests.kit.rig import SOON, WORKERS, powers_of, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 ONE = np.ones(2, "float32")
@@ -47,6 +47,10 @@ class Three(Voters):
         worker.round += turn
         return futures
 
+    def in_time(self, *servers, **said):
+        """All members but the last push; returns the futures."""
+        return [future for worker in (self.a, self.b) for future in self.push(worker, *servers, **said)]
+
     @property
     def values(self):
         """What is in the variable of each server, beside the first round's."""
@@ -70,8 +74,7 @@ def test_a_round_is_made_without_the_last(three):
     (second,) = three.push(three.b)
     assert [future.result(SOON).excluded for future in (first, second)] == [(C,), (C,)]
     assert [future.result(SOON).over for future in (first, second)] == [0, 0], "who is in time is not behind"
-    three.push(three.a)
-    three.push(three.b)
+    three.in_time()
     assert three.values == [4]
     (late,) = three.push(three.c, want=(0,))
     reply = late.result(SOON)
@@ -84,8 +87,7 @@ def test_a_round_is_made_without_the_last(three):
 
 def test_who_has_caught_up_counts_again(three):
     """Nothing of what it pushed late is left in the next round."""
-    three.push(three.a)
-    three.push(three.b)
+    three.in_time()
     three.push(three.c)
     (caught_up,) = three.push(three.c)
     three.push(three.a)
@@ -110,8 +112,7 @@ def test_half_a_late_contribution_is_let_go_of(three):
     said = Contribution(three.c.session, three.c.generation, three.c.round, three.plan.id, (1.0,), previous=0)
     half = three.cores[0].push(said, payload)
     payload.add(0, memoryview(ONE[:1].tobytes()))
-    three.push(three.a)
-    three.push(three.b)
+    three.in_time()
     assert half.result(SOON).excluded == (C,)
     payload.add(4, memoryview(ONE[1:].tobytes()))
     assert (payload.chunks, payload.whole) == ([], True)
@@ -123,7 +124,7 @@ def test_a_round_waits_for_who_has_not_begun(tmp_path, backup, begin):
     """At the start of a job, and where one comes later: until it has made its first round; and without backup workers
     for all of its members, whatever has come."""
     three = Three(tmp_path, backup=backup, begin=begin)
-    (first,), _ = three.push(three.a), three.push(three.b)
+    first, _ = three.in_time()
     assert not first.done()
     three.push(three.c)
     assert first.result(SOON).excluded == ()
@@ -132,11 +133,9 @@ def test_a_round_waits_for_who_has_not_begun(tmp_path, backup, begin):
 def test_a_round_waits_for_who_is_too_far_behind(three):
     """It finds the records of all rounds that it has missed, and is left out again once it has made them up."""
     for _ in range(BEHIND):
-        three.push(three.a)
-        three.push(three.b)
+        three.in_time()
     assert three.lasts == [BEHIND]
-    three.push(three.a)
-    three.push(three.b)
+    three.in_time()
     assert three.lasts == [BEHIND], "it would not find its record"
     (late,) = three.push(three.c)
     assert late.result(SOON).excluded == (C,)
@@ -168,27 +167,24 @@ def test_of_fewer_members_fewer_suffice(three):
 @pytest.mark.parametrize("kind", ["reduction", "save", "operands"])
 def test_other_rounds_wait_for_all(three, kind):
     """What is reduced to be looked at is of all members, and so is a checkpoint; and what nobody contributes to."""
+    spec = TensorSpec("float32", (2,))
+    assigning = Program((Input("variable", spec), Input("operand", spec)), (), ((0, 1),), ())
+    apply = Apply(0, (0,), (Ref("variable", three.variables[0].id), Ref("operand", 0)))
     plans = {
-        "reduction": reduce_only(TensorSpec("float32", (2,))),
+        "reduction": reduce_only(spec),
         "save": replace(three.plan, snapshot=SnapshotOrder("a", (0,), 1)),
-        "operands": Plan(programs=(), applies=(), returned=()),
+        "operands": Plan((), (Operand(spec, (0,)),), (assigning,), (apply,)),
     }
-    if kind == "operands":
-        spec = TensorSpec("float32", (2,))
-        assigning = Program((Input("variable", spec), Input("operand", spec)), (), ((0, 1),), ())
-        apply = Apply(0, (0,), (Ref("variable", three.variables[0].id), Ref("operand", 0)))
-        plans[kind] = Plan(operands=(Operand(spec, (0,)),), programs=(assigning,), applies=(apply,))
     plan = three.job.approve(plans[kind], three.a)
     said = {"operands": [ONE]} if kind == "operands" else {}
-    (first,), _ = three.push(three.a, plan=plan, **said), three.push(three.b, plan=plan, **said)
+    first, _ = three.in_time(plan=plan, **said)
     assert not first.done()
     three.push(three.c, plan=plan, **said)
     assert first.result(SOON).excluded == ()
 
 
 def test_a_late_member_with_another_section_has_diverged(three):
-    three.push(three.a)
-    three.push(three.b)
+    three.in_time()
     with pytest.raises(Diverged, match=r"in round 1 .*worker/task:0.*worker/task:2"):
         three.push(three.c, plan=three.job.approve(reduce_only(NUMBER), three.a), values=[np.asarray(1)])
 
@@ -253,27 +249,13 @@ def test_who_is_lost_meanwhile_is_not_waited_for(two_servers):
 def test_what_is_tried_before_a_vote_waits_for_all(two_servers):
     """Nobody could read what it assigns while another server waits for who reads; on one server it waits for nobody."""
     three = two_servers
-    raising = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
     counts = [three.job.variable(three.a, np.asarray(3), (n,), name=f"n{n}") for n in (0, 1)]
-
-    def plan(*servers):
-        return Plan(
-            reductions=tuple(Reduction("sum", NUMBER, (n,), f"n{n}") for n in servers),
-            programs=(raising,),
-            applies=tuple(
-                Apply(0, (n,), (Ref("variable", counts[n].id), Ref("reduction", i))) for i, n in enumerate(servers)
-            ),
-        )
-
     for servers, done in (((0,), True), ((0, 1), False)):
-        own = three.job.approve(plan(*servers), three.a)
-        pushed = [
-            future
-            for worker in (three.a, three.b)
-            for future in three.push(worker, *servers, plan=own, values=[np.asarray(1)] * len(servers), previous=-1)
-        ]
+        plan = three.job.approve(powers_of(*(counts[n] for n in servers)), three.a)
+        said = {"plan": plan, "values": [np.asarray(1)] * len(servers), "previous": -1}
+        pushed = three.in_time(*servers, **said)
         three.hear()
         assert [future.done() for future in pushed] == [done] * len(pushed)
-        three.push(three.c, *servers, plan=own, values=[np.asarray(1)] * len(servers), previous=-1)
+        three.push(three.c, *servers, **said)
         three.hear()
         assert all(future.done() for future in pushed)

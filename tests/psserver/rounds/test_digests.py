@@ -15,7 +15,7 @@ from pswire.errors import CheckpointError, PSError, ServerGone
 from pswire.model.log import GenerationClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
 from tests.kit.contributions import Mail, Voters
-from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, eventually, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, eventually, sum_into, together
 
 ONE = np.ones(2, "float32")
 ROUNDS = 16
@@ -37,13 +37,13 @@ class Copies(Voters):
         self.variables = [self.job.variable(self.worker, np.zeros(2, "float32"), place) for place in places]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.worker)
 
-    def round(self, plan=None, change=lambda vote: [vote]):
+    def round(self, plan=None, values=None, change=lambda vote: [vote]):
+        """Makes a round, of ones or as given; returns the answers."""
         plan = plan or self.plan
-        pushed = [self.worker.push(plan, [ONE] * len(plan.reductions), server=n) for n in plan.servers]
+        pushed = [self.worker.push(plan, values or [ONE] * len(plan.reductions), server=n) for n in plan.servers]
         self.hear(change)
-        for future in pushed:
-            future.result(SOON)
         self.worker.round += 1
+        return together(*pushed)
 
     def rounds(self, last, **how):
         """Makes rounds up to and with the last one."""
@@ -201,12 +201,7 @@ def test_a_variable_that_one_server_alone_tells_of_is_not_compared(copies):
 def test_variables_with_nan_are_not_compared(copies):
     """Processors make NaN in several ways, and there is nothing left to be right."""
     copies.rounds(3)
-    plan, worker = copies.plan, copies.worker
-    bad = np.array([np.nan, 1], "float32")
-    futures = [worker.push(plan, [bad, ONE], server=n) for n in (0, 1)]
-    copies.hear()
-    assert all(future.result(SOON).warnings for future in futures)
-    worker.round += 1
+    assert all(reply.warnings for reply in copies.round(values=[np.array([np.nan, 1], "float32"), ONE]))
     said = []
     copies.rounds(ROUNDS + 1, change=lambda vote: said.append(vote.digest) or [vote])
     assert [digest.variables for digest in said if digest] == [(copies.variables[1].id,)] * 2
@@ -386,9 +381,8 @@ def test_rounds_are_made_once_the_variables_are_there(back):
 
 def test_what_a_round_returns_of_reductions_it_has_at_once(back):
     """Each server returns one of the two."""
-    futures = [back.worker.push(back.returning, [ONE, ONE], server=n) for n in (0, 1)]
-    back.hear()
-    first, second = (b"".join(data for _, data in future.result(SOON).payload.chunks) for future in futures)
+    replies = back.round(back.returning)
+    first, second = (b"".join(data for _, data in reply.payload.chunks) for reply in replies)
     assert first == second == ONE.tobytes()
 
 

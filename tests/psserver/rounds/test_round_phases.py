@@ -82,10 +82,17 @@ class World(Voters):
             self.calls[f"{name}{server}"] = failed
         worker.round -= later
 
-    def begin(self, name: str) -> None:
-        """A member's push begins to arrive."""
-        sending = Sending({"a": self.a, "b": self.b}[name[0]], self.plan, [ONES] * len(self.plan.reductions))
-        self.calls[f"{name}0"] = sending.reply
+    def come_in_part(self) -> None:
+        """The second member's push begins to arrive."""
+        self.calls["b0"] = Sending(self.b, self.plan, [ONES] * len(self.plan.reductions)).reply
+
+    def do(self, steps: str) -> None:
+        """Takes steps: a method's name, or a member that pushes, to the other server where that has a part in it."""
+        for step in steps.split():
+            if len(step) > 2:
+                getattr(self, step)()
+            elif len(step) == 1 or len(self.variables) > 1:
+                self.push(step[0], len(step) - 1)
 
     def run(self, *_: Any) -> None:
         """Runs the array work that is there, and what follows from it."""
@@ -117,114 +124,8 @@ class World(Voters):
 
     def answers(self) -> dict[str, str]:
         """What the calls were answered so far."""
-        said: dict[str, str] = {}
-        for name, call in self.calls.items():
-            if call.done():
-                error = call.exception()
-                said[name] = "answered" if error is None else type(error).__name__
-        return said
-
-
-def unknown(world: World) -> None:
-    """No push has come."""
-    world.approve()
-
-
-def gathering(world: World) -> None:
-    """One of two members has pushed."""
-    world.approve()
-    world.push("a")
-
-
-def incomplete(world: World) -> None:
-    """Both have; the second push has not arrived whole."""
-    world.approve()
-    world.push("a")
-    world.begin("b")
-
-
-def unapproved(world: World) -> None:
-    """Both have pushed; the chief has not approved the plan."""
-    world.push("a")
-    world.push("b")
-
-
-def complete(world: World) -> None:
-    """Both have pushed; array work, or the other server's vote, is missing."""
-    world.approve()
-    world.push("a")
-    world.push("b")
-
-
-def decided(world: World) -> None:
-    """This server has run a trial, and voted; the other one has not."""
-    complete(world)
-    world.run()
-
-
-def agreed(world: World) -> None:
-    """All servers have voted; array work is missing."""
-    complete(world)
-    world.push("a", 1)
-    world.push("b", 1)
-    world.hear()
-
-
-def over(world: World) -> None:
-    """The round is over."""
-    if len(world.variables) > 1:
-        agreed(world)
-    else:
-        complete(world)
-    for _ in range(3):
-        world.run()
-        world.hear()
-
-
-def without_a(world: World) -> None:
-    """A generation without the first member."""
-    world.job.close([world.b.member])
-
-
-def without_b(world: World) -> None:
-    """A generation without the second member."""
-    world.job.close([world.a.member])
-
-
-def without_both(world: World) -> None:
-    """A generation without members."""
-    world.job.close([])
-
-
-def vote(*names: str) -> Callable[[World], None]:
-    """The other server has the pushes of these members, and votes where it may."""
-
-    def event(world: World) -> None:
-        for name in names:
-            world.push(name, 1)
-        world.hear()
-
-    return event
-
-
-def break_work(world: World) -> None:
-    """A bug in array work."""
-    if isinstance(phase := world.core.machine.job.runner.phase, Running):
-        phase.execution.step = _bug  # type: ignore[method-assign]
-    world.run()
-
-
-def _bug(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("a bug")
-
-
-def leave(name: str) -> Callable[[World], None]:
-    """A member's process ends cleanly."""
-
-    def event(world: World) -> None:
-        world.core.leave({"a": world.a, "b": world.b}[name].session, "")
-
-    return event
+        over = {name: call.exception() for name, call in self.calls.items() if call.done()}
+        return {name: "answered" if error is None else type(error).__name__ for name, error in over.items()}
 
 
 KINDS = {
@@ -240,44 +141,52 @@ AWAITED = 99
 
 ONES = np.ones(2, "float32")
 
-PHASES: dict[str, Callable[[World], None]] = {
-    "unknown": unknown,
-    "gathering": gathering,
-    "incomplete": incomplete,
-    "unapproved": unapproved,
-    "complete": complete,
-    "decided": decided,
-    "agreed": agreed,
-    "over": over,
+PHASES = {
+    "unknown": "approve",  # no push has come
+    "gathering": "approve a",  # one of two members has pushed
+    "incomplete": "approve a come_in_part",  # both have; the second push has not arrived whole
+    "unapproved": "a b",  # both have pushed; the chief has not approved the plan
+    "complete": "approve a b",  # both have pushed; array work, or the other server's vote, is missing
+    "decided": "approve a b run",  # this server has run a trial, and voted; the other one has not
+    "agreed": "approve a b a1 b1 hear",  # all servers have voted; array work is missing
+    "over": "approve a b a1 b1 hear run hear run hear run hear",  # the round is over
 }
+"""What is done before a phase: see `World.do`."""
+
+
+def break_work(world: World) -> None:
+    """A bug in array work."""
+    if isinstance(phase := world.core.machine.job.runner.phase, Running):
+        phase.execution.step = mock.Mock(side_effect=RuntimeError("a bug"))  # type: ignore[method-assign]
+    world.run()
+
+
+def refuse(world: World) -> None:
+    """The plan cannot run on this server."""
+    prepared, rounds = world.core._prepared(world.plan), world.core.machine.job.rounds
+    world.core._enter(lambda now: (None, rounds.refuse(prepared, PSError("it cannot run here"))))
+
+
 EVENTS: dict[str, Callable[[World], None]] = {
     "first member pushes": lambda world: world.push("a again"),
     "second member pushes": lambda world: world.push("b again"),
     "another plan": lambda world: world.push("b other", plan=world.other),
     "next round": lambda world: world.push("a next", later=1),
     "plan approved": World.approve,
-    "plan refused": lambda world: world.core._enter(_refuse(world)),
+    "plan refused": refuse,
     "array work": World.run,
     "a bug in array work": break_work,
-    "first member fenced": without_a,
-    "second member fenced": without_b,
-    "all fenced": without_both,
-    "first member leaves": leave("a"),
-    "other server has both": vote("a", "b"),
-    "other server has the second": vote("b"),
-    "variables are read": lambda world: world.core._enter(_has_read(world)),
+    "first member fenced": lambda world: world.job.close([world.b.member]),
+    "second member fenced": lambda world: world.job.close([world.a.member]),
+    "all fenced": lambda world: world.job.close([]),
+    "first member leaves": lambda world: world.core.leave(world.a.session, ""),
+    "other server has both": lambda world: world.do("a1 b1 hear"),
+    "other server has the second": lambda world: world.do("b1 hear"),
+    "variables are read": lambda world: world.core._enter(
+        lambda now: (world.core.machine.job.rounds.backlog.has_read(AWAITED), [])
+    ),
     "new job": lambda world: world.job.begin(),
 }
-
-
-def _refuse(world: World) -> Callable[..., Any]:
-    def refuse(now: float) -> Any:
-        machine = world.core.machine
-        prepared = world.core._prepared(world.plan)
-        return None, machine.job.rounds.refuse(prepared, PSError("it cannot run here"))
-
-    return refuse
-
 
 NEVER = {
     "alone": ("decided", "agreed"),
@@ -287,20 +196,12 @@ NEVER = {
 """Phases that a kind has not."""
 
 
-def _has_read(world: World) -> Callable[..., Any]:
-    def has_read(now: float) -> Any:
-        world.core.machine.job.rounds.backlog.has_read(AWAITED)
-        return None, []
-
-    return has_read
-
-
 def outcome(kind: str, phase: str, event: str) -> str:
     """What an event does: the phase after it, and which calls it answers; "-" where nothing happens."""
     streams = mock.patch("pswire.model.plan.PART_BYTES", 0 if kind == "tries" else PART_BYTES)
     with tempfile.TemporaryDirectory() as root, streams:
         world = World(root, kind)
-        PHASES[phase](world)
+        world.do(PHASES[phase])
         before, answered = world.phase, world.answers()
         try:
             EVENTS[event](world)

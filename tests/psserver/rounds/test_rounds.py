@@ -39,8 +39,18 @@ def rounds():
     return begun(MEMBERS[:2])
 
 
+def both(rounds, round=0, **said):
+    """Sessions 1 and 2 push; returns their futures."""
+    return [rounds.push(session, round, **said) for session in (1, 2)]
+
+
 def sessions(job):
     return [part.said.session for part in job.parts]
+
+
+def made(rounds):
+    """Runs all rounds that can; returns their numbers, and whose contributions they have."""
+    return [(round, who) for _, round, who in rounds.run()]
 
 
 def test_a_job_is_given_once(rounds):
@@ -53,16 +63,14 @@ def test_a_job_is_given_once(rounds):
     assert job.section() == "this"
     assert rounds.next_job() is None
     assert rounds.finish(job) == [2, 1]
-    assert rounds.last == 0
-    assert rounds.next_job() is None
+    assert (rounds.last, rounds.next_job()) == (0, None)
 
 
 def test_a_round_that_is_forgotten_leaves_no_position(rounds):
     """Who comes next begins at the round after the last one, and with the batch that belongs to it."""
     first, second = (Position(0, 0, index) for index in (1, 2))
-    for session in (1, 2):
-        rounds.push(session, positions=(first,))
-    rounds.finish(rounds.next_job())
+    both(rounds, positions=(first,))
+    rounds.run()
     said = Contribution(1, 1, 1, PLAN.id, (1.0,), positions=(second,))
     rounds.give(said, Payload((), NUMBER.nbytes))
     assert (rounds.sequences[None].newest, rounds.positions) == (1, (second,))
@@ -71,18 +79,21 @@ def test_a_round_that_is_forgotten_leaves_no_position(rounds):
     assert (rounds.sequences[None].newest, rounds.positions) == (0, (first,))
 
 
-def test_a_divergence_closes_its_round(rounds):
-    """All who wait are told both positions, nothing runs, and the rounds after it do."""
-    futures = [rounds.push(1), rounds.push(2, plan=OTHER)]
+def diverged(rounds, *futures):
+    """These, and no others, have failed, as divergences; returns in what words."""
     errors = rounds.failed()
     assert set(errors) == set(futures)
-    for error in errors.values():
-        assert isinstance(error, Diverged)
-        assert "worker/task:0 runs: this" in str(error)
-        assert "worker/task:1 runs: that" in str(error)
+    assert {type(error) for error in errors.values()} == {Diverged}
+    return [str(error) for error in errors.values()]
+
+
+def test_a_divergence_closes_its_round(rounds):
+    """All who wait are told both positions, nothing runs, and the rounds after it do."""
+    for error in diverged(rounds, rounds.push(1), rounds.push(2, plan=OTHER)):
+        assert "worker/task:0 runs: this" in error
+        assert "worker/task:1 runs: that" in error
     assert (rounds.next_job(), rounds.last) == (None, 0)
-    for session in (1, 2):
-        rounds.push(session, 1)
+    both(rounds, 1)
     assert sessions(rounds.next_job()) == [1, 2]
 
 
@@ -90,20 +101,15 @@ def test_a_divergence_closes_its_round(rounds):
 def test_different_batches_are_a_divergence(rounds, order):
     """Both members get one error, with both batches in words of a bounded length, whoever comes first."""
     words = {1: "batch 3 has 64 examples", 2: "batch 3 has 32 examples" + "!" * 10_000}
-    futures = [rounds.push(session, batch=words[session]) for session in order]
-    errors = rounds.failed()
-    assert set(errors) == set(futures)
-    for error in errors.values():
-        assert isinstance(error, Diverged)
-        assert str(error).startswith(
+    for error in diverged(rounds, *(rounds.push(session, batch=words[session]) for session in order)):
+        assert error.startswith(
             "/job:worker/task:0 and /job:worker/task:1 read different global batches: batch 3 has 64 examples, and "
             "batch 3 has 32 examples!"
         )
-        assert "torch.Generator().manual_seed(0)" in str(error)
-        assert len(str(error)) < 600
+        assert "torch.Generator().manual_seed(0)" in error
+        assert len(error) < 600
     assert rounds.next_job() is None
-    for session in (1, 2):
-        rounds.push(session, 1, batch="batch 4")
+    both(rounds, 1, batch="batch 4")
     assert sessions(rounds.next_job()) == [1, 2]
 
 
@@ -162,10 +168,7 @@ def test_a_window_of_rounds_may_be_under_way(rounds):
     assert rounds.next_job() is None
     for number in range(WINDOW):
         rounds.push(2, number, previous=number - 1)
-    for number in range(WINDOW):
-        job = rounds.next_job()
-        assert (job.round, sessions(job)) == (number, [1, 2])
-        rounds.finish(job)
+    assert made(rounds) == [(number, [1, 2]) for number in range(WINDOW)]
     first = Contribution(1, 1, 0, PLAN.id, (1.0,))
     assert rounds.recorded(first) is not None, "any of them may be sent again"
     with pytest.raises(InvalidRequest, match="another compiled step"):
@@ -178,16 +181,13 @@ def test_a_window_of_rounds_may_be_under_way(rounds):
 def test_a_round_waits_for_the_one_that_its_sender_has_sent_before(rounds, members):
     """Which may arrive later, on another connection; rounds of other servers are no concern of this one."""
     rounds.close_generation(Generation(2, MEMBERS[:members]))
-    here = range(1, members + 1)
+    here = [1, 2][:members]
     for session in here:
         rounds.push(session, 5, generation=2, previous=3)
     assert rounds.next_job() is None
     for session in here:
         rounds.push(session, 3, generation=2)
-    for number in (3, 5):
-        job = rounds.next_job()
-        assert (job.round, sessions(job)) == (number, list(here))
-        rounds.finish(job)
+    assert made(rounds) == [(3, here), (5, here)]
     assert rounds.failed() == {}
 
 
@@ -200,7 +200,7 @@ def test_nobody_waits_for_the_round_of_one_who_is_gone(rounds):
     job = rounds.next_job()
     assert (job.round, sessions(job), job.excluded) == (0, [2], (WORKERS[0],))
     rounds.finish(job)
-    assert sessions(rounds.next_job()) == [1, 2], "what it had sent whole counts"
+    assert made(rounds) == [(1, [1, 2])], "what it had sent whole counts"
 
 
 def test_what_nobody_else_makes_is_forgotten_with_its_sender(rounds):
@@ -214,17 +214,13 @@ def test_what_nobody_else_makes_is_forgotten_with_its_sender(rounds):
 def test_a_round_that_others_make_is_not_jumped_over(rounds):
     """Whoever comes first: of two that may be under way, each member makes both; and it is a divergence if one has gone
     from the round before one of another member to the one behind it."""
-    for session in (1, 2):
-        rounds.push(session, 0)
-    rounds.finish(rounds.next_job())
+    both(rounds)
+    rounds.run()
     rounds.push(1, 2, previous=0)
     rounds.push(2, 1, previous=0)
     assert {type(error) for error in rounds.failed().values()} == {Diverged}
-    early = [rounds.push(1, 3, previous=2), rounds.push(1, 4, previous=3)]
-    late = rounds.push(2, 4, previous=2)
-    found = rounds.failed()
-    assert set(found) == {early[0], late}
-    assert {type(error) for error in found.values()} == {Diverged}
+    early, _ = rounds.push(1, 3, previous=2), rounds.push(1, 4, previous=3)
+    diverged(rounds, early, rounds.push(2, 4, previous=2))
 
 
 def test_status_tells_who_is_missing(rounds):
@@ -270,8 +266,7 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
         with pytest.raises(MemoryLimit, match="too large"):
             rounds.refused(2, plan=plan)
     assert rounds.next_job() is None
-    for session in (1, 2):
-        rounds.push(session, 1)
+    both(rounds, 1)
     assert sessions(rounds.next_job()) == [1, 2], "its round is over, and does not stop the next one"
 
 
@@ -316,7 +311,7 @@ def test_the_rounds_of_all_are_counted(alone):
     """That is what a server calls its last round; each task has its own numbers beside."""
     for session, round in ((1, 0), (2, 7), (1, 1)):
         alone.push(session, round)
-        alone.finish(alone.next_job())
+        alone.run()
     assert alone.last == 2
     assert [(place.task, place.round) for place in alone.places] == [(ONE, 1), (TWO, 7)]
     with pytest.raises(InvalidRequest, match="round 1 is over; this server is at 7"):
@@ -328,16 +323,10 @@ def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):
     alone.close_generation(Generation(2, LONERS))
     for session, round in ((3, 0), (1, 0), (2, 0), (1, 1), (2, 1)):
         alone.push(session, round, generation=2)
-        alone.finish(alone.next_job())
+        alone.run()
     for session, round in ((1, 2), (2, 2), (3, 1)):
         alone.push(session, round, generation=2)
-    turns = []
-    for _ in range(3):
-        job = alone.next_job()
-        turns.append(job.sequence)
-        alone.finish(job)
-    assert turns == [THREE, ONE, TWO]
-    assert alone.next_job() is None
+    assert [task for task, *_ in alone.run()] == [THREE, ONE, TWO]
 
 
 def test_a_wait_for_approval_is_ones_own(alone):
@@ -345,11 +334,9 @@ def test_a_wait_for_approval_is_ones_own(alone):
     alone.push(1, plan=strange)
     assert alone.next_job() is None
     alone.push(2)
-    job = alone.next_job()
-    assert sessions(job) == [2]
-    alone.finish(job)
+    assert made(alone) == [(0, [2])]
     alone.approve(PreparedPlan(strange, 0))
-    assert sessions(alone.next_job()) == [1]
+    assert made(alone) == [(0, [1])]
 
 
 def test_what_a_dead_worker_left_whole_counts(alone):
@@ -378,7 +365,7 @@ def test_tasks_that_come_and_go_leave_little(alone):
         session = 10 + life
         alone.close_generation(Generation(2 + life, (Member(ONE, session, 1, ASYNC), LONERS[1])))
         alone.push(session, life, generation=2 + life)
-        alone.finish(alone.next_job())
+        alone.run()
     assert len(alone.sequences) == 2
     assert len(alone.sequences[ONE].records) == RECORDS
 
@@ -388,13 +375,6 @@ def test_every_push_is_counted_once(steps):
     """In any interleaving of pushes, resends and turns of the server; each task's in its own order."""
     found = begun(LONERS)
     rounds, ran, pushed = dict.fromkeys((1, 2, 3), 0), [], []
-
-    def run():
-        job = found.next_job()
-        if job is not None:
-            ran.append((sessions(job)[0], job.round))
-            found.finish(job)
-
     for session, resend in steps:
         name = (session, rounds[session])
         if found.recorded(Contribution(session, 1, name[1], PLAN.id)) is not None:
@@ -402,10 +382,10 @@ def test_every_push_is_counted_once(steps):
             name = (session, rounds[session])
         found.push(*name)
         pushed += [name] if name not in pushed else []
-        if not resend:
-            run()
-    for _ in steps:
-        run()
+        if not resend and (job := found.next_job()) is not None:
+            ran.append((sessions(job)[0], job.round))
+            found.finish(job)
+    ran += [(who[0], round) for _, round, who in found.run()]
     assert sorted(ran) == sorted(pushed)
     assert found.last == len(pushed) - 1
 
@@ -417,9 +397,8 @@ def test_every_push_is_counted_once(steps):
 def joined(rounds):
     """Sessions 1 and 2 have made three rounds; 3 takes part from round 3 on."""
     for number in range(3):
-        for session in (1, 2):
-            rounds.push(session, number, start=0)
-        rounds.finish(rounds.next_job())
+        both(rounds, number, start=0)
+        rounds.run()
     rounds.close_generation(Generation(2, MEMBERS, "dataset:0"))
     return rounds
 
@@ -451,18 +430,13 @@ def test_of_newcomers_that_differ_the_members_tell_who_is_wrong(joined, right):
     """Two of them come first: the one that does what the members do takes part."""
     fourth = Member(WORKERS[3], 4, 1)
     joined.close_generation(Generation(3, (*MEMBERS, fourth), "dataset:0"))
-    new = {
-        PLAN: joined.push(3, 3, PLAN, generation=3, start=3),
-        OTHER: joined.push(4, 3, OTHER, generation=3, start=3),
-    }
+    new = {plan: joined.push(n, 3, plan, generation=3, start=3) for n, plan in ((3, PLAN), (4, OTHER))}
     assert joined.failed() == {}
     joined.push(1, 3, right, generation=3, start=0)
     wrong = new.pop(PLAN if right is OTHER else OTHER)
     assert [(future, type(error)) for future, error in joined.failed().items()] == [(wrong, NewcomerDiverged)]
     joined.push(2, 3, right, generation=3, start=0)
-    joined.close_generation(
-        Generation(4, tuple(m for m in (*MEMBERS, fourth) if m.session != (4 if right is PLAN else 3)))
-    )
+    joined.close_generation(Generation(4, (*MEMBERS[:2], MEMBERS[2] if right is PLAN else fourth)))
     assert len(sessions(joined.next_job())) == 3
 
 
@@ -484,9 +458,7 @@ def test_what_differs_differs_for_all(joined, begins):
     else:
         for session, start in ((1, 0), (2, 0), (3, 3)):
             joined.push(session, 3, generation=2, start=start)
-        joined.finish(joined.next_job())
-    futures = [
-        joined.push(1, round, generation=generation, start=0),
-        joined.push(3, round, OTHER, generation=generation, start=3),
-    ]
-    assert {future: type(error) for future, error in joined.failed().items()} == dict.fromkeys(futures, Diverged)
+        joined.run()
+    said = ((1, PLAN, 0), (3, OTHER, 3))
+    futures = [joined.push(who, round, plan, generation=generation, start=start) for who, plan, start in said]
+    diverged(joined, *futures)

@@ -16,13 +16,12 @@ from pswire.model.consistency import Consistency
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Approved, Generation, GenerationClosed, Start
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
-from pswire.model.program import Input, Node, Program
 from pswire.model.status import MissedPeer
 from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
-from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, scaling, serving, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, powers_of, scaling, serving, sum_into, turn
 
 A, B = WORKERS[:2]
 ONE = np.ones(2, "float32")
@@ -41,6 +40,17 @@ class Two(Voters):
     def push(self, worker, *servers, plan=None, **said):
         plan = plan or self.plan
         return [worker.push(plan, [ONE] * len(plan.reductions), server=n, **said) for n in servers]
+
+    def both(self, **said):
+        """Both members push on both servers; returns the futures."""
+        return [*self.push(self.a, 0, 1, **said), *self.push(self.b, 0, 1, **said)]
+
+    def round(self, **said):
+        """A round of both; returns how it ended for each."""
+        futures = self.both(**said)
+        self.hear()
+        turn(self.a, self.b)
+        return errors(*futures)
 
     def lose(self, *lost):
         """The chief closes a generation without these."""
@@ -62,7 +72,7 @@ def test_nothing_is_visible_before_all_have_voted(tmp_path, monkeypatch, streams
     if streams:
         monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
     two = Two(tmp_path)
-    futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+    futures = two.both()
     assert not any(future.done() for future in futures)
     assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
     two.hear()
@@ -76,10 +86,7 @@ def test_different_operands_fail_a_round_before_any_server_applies_it(two):
         two.plan,
         operands=(Operand(TensorSpec("float32", ()), (0,), "lr"),),
         programs=(*two.plan.programs, scaling(TensorSpec("float32", (2,)))),
-        applies=(
-            *two.plan.applies[1:],
-            Apply(2, (0,), (Ref("variable", two.variables[0].id), Ref("reduction", 0), Ref("operand", 0))),
-        ),
+        applies=(*two.plan.applies[1:], Apply(2, (0,), (*two.plan.applies[0].args, Ref("operand", 0)))),
     )
     two.job.approve(plan, two.a)
     futures = [
@@ -103,24 +110,15 @@ def test_a_round_that_fails_on_one_server_fails_on_all(tmp_path):
     two.hear()
     assert errors(*futures) == [MemoryLimit] * 4
     assert two.lasts == [0, 0]
-    for worker in (two.a, two.b):
-        worker.round += 1
-    two.push(two.a, 0, 1)
-    two.push(two.b, 0, 1)
-    two.hear()
+    turn(two.a, two.b)
+    two.round()
     assert two.values == [2, 2]
 
 
 def powers(two, exponents):
     """A plan that raises a counter on each server to the power of an operand, which only one server may refuse."""
-    raising = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
     variables = [two.job.variable(two.a, np.asarray(3), (n,), name=f"n{n}") for n in (0, 1)]
-    plan = Plan(
-        reductions=tuple(Reduction("sum", NUMBER, (n,), f"n{n}") for n in (0, 1)),
-        programs=(raising,),
-        applies=tuple(Apply(0, (n,), (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate(variables)),
-    )
-    two.job.approve(plan, two.a)
+    plan = two.job.approve(powers_of(*variables), two.a)
     push = [two.a.push(plan, exponents, server=n) for n in (0, 1)]
     return variables, push, lambda worker, *servers: [worker.push(plan, [1, 1], server=n) for n in servers]
 
@@ -159,7 +157,7 @@ def record_of(one):
 def test_votes_that_are_lost_are_said_again(two):
     """Once the servers are connected anew; votes that come twice, or late, change nothing, nor do those of another job:
     a server that has not heard of its end may still vote in it."""
-    futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+    futures = two.both()
     lost = list(two.votes)
     for sender, receiver, vote in lost:
         two.cores[receiver].hear(sender, replace(vote, job=vote.job + 1))
@@ -177,8 +175,7 @@ def test_votes_that_are_lost_are_said_again(two):
 
 def test_a_snapshot_has_whole_rounds_only(two):
     """The round that orders it is decided before anything is frozen."""
-    plan = two.job.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0, 1), 0)), two.a)
-    futures = [worker.push(plan, [], server=n) for worker in (two.a, two.b) for n in (0, 1)]
+    futures = two.both(plan=two.job.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0, 1), 0)), two.a))
     assert all(one.machine.job.snapshots.saving == () for one in two.cores)
     two.hear()
     assert all(future.done() for future in futures)
@@ -195,9 +192,8 @@ def test_others_do_not_vote(tmp_path):
     a, b = two.job.join(A, B, mode="async")
     a.round = b.round = 1
     for worker in (a, b):
-        [worker.push(two.plan, [ONE, ONE], server=n) for n in (0, 1)]
-    assert two.votes == []
-    assert two.values == [4, 2]
+        two.push(worker, 0, 1)
+    assert (two.votes, two.values) == ([], [4, 2])
 
 
 # ---- Rounds that stream ----
@@ -229,11 +225,7 @@ def addresses(two, rounds):
     """Makes rounds; returns where the value of the first server's variable lies after each."""
     found = []
     for _ in range(rounds):
-        futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
-        two.hear()
-        assert errors(*futures) == [type(None)] * 4
-        for worker in (two.a, two.b):
-            worker.round += 1
+        assert two.round() == [type(None)] * 4
         found.append(two.cores[0].machine.job.store.find(two.variables[0].id).array.ctypes.data)
     return found
 
@@ -255,9 +247,7 @@ def test_the_second_arrays_of_a_stream_count_in_the_limit(tmp_path, monkeypatch)
     monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
     fits, short = Two(tmp_path, limits=(0, 32)), Two(tmp_path, limits=(0, 28))
     for two, expected in ((fits, [type(None)] * 2), (short, [MemoryLimit] * 2)):
-        futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
-        two.hear()
-        assert errors(*futures[:2]) == expected
+        assert two.round()[:2] == expected
 
 
 # ---- Beside other rounds ----
@@ -277,15 +267,13 @@ def test_a_vote_counts_that_comes_before_its_server_knows_of_the_change(two):
     """Its number may be below that of the rounds which this server has made, one by one, for each worker."""
     two.job.append(change(two, 0, 0, "async"))
     for _ in range(4):
-        for worker in (two.a, two.b):
-            done = two.push(worker, 0, 1)
-            assert all(each.result(0).excluded == () for each in done)
-            worker.round += 1
+        assert all(each.done() and each.result().excluded == () for each in two.both())
+        turn(two.a, two.b)
     assert two.values == [8.0, 8.0]
     entry, first = change(two, 1, 4, "sync"), two.cores[0]
     length = first.status().log
     first.approve(two.job.token, length, [entry])
-    futures = [future for server in (0, 1) for worker in (two.a, two.b) for future in two.push(worker, server)]
+    futures = two.both()
     two.hear()
     assert not any(each.done() for each in futures)
     two.cores[1].approve(two.job.token, length, [entry])
@@ -352,10 +340,6 @@ class Tables(Two):
             futures.append(self.job.verbs[n].push(replace(header, **said), payload))
         return futures
 
-    def next(self):
-        for worker in (self.a, self.b):
-            worker.round += 1
-
     @property
     def sizes(self):
         """The rows of each part, as they are without a round under way."""
@@ -383,7 +367,7 @@ def tabled(tmp_path):
 
 def test_rows_are_visible_once_all_have_voted(tabled):
     """Neither their number nor a row before; a reader waits for the verdict."""
-    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1, keys=KEYS)]
+    futures = tabled.both(keys=KEYS)
     assert tabled.sizes == ["not decided"] * 2
     tabled.hear()
     assert all(future.result(SOON).excluded == () for future in futures)
@@ -414,7 +398,7 @@ def test_a_round_that_is_not_applied(tmp_path, nonfinite):
     tabled.hear()
     assert errors(*futures) == [NonfiniteError if nonfinite == "raise" else type(None)] * 4
     assert tabled.sizes == [0, 0]
-    tabled.next()
+    turn(tabled.a, tabled.b)
     futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS[:5]), *tabled.push(tabled.b, 0, 1)]
     tabled.hear()
     assert tabled.sizes == [0, 0]
@@ -428,7 +412,7 @@ def test_a_table_that_refuses_changes_none(tmp_path):
     tabled.hear()
     assert errors(*futures) == [MemoryLimit] * 4
     assert tabled.sizes == [0, 0]
-    tabled.next()
+    turn(tabled.a, tabled.b)
     futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1)]
     tabled.hear()
     assert errors(*futures) == [type(None)] * 4

@@ -150,7 +150,8 @@ def test_a_server_that_has_no_part_any_more_keeps_nobody_from_forgetting():
             assert server.kept(2) == 0  # it may not have heard the vote of the one round that it had a part in
 
 
-A, B, C = (Member(Task("worker", index), index + 1, 1, Consistency("bounded", staleness=2)) for index in range(3))
+MEMBERS = [Member(Task("worker", index), index + 1, 1, Consistency("bounded", staleness=2)) for index in range(4)]
+A, B, C, _ = MEMBERS
 
 
 def clocks(*members, before=None, start=0, found=None):
@@ -251,8 +252,6 @@ def test_other_modes_have_no_clocks(mode):
     assert found.answers(1, 100)
     assert found.begins(1, 100)
 
-
-MEMBERS = [Member(Task("worker", index), index + 1, 1, Consistency("bounded", staleness=2)) for index in range(4)]
 
 DONE = st.one_of(
     st.tuples(st.just("over"), st.integers(1, 5), st.integers(0, 9), st.booleans()),
