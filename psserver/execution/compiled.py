@@ -1,7 +1,8 @@
-"""What a plain round compiles to: tables of kernel calls whose arguments are known but for where contributions lie.
+"""Compiled rounds: tables of kernel calls that know every argument but the addresses of the contributions.
 
-A training loop makes the same round thousands of times. Of the next one only the bytes are new, so it needs no look at
-its plan, its contributions and its variables, which are where they were. What differs runs as `Execution` does it.
+A training loop makes the same round thousands of times, and only the bytes of the contributions are new. So a
+compiled round does not read its plan again; it only checks that the variables are still where they were. `Execution`
+runs every other round.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class NotCompiledError(Exception):
 
 @dataclass(frozen=True)
 class CompiledOutcome:
-    """What a compiled round has made.
+    """Results of a compiled round.
 
     Attributes:
         values: returned values, in order.
@@ -139,7 +140,9 @@ class CompiledRound:
         for number, application in enumerate(outline.applications):
             batch = settled.batches.get(number)
             if batch is None:
-                self._numbers.append(_checked(application))
+                if not application.of_numbers or application.program.may_refuse:
+                    raise NotCompiledError("the interpreter computes more than numbers")
+                self._numbers.append(application)
             elif batch.first == number:
                 self._tables.append(_Table(batch, layouts, self.weights))
         self._written = frozenset(id for each in self._tables for ids in each.batch.assigned for id in ids)
@@ -251,16 +254,6 @@ def compiled(prepared: PreparedPlan, parts: Sequence[MemberShare], kernels: Kern
         known[key] = found
     made: CompiledRound | None = found
     return made
-
-
-def _checked(application: Application) -> Application:
-    """Returns an application that computes numbers of numbers; raises `NotCompiledError` for any other."""
-    inputs, specs = {ref.kind for ref in application.apply.args}, application.program.specs
-    if application.rows is not None or application.measured is not None:
-        raise NotCompiledError("it is no application of a program to whole values")
-    if "reduction" in inputs or application.program.may_refuse or any(spec.shape for spec in specs):
-        raise NotCompiledError("the interpreter computes more than numbers")
-    return application
 
 
 def _whole(part: MemberShare, size: int) -> memoryview | None:

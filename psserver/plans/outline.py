@@ -72,6 +72,12 @@ class Application:
     measured: int | None = None
     beside: tuple[int, ...] = ()
 
+    @property
+    def of_numbers(self) -> bool:
+        """True if it computes numbers of numbers, and no contribution is among them."""
+        rows = self.rows is not None or self.measured is not None
+        return not (rows or self.reduced or any(spec.shape for spec in self.program.specs))
+
 
 @dataclass(frozen=True, eq=False)
 class Outline:
@@ -148,9 +154,8 @@ class _Numbers:
             steps = self._split(whole)
             for each in (whole,) if steps is None else self._cut(whole, *steps):
                 variables = {ref.index for ref in each.apply.args if ref.kind == "variable"}
-                if _is_of_numbers(each) and not (
-                    variables & assigned or made.intersection(each.read) or read.intersection(each.assigned)
-                ):
+                follows = variables & assigned or made.intersection(each.read) or read.intersection(each.assigned)
+                if each.of_numbers and not (each.apply.optional or follows):
                     yield each
                     continue
                 others.append(each)
@@ -193,12 +198,6 @@ class _Numbers:
         unshared = dict(each.unshared)
         summed = {place: unshared[number] for place, number in enumerate(rest.args) if number in unshared}
         yield _applied(replace(each.apply, args=left), rest.program, summed)
-
-
-def _is_of_numbers(each: Application) -> bool:
-    """Returns whether an application computes numbers of numbers, in every round."""
-    rows = each.rows is not None or each.measured is not None or bool(each.reduced)
-    return not (rows or each.apply.optional or any(spec.shape for spec in each.program.specs))
 
 
 def _application(

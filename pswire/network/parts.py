@@ -5,12 +5,12 @@ A sender cuts a payload with `Cutter`, as it grows; a receiver collects the part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN, PART_BYTES
 from pswire.model.tensor import align
-from pswire.network.payload import Chunk, Payload
+from pswire.network.payload import ZEROS, Chunk, Payload
 from pswire.network.traffic import Traffic
 
 Part = tuple[int, list[memoryview]]
@@ -96,28 +96,21 @@ class Cutter:
 
     def _part(self) -> Part:
         """The next chunks with the padding between them, and behind them unless they are the payload's last."""
-        start, buffers = self._cut, []
-        for offset, buffer in self._pieces.pop(0):
-            if offset > self._cut:
-                buffers.append(_ZEROS[: offset - self._cut])
-            buffers.append(buffer)
-            self._cut = offset + len(buffer)
-        padding = min(align(self._cut), self.payload.size) - self._cut
-        if padding:
-            buffers.append(_ZEROS[:padding])
-            self._cut += padding
+        start, chunks = self._cut, self._pieces.pop(0)
+        buffers = padded(chunks, start)
+        end = chunks[-1][0] + len(chunks[-1][1])
+        self._cut = min(align(end), self.payload.size)
+        if self._cut > end:
+            buffers.append(ZEROS[self._cut - end])
         return start, buffers
 
 
-_ZEROS = memoryview(bytes(ALIGN))
-
-
-def whole_part(payload: Payload) -> list[memoryview]:
-    """Returns the buffers of a payload that is whole and one part, as `Cutter` cuts it."""
-    end, buffers = 0, list[memoryview]()
-    for offset, buffer in payload.chunks:
+def padded(chunks: Iterable[Chunk], start: int = 0) -> list[memoryview]:
+    """Returns the bytes of chunks from an offset on, with the padding before each chunk."""
+    end, buffers = start, list[memoryview]()
+    for offset, buffer in chunks:
         if offset > end:
-            buffers.append(_ZEROS[: offset - end])
+            buffers.append(ZEROS[offset - end])
         buffers.append(buffer)
         end = offset + len(buffer)
     return buffers

@@ -28,20 +28,10 @@ Chunk = tuple[int, memoryview]
 GATHERED = 1 << 12
 """Most bytes of an array, on the average, for which arrays are copied together."""
 
-_ZEROS = [bytes(size) for size in range(ALIGN)]
+ZEROS = [memoryview(bytes(size)) for size in range(ALIGN)]
+"""Padding of each size."""
 
 _NBYTES = attrgetter("nbytes")
-
-
-def _placed(arrays: Iterable[Array]) -> tuple[list[tuple[int, Array]], int]:
-    """The arrays that have bytes, each behind its offset in a payload, and the payload's size."""
-    placed, end = list[tuple[int, Array]](), 0
-    for array in arrays:
-        if array.nbytes:
-            start = -(-end // ALIGN) * ALIGN  # as `align`, without a call: a round may have thousands of arrays
-            end = start + array.nbytes
-            placed.append((start, array))
-    return placed, end
 
 
 class Payload:
@@ -72,19 +62,23 @@ class Payload:
     @classmethod
     def pack(cls, arrays: Iterable[Array]) -> Payload:
         """A payload over the arrays' own memory: nothing is copied. Arrays must be `portable`."""
-        placed, size = _placed(arrays)
-        chunks = [(n, a.data.cast("B") if a.dtype.char in BUFFERS else as_bytes(a)) for n, a in placed]
-        return cls(chunks, size)
+        end, chunks = 0, list[Chunk]()
+        for array in arrays:
+            if array.nbytes:
+                start = -(-end // ALIGN) * ALIGN  # as `align`, without a call: a round may have thousands of arrays
+                chunks.append((start, array.data.cast("B") if array.dtype.char in BUFFERS else as_bytes(array)))
+                end = start + array.nbytes
+        return cls(chunks, end)
 
     @classmethod
     def copied(cls, arrays: Iterable[Array]) -> Payload:
-        """As `pack`, with memory of its own: the arrays may change. What lies between tensors is zero."""
+        """As `pack`, with memory of its own: the arrays may change. Padding is zero."""
         end, buffers = 0, list[Any]()
         for array in arrays:
             if array.nbytes:
                 gap = -end % ALIGN
                 if gap:
-                    buffers.append(_ZEROS[gap])
+                    buffers.append(ZEROS[gap])
                 buffers.append(array if array.dtype.char in BUFFERS else as_bytes(array))
                 end += gap + array.nbytes
         return cls([(0, memoryview(b"".join(buffers)))] if end else (), end)

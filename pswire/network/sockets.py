@@ -45,7 +45,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.network import scratch
-from pswire.network.parts import STEPS, Cutter, Part, whole_part
+from pswire.network.parts import STEPS, Cutter, Part, padded
 from pswire.network.payload import Payload
 from pswire.network.scratch import NOTHING, SCRATCH
 from pswire.network.shared_memory import SharedArena
@@ -463,7 +463,7 @@ class PayloadSender:
             if self._closed:
                 return
             if not (ends or self._streams or payload.size > self._part_bytes) and payload.end == payload.size:
-                buffers = whole_part(payload)
+                buffers = padded(payload.chunks)
                 place = self._put(payload, 0, buffers, payload.size)
                 if place is not None:
                     self._traffic.add(sent=payload.size)
