@@ -57,9 +57,9 @@ PATIENT = ps.Timeouts(
 """Waits end when the other comes."""
 
 HASTY = replace(
-    PATIENT, round_timeout=0.5, chief_timeout=0.5, start_timeout=0.5, no_workers_timeout=0.5, first_worker_timeout=0.5
+    PATIENT, round_timeout=2.0, chief_timeout=2.0, start_timeout=2.0, no_workers_timeout=2.0, first_worker_timeout=2.0
 )
-"""Waits end at their deadlines."""
+"""Waits end at their deadlines, which are so late that a busy machine has come to the wait that is looked at."""
 
 
 class Said(NamedTuple):

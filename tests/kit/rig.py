@@ -200,7 +200,9 @@ def remote(
 ) -> Iterator[inside.RemoteServer]:
     """A core behind a real connection."""
     with inside.ServerThread(behind, inside.ServerConfig(behind.task, port=port), grace=0.0) as thread:
-        timeouts = inside.Timeouts(session_timeout=4.0, call_timeout=10.0, round_timeout=SOON)
+        timeouts = inside.Timeouts(
+            session_timeout=4.0, call_timeout=10.0, round_timeout=SOON, server_timeout=5 * SOON
+        )  # a server in this process is never lost, however busy the machine is
         server = inside.RemoteServer(thread.address, behind.task, timeouts, transport=transport, streams=streams)
         try:
             yield server

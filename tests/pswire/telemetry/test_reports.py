@@ -47,6 +47,8 @@ SECONDS = 30
 def nobody() -> Iterator[None]:
     """What one test says of the process is not said in another."""
     token = logging_setup.SESSION.set(0)
+    logging_setup.name("")  # tests of commands have named this process
+    logging_setup.follow(None)
     yield
     logging_setup.SESSION.reset(token)
     logging_setup.name("")
