@@ -2,17 +2,19 @@
 
     python benchmarks/calls.py                    two workers and one server, over shm and over tcp
     python benchmarks/calls.py --transport shm    over one of them
+    python benchmarks/calls.py --servers 2        with more servers, over which the variables are spread
     python benchmarks/calls.py --where            also the functions that are called most
 
 A step is `strategy.run` of a replica function that reads ten variables of 400 bytes, applies SGD and returns a loss; it
 ends when the next values are there. Counted are calls of Python functions and of C functions, in all threads of worker
-0 and of the server, with those of the standard library; of the worker also those until its push is in the socket.
-Printed are medians of 100 steps.
+0 and of each server, with those of the standard library; of the worker also those until its last push is in the
+socket. Printed are medians of 100 steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import mmap
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -101,7 +104,7 @@ def totals(counted: memoryview) -> list[int]:
     return [sum(counted[kind:-2:2]) for kind in range(2)]
 
 
-def work(transport: TransportName, mine: str, servers: str, where: bool) -> None:
+def work(transport: TransportName, mine: str, theirs: Sequence[str], where: bool) -> None:
     """Trains; worker 0 prints what its steps have called."""
     counter = CallCounter(mine, where) if mine else None
     if counter is not None:
@@ -121,22 +124,24 @@ def work(transport: TransportName, mine: str, servers: str, where: bool) -> None
         return values[0][0]
 
     seen: list[list[int]] = []
-    server = cells(servers)
+    servers = [cells(path) for path in theirs]
     for number in range(WARM + STEPS):
         if counter is not None and number == WARM:
-            server[-1] = counter._cells[-1] = 1
+            for each in (counter._cells, *servers):
+                each[-1] = 1
         strategy.run(step)
         variables[0].numpy()
         if counter is not None:
-            seen.append([*totals(counter._cells), *totals(server)])
+            seen.append([count for each in (counter._cells, *servers) for count in totals(each)])
     if counter is not None:
         steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(seen[WARM - 1 :])]
-        names = ("worker", "worker c", "server", "server c", "until sent")
+        tasks = ["worker", *server_names(len(servers))]
+        names = [*(f"{task}{kind}" for task in tasks for kind in ("", " c")), "until sent"]
         columns = [*zip(*steps, strict=True), until[WARM:]]
         found = {name: statistics.median(each) for name, each in zip(names, columns, strict=True)}
         print(json.dumps(found), flush=True)
         if where:
-            tell(counter)
+            tell(counter, "worker")
     strategy.close()
 
 
@@ -151,39 +156,52 @@ def serve(path: str, where: bool) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
         if where:
-            tell(counter)
+            tell(counter, Path(path).name)
 
 
-def tell(counter: CallCounter) -> None:
-    """Prints the functions that were called most, for each measured step."""
+def server_names(count: int) -> list[str]:
+    """The names of servers in what is printed."""
+    return ["server", *(f"server {index}" for index in range(1, count))]
+
+
+def tell(counter: CallCounter, task: str) -> None:
+    """Prints the functions that a task has called most, for each measured step."""
     sys.setprofile(None)
+    print(f"-- {task}", file=sys.stderr)
     for name, count in sorted(counter.where.items(), key=lambda item: -item[1])[:400]:
         print(f"{count / STEPS:8.1f} {name}", file=sys.stderr)
 
 
-def measure(transport: TransportName, where: bool = False) -> dict[str, float]:
+def measure(transport: TransportName, where: bool = False, servers: int = 1) -> dict[str, float]:
     """Runs a cluster; returns the medians."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        files = [str(Path(folder, name)) for name in ("worker", "server")]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder, name)) for name in ("worker", *server_names(servers))]
         for file in files:
             Path(file).write_bytes(bytes(16 * THREADS))
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-        probe.close()
-        jobs = {"ps": [address], "worker": ["worker-0:1", "worker-1:1"]}
-        started = [_start(jobs, "ps", 0, where, "serve", files[1])]
+        jobs = {"ps": free_addresses(servers), "worker": ["worker-0:1", "worker-1:1"]}
+        started = [_start(jobs, "ps", n, where, "serve", file) for n, file in enumerate(files[1:])]
         try:
-            started += [_start(jobs, "worker", n, where, "work", transport, *files[n:]) for n in range(2)]
-            said, _ = started[1].communicate(timeout=SECONDS)
-            started[2].wait(SECONDS)
-            started[0].terminate()
-            started[0].wait(SECONDS)
+            started += [_start(jobs, "worker", n, where, "work", transport, mine, *files[1:]) for n, mine in enumerate((files[0], ""))]
+            said, _ = started[servers].communicate(timeout=SECONDS)
+            started[servers + 1].wait(SECONDS)
+            for each in started[:servers]:
+                each.terminate()
+                each.wait(SECONDS)
         finally:
             for each in started:
                 each.kill()
                 each.wait()
     found: dict[str, float] = json.loads(said)
     return found
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses on this host at which nothing listens."""
+    with contextlib.ExitStack() as open_probes:
+        probes = [open_probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
 
 
 def _start(jobs: dict[str, list[str]], job: str, index: int, where: bool, *arguments: str) -> subprocess.Popen[str]:
@@ -197,18 +215,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--where", action="store_true", help="count by function as well")
     parser.add_argument("--transport", choices=TRANSPORTS[:2], help="only one transport")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers")
     parser.add_argument("process", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.process:
         for transport in [options.transport] if options.transport else TRANSPORTS[:2]:
-            print(transport, json.dumps(measure(transport, options.where)))
+            print(transport, json.dumps(measure(transport, options.where, options.servers)))
         return
     kind, *arguments = options.process
     if kind == "serve":
         serve(arguments[0], options.where)
     else:
-        transport, *files = arguments
-        work(cast(TransportName, transport), files[0] if len(files) > 1 else "", files[-1], options.where)
+        transport, mine, *servers = arguments
+        work(cast(TransportName, transport), mine, servers, options.where)
 
 
 if __name__ == "__main__":
