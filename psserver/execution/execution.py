@@ -420,11 +420,10 @@ def _suspicious(outline: Outline, seen: Sequence[tuple[int, int]]) -> tuple[set[
 def operands_differ(job: ReadyRound) -> PSError | None:
     """Returns why a round cannot run whose contributors have sent different operands to this server; None if it can."""
     try:
-        with _told(job):
-            if job.prepared.operands:
-                Contributions(job).check_operands()
-    except PSError as error:
-        return error
+        if job.prepared.operands:
+            Contributions(job).check_operands()
+    except Exception as error:
+        return _told_error(job, error)
     return None
 
 

@@ -145,6 +145,8 @@ class ReadyRound:
 
     def only(self, sessions: Set[int]) -> ReadyRound:
         """Returns the same round with the contributions of some sessions; the other members are left out."""
+        if sessions >= self.sessions:
+            return self
         parts = tuple(part for part in self.parts if part.said.session in sessions)
         out = [part.member for part in self.parts if part.said.session not in sessions]
         excluded = tuple(sorted((*self.excluded, *(member.task for member in out))))
@@ -154,7 +156,7 @@ class ReadyRound:
     @property
     def is_short(self) -> bool:
         """True if fewer members contribute examples to it than it needs."""
-        return sum(part.has_examples for part in self.parts) < self.needs
+        return self.needs > 0 and sum(part.has_examples for part in self.parts) < self.needs
 
     def vote(self, chief: int, attempt: int, closed: int) -> Vote:
         """Returns this server's vote in it.

@@ -331,11 +331,13 @@ class Rounds:
         Once its plan is known here, by which this server takes part in it, or does not.
         """
         known, sequence = self.generations.get(vote.generation), self.sequences[None]
+        if vote.round <= sequence.last or vote.round in sequence.open:
+            return
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
-        if plan is not None and plan.server in plan.plan.servers and known is not None and vote.round > sequence.last:
+        if plan is not None and plan.server in plan.plan.servers and known is not None:
             pending = PendingRound(vote.plan_id, vote.generation, known.members, now, whole=self.backlog.behind)
             self._turns.come(None, sequence)
-            sequence.open.setdefault(vote.round, pending)
+            sequence.open[vote.round] = pending
 
     def complete(
         self, job: ReadyRound, given: ReturnedValues, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()

@@ -180,13 +180,14 @@ class Runner:
 
         A round that streams runs as its contributions come, on trial, since its vote says whose are whole.
         """
-        job = ballot.job
-        if job.tries and job.error is None and ballot.trial is None:
-            return self._run(job, True, ballot.attempt)
-        if not job.tries and job.error is None:  # else some servers would apply it, and others could not
-            job = replace(job, error=operands_differ(job))
-        vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.sequences[None].last)
-        ballot = self._phase = replace(ballot, job=job, since=self._tally.clock())
+        job, attempt, trial = ballot.job, ballot.attempt, ballot.trial
+        if job.error is None and job.tries:
+            if trial is None:
+                return self._run(job, True, attempt)
+        elif job.error is None and (error := operands_differ(job)) is not None:
+            job = replace(job, error=error)  # else some servers would apply it, and others could not
+        vote = job.vote(self._rounds.votes.job, attempt, self._rounds.sequences[None].last)
+        ballot = self._phase = Deciding(job, attempt, trial, self._tally.clock())
         self._tally.votes["sent"] += len(job.voters) - 1
         beside = {server: digest for tells in self._hooks.tells for server, digest in tells(job.voters).items()}
         return self._rounds.votes.cast(vote, job.voters, beside) + self._count(ballot)

@@ -91,7 +91,7 @@ class Votes:
         key = vote.round, vote.attempt
         if key in self._cast:
             raise ValueError(f"a second vote in round {vote.round}")
-        others = tuple(server for server in servers if server != self._server and server not in self._gone)
+        others = tuple([server for server in servers if server != self._server and server not in self._gone])
         self._cast[key] = vote, others, digests
         self._heard[vote.job, *key][self._server] = vote
         return [Send(server, _with(vote, digests.get(server))) for server in others]
@@ -104,12 +104,12 @@ class Votes:
             self._heard[vote.job, vote.round, vote.attempt][server] = vote
         if vote.job == self.job:
             self._closed[server] = max(self._closed[server], vote.closed)
-            self._forget(last)
 
     def _forget(self, last: int) -> None:
         """Forgets the votes that every peer of their round has used."""
         for key, (_, others, _) in list(self._cast.items()):
-            if key[0] <= min([last, *(self._closed[other] for other in others if other not in self._gone)]):
+            closed = [self._closed[other] for other in others if other not in self._gone]
+            if key[0] <= min([last, *closed]):
                 del self._cast[key]
 
     def repeat(self, server: int) -> list[Send]:
@@ -137,16 +137,18 @@ class Votes:
         if awaited:
             return None
         ordered = [votes[server] for server in servers if server in votes]
-        error = next((vote.error for vote in ordered if vote.error is not None), None)
-        whole = frozenset.intersection(*(vote.whole for vote in ordered))
-        if error is not None:
-            return Verdict(frozenset(), error)
+        whole, unanimous = ordered[0].whole, True
+        for vote in ordered:
+            if vote.error is not None:
+                return Verdict(frozenset(), vote.error)
+            unanimous &= vote.whole == whole
+            whole &= vote.whole
         before = self._heard.get((self.job, round, attempt - 1), {})
         repeated = bool(before) and all(
             server in before and before[server].whole == votes[server].whole for server in servers if server in votes
         )
         torn = any(each & whole and not each <= whole for vote in ordered for each in vote.sums)
-        return Verdict(whole, None, all(vote.whole == whole for vote in ordered), repeated, torn)
+        return Verdict(whole, None, unanimous, repeated, torn)
 
     def called(self, round: int, attempt: int) -> bool:
         """Returns True if another server has voted in an attempt."""
