@@ -22,12 +22,13 @@ from psserver.config import ServerConfig
 from psserver.effects import NOWHERE, Peer
 from psserver.network.served import Served
 from pswire.cluster import Task
+from pswire.encoding import plain_votes
 from pswire.encoding.messages import said_to_pb
 from pswire.encoding.protocol import spoken
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import InvalidRequest, PSError, ServerGone
 from pswire.network.grpc_channel import open_channel, reason, stub
-from pswire.network.sockets import Message, MessageKind, MessageSocket, connect
+from pswire.network.sockets import Message, MessageKind, MessageSocket, connect, head_of
 from pswire.network.tls_socket import Stream
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
@@ -53,8 +54,8 @@ class Carrier(Protocol):
 
     transport: str
 
-    def say(self, data: bytes) -> None:
-        """Sends an encoded vote; returns at once. Called from any thread."""
+    def say(self, said: Vote | Testimony) -> None:
+        """Sends a vote or a testimony; returns at once. Called from any thread."""
 
     def keep(self, closed: threading.Event) -> None:
         """Serves the connection until it is to be closed; raises why it breaks."""
@@ -153,7 +154,7 @@ class PeerConnection:
         """Says something if there is a connection; else the machine says it again later."""
         carrier = self._carrier
         if carrier is not None:
-            carrier.say(said_to_pb(said, self._core.incarnation).SerializeToString())
+            carrier.say(said)
 
     def close(self) -> None:
         """Closes the connection for good."""
@@ -193,7 +194,8 @@ class PeerConnection:
                 channel.close()
                 carrier = transport
             else:
-                carrier = CallCarrier(stub(channel, VERBS["Vote"].path, (False, False)), self._metadata)
+                call = stub(channel, VERBS["Vote"].path, (False, False))
+                carrier = CallCarrier(call, self._metadata, self._core.incarnation)
             log.debug("%s is connected to %s over %s", self._config.task, self._task, carrier.transport)
             self._carrier = carrier
             self._connected = True
@@ -225,7 +227,7 @@ class PeerConnection:
             sock = connect(host, answer.data_port, CONNECT_SECONDS, lease, True, tls, self._name)
             try:
                 sock.sendall(Message(MessageKind.HELLO, header=hello.SerializeToString()).head())
-                transport = TransportCarrier(sock)
+                transport = TransportCarrier(sock, self._core.incarnation)
                 transport.await_welcome()
             except BaseException:
                 sock.close()
@@ -246,12 +248,14 @@ class TransportCarrier:
 
     Args:
         sock: connected, after the hello.
+        incarnation: of this server.
     """
 
     transport = "tcp"
 
-    def __init__(self, sock: Stream) -> None:
+    def __init__(self, sock: Stream, incarnation: int) -> None:
         self._sock = sock
+        self._incarnation = incarnation
         self._link = MessageSocket(sock)
 
     def await_welcome(self) -> None:
@@ -277,10 +281,13 @@ class TransportCarrier:
         events = sum(event for _, event in poll.poll(1000 * seconds))
         return bool(events & ~select.POLLOUT), bool(events & select.POLLOUT)
 
-    def say(self, data: bytes) -> None:
+    def say(self, said: Vote | Testimony) -> None:
         """Sends a vote as far as the system takes it; `keep` sends the rest, and finds out if the connection broke."""
+        kind, header = MessageKind.PLAIN_VOTE, plain_votes.pack(said)
+        if header is None:
+            kind, header = MessageKind.VOTE, said_to_pb(said, self._incarnation).SerializeToString()
         with suppress(OSError):
-            self._link.send((Message(MessageKind.VOTE, header=data).head(),))
+            self._link.send((head_of(kind, 0, header),))
 
     def keep(self, closed: threading.Event) -> None:
         """Waits until the connection breaks; raises `OSError` or `InvalidRequest`."""
@@ -303,18 +310,20 @@ class CallCarrier:
     Args:
         call: the verb.
         metadata: of each call.
+        incarnation: of this server.
     """
 
     transport = "grpc"
 
-    def __init__(self, call: Callable[..., bytes], metadata: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, call: Callable[..., bytes], metadata: tuple[tuple[str, str], ...], incarnation: int) -> None:
         self._call = call
         self._metadata = metadata
+        self._incarnation = incarnation
         self._votes: SimpleQueue[bytes] = SimpleQueue()
 
-    def say(self, data: bytes) -> None:
+    def say(self, said: Vote | Testimony) -> None:
         """Hands a vote to `keep`."""
-        self._votes.put(data)
+        self._votes.put(said_to_pb(said, self._incarnation).SerializeToString())
 
     def keep(self, closed: threading.Event) -> None:
         """Sends what is said; raises `grpc.RpcError` where a call fails."""

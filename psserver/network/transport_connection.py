@@ -20,7 +20,7 @@ from psserver.network.client_memory import ClientMemory, take_segment
 from psserver.network.served import Served
 from psserver.registry import Registered
 from pswire.api import HeartbeatRequest, PullReply, RoundReply
-from pswire.encoding import messages
+from pswire.encoding import messages, plain_votes
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, MemoryLimit, PSError
 from pswire.limits import BUFFER_BYTES
@@ -31,6 +31,7 @@ from pswire.network.sockets import Message, MessageKind, MessageSocket, PayloadS
 from pswire.network.tls_socket import Stream
 from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.servers.votes import Testimony, Vote
 
 log = logging.getLogger("psserver.transports")
 
@@ -301,6 +302,8 @@ class Connection:
                 self._channel.freed(message.place)
             case MessageKind.HEARTBEAT:
                 self._call(message, self._renew)
+            case MessageKind.PLAIN_VOTE:
+                self._hear(plain_votes.unpack(message.header))
             case MessageKind.VOTE:
                 self._vote(message)
             case _:
@@ -376,12 +379,17 @@ class Connection:
         self._channel.tell(MessageKind.ANSWER, message.call, DRIVE if drives else b"")
 
     def _vote(self, message: Message) -> None:
-        """Takes another server's vote, which has no answer."""
+        """Takes another server's vote that is not plain, or its testimony."""
         vote = parse(pb.ServerVote, message.header)
         if vote.session != self.session:
             raise InvalidRequest(f"this connection belongs to session {self.session}, not to {vote.session}")
-        self._transports.access.check(VOTE, vote, self.names)
-        self._transports.core.hear(self._transports.access.voter(vote.session), messages.said_from_pb(vote))
+        self._hear(messages.said_from_pb(vote))
+
+    def _hear(self, said: Vote | Testimony) -> None:
+        """Takes what another server says, which has no answer."""
+        access, hello = self._transports.access, self._hello_said
+        access.check(VOTE, hello, self.names)
+        self._transports.core.hear(access.voter(hello.session), said)
 
     def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.TransportHello) -> None:
         """Checks a call.

@@ -167,9 +167,11 @@ class MessageKind(IntEnum):
     ALIVE = 9
     """A TransportAlive of a server, while a call is under way."""
     VOTE = 10
-    """A ServerVote of another server."""
+    """A ServerVote of another server: a testimony, or a vote that is not plain."""
     HEARTBEAT = 11
     """Of a client: nothing but that it lives, and has nothing else to say than with its last heartbeat over gRPC."""
+    PLAIN_VOTE = 12
+    """A plain vote of another server, packed; see `pswire.encoding.plain_votes`."""
 
 
 @dataclass(frozen=True, slots=True)

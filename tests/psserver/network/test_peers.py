@@ -93,11 +93,11 @@ def test_a_server_with_many_connections_has_votes():
         here.close()
         high.setblocking(False)
         with high, there:
-            carrier = TransportCarrier(high)
+            carrier = TransportCarrier(high, 7)
             there.sendall(Message(MessageKind.WELCOME).head())
             carrier.await_welcome()
-            carrier.say(b"a vote")
-            assert b"a vote" in there.recv(1000)
+            carrier.say(VOTE)
+            assert b"plan" in there.recv(1000)
             there.close()
             with pytest.raises(OSError, match="closed"):
                 carrier.keep(threading.Event())

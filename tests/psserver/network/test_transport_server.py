@@ -28,11 +28,13 @@ from psserver.network import transport_connection as connection_of
 from psserver.network import transport_server as server_transports
 from psserver.network import unix_socket
 from psserver.network.client_memory import ClientMemory
+from pswire.encoding import plain_votes
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.network.shared_memory import CLIENT_BYTES, SEALS
 from pswire.network.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, MessageKind
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.servers.votes import Vote
 from tests.kit import transports
 from tests.kit.cases import search
 from tests.kit.rig import SOON
@@ -215,6 +217,21 @@ def test_nonsense_ends_a_transport(stack: ExitStack, site: Site, name: str, case
     kind, header, offset, size, place = BAD_HEADS[case]
     guest.sock.sendall(HEAD.pack(kind, header, 7, offset, size, place))
     assert guest.is_closed()
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_votes_of_a_worker_end_its_transport(
+    stack: ExitStack, site: Site, name: str, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole or cut off, the reason is in the server's log, and the others of the job stay."""
+    vote = plain_votes.pack(Vote(1, 0, b"plan", 1, whole=frozenset((7, 8))))
+    assert vote is not None
+    guest = member(stack, site, name)
+    guest.say(MessageKind.PLAIN_VOTE, header=vote[: len(vote) - cut])
+    assert guest.is_closed()
+    why = "a vote of 55 bytes is not whole" if cut else "only a server that has introduced itself can vote here"
+    assert why in caplog.text
+    site.round()
 
 
 def test_parts_out_of_place_end_a_transport(stack: ExitStack, site: Site, name: str) -> None:
