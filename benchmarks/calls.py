@@ -181,7 +181,10 @@ def measure(transport: TransportName, where: bool = False, servers: int = 1) -> 
         jobs = {"ps": free_addresses(servers), "worker": ["worker-0:1", "worker-1:1"]}
         started = [_start(jobs, "ps", n, where, "serve", file) for n, file in enumerate(files[1:])]
         try:
-            started += [_start(jobs, "worker", n, where, "work", transport, mine, *files[1:]) for n, mine in enumerate((files[0], ""))]
+            started += [
+                _start(jobs, "worker", n, where, "work", transport, mine, *files[1:])
+                for n, mine in enumerate((files[0], ""))
+            ]
             said, _ = started[servers].communicate(timeout=SECONDS)
             started[servers + 1].wait(SECONDS)
             for each in started[:servers]:

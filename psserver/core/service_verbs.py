@@ -20,7 +20,7 @@ class ServiceVerbs:
         task: this server.
         registry: the sessions that were opened here.
         admission: says which of them may call.
-        services: returns the services as they are now: a new job has others.
+        services: returns the services as they are now: a new job has others, of the same kinds in the same order.
 
     Attributes:
         stimuli: the stimulus of each verb, which looks its service up when it is let in.
@@ -33,27 +33,25 @@ class ServiceVerbs:
         self._registry = registry
         self._admission = admission
         self._services = services
-        self.stimuli = {name: self._stimulus(name) for service in services() for name in service.verbs}
+        found = enumerate(services())
+        self.stimuli = {name: self._stimulus(place, name) for place, service in found for name in service.verbs}
 
-    def _stimulus(self, name: str) -> Callable[..., Outcome[Any]]:
+    def _stimulus(self, place: int, name: str) -> Callable[..., Outcome[Any]]:
 
         def serve(now: float, *args: Any) -> Outcome[Any]:
-            return self._serve(name, now, *args)
+            service = self._services()[place]
+            verb: Callable[..., Any] = getattr(service, name)
+            if not service.for_sessions:
+                outcome: Outcome[Any] = verb(now, *args)
+                return outcome
+            asked, *future = args
+            if self._task.index != 0:
+                raise InvalidRequest(f"only server 0 {service.for_sessions}", str(self._task))
+            self._admission.check(asked.session, now)
+            return None, verb(self._registry.task(asked.session), asked, *future)
 
         serve.__name__ = name
         return serve
-
-    def _serve(self, name: str, now: float, *args: Any) -> Outcome[Any]:
-        service = next(service for service in self._services() if name in service.verbs)
-        verb: Callable[..., Any] = getattr(service, name)
-        if not service.for_sessions:
-            outcome: Outcome[Any] = verb(now, *args)
-            return outcome
-        asked, *future = args
-        if self._task.index != 0:
-            raise InvalidRequest(f"only server 0 {service.for_sessions}", str(self._task))
-        self._admission.check(asked.session, now)
-        return None, verb(self._registry.task(asked.session), asked, *future)
 
     def task_left(self, session: int) -> list[Effect]:
         """A session has ended cleanly."""

@@ -9,7 +9,7 @@ both take part in, of all variables that both hold and that rounds have assigned
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -164,12 +164,11 @@ class Digests(RoundParticipant):
             self._compare(server)
         return []
 
-    def tells(self, servers: Iterable[int]) -> dict[int, Digest]:
+    def tells(self, servers: Sequence[int]) -> dict[int, Digest]:
         """Returns what some servers are to be told with a vote, once: votes are said until they are heard."""
         said: dict[int, Digest] = {}
-        for server in servers:
-            pair = self._pair(server)
-            if pair is not None and pair.untold is not None:
+        for server, pair in self._pairs.items():
+            if pair.untold is not None and server in servers and self._pair(server) is not None:
                 said[server], pair.untold = pair.untold, None
         return said
 

@@ -249,8 +249,10 @@ class MessageSocket:
         with self._lock:
             sent = 0
             if not self._out and len(buffers) <= BUFFERS:
-                with suppress(*BLOCKED):
+                try:
                     sent = self.sock.sendmsg(buffers)
+                except BLOCKED:
+                    sent = 0
                 self.sent += sent
                 if sent == sum(map(len, buffers)):
                     return False
