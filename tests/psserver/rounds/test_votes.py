@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from psserver.execution.compiled import CompiledRound
 from psserver.programs.kernels.compiler import PATIENCE
 from pswire.api import Contribution, RowRead, TableRead
 from pswire.errors import Diverged, Fenced, MemoryLimit, NonfiniteError, ProgramError
@@ -209,15 +211,22 @@ def streamed(tmp_path, monkeypatch):
 @pytest.fixture
 def compiled(streamed):
     """The two servers, once they have compiled the kernel of their plan."""
-    for one in streamed.cores:
+    with kernels_of(streamed):
+        yield streamed
+
+
+@contextmanager
+def kernels_of(two):
+    """Has two servers compile the kernel of their plan."""
+    for one in two.cores:
         one.kernels.smallest = 0
         compiler_of(one)
-    addresses(streamed, PATIENCE + 1)
-    for one in streamed.cores:
+    addresses(two, PATIENCE + 1)
+    for one in two.cores:
         one.kernels.compiler.wait()
-    addresses(streamed, 1)
-    yield streamed
-    for one in streamed.cores:
+    addresses(two, 1)
+    yield
+    for one in two.cores:
         one.kernels.close()
 
 
@@ -228,6 +237,15 @@ def addresses(two, rounds):
         assert two.round() == [type(None)] * 4
         found.append(two.cores[0].machine.job.store.find(two.variables[0].id).array.ctypes.data)
     return found
+
+
+def test_a_round_that_cannot_be_refused_is_compiled(two):
+    """It needs no trial: once it is decided it runs in place, as that of one server."""
+    with kernels_of(two):
+        assert len({*addresses(two, 4)}) == 1
+        plans = [one.machine.job.rounds.plans[two.plan.id] for one in two.cores]
+        assert [[type(each) for each in plan.compiled.values()] for plan in plans] == [[CompiledRound]] * 2
+        assert two.values == [2 * (two.lasts[0] + 1)] * 2
 
 
 def test_streams_write_into_two_arrays_by_turns(compiled):
