@@ -61,7 +61,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         return to_device(self._fetch(), device)
 
     def _on_host(self) -> Value:
-        lift = context.update_lift()
+        lift = context.THREAD.entries[-1].lift
         return self._fetch() if lift is None else lift(self)
 
     # ---- What it is ----
@@ -95,7 +95,8 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def numpy(self) -> Array:
         """Its value on the host, read-only."""
-        return np.asarray(self._on_host())
+        lift = context.THREAD.entries[-1].lift
+        return np.asarray(self._fetch() if lift is None else lift(self))
 
     def astype(self, dtype: npt.DTypeLike) -> Value:
         """Returns its value in another dtype."""

@@ -11,10 +11,10 @@ Each thread has its own stack of contexts; the innermost counts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, SupportsIndex, cast
 
@@ -123,7 +123,7 @@ class ReplicaContext:
         return values.select(result, self.local_replica_id)
 
     def __enter__(self) -> Self:
-        _check_same(self.strategy, _stack.entries[-1].context)
+        _check_same(self.strategy, THREAD.entries[-1])
         entry = enter_replica(self)
         entry.__enter__()
         self._entered.append(entry)
@@ -213,7 +213,7 @@ class ReplicaContext:
         return value if is_default(self.strategy) else nest.pack_sequence_as(value, joined)
 
     def _check_current(self, what: str) -> None:
-        if _stack.entries[-1].context.replica is not self:
+        if THREAD.entries[-1].replica is not self:
             raise RuntimeError(
                 f"{what} was called on a replica context that is not current; call get_replica_context() in "
                 "the function passed to strategy.run"
@@ -274,7 +274,7 @@ def _gather_boxes(strategy: StrategyFace, axes: Nest, boxes: Nest) -> Nest:
 
 @dataclass(eq=False, slots=True)
 class _Context:
-    """Where a thread is. Never changed."""
+    """Where a thread is. As a context manager: the calling thread is there while it is in it. Entered once."""
 
     kind: Kind
     strategy: StrategyFace
@@ -283,32 +283,24 @@ class _Context:
     copy: int | None = None
     device: Device | None = None
     merging: bool = False
-
-
-class _ContextEntry:
-    """A context manager: a context of the calling thread, while it is in it. A class, since each step enters many."""
-
-    __slots__ = ("_stack", "context")
-
-    def __init__(self, context: _Context) -> None:
-        self.context = context
+    _entries: list[_Context] = field(init=False, repr=False)
 
     def __enter__(self) -> None:
-        self._stack = _stack.entries
-        self._stack.append(self)
+        self._entries = THREAD.entries
+        self._entries.append(self)
 
     def __exit__(self, *error: object) -> None:
-        innermost = self._stack[-1] is self
-        self._stack.remove(self)
+        innermost = self._entries[-1] is self
+        self._entries.remove(self)
         if not innermost:
             raise RuntimeError(
-                f"a {self.context.kind} context was left before a context that was entered in it; leave "
-                "contexts in reverse order"
+                f"a {self.kind} context was left before a context that was entered in it; leave contexts in "
+                "reverse order"
             )
 
 
-class _DefaultEntry(_ContextEntry):
-    """The context of threads that are in no scope, which the default strategy's own module puts here."""
+class _DefaultContext(_Context):
+    """The context of threads that are in no scope; the default strategy's own module says what it is."""
 
     __slots__ = ()
 
@@ -321,15 +313,25 @@ class _DefaultEntry(_ContextEntry):
         return object.__getattribute__(self, name)
 
 
-_DEFAULT = _DefaultEntry()
+_DEFAULT = _DefaultContext()
 
 
-class _Stack(threading.local):
+class _Thread(threading.local):
+    """The calling thread.
+
+    Attributes:
+        entries: the contexts that it is in, the innermost last.
+        itself: as `threading.current_thread` returns it.
+    """
+
     def __init__(self) -> None:
-        self.entries: list[_ContextEntry] = [_DEFAULT]  # the innermost last
+        self.entries: list[_Context] = [_DEFAULT]
+        self.itself = threading.current_thread()
 
 
-_stack = _Stack()
+THREAD = _Thread()
+"""For what each step asks many times: reading an attribute is no call."""
+
 _INSIDE = nullcontext()
 
 
@@ -338,38 +340,42 @@ def install_default(strategy: StrategyFace) -> None:
 
     def merge_alone(merge_fn: Callable[..., Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]) -> Nest:
         with enter_cross_replica(strategy):
-            return merge_fn(strategy, *args, **kwargs)
+            return strategy.backend.section(lambda: merge_fn(strategy, *args, **kwargs))
 
     replica = ReplicaContext(strategy, 0, CPU, merge_alone, lambda: (0, 1))
-    _DEFAULT.context = _Context("default", strategy, replica)
+    _Context.__init__(_DEFAULT, "default", strategy, replica)
 
 
 def is_default(strategy: StrategyFace) -> bool:
     """Returns whether it is the default strategy."""
-    return strategy is _DEFAULT.context.strategy
+    return strategy is _DEFAULT.strategy
 
 
 def enter_default_replica() -> AbstractContextManager[None]:
     """Returns a context in which the calling thread runs the function of the default strategy's one replica."""
-    return _ContextEntry(replace(_DEFAULT.context, kind="replica"))
+    return _Context("replica", _DEFAULT.strategy, _DEFAULT.replica)
 
 
-class _ScopeEntry(_ContextEntry):
-    """As `_ContextEntry`, of a strategy's scope: which context that is shows when it is entered."""
+def enter_scope(strategy: StrategyFace) -> tuple[int, bool]:
+    """Makes a strategy current, until `leave_scope`. Within its own scopes and replicas nothing changes.
 
-    __slots__ = ("_strategy",)
+    Returns:
+        How many contexts the thread was in, as `depth`, and whether it was in no scope.
 
-    def __init__(self, strategy: StrategyFace) -> None:
-        self._strategy = strategy
-
-    def __enter__(self) -> None:
-        current = _stack.entries[-1].context
-        if current.strategy is self._strategy:
-            self.context = current
-        else:
-            _check_same(self._strategy, current)
-            self.context = _Context("cross-replica", self._strategy)
-        super().__enter__()
+    Raises:
+        RuntimeError: another strategy is current.
+    """
+    entries = THREAD.entries
+    now, depth = entries[-1], len(entries) - 1
+    outside = now.strategy is _DEFAULT.strategy
+    if now.strategy is strategy:
+        own = _Context(now.kind, strategy, now.replica, now.lift, now.copy, now.device, now.merging)
+    else:
+        if not outside:
+            _check_same(strategy, now)
+        own = _Context("cross-replica", strategy)
+    own.__enter__()
+    return depth, outside
 
 
 def leave_to(depth: int) -> None:
@@ -377,16 +383,15 @@ def leave_to(depth: int) -> None:
 
     An interrupt may come between a context and the block that leaves it.
     """
-    del _stack.entries[depth + 1 :]
+    del THREAD.entries[depth + 1 :]
 
 
 def leave_scope(depth: int) -> None:
     """As `leave_to`, for a scope, within which nothing is left entered; raises `RuntimeError` if something was."""
-    inner, _stack.entries[depth + 1 :] = _stack.entries[depth + 2 :], []  # one line, for an interrupt to come before
+    inner, THREAD.entries[depth + 1 :] = THREAD.entries[depth + 2 :], []  # one line, for an interrupt to come before
     if inner:
         raise RuntimeError(
-            f"a scope was left before a {inner[-1].context.kind} context that was entered in it; leave them in "
-            "reverse order"
+            f"a scope was left before a {inner[-1].kind} context that was entered in it; leave them in reverse order"
         )
 
 
@@ -395,17 +400,17 @@ def get_strategy() -> Any:
 
     Source: `tf.distribute.get_strategy`.
     """
-    return _stack.entries[-1].context.strategy
+    return THREAD.entries[-1].strategy
 
 
 def has_strategy() -> bool:
     """Returns whether the calling thread is in the scope of a strategy other than the default one. In any context."""
-    return _stack.entries[-1].context.strategy is not _DEFAULT.context.strategy
+    return THREAD.entries[-1].strategy is not _DEFAULT.strategy
 
 
 def depth() -> int:
     """Returns how many contexts the calling thread has entered, and not left."""
-    return len(_stack.entries) - 1
+    return len(THREAD.entries) - 1
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -415,7 +420,7 @@ def get_replica_context() -> ReplicaContext | None:
         The context; None in cross-replica and update context. Outside of every scope a default context with one
         replica, whose `merge_call` runs the function at once, with the default strategy.
     """
-    return _stack.entries[-1].context.replica
+    return THREAD.entries[-1].replica
 
 
 def in_cross_replica_context() -> bool:
@@ -423,79 +428,79 @@ def in_cross_replica_context() -> bool:
 
     Source: `tf.distribute.in_cross_replica_context`.
     """
-    return _stack.entries[-1].context.kind in ("cross-replica", "update")
+    return THREAD.entries[-1].kind in ("cross-replica", "update")
 
 
 def crosses_replicas() -> bool:
     """Returns whether the calling thread is in cross-replica context, and in no update function."""
-    return _stack.entries[-1].context.kind == "cross-replica"
+    return THREAD.entries[-1].kind == "cross-replica"
 
 
 def in_merge_call() -> bool:
     """Returns whether the calling thread runs what `merge_call` was given."""
-    return _stack.entries[-1].context.merging
-
-
-def enter_strategy_scope(strategy: StrategyFace) -> AbstractContextManager[None]:
-    """A context manager: makes a strategy current. Within its own scopes and replicas nothing changes.
-
-    Raises:
-        RuntimeError: on entering, another strategy is current.
-    """
-    return _ScopeEntry(strategy)
+    return THREAD.entries[-1].merging
 
 
 def within(strategy: StrategyFace) -> AbstractContextManager[object]:
     """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
-    inside = strategy is _stack.entries[-1].context.strategy and strategy is not _DEFAULT.context.strategy
+    inside = strategy is THREAD.entries[-1].strategy and strategy is not _DEFAULT.strategy
     return _INSIDE if inside else strategy.scope()
 
 
-@contextmanager
-def across_replicas(strategy: StrategyFace, what: str) -> Iterator[None]:
-    """A context manager: the thread is in the scope of an open strategy, and in its cross-replica context.
+def across_replicas(strategy: StrategyFace, what: str) -> AbstractContextManager[object]:
+    """Returns a context in which the thread is in the scope of an open strategy, and in its cross-replica context.
 
     Args:
         strategy: the strategy whose method was called.
         what: the method, for messages.
 
     Raises:
-        RuntimeError: on entering, the thread is in another context, or the strategy is closed.
+        RuntimeError: the thread is in another context, or the strategy is closed.
     """
-    with within(strategy):
+    outside = THREAD.entries[-1].strategy is _DEFAULT.strategy
+    if not outside or is_default(strategy):
         require_cross_replica(strategy, what)
-        strategy.backend.check_open()
-        yield
+    strategy.backend.check_open()
+    return strategy.scope() if outside else _INSIDE
+
+
+def replica_in(strategy: StrategyFace) -> ReplicaContext | None:
+    """Returns the replica of this strategy whose function the calling thread runs; None elsewhere.
+
+    Outside of every scope it is the default strategy's.
+    """
+    current = THREAD.entries[-1]
+    return current.replica if current.strategy is strategy else None
 
 
 def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
     """Returns a context in which the calling thread runs a replica's function."""
-    return _ContextEntry(_Context("replica", context.strategy, context))
+    return _Context("replica", context.strategy, context)
 
 
 def enter_cross_replica(strategy: StrategyFace) -> AbstractContextManager[None]:
     """Returns a context in which the calling thread runs the function given to `merge_call`."""
-    return _ContextEntry(_Context("cross-replica", strategy, merging=True))
+    return _Context("cross-replica", strategy, merging=True)
 
 
 def enter_update(strategy: StrategyFace, lift: Lift | None = None) -> AbstractContextManager[None]:
     """Returns a context in which the calling thread runs an update function; `lift` makes tracers for it."""
-    return _ContextEntry(_Context("update", strategy, lift=lift))
+    return _Context("update", strategy, lift=lift)
 
 
 def enter_update_copy(strategy: StrategyFace, copy: int, device: Device) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function on one copy of the variables, on its device."""
-    return _ContextEntry(_Context("update", strategy, copy=copy, device=device))
+    return _Context("update", strategy, copy=copy, device=device)
 
 
 def in_update() -> bool:
     """Returns whether the calling thread is in update context."""
-    return _stack.entries[-1].context.kind == "update"
+    return THREAD.entries[-1].kind == "update"
 
 
 def update_lift() -> Lift | None:
     """Returns what makes tracers in the calling thread's update context; None in all other contexts."""
-    return _stack.entries[-1].context.lift
+    return THREAD.entries[-1].lift
 
 
 def local_replica(strategy: StrategyFace) -> int | None:
@@ -504,7 +509,7 @@ def local_replica(strategy: StrategyFace) -> int | None:
     Returns:
         A local replica's number; None in cross-replica context and in those of other strategies.
     """
-    current = _stack.entries[-1].context
+    current = THREAD.entries[-1]
     if current.strategy is not strategy:
         return None
     return current.replica.local_replica_id if current.replica else current.copy
@@ -512,7 +517,7 @@ def local_replica(strategy: StrategyFace) -> int | None:
 
 def replica_device() -> Device | None:
     """Returns where the calling thread computes, in a replica's function or an update function; None elsewhere."""
-    current = _stack.entries[-1].context
+    current = THREAD.entries[-1]
     return current.replica.device if current.replica else current.device
 
 
@@ -523,7 +528,7 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
         strategy: the strategy whose method was called.
         what: the method, for the message.
     """
-    current = _stack.entries[-1].context
+    current = THREAD.entries[-1]
     if current.strategy is strategy and current.kind in ("cross-replica", "default"):  # the default's own alone
         return
     _check_same(strategy, current)
@@ -538,7 +543,7 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
         what: the function that was called, for the message.
         strategy: the strategy whose replica is required; None accepts any.
     """
-    current = _stack.entries[-1].context
+    current = THREAD.entries[-1]
     if strategy is not None:
         _check_same(strategy, current)
     if current.replica is None or strategy not in (None, current.strategy):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 
 import numpy.typing as npt
 
@@ -129,7 +130,7 @@ def merge_copies(results: Sequence[Nest], kind: type[DistributedValues]) -> Nest
 
 def _merged(merge: Callable[..., object], given: Sequence[Nest]) -> Nest:
     first, *others = given
-    if not others and (first is None or not [leaf for leaf in nest.flatten(first) if isinstance(leaf, Component)]):
+    if not others and (first is None or not any(map(isinstance, nest.flatten(first), repeat(Component)))):
         return first
     return nest.map_structure(merge, *given)
 

@@ -124,7 +124,7 @@ class Optimizer(Described):
         vars(self).update(check_options(options))
         first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
         self._state = State(self.name, first)
-        self._driver = StepDriver(self, self._state, self._check_variables, self._needs, self._decays)
+        self._driver = StepDriver(self, self._state, self._check_variables, self._needs, self._decays, self._decaying)
         self._excluded = Exclusions()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -345,6 +345,9 @@ class Optimizer(Described):
     def _decays(self, v: Variable) -> bool:
         return bool(self.weight_decay) and v not in self._excluded
 
+    def _decaying(self) -> object:
+        return bool(self.weight_decay), self._excluded.count
+
     def scale_loss(self, loss: Value) -> Value:
         """Returns the loss multiplied by the loss scale; give the gradients of the result to `apply_gradients`.
 
@@ -361,7 +364,7 @@ class Optimizer(Described):
     def _check_variables(self, variables: Sequence[Variable]) -> None:
         if self.sparse == "lazy":
             check_lazy(self, variables)
-        if self._driver.was_of(variables):
+        if self._driver.known(variables) is not None:
             return
         check_variables(variables)
         check_tables(self, [v for v in variables if isinstance(v, TableVariable)])
@@ -409,18 +412,22 @@ class Optimizer(Described):
             array([0.5, 1.5], dtype=float32)
         """
         pairs = list(grads_and_vars)
-        grads: list[Value] = [gradient for gradient, _ in pairs]
-        variables = [v for _, v in pairs]
-        if self.sparse == "lazy" or not self._driver.was_of(variables):
+        grads: list[Value]
+        variables: list[Variable]
+        grads, variables = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+        if self.sparse == "lazy" or self._driver.known(variables) is None:
             grads, variables = join_views(grads, [values.container(v) for v in variables])
             self._check_variables(variables)
-        with context.within(variables[0].strategy):
-            if context.crosses_replicas():
-                self._driver.apply_whole(variables[0].strategy, grads, variables)
-            else:
-                replica = context.require_replica("apply_gradients")
-                # Replicas that were given one gradient object have a gradient each: it counts once for each.
-                replica.merge_call(self._driver.apply_boxes, args=(context.Box(tuple(grads)), variables))
+        strategy = variables[0].strategy
+        replica = context.replica_in(strategy)
+        if replica is not None:
+            # Replicas that were given one gradient object have a gradient each: it counts once for each.
+            replica._merge(self._driver.apply_boxes, (context.Box(tuple(grads)), variables), {})
+            return
+        with context.within(strategy):
+            if not context.crosses_replicas():
+                context.require_replica("apply_gradients")  # raises: an update function makes no step
+            self._driver.apply_whole(strategy, grads, variables)
 
     def _distributed_apply(
         self,

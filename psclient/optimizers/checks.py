@@ -128,9 +128,14 @@ def _check_gradient(gradient: object, v: Variable) -> None:
 
 
 class Exclusions:
-    """Variables that are left out, themselves or by their names."""
+    """Variables that are left out, themselves or by their names.
+
+    Attributes:
+        count: of both together, which only grows.
+    """
 
     def __init__(self) -> None:
+        self.count = 0
         self._variables: dict[int, Variable] = {}  # by the id of one that is in it
         self._names: set[str] = set()
 
@@ -148,6 +153,7 @@ class Exclusions:
             raise TypeError(f"var_names is {names!r}, but must be a list of names; use var_names=[{names!r}]")
         self._variables |= {id(v): v for v in variables}
         self._names |= {re.compile(name).pattern for name in names}
+        self.count = len(self._variables) + len(self._names)
 
     def __contains__(self, v: Variable) -> bool:
         return id(v) in self._variables or any(re.search(name, v.name) for name in self._names)

@@ -111,30 +111,28 @@ class State:
     Args:
         name: prefix of the names of all these variables.
         shared: initial values of the state that steps share, by name.
+
+    Attributes:
+        everywhere: the state that steps share, by name: for each group of servers that has it.
     """
 
     def __init__(self, name: str, shared: Mapping[str, Array]) -> None:
         self._name = name
         self._first = shared
-        self._shared: list[dict[str, Variable]] = []
+        self.everywhere: list[dict[str, Variable]] = []
         self._own: dict[int, VariableState] = {}  # by the id of a variable that is in it
         self.strategy: Any = None
 
     @property
     def built(self) -> bool:
         """True once any state was created."""
-        return bool(self._shared)
+        return bool(self.everywhere)
 
     def __iter__(self) -> Iterator[Variable]:
-        for shared in self._shared:
+        for shared in self.everywhere:
             yield from shared.values()
         for own in self._own.values():
             yield from own
-
-    @property
-    def everywhere(self) -> list[dict[str, Variable]]:
-        """The state that steps share, by name: for each group of servers that has it."""
-        return self._shared
 
     def by_path(self, path_of: Callable[[Variable], str]) -> dict[str, Variable]:
         """Returns what a checkpoint has of it: of copies one, and nothing of what is between two rounds.
@@ -155,16 +153,16 @@ class State:
         """One of what steps share; raises `RuntimeError` if there is none."""
         if name not in self._first:
             raise RuntimeError(f"this optimizer has no {name}; use loss_scale_factor=DynamicLossScale()")
-        if not self._shared:
+        if not self.everywhere:
             raise RuntimeError(
                 "the optimizer has no state in this process; call optimizer.build(variables) in "
                 "strategy.scope() (a coordinator does this for its workers), or apply gradients first"
             )
-        return (self._first_of(False) or self._shared[0])[name]
+        return (self._first_of(False) or self.everywhere[0])[name]
 
     def beside(self, v: Variable) -> dict[str, Variable]:
         """Returns what steps share, where a variable lives."""
-        return next(shared for shared in self._shared if self._covers(shared, v))
+        return next(shared for shared in self.everywhere if self._covers(shared, v))
 
     def has(self, v: Variable) -> bool:
         """Returns whether a variable has anything beside it."""
@@ -183,7 +181,7 @@ class State:
 
     def _first_of(self, alone: bool) -> dict[str, Variable]:
         """Returns what the steps of all workers together share, or those of each worker alone; empty for nothing."""
-        return next((shared for shared in self._shared if shared["iterations"]._alone == alone), {})
+        return next((shared for shared in self.everywhere if shared["iterations"]._alone == alone), {})
 
     def build(
         self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: Sequence[Variable] = ()
@@ -199,7 +197,9 @@ class State:
         new = [v for v in variables if id(v) not in self._own]
         for alone in (False, True):
             mine = [v for v in new if v._alone == alone]
-            self._build_shared([v for v in mine if not any(self._covers(shared, v) for shared in self._shared)], alone)
+            self._build_shared(
+                [v for v in mine if not any(self._covers(shared, v) for shared in self.everywhere)], alone
+            )
         for v in new:
             with self.strategy.extended.colocate_vars_with(v):
                 self._own[id(v)] = self._first_own(v, needs(v))
@@ -227,7 +227,7 @@ class State:
                 made = {n: self._saved_as(v.name, f"{v.name}.copy", now[n], alone) for n, v in first.items()}
             else:
                 made = {n: Variable(x, False, f"{prefix}/{n}", consistency=consistency) for n, x in self._first.items()}
-        self._shared.append(made)
+        self.everywhere.append(made)
 
     def _first_own(self, v: Variable, needs: Needs) -> VariableState:
         dtype = state_dtype(v.dtype)

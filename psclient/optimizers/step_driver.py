@@ -15,7 +15,7 @@ from psclient._src import context
 from psclient._src.arrays.devices import Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.distribute.destinations import Uncompressed
-from psclient._src.distribute.prepared_step import HostValue, PreparedStep
+from psclient._src.distribute.prepared_step import PreparedStep
 from psclient._src.distribute.reduction import Absent, LocalValue
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.hyperparameters import Settings
@@ -35,7 +35,7 @@ from psclient.optimizers.step_functions import (
     measure_norm,
     total,
 )
-from pswire.model.plan import ReduceOp, Reduction
+from pswire.model.plan import ReduceOp
 from pswire.model.tensor import Array, spec_of
 
 _TRAINABLE = operator.attrgetter("trainable")
@@ -73,34 +73,22 @@ class StepContribution(NamedTuple):
 class StepKey:
     """The key of a prepared step: all that it depends on but gradients, and the numbers that update functions read.
 
+    A step like the last one has the same key, the same object.
+
     Attributes:
         variables: the variables, in the order of their gradients.
-        settings: the optimizer's attributes; their numbers may differ between equal keys.
-        rest: which variables take part in weight decay, the number of copies of the state that steps share, whether
-            this process makes rounds of its own, what becomes of NaN, and what rides beside gradients.
+        settings: the optimizer's attributes; their numbers may be others in a step of this key.
+        rest: what says which variables take part in weight decay, the number of copies of the state that steps share,
+            whether this process makes rounds of its own, what becomes of NaN, and what rides beside gradients.
     """
 
     variables: tuple[Variable, ...]
     settings: Settings
     rest: tuple[object, ...]
 
-    def is_of(self, variables: Sequence[Variable]) -> bool:
-        """Returns whether it is of these variables, and all of them are still trained."""
-        return _same(self.variables, variables) and all(map(_TRAINABLE, variables))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, StepKey)
-            and _same(self.variables, other.variables)
-            and self.settings.key == other.settings.key
-            and self.rest == other.rest
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # it is compared with one other, and never looked up
-
 
 class StepDriver:
-    """Makes the steps of one optimizer. Belongs to the thread that runs cross-replica code, but for `was_of`.
+    """Makes the steps of one optimizer. Belongs to the thread that runs cross-replica code, but for `known`.
 
     Args:
         rule: has the options of a step as a whole.
@@ -108,6 +96,7 @@ class StepDriver:
         check: raises where the optimizer cannot train some variables together.
         needs: returns the state that a variable needs beside it.
         decays: returns whether a variable takes part in weight decay.
+        decaying: returns what is equal as long as `decays` says the same of each variable.
         settings: returns the hyperparameters of now; None for the rule's.
         settings_of: returns them as the update functions of a variable are given them, with the same numbers for each
             variable; None for the same.
@@ -121,20 +110,26 @@ class StepDriver:
         check: Callable[[Sequence[Variable]], None],
         needs: Callable[[Variable], Needs],
         decays: Callable[[Variable], bool],
+        decaying: Callable[[], object],
         settings: Callable[[], Settings] | None = None,
         settings_of: Callable[[Variable], Settings] | None = None,
         optional: bool = False,
     ) -> None:
         self._rule = rule
         self._state = state
-        self._check, self._needs, self._decays = check, needs, decays
+        self._check, self._needs, self._decays, self._decaying = check, needs, decays, decaying
         self._settings, self._settings_of, self._optional = settings or rule._settings, settings_of, optional
         self._prepared = PreparedStep()
 
-    def was_of(self, variables: Sequence[Variable]) -> bool:
-        """Returns whether the last step was of these variables, so that they need no check. For any thread."""
-        known: StepKey | None = self._prepared.key
-        return known is not None and known.is_of(variables)
+    def known(self, variables: Sequence[Variable]) -> StepKey | None:
+        """Returns the key of the last step if that was of these variables, which then need no check; else None.
+
+        For any thread.
+        """
+        last: StepKey | None = self._prepared.key
+        if last is None or len(last.variables) != len(variables):
+            return None
+        return last if all(map(operator.is_, last.variables, variables)) and all(map(_TRAINABLE, variables)) else None
 
     def build(self, strategy: Strategy, variables: Sequence[Variable], grads: Sequence[Value] = ()) -> None:
         """Creates what is not there yet of the state for variables. In cross-replica context.
@@ -179,37 +174,39 @@ class StepDriver:
             The values that ride beside gradients, reduced: arrays, or lazy arrays.
         """
         gradients, variables, extras = step.gradients, step.variables, step.extras
-        known = self.was_of(variables)
-        if not known:
+        known = self.known(variables)
+        if known is None:
             self._check(variables)
         check_gradients(gradients, variables)
-        if not known:
+        if known is None:
             self.build(strategy, variables, gradients)  # the key is that of later steps
         settings = self._settings()
-
-        def local(reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
-            rest = strategy.extended._contributions(gradients, variables, reductions[len(extras) :])
-            return [*[HostValue(1.0, extra.array) for extra in extras], *rest] if extras else rest
-
+        key = self._key(strategy, settings, step, known)
+        riding = [extra.array for extra in extras] if extras else []
+        local = partial(strategy.extended._contributions, gradients, variables, riding)
         record = partial(self._record, strategy, settings, step)
-        key = self._key(strategy, settings, step)
         return strategy.backend.repeat(self._prepared, key, settings.numbers, local, record, len(extras))
 
     def knows(self, strategy: Strategy, step: StepContribution) -> bool:
         """Returns whether the last step was like this one, so that its gradients need not be there to send it."""
-        return self._prepared.find(self._key(strategy, self._settings(), step)) is not None
+        key = self._key(strategy, self._settings(), step, self.known(step.variables))
+        return self._prepared.find(key) is not None
 
     @property
     def changed(self) -> bool:
         """True if a learning rate, or another number, is not what the last step was made with."""
         return repr(self._settings().numbers) != repr(self._prepared.numbers)
 
-    def _key(self, strategy: Strategy, settings: Settings, step: StepContribution) -> StepKey:
-        backend, variables, extras = strategy.backend, step.variables, step.extras
+    def _key(self, strategy: Strategy, settings: Settings, step: StepContribution, known: StepKey | None) -> StepKey:
+        """Returns the key of a step; `known` is that of the last one, if that was of the same variables."""
+        backend, extras = strategy.backend, step.extras
         beside = tuple([(extra.op, spec_of(extra.array)) for extra in extras]) if extras else ()
-        decays, copies = tuple(map(self._decays, variables)), len(self._state.everywhere)
-        rest = decays, copies, backend.group.alone, backend.nonfinite, beside, step.skips
-        return StepKey(tuple(variables), settings, rest)
+        copies, alone = len(self._state.everywhere), backend.group.alone
+        rest = self._decaying(), copies, alone, backend.nonfinite, beside, step.skips
+        same = known is not None and (known.settings is settings or known.settings.key == settings.key)
+        if known is not None and same and known.rest == rest:
+            return known
+        return StepKey(tuple(step.variables), settings, rest)
 
     def _record(self, strategy: Strategy, settings: Settings, step: StepContribution) -> list[Value]:
         """Makes the reductions and updates of a step, one by one; returns as `make`."""
@@ -362,7 +359,3 @@ def _by_shard(v: Variable, found: Any) -> list[dict[str, Value]]:
     if not isinstance(v, VariableOfShards):
         return [found]
     return [{name: each[n] for name, each in found.items()} for n in range(len(v.variables))]
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))

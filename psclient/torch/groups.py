@@ -51,8 +51,8 @@ class ParameterGroups(Configured):
         self._entered: list[tuple[Variable, int]] = []
         self._by_rows: set[int] = set()
         self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
-        given = (self.state, first._check_variables, self._needs, self._decays, self._settings, self._settings_of)
-        self.driver = StepDriver(first, *given, optional=True)
+        given = (self.state, first._check_variables, self._needs, self._decays, self._decaying)
+        self.driver = StepDriver(first, *given, self._settings, self._settings_of, optional=True)
 
     # ---- What an update sees ----
 
@@ -162,6 +162,9 @@ class ParameterGroups(Configured):
 
     def _decays(self, v: Variable) -> bool:
         return self.of(v)._decays(v)
+
+    def _decaying(self) -> object:
+        return [rule._decaying() for rule in self._made.values()]
 
 
 def value_of(rule: Optimizer, name: str) -> Any:

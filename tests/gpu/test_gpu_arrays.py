@@ -96,7 +96,7 @@ def test_a_replica_runs_on_its_device() -> None:
 
     dataset = ArrayDataset(np.arange(4.0)).batch(4)
     (batch,) = distributed(dataset, worker)
-    with context.enter_strategy_scope(strategy):
+    with context.enter_cross_replica(strategy):
         result = runner.run(fn, (batch,))
     runner.close()
     assert [float(value) for value in result.values] == [1, 13]

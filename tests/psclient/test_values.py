@@ -152,7 +152,7 @@ class Strategy:
 def test_an_outer_context_that_is_left_first_is_told():
     """And does not stay behind."""
     s, before = Strategy(), context.get_strategy()
-    outer, inner = context.enter_strategy_scope(s), context.enter_update(s)
+    outer, inner = context.enter_cross_replica(s), context.enter_update(s)
     outer.__enter__()
     inner.__enter__()
     refused(RuntimeError, "left before", lambda: outer.__exit__(None, None, None))
@@ -162,11 +162,11 @@ def test_an_outer_context_that_is_left_first_is_told():
 
 def test_a_scope_is_of_the_moment_when_it_is_entered():
     """Where it was made does not count."""
-    s = Strategy()
-    with context.enter_strategy_scope(s):
-        made = context.enter_strategy_scope(s)
-    with made:
-        assert (context.get_strategy(), context.in_merge_call()) == (s, False)
+    with opened("mirrored-1") as s:
+        with context.enter_cross_replica(s):
+            made = s.scope()
+        with made:
+            assert (context.get_strategy(), context.in_merge_call()) == (s, False)
 
 
 def test_scopes_are_per_thread():

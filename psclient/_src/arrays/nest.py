@@ -117,15 +117,17 @@ children_of: Callable[[type], Callable[[Nest], Iterable[Nest]] | None] = lru_cac
 
 def flatten(nest: Nest) -> list[Leaf]:
     """Returns the leaves of a nest, in order; for a leaf a list of itself."""
-    children = children_of(type(nest))
-    if children is None:
-        return [nest]
     leaves: list[Leaf] = []
-    for child in children(nest):
-        if children_of(type(child)) is None:
+    entered = [iter((nest,))]  # no recursion, which costs a call for each container
+    while entered:
+        for child in entered[-1]:
+            children = children_of(type(child))
+            if children is not None:
+                entered.append(iter(children(child)))
+                break
             leaves.append(child)
         else:
-            leaves += flatten(child)
+            entered.pop()
     return leaves
 
 

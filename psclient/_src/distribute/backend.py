@@ -22,7 +22,7 @@ from pswire.model.plan import Nonfinite, Reduction, VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.prepared_step import HostValue, PreparedStep
+    from psclient._src.distribute.prepared_step import Contributions, PreparedStep
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Names(dict[str, int]):
             self[name] = self.get(name, 0) + 1
 
 
-LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | HostValue]"]
+LocalContributions = Callable[[Sequence[Reduction]], "Contributions | None"]
 """Gives what this process contributes to each of some reductions."""
 
 
@@ -171,8 +171,9 @@ class Backend(Protocol):
         Args:
             prepared: of the caller.
             key: all that the section depends on, but for numbers and contributions; compared with `==`.
-            numbers: the arguments of the section's update functions that may differ from call to call.
-            local: gives this process's contributions to the reductions of a plan; fewer, where they do not fit it.
+            numbers: the arguments of the section's update functions that may differ from call to call; the same list
+                always has the same numbers.
+            local: gives this process's contributions to the reductions of a plan; None where they do not fit it.
             record: makes the section's reductions and updates, one by one; returns the first reductions' values.
             extras: the number of these values.
 

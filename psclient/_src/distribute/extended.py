@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsIndex
+
+import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import HostArray, LazyArray, Mirrored, Readable, read
 from psclient._src.arrays import nest
-from psclient._src.arrays.devices import Device, Value, is_array, local_devices, to_numpy
+from psclient._src.arrays.devices import Coming, Device, Value, is_array, local_devices, to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
 from psclient._src.distribute.backend import Backend, Colocation, NewVariable
@@ -26,8 +29,8 @@ from psclient._src.distribute.destinations import (
 )
 from psclient._src.distribute.gathering import ReplicaPosition, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
-from psclient._src.distribute.prepared_step import HostValue, as_it_travels
-from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
+from psclient._src.distribute.prepared_step import Contributions
+from psclient._src.distribute.reduction import EVERYONE, Absent, LocalValue, combine
 from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.options import ReduceOp, ReduceOpName
@@ -40,7 +43,7 @@ from psclient._src.variables.partitioners import Cut
 from psclient._src.variables.sharded import CutVariable, ShardedValue, VariableOfShards, whole_of
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
-from pswire.model.tensor import Array, TensorSpec
+from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class _Shared:
         backend = LocalBackend(local_devices(None)) if backend is None else backend
         runner = ReplicaRunner(strategy, backend.group.devices, backend.group.slice, backend.section)
         return cls(strategy, backend, runner, ContextVar("colocated", default=()))
+
+
+_PLAIN = (np.ndarray, HostArray)
+"""Types of arrays that travel as they are: another class of the user's may mean something else."""
 
 
 class StrategyExtended:
@@ -143,7 +150,7 @@ class StrategyExtended:
         with context.across_replicas(self._strategy, "run"):
             if not context.in_merge_call():
                 self._strategy._begin_step()
-            return self._backend.run(lambda: self._shared.runner.run(fn, args, kwargs))
+            return self._backend.run(partial(self._shared.runner.run, fn, args, kwargs))
 
     # ---- Variables ----
 
@@ -335,35 +342,54 @@ class StrategyExtended:
         return nest.map_structure(lambda array: to_devices(array, self._backend.group.devices), found)
 
     def _contributions(
-        self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
-    ) -> list[LocalValue | HostValue]:
-        """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
+        self,
+        values: Sequence[Value],
+        variables: Sequence[Variable],
+        riding: Sequence[Array],
+        reductions: Sequence[Reduction],
+    ) -> Contributions | None:
+        """Returns this process's contributions to reductions like earlier ones; None if they do not fit.
 
-        In cross-replica context.
+        In cross-replica context. A value that travels as it is costs no call.
 
         Args:
-            values: as in `batch_reduce_to`.
+            values: as in `batch_reduce_to`, to be summed.
             variables: the variables beside which the sums stay, one for each value.
+            riding: arrays whose reductions come before those of the values.
             reductions: the earlier reductions.
         """
         whole = len(self._backend.worker_devices) == 1 and not self._backend.group.empty
-        found: list[LocalValue | HostValue] = []
-        at = 0
+        weights, arrays = [1.0] * len(riding), list[Any](riding)
         for value, v in zip(values, variables, strict=True):
             cut = v.sharding if isinstance(v, CutVariable) else None
-            first, at = at, at + (1 if cut is None else len(cut.places))
-            if at > len(reductions):
-                return []
-            asked = reductions[first]
-            if cut is not None:
-                asked = replace(asked, tensor=TensorSpec(asked.tensor.dtype, v.shape))
-            sent: LocalValue | HostValue | None = as_it_travels(value, asked) if whole else None
-            if sent is None:
-                sent = self._local(ReduceOp.SUM, value, None, v._fit_slices)
-                if (sent.spec, sent.form) != (asked.tensor, asked.form):
-                    continue
-            found += [sent] if cut is None else sent.cut(cut)
-        return found if at == len(reductions) else []
+            if len(arrays) + (1 if cut is None else len(cut.places)) > len(reductions):
+                return None
+            asked = reductions[len(arrays)]
+            spec = asked.tensor
+            if (
+                whole
+                and cut is None
+                and type(value) in _PLAIN
+                and asked.form == "dense"
+                and value.shape == spec.shape
+                and value.dtype == DTYPES[spec.dtype]
+                and value.flags.c_contiguous
+            ):
+                weights.append(1.0)
+                arrays.append(value)
+            elif whole and cut is None and isinstance(value, Absent | Coming):
+                coming = isinstance(value, Coming)
+                weights.append(float(coming))
+                arrays.append(value if coming else None)
+            else:
+                local = self._local(ReduceOp.SUM, value, None, v._fit_slices)
+                spec = spec if cut is None else TensorSpec(spec.dtype, v.shape)
+                if (local.spec, local.form) != (spec, asked.form):
+                    return None
+                parts = [local] if cut is None else local.cut(cut)
+                weights += [part.weight for part in parts]
+                arrays += [part.array for part in parts]
+        return Contributions(weights, arrays) if len(arrays) == len(reductions) else None
 
     def _here(self, local: Sequence[LocalValue]) -> list[Value]:
         return self._backend.reduce([(each.unkeyed(), None) for each in local]) if local else []

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
-from psclient._src.arraylike import HostArray
-from psclient._src.arrays.devices import Coming, Pending
-from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strands import Marks
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
 from psclient._src.variables.feedback import Feedback
-from psclient._src.variables.sharded import Sharding
-from pswire.model.plan import Plan, Reduction
-from pswire.model.tensor import DTYPES, Array
+from pswire.model.plan import Plan
+from pswire.model.tensor import Array
 
 
-@dataclass(frozen=True, eq=False)
 class SectionTemplate:
-    """A recorded section.
+    """A recorded section. Used by one thread at a time.
 
-    Attributes:
+    Args:
         plan: as it travels.
         written: ids of the variables that it assigns.
         traces: of its update functions, each with whether there were numbers among its arguments.
@@ -33,22 +25,39 @@ class SectionTemplate:
         marks: what of it each worker makes alone; None where that was not asked.
     """
 
-    plan: Plan
-    written: frozenset[int]
-    traces: Mapping[Trace, bool]
-    sources: tuple[tuple[Trace, int], ...]
-    feedback: tuple[Feedback | None, ...]
-    marks: Marks | None = None
+    def __init__(
+        self,
+        plan: Plan,
+        written: frozenset[int],
+        traces: Mapping[Trace, bool],
+        sources: Sequence[tuple[Trace, int]],
+        feedback: tuple[Feedback | None, ...],
+        marks: Marks | None = None,
+    ) -> None:
+        self.plan, self.written, self.feedback, self.marks = plan, written, feedback, marks
+        self._traces, self._sources = traces, sources
+        self._around = [trace.around for trace in traces if trace.around.reads]
+        self._numbers: list[Number] | None = None
+        self._operands: tuple[Array, ...] = ()  # for these numbers
 
     def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
-        """Returns the operands for other numbers; None where an update function would record something else."""
-        found: dict[Trace, list[Array | None]] = {}
-        for one, takes in self.traces.items():
-            arrays = one.operands(numbers if takes else [])
-            if arrays is None:
+        """Returns the operands for other numbers; None where an update function would record something else.
+
+        The same list always has the same numbers.
+        """
+        for around in self._around:
+            if not around.unchanged():
                 return None
-            found[one] = arrays
-        return cast(tuple[Array, ...], tuple([found[one][place] for one, place in self.sources]))
+        if numbers is not self._numbers:
+            found: dict[Trace, list[Array | None]] = {}
+            for one, takes in self._traces.items():
+                arrays = one.operands(numbers if takes else [])
+                if arrays is None:
+                    return None
+                found[one] = arrays
+            self._operands = cast(tuple[Array, ...], tuple([found[one][place] for one, place in self._sources]))
+            self._numbers = numbers
+        return self._operands
 
 
 class PreparedStep:
@@ -75,36 +84,14 @@ class PreparedStep:
         self.key, self._template = (None, None) if template is None else (key, template)
 
 
-class HostValue(NamedTuple):
-    """A contribution that is an array of a replica, as it travels; to a section the same as a `LocalValue`.
+class Contributions(NamedTuple):
+    """This process's contributions to the reductions of a section.
 
     Attributes:
-        weight: by how much it counts.
-        array: contiguous, on the host, or on its way there; None where the weight is 0.
+        weights: for each reduction, by how much the contribution counts.
+        arrays: for each reduction, the contribution as it travels: contiguous, on the host, or on its way there; None
+            where the weight is 0.
     """
 
-    weight: float
-    array: Array | Pending | None
-
-    def cut(self, sharding: Sharding) -> list[HostValue]:
-        """Returns the contribution to each shard of a partitioned variable."""
-        array = cast(Array | None, self.array)
-        return [HostValue(self.weight, None if array is None else array[rows]) for rows in sharding.bounds]
-
-
-def as_it_travels(value: Any, reduction: Reduction) -> HostValue | None:
-    """Returns the contribution of a replica's value to a reduction, if it travels as it is, or is nothing, or comes."""
-    if isinstance(value, Absent):
-        return HostValue(0.0, None)
-    if isinstance(value, Coming):
-        return HostValue(1.0, value)
-    spec = reduction.tensor
-    travels = (
-        reduction.form == "dense"
-        and isinstance(value, np.ndarray)
-        and type(value) in (np.ndarray, HostArray)  # a class of the user's may mean something else
-        and value.shape == spec.shape
-        and value.dtype == DTYPES[spec.dtype]
-        and value.flags.c_contiguous
-    )
-    return HostValue(1.0, value) if travels else None
+    weights: Sequence[float]
+    arrays: Sequence[Any]

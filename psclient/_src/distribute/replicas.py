@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from psclient._src import context, values
 from psclient._src.arrays.devices import Device, device_scope
@@ -71,7 +72,7 @@ class ReplicaRunner:
     def run(
         self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Nest:
-        """Calls `fn` once for each local replica, in replica context; called in cross-replica context.
+        """Calls `fn` once for each local replica, in replica context; called in the strategy's cross-replica context.
 
         Args:
             fn: called with the arguments as its replica sees them.
@@ -89,7 +90,6 @@ class ReplicaRunner:
                 replica.
             RunAgain: a section did; all replicas have ended.
         """
-        context.require_cross_replica(self._strategy, "strategy.run")
         before, mine = self._running, False
         try:
             mine = self._busy.acquire(blocking=False)
@@ -119,18 +119,21 @@ class ReplicaRunner:
         args, kwargs = given
         device = self.devices[replica]
         here = ReplicaContext(self._strategy, replica, device, merge, self._slice)
-        with context.enter_replica(here), device_scope(device):
-            return call(fn, *args, **kwargs)
+        with context.enter_replica(here):
+            if device.kind == "cpu":
+                return call(fn, *args, **kwargs)
+            with device_scope(device):
+                return call(fn, *args, **kwargs)
 
     def _run_here(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Nest:
         failures: list[Exception | RunAgain] = []
 
-        def merge(*call: Nest) -> Nest:
+        def merge(merge_fn: Callable[..., Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]) -> Nest:
             # A failed section ends the run, even if the replica swallows the error: as with more replicas.
             if failures:
                 raise _given_up(failures[0]) from failures[0]
             try:
-                return self._merge([_MergeRequest(*call)])[0]
+                return values.select(self._make(merge_fn, [(args, kwargs)]), 0)
             except (Exception, RunAgain) as error:
                 failures.append(error)
                 raise
@@ -195,11 +198,14 @@ class ReplicaRunner:
                 "the replicas called merge_call with different functions: "
                 + ", ".join(f"{call.name} in local replica {i}" for i, call in enumerate(calls))
             )
-        fn = calls[0].fn
-        args, kwargs = values.regroup([(call.args, call.kwargs) for call in calls])
-        with context.enter_cross_replica(self._strategy):
-            result = self._cross_replica(lambda: fn(self._strategy, *args, **kwargs))
+        result = self._make(calls[0].fn, [(call.args, call.kwargs) for call in calls])
         return [values.select(result, replica) for replica in range(len(calls))]
+
+    def _make(self, fn: Callable[..., Nest], given: Sequence[Nest]) -> Nest:
+        """Calls a function once, with the merged arguments of all replicas."""
+        args, kwargs = values.regroup(given)
+        with context.enter_cross_replica(self._strategy):
+            return self._cross_replica(partial(fn, self._strategy, *args, **kwargs))
 
 
 def _given_up(failure: BaseException) -> BaseException:

@@ -65,11 +65,8 @@ class Strategy(Unpicklable):
         self._passes = Passes(make_round=self._make_round)
         self._step_ends: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
         self._process = os.getpid()
-
-    @property
-    def _container(self) -> Strategy:
+        self._container = cast(Strategy, extended._shared.container)
         """The strategy that `extended` was made with: usually this one."""
-        return cast(Strategy, self.extended._shared.container)
 
     # ---- What it is ----
 
@@ -208,7 +205,8 @@ class Strategy(Unpicklable):
         """
         depth = context.depth()
         try:
-            return cast(T, self.extended.call_for_each_replica(fn, args, kwargs))
+            found: T = self.extended.call_for_each_replica(fn, args, kwargs)
+            return found
         except Exception as error:
             fold(error)
             raise
@@ -540,9 +538,7 @@ class _Scope(threading.local):
 
     def __enter__(self) -> Strategy:
         INTERRUPTS.guard()
-        outermost, depth = not context.has_strategy(), context.depth()
-        context.enter_strategy_scope(self._strategy).__enter__()
-        self._entered.append((depth, outermost))
+        self._entered.append(context.enter_scope(self._strategy))
         return self._strategy
 
     def __exit__(

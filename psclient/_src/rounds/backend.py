@@ -89,7 +89,7 @@ class RemoteBackend:
         self.parameter_devices = exchange.session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._reads = exchange.reads
-        self.reader = VariableReader(exchange, self._is_idle, self._end_written)
+        self.reader = VariableReader(exchange, self._end_written)
         self.parts = Copies(self.group, self._record_own, lambda: exchange.mine, self._read_now)
         self.variables = ServerVariables(exchange, placement, self.reader, self.parts, self.check_open, partitioner)
         self.create = self.variables.create
@@ -97,7 +97,9 @@ class RemoteBackend:
         self.group.departure.hand_over = self._order_snapshot
         exchange.session.nonfinite = nonfinite
         self._host_buffers = HostBuffers()
-        self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
+        self._lock = threading.RLock()  # guards that one section is open, and no other is opened beside it
+        self._ended = threading.Condition(self._lock)
+        self._waiting = 0  # threads that wait for the end of the open section
         self._section: Section | None = None
         self._together = False  # while updates are recorded that are of one round; of the thread that records
 
@@ -119,9 +121,6 @@ class RemoteBackend:
     def full_name(self, device: Device) -> str:
         """Returns the device's name, `/job:worker/task:1/device:GPU:0`."""
         return device.full_name(self._task)
-
-    def _is_idle(self) -> bool:
-        return self._section is None and not self._closed
 
     def _end_written(self, handles: Sequence[Handle]) -> None:
         """Sends what was created, and the calling thread's open section if that assigns one of some variables."""
@@ -236,9 +235,11 @@ class RemoteBackend:
         if template is not None:
             reductions, section = template.plan.reductions, self.section_here
             found = local(reductions)
-            if len(found) == len(reductions) and section.repeat(template, numbers, found):
-                first = enumerate(reductions[:extras])
-                return [ReducedValue(section, Ref("reduction", number), each.tensor, None) for number, each in first]
+            if found is not None and section.repeat(template, numbers, found):
+                values = list[Value]()
+                for number, each in enumerate(reductions[:extras]):
+                    values.append(ReducedValue(section, Ref("reduction", number), each.tensor, None))
+                return values
         values, recorded = record(), self._mine()
         prepared.keep(key, None if recorded is None else recorded.complete(numbers))
         return values
@@ -258,21 +259,30 @@ class RemoteBackend:
         """
         self.check_open()
         until = time.monotonic() + self._exchange.session.timeouts.call_timeout
-        with self._opening:
-            while self._section is None or not self._section.mine:
-                if self._section is None:
-                    said, with_copies = self.exchange.session.nonfinite, self._with_copies
-                    marks = Marks() if self._creation.any_alone and not self.group.alone else None
-                    servers, batch = len(self.parameter_devices), self.group.batch
-                    self._section = Section(servers, self._send, said, with_copies, marks, batch)
-                elif not self._section.alive:
+        with self._lock:
+            while (section := self._section) is not None and not section.mine:
+                if not section.alive:
                     log.warning("a thread ended inside a scope; the operations it recorded there are lost")
                     self._section = None
                 elif time.monotonic() > until:
-                    self._section.check_thread()
+                    section.check_thread()
                 else:
-                    self._opening.wait(LOOK_SECONDS)  # the end of a thread tells nobody
-            return self._section
+                    self._await_end()
+            if section is None:
+                self._reads.idle = False
+                said, with_copies = self.exchange.session.nonfinite, self._with_copies
+                marks = Marks() if self._creation.any_alone and not self.group.alone else None
+                servers, batch = len(self.parameter_devices), self.group.batch
+                section = self._section = Section(servers, self._send, said, with_copies, marks, batch)
+            return section
+
+    def _await_end(self) -> None:
+        """Waits until the open section has ended, or it is time to look at its thread, whose end tells nobody."""
+        self._waiting += 1
+        try:
+            self._ended.wait(LOOK_SECONDS)
+        finally:
+            self._waiting -= 1
 
     def _mine(self) -> Section | None:
         """Returns the section that the calling thread records; None if it records none."""
@@ -292,9 +302,10 @@ class RemoteBackend:
         Args:
             returned: a nest; located values in it are wanted after the end.
         """
-        section = self._mine()
-        if section is not None:
-            section.give_back(returned)
+        section = self._section
+        if section is not None and section.mine:
+            if returned is not None:
+                section.give_back(returned)
             self._send(section)
         elif self._creation.waits and not self._closed:
             self._creation.send()
@@ -307,23 +318,29 @@ class RemoteBackend:
         merge call it is the outer run that runs again.
         """
         traces, group = self._exchange.traces, self.group
-        if context.in_merge_call():
-            return self._run(replicas)
-        with contextlib.nullcontext() if traces is None else traces.step(group.round, group.alone or group.apart):
-            result = self._run(replicas)
-            if not group.apart:
-                self.parts.hand_in(ends=False)
-            return result
-
-    def _run(self, replicas: Callable[[], T]) -> T:
-        section = self._mine()
+        section, inner = self._mine(), context.in_merge_call()
         if section is not None:
             section.give_back_unused()  # The merge function may look at what it began.
-        elif not context.in_merge_call():
+        if inner:
+            self.flush()
+            return self._run(replicas)
+        if traces is None:
+            return self._begin_run(replicas, section is None)
+        with traces.step(group.round, group.alone or group.apart):
+            return self._begin_run(replicas, section is None)
+
+    def _begin_run(self, replicas: Callable[[], T], anew: bool) -> T:
+        """Runs replicas outside of merge calls; with `anew`, nothing is open in this thread."""
+        if anew:
             self._reads._begin_step()
-        if not context.in_merge_call():
-            self._exchange.begin_run()
+        self._exchange.begin_run()
         self.flush()
+        result = replicas() if self.group.generation is not None else self._run(replicas)
+        if self.group.alone and not self.group.apart:
+            self.parts.hand_in(ends=False)
+        return result
+
+    def _run(self, replicas: Callable[[], T]) -> T:
         if self.group.generation is not None or self.variables.before is not None:
             return replicas()
         self.variables.before = [content for variable in self.variables.copied for content in variable.contents()]
@@ -390,8 +407,8 @@ class RemoteBackend:
         self._end_section()
 
     def _send(self, section: Section) -> Plan:
-        self.check_open()
         if section is not self._section:
+            self.check_open()
             raise RuntimeError("this value was not computed, because an error ended the step that recorded it")
         if not context.in_merge_call():
             section.give_back_unused()
@@ -405,9 +422,10 @@ class RemoteBackend:
         return outgoing.plan
 
     def _end_section(self) -> None:
-        with self._opening:
-            self._section = None
-            self._opening.notify_all()
+        with self._lock:
+            self._section, self._reads.idle = None, not self._closed
+            if self._waiting:
+                self._ended.notify_all()
 
     def _make_rounds(self, outgoing: Outgoing, section: Section) -> Callable[[], Mapping[Ref, Array | Rows]]:
         outdated = self._exchange.enter(outgoing.plan)

@@ -186,7 +186,10 @@ class ReadCache:
     Attributes:
         take: waits for a round that is under way, and for all before it, and takes their values.
         targets: the arrays into which rounds write values.
+        idle: False while a section is open that may assign what is read, and once the strategy is closed.
     """
+
+    idle = True
 
     def __init__(self, session: Session, group: Group, awaited: Awaited, measures: RoundCounters) -> None:
         self._session = session
@@ -314,12 +317,14 @@ class ReadCache:
         self._rows.clear()
         self.targets.outdate()
 
-    def kept(self, id: int) -> Array | None:
+    def kept(self, variable: PlacedVariable) -> Array | None:
         """Returns a variable's value if no round has changed it since it was read; None if `read` must look closer.
 
         Without the lock: another thread's round changes such a value before or after it is read here.
         """
-        value = self._values.get(id) if self._renewed and id not in self._changing else None
+        id = variable.id
+        here = self.idle and self._renewed and id not in self._changing and not variable.spec.alone
+        value = self._values.get(id) if here else None
         if value is not None:
             self._read.add(id)
             self._unasked.pop(id, None)

@@ -32,38 +32,34 @@ class VariableReader:
 
     Args:
         exchange: the rounds of this process.
-        idle: returns True if no section is open, and the strategy is not closed.
         end_written: ends the calling thread's open section if it assigns one of some variables; raises `RuntimeError`
             if the strategy is closed.
+
+    Attributes:
+        kept: see `ReadCache.kept`.
     """
 
-    def __init__(
-        self, exchange: Exchange, idle: Callable[[], bool], end_written: Callable[[Sequence[Handle]], None]
-    ) -> None:
+    def __init__(self, exchange: Exchange, end_written: Callable[[Sequence[Handle]], None]) -> None:
         self._exchange = exchange
         self._reads = exchange.reads
         self._creation = exchange.creation
-        self._idle, self._end_written = idle, end_written
+        self._end_written = end_written
+        self.kept = exchange.reads.kept
 
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value.
 
         Flushes this thread's open section first if that assigns the variable.
         """
-        if self._idle() and not handle.spec.alone:
-            value = self._reads.kept(handle.id)
-            if value is not None:
-                return value
         in_replica = self._begin([handle])
         # Threads that make no rounds see what came last: they wait for nobody.
         return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.mine)
 
     def read_all(self, handles: Sequence[Handle]) -> list[Array]:
         """Returns the values of variables, as `read`; their servers are asked together."""
-        if self._idle() and not any(handle.spec.alone for handle in handles):
-            found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
-            if len(found) == len(handles):
-                return found
+        found = [value for handle in handles if (value := self.kept(handle)) is not None]
+        if len(found) == len(handles):
+            return found
         in_replica = self._begin(handles)
         return self._reads.read_all(handles, now=not in_replica, waits=in_replica or self._exchange.mine)
 

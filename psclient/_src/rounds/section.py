@@ -6,7 +6,6 @@ when the program looks at one of its values.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from psclient._src.arrays.devices import is_array, to_numpy
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.adapters import GlobalBatch
-from psclient._src.distribute.prepared_step import HostValue, SectionTemplate
+from psclient._src.distribute.prepared_step import Contributions, SectionTemplate
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
 from psclient._src.distribute.strands import Marks
@@ -147,7 +146,7 @@ class Section:
         self._servers, self._flush = servers, flush
         self._reductions: list[Reduction] = []
         self._floating: set[int] = set()  # reductions that get their place where they are used
-        self._local: list[LocalValue | HostValue] = []
+        self._local: list[LocalValue] = []
         self._feedback: list[Feedback | None] = []  # of each reduction whose contributions are compressed
         self._operands: list[tuple[Array, tuple[int, ...], str]] = []  # each with its servers, and its label
         self._programs = _Programs()
@@ -159,16 +158,17 @@ class Section:
         self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
         self._sources: list[tuple[Trace, int]] = []
         self._whole: Plan | None = None
+        self._repeated: Outgoing | None = None  # where it is what another section has recorded
         self._own: set[int] = set()  # reductions of what its updates were given, which nobody else can take
         self._values: Mapping[Ref, Array | Rows] | None = None
         # Waits for the values, once the section is sent.
         self._take: Callable[[], Mapping[Ref, Array | Rows]] | None = None
-        self._thread = threading.current_thread()
+        self._thread = context.THREAD.itself
 
     @property
     def mine(self) -> bool:
         """True in the thread that made it."""
-        return self._thread is threading.current_thread()
+        return self._thread is context.THREAD.itself
 
     @property
     def alive(self) -> bool:
@@ -406,32 +406,26 @@ class Section:
         written, sources, feedback = frozenset(self._written), tuple(self._sources), tuple(self._feedback)
         return SectionTemplate(self._whole, written, traces, sources, feedback, self.marks)
 
-    def repeat(
-        self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()
-    ) -> bool:
-        """Records, behind the same reductions, all that another section of the same strategy has recorded.
+    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Contributions) -> bool:
+        """Records, where nothing is recorded yet, all that another section of the same strategy has recorded.
 
         Args:
             kept: the recorded section.
             numbers: replace the numbers that it was recorded with.
-            local: this process's contributions to the same reductions, where these are not recorded yet.
+            local: this process's contributions to its reductions.
 
         Returns:
-            Whether it does: False if the reductions are others, or something else was recorded, or an update function
-            would do something else by now. Then nothing is done.
+            Whether it does: False if something was recorded, or an update function would do something else by now. Then
+            nothing is done.
         """
-        only_reduced = not (self._applies or self._operands or self._returned or self._snapshot or self._trims)
-        same = not self._reductions if local else tuple(self._reductions) == kept.plan.reductions
-        if not (only_reduced and same and (self.marks is None) == (kept.marks is None)):
+        recorded = self._reductions or self._applies or self._operands or self._snapshot or self._trims
+        if recorded or (self.marks is None) != (kept.marks is None):
             return False
         operands = kept.operands(numbers)
         if operands is None:
             return False
-        same_as = zip(operands, kept.plan.operands, strict=True)
-        self._operands = [(array, operand.servers, operand.label) for array, operand in same_as]
-        if local:
-            self._reductions, self._local = list(kept.plan.reductions), list(local)
-            self._feedback = list(kept.feedback)
+        weights, arrays = tuple(local.weights), tuple(local.arrays)
+        self._repeated = Outgoing(kept.plan, weights, arrays, operands, kept.feedback, batch=self._batch)
         self._written.update(kept.written)
         self._whole, self.marks = kept.plan, kept.marks
         return True
@@ -444,6 +438,8 @@ class Section:
 
     def outgoing(self) -> Outgoing:
         """Returns the section's plan and this process's data for it."""
+        if self._repeated is not None:
+            return self._repeated
         weights, arrays = tuple([one.weight for one in self._local]), tuple([one.array for one in self._local])
         operands, feedback = tuple([array for array, _, _ in self._operands]), tuple(self._feedback)
         return Outgoing(self._whole or self._plan(), weights, arrays, operands, feedback, batch=self._batch)

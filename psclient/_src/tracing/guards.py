@@ -50,6 +50,11 @@ class Surroundings:
         for base in {base for kind in kinds for base in kind.__mro__}:
             self._enter_class(base)
 
+    @property
+    def reads(self) -> bool:
+        """True if there is anything that may change."""
+        return bool(self._names or self._cells)
+
     def unchanged(self) -> bool:
         """Returns whether all of it is what it was when this was made."""
         for names, name, value in self._names:

@@ -87,12 +87,12 @@ class Configured:
         names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
         own = vars(self) | replaced
         last: Settings | None = own.pop(_LAST, None)
-        readable = [name for name in _readable(kind, names) if name not in own]
-        given = {**{name: getattr(kind, name) for name in readable}, **own}
+        readable = _readable(kind, names)
+        given = {**dict(zip(readable, map(getattr, itertools.repeat(kind), readable), strict=True)), **own}
         if last is not None and last.is_of(kind, names, given):
             return last
         taken = {name: _taken(value) for name, value in own.items()}
-        known = {name: _taken(given[name]) for name in readable}
+        known = {name: _taken(given[name]) for name in readable if name not in own}
         attributes = {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT}
         if last is not None and last.same(kind, names, attributes):
             return last

@@ -59,7 +59,8 @@ class ServerVariable(Variable):
         self._copies: dict[Device, tuple[Array, AnyArray]] = {}
 
     def _fetch(self) -> Array:
-        return self._reader.read(self.handle)
+        value = self._reader.kept(self.handle)
+        return self._reader.read(self.handle) if value is None else value
 
     def _announce(self, ids: Int64s, hint: bool = False) -> None:
         self._reader.prefetch(self.handle, ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from pswire.model.plan import PlacedVariable as Handle
@@ -29,6 +29,10 @@ class TableContent(NamedTuple):
 
 class ServerReader(Protocol):
     """Reads variables from their servers, to the host."""
+
+    @property
+    def kept(self) -> Callable[[Handle], Array | None]:
+        """Returns a variable's value if it is here, and up to date; else None."""
 
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value."""

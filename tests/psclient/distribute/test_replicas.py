@@ -35,7 +35,7 @@ class Strategy:
         self.runner = ReplicaRunner(self, devices, lambda: (0, replicas), lambda call: call())
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        with context.enter_strategy_scope(self):
+        with context.enter_cross_replica(self):
             return self.runner.run(fn, args, kwargs)
 
 

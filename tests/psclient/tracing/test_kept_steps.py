@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
+from psclient._src.distribute.prepared_step import Contributions
 from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
@@ -270,6 +271,9 @@ def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
 # ---- Sections ----
 
 
+ONES = Contributions([1.0], [np.ones(2)])
+
+
 @ps.update_function
 def doubled(x, factor):
     return x * factor
@@ -288,32 +292,28 @@ def reduced(*arrays):
 
 def test_a_repeated_section_knows_what_it_assigns(strategy):
     """Who reads that before it is sent has it sent; nothing is recorded behind it."""
-    w, (section, (again,)) = variable(strategy, np.zeros(2)), reduced(np.ones(2))
+    w, (section, _) = variable(strategy, np.zeros(2)), reduced()
     recorded, (total,) = reduced(np.ones(2))
     with strategy.scope():
         recorded.apply((0,), assigned, (w, total), {})
-    assert section.repeat(recorded.complete([]), [])
+    assert section.repeat(recorded.complete([]), [], ONES)
     assert section.writes(w.handle.id)
-    refused(RuntimeError, "complete", lambda: section.apply((0,), doubled, (again, 2.0), {}))
+    refused(RuntimeError, "complete", lambda: section.apply((0,), doubled, (np.ones(2), 2.0), {}))
     refused(RuntimeError, "complete", lambda: section.reduce(combine("sum", [np.ones(2)], frozenset(), None), (0,)))
 
 
-def kept(numbers=(2.0,)):
+def kept(numbers=(2.0,), fn=doubled):
     section, (total,) = reduced(np.ones(2))
-    section.apply((0,), doubled, (total, 2.0), {})
+    section.apply((0,), fn, (total, 2.0), {})
     return section.complete(list(numbers))
 
 
-def test_only_the_same_reductions_are_repeated():
-    """Others, more of them, or something recorded behind are another section; what depends on more is not kept."""
-    for arrays in ([np.ones(3)], [np.ones(2, "float32")], [np.ones(2)] * 2, []):
-        assert not reduced(*arrays)[0].repeat(kept(), [2.0])
+def test_a_section_is_repeated_where_nothing_is_recorded():
+    """Behind a reduction, or an update, it is another section; what depends on more than numbers is not kept."""
     section, (total,) = reduced(np.ones(2))
+    assert not section.repeat(kept(), [2.0], ONES)
     section.apply((0,), doubled, (total, 2.0), {})
-    assert not section.repeat(kept(), [2.0])
-    section, (total,) = reduced(np.ones(2))
-    section.give_back(total)
-    assert not section.repeat(kept(), [2.0])
+    assert not section.repeat(kept(), [2.0], ONES)
     assert kept(numbers=(3.0,)) is None
     for fn, args in ((doubled, (np.ones(2),)), (lambda x, y: x + y, (2.0,))):
         section, (total,) = reduced(np.ones(2))
