@@ -458,7 +458,7 @@ def across_replicas(strategy: StrategyFace, what: str) -> AbstractContextManager
         RuntimeError: the thread is in another context, or the strategy is closed.
     """
     outside = THREAD.entries[-1].strategy is _DEFAULT.strategy
-    if not outside or is_default(strategy):
+    if not outside or strategy is _DEFAULT.strategy:
         require_cross_replica(strategy, what)
     strategy.backend.check_open()
     return strategy.scope() if outside else _INSIDE

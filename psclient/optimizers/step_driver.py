@@ -15,6 +15,7 @@ from psclient._src import context
 from psclient._src.arrays.devices import Value
 from psclient._src.arrays.nest import Nest
 from psclient._src.distribute.destinations import Uncompressed
+from psclient._src.distribute.extended import contributions
 from psclient._src.distribute.prepared_step import PreparedStep
 from psclient._src.distribute.reduction import Absent, LocalValue
 from psclient._src.distribute.strategy import Strategy
@@ -183,7 +184,7 @@ class StepDriver:
         settings = self._settings()
         key = self._key(strategy, settings, step, known)
         riding = [extra.array for extra in extras] if extras else []
-        local = partial(strategy.extended._contributions, gradients, variables, riding)
+        local = partial(contributions, strategy.extended, gradients, variables, riding)
         record = partial(self._record, strategy, settings, step)
         return strategy.backend.repeat(self._prepared, key, settings.numbers, local, record, len(extras))
 

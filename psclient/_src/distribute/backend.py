@@ -22,7 +22,7 @@ from pswire.model.plan import Nonfinite, Reduction, VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.prepared_step import Contributions, PreparedStep
+    from psclient._src.distribute.prepared_step import OwnContributions, PreparedStep
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Names(dict[str, int]):
             self[name] = self.get(name, 0) + 1
 
 
-LocalContributions = Callable[[Sequence[Reduction]], "Contributions | None"]
+LocalContributions = Callable[[Sequence[Reduction]], "OwnContributions | None"]
 """Gives what this process contributes to each of some reductions."""
 
 

@@ -29,7 +29,7 @@ from psclient._src.distribute.destinations import (
 )
 from psclient._src.distribute.gathering import ReplicaPosition, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
-from psclient._src.distribute.prepared_step import Contributions
+from psclient._src.distribute.prepared_step import OwnContributions
 from psclient._src.distribute.reduction import EVERYONE, Absent, LocalValue, combine
 from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
@@ -341,56 +341,6 @@ class StrategyExtended:
         found = self.gather(value, axis)
         return nest.map_structure(lambda array: to_devices(array, self._backend.group.devices), found)
 
-    def _contributions(
-        self,
-        values: Sequence[Value],
-        variables: Sequence[Variable],
-        riding: Sequence[Array],
-        reductions: Sequence[Reduction],
-    ) -> Contributions | None:
-        """Returns this process's contributions to reductions like earlier ones; None if they do not fit.
-
-        In cross-replica context. A value that travels as it is costs no call.
-
-        Args:
-            values: as in `batch_reduce_to`, to be summed.
-            variables: the variables beside which the sums stay, one for each value.
-            riding: arrays whose reductions come before those of the values.
-            reductions: the earlier reductions.
-        """
-        whole = len(self._backend.worker_devices) == 1 and not self._backend.group.empty
-        weights, arrays = [1.0] * len(riding), list[Any](riding)
-        for value, v in zip(values, variables, strict=True):
-            cut = v.sharding if isinstance(v, CutVariable) else None
-            if len(arrays) + (1 if cut is None else len(cut.places)) > len(reductions):
-                return None
-            asked = reductions[len(arrays)]
-            spec = asked.tensor
-            if (
-                whole
-                and cut is None
-                and type(value) in _PLAIN
-                and asked.form == "dense"
-                and value.shape == spec.shape
-                and value.dtype == DTYPES[spec.dtype]
-                and value.flags.c_contiguous
-            ):
-                weights.append(1.0)
-                arrays.append(value)
-            elif whole and cut is None and isinstance(value, Absent | Coming):
-                coming = isinstance(value, Coming)
-                weights.append(float(coming))
-                arrays.append(value if coming else None)
-            else:
-                local = self._local(ReduceOp.SUM, value, None, v._fit_slices)
-                spec = spec if cut is None else TensorSpec(spec.dtype, v.shape)
-                if (local.spec, local.form) != (spec, asked.form):
-                    return None
-                parts = [local] if cut is None else local.cut(cut)
-                weights += [part.weight for part in parts]
-                arrays += [part.array for part in parts]
-        return Contributions(weights, arrays) if len(arrays) == len(reductions) else None
-
     def _here(self, local: Sequence[LocalValue]) -> list[Value]:
         return self._backend.reduce([(each.unkeyed(), None) for each in local]) if local else []
 
@@ -551,6 +501,57 @@ class StrategyExtended:
             place = self._placed(colocate_with)
             own, named = _arguments("update_non_slot", self._strategy, None, args, kwargs)
             return _merged(self._backend.apply(self._strategy, place, fn, own, named), group, len(place))
+
+
+def contributions(
+    extended: StrategyExtended,
+    values: Sequence[Value],
+    variables: Sequence[Variable],
+    riding: Sequence[Array],
+    reductions: Sequence[Reduction],
+) -> OwnContributions | None:
+    """Returns this process's contributions to reductions like earlier ones; None if they do not fit.
+
+    In cross-replica context. A value that travels as it is costs no call.
+
+    Args:
+        extended: of the strategy.
+        values: as in `batch_reduce_to`, to be summed.
+        variables: the variables beside which the sums stay, one for each value.
+        riding: arrays whose reductions come before those of the values.
+        reductions: the earlier reductions.
+    """
+    whole = len(extended._backend.worker_devices) == 1 and not extended._backend.group.empty
+    weights, arrays = [1.0] * len(riding), list[Any](riding)
+    for value, v in zip(values, variables, strict=True):
+        cut = v.sharding if isinstance(v, CutVariable) else None
+        if len(arrays) + (1 if cut is None else len(cut.places)) > len(reductions):
+            return None
+        asked = reductions[len(arrays)]
+        dtype, shape = asked.tensor.dtype, asked.tensor.shape if cut is None else v.shape
+        if (
+            whole
+            and type(value) in _PLAIN
+            and asked.form == "dense"
+            and value.shape == shape
+            and value.dtype == DTYPES[dtype]
+            and value.flags.c_contiguous
+        ):
+            pieces = [value] if cut is None else [value[rows] for rows in cut.bounds]
+            weights += [1.0] * len(pieces)
+            arrays += pieces
+        elif whole and cut is None and isinstance(value, Absent | Coming):
+            coming = isinstance(value, Coming)
+            weights.append(float(coming))
+            arrays.append(value if coming else None)
+        else:
+            local = extended._local(ReduceOp.SUM, value, None, v._fit_slices)
+            if (local.spec, local.form) != (TensorSpec(dtype, shape), asked.form):
+                return None
+            parts = [local] if cut is None else local.cut(cut)
+            weights += [part.weight for part in parts]
+            arrays += [part.array for part in parts]
+    return OwnContributions(weights, arrays) if len(arrays) == len(reductions) else None
 
 
 def _fit_of(destination: object) -> Fit | None:

@@ -84,7 +84,7 @@ class PreparedStep:
         self.key, self._template = (None, None) if template is None else (key, template)
 
 
-class Contributions(NamedTuple):
+class OwnContributions(NamedTuple):
     """This process's contributions to the reductions of a section.
 
     Attributes:

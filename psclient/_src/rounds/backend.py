@@ -98,8 +98,7 @@ class RemoteBackend:
         exchange.session.nonfinite = nonfinite
         self._host_buffers = HostBuffers()
         self._lock = threading.RLock()  # guards that one section is open, and no other is opened beside it
-        self._ended = threading.Condition(self._lock)
-        self._waiting = 0  # threads that wait for the end of the open section
+        self._ended, self._awaited = threading.Condition(self._lock), False  # the latter where a thread may wait
         self._section: Section | None = None
         self._together = False  # while updates are recorded that are of one round; of the thread that records
 
@@ -236,10 +235,8 @@ class RemoteBackend:
             reductions, section = template.plan.reductions, self.section_here
             found = local(reductions)
             if found is not None and section.repeat(template, numbers, found):
-                values = list[Value]()
-                for number, each in enumerate(reductions[:extras]):
-                    values.append(ReducedValue(section, Ref("reduction", number), each.tensor, None))
-                return values
+                first = enumerate(reductions[:extras])
+                return [ReducedValue(section, Ref("reduction", number), each.tensor, None) for number, each in first]
         values, recorded = record(), self._mine()
         prepared.keep(key, None if recorded is None else recorded.complete(numbers))
         return values
@@ -267,22 +264,14 @@ class RemoteBackend:
                 elif time.monotonic() > until:
                     section.check_thread()
                 else:
-                    self._await_end()
+                    self._awaited = True
+                    self._ended.wait(LOOK_SECONDS)  # the end of a thread tells nobody
             if section is None:
                 self._reads.idle = False
-                said, with_copies = self.exchange.session.nonfinite, self._with_copies
                 marks = Marks() if self._creation.any_alone and not self.group.alone else None
-                servers, batch = len(self.parameter_devices), self.group.batch
-                section = self._section = Section(servers, self._send, said, with_copies, marks, batch)
+                how = self._exchange.session.nonfinite, self._with_copies, marks, self.group.batch
+                section = self._section = Section(len(self.parameter_devices), self._send, *how)
             return section
-
-    def _await_end(self) -> None:
-        """Waits until the open section has ended, or it is time to look at its thread, whose end tells nobody."""
-        self._waiting += 1
-        try:
-            self._ended.wait(LOOK_SECONDS)
-        finally:
-            self._waiting -= 1
 
     def _mine(self) -> Section | None:
         """Returns the section that the calling thread records; None if it records none."""
@@ -318,40 +307,35 @@ class RemoteBackend:
         merge call it is the outer run that runs again.
         """
         traces, group = self._exchange.traces, self.group
-        section, inner = self._mine(), context.in_merge_call()
+        if context.in_merge_call():
+            return self._run(replicas, inner=True)
+        if traces is None:
+            return self._run(replicas)
+        with traces.step(group.round, group.alone or group.apart):
+            return self._run(replicas)
+
+    def _run(self, replicas: Callable[[], T], inner: bool = False) -> T:
+        section = self._mine()
         if section is not None:
             section.give_back_unused()  # The merge function may look at what it began.
-        if inner:
-            self.flush()
-            return self._run(replicas)
-        if traces is None:
-            return self._begin_run(replicas, section is None)
-        with traces.step(group.round, group.alone or group.apart):
-            return self._begin_run(replicas, section is None)
-
-    def _begin_run(self, replicas: Callable[[], T], anew: bool) -> T:
-        """Runs replicas outside of merge calls; with `anew`, nothing is open in this thread."""
-        if anew:
+        elif not inner:
             self._reads._begin_step()
-        self._exchange.begin_run()
+        if not inner:
+            self._exchange.begin_run()
         self.flush()
-        result = replicas() if self.group.generation is not None else self._run(replicas)
-        if self.group.alone and not self.group.apart:
+        takes_part = self.group.generation is not None or self.variables.before is not None
+        result = replicas() if takes_part else self._run_first(replicas)
+        if self.group.alone and not (inner or self.group.apart):
             self.parts.hand_in(ends=False)
         return result
 
-    def _run(self, replicas: Callable[[], T]) -> T:
-        if self.group.generation is not None or self.variables.before is not None:
-            return replicas()
-        self.variables.before = [content for variable in self.variables.copied for content in variable.contents()]
+    def _run_first(self, replicas: Callable[[], T]) -> T:
+        """Runs replicas; again if what they have computed with was out of date."""
         try:
-            return replicas()
+            with self.variables.kept_for_again():
+                return replicas()
         except RunAgain:
-            for cell, array in self.variables.before:
-                cell.array = array
-        finally:
-            self.variables.before = None
-        log.info("%s was added to the job in its first step, which runs again with the current values", self._task)
+            log.info("%s was added to the job in its first step, which runs again with the current values", self._task)
         return replicas()
 
     def _order_snapshot(self, path: str, state: str = "", returns: int = 0) -> bytes:
@@ -424,7 +408,8 @@ class RemoteBackend:
     def _end_section(self) -> None:
         with self._lock:
             self._section, self._reads.idle = None, not self._closed
-            if self._waiting:
+            if self._awaited:
+                self._awaited = False
                 self._ended.notify_all()
 
     def _make_rounds(self, outgoing: Outgoing, section: Section) -> Callable[[], Mapping[Ref, Array | Rows]]:

@@ -160,7 +160,8 @@ def pack(arrays: Sequence[Array], buffers: Mapping[int, Buffer | None]) -> Paylo
     for array in arrays:
         if not array.nbytes:
             continue
-        start, end = align(end), align(end) + array.nbytes
+        start = align(end)
+        end = start + array.nbytes
         buffer = buffers.get(id(array))
         memory = None if buffer is None else buffer.memory
         if buffer is None or memory is None:

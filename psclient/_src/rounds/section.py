@@ -20,7 +20,7 @@ from psclient._src.arrays.devices import is_array, to_numpy
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.adapters import GlobalBatch
-from psclient._src.distribute.prepared_step import Contributions, SectionTemplate
+from psclient._src.distribute.prepared_step import OwnContributions, SectionTemplate
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
 from psclient._src.distribute.strands import Marks
@@ -406,7 +406,7 @@ class Section:
         written, sources, feedback = frozenset(self._written), tuple(self._sources), tuple(self._feedback)
         return SectionTemplate(self._whole, written, traces, sources, feedback, self.marks)
 
-    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Contributions) -> bool:
+    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: OwnContributions) -> bool:
         """Records, where nothing is recorded yet, all that another section of the same strategy has recorded.
 
         Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from psclient._src.context import StrategyFace
 from psclient._src.distribute.backend import Names, NewVariable
 from psclient._src.distribute.destinations import ServerIds
 from psclient._src.distribute.on_read import Copies
+from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.residuals import Residuals
 from psclient._src.options import Consistency
 from psclient._src.rounds.creation import NO_VALUE
@@ -88,6 +90,19 @@ class ServerVariables:
         self._names.take(given.name, new.spec.name)
         self.residuals.compress(made, new.compression)
         return made
+
+    @contextmanager
+    def kept_for_again(self) -> Iterator[None]:
+        """A context manager: copies that replicas assign within become what they were if it is left by `RunAgain`."""
+        self.before = [content for variable in self.copied for content in variable.contents()]
+        try:
+            yield
+        except RunAgain:
+            for cell, array in self.before:
+                cell.array = array
+            raise
+        finally:
+            self.before = None
 
     def _create_whole(self, new: NewVariable, place: ServerIds) -> Variable:
         """Gets or creates it on the servers once somebody needs it; an ON_READ variable has there what was saved of it.

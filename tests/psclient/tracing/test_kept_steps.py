@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src.distribute.prepared_step import Contributions
+from psclient._src.distribute.prepared_step import OwnContributions
 from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
@@ -271,7 +271,7 @@ def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
 # ---- Sections ----
 
 
-ONES = Contributions([1.0], [np.ones(2)])
+ONES = OwnContributions([1.0], [np.ones(2)])
 
 
 @ps.update_function
