@@ -17,9 +17,9 @@ from psclient._src.arrays.devices import (
     Value,
     add,
     as_array,
-    begin_download,
     device_of,
     device_scope,
+    for_host,
     namespace,
     to_device,
 )
@@ -86,10 +86,10 @@ class LocalValue:
 
     @property
     def array(self) -> Array | Pending | SentRows | None:
-        """The sum as it travels, contiguous on the host; None where the weight is 0. From a GPU its copy begins now."""
+        """The sum as it travels, contiguous on the host; None where the weight is 0. From a GPU a copy to begin."""
         if not self.weight:
             return None
-        return begin_download(self.total, DTYPES[self.spec.dtype], self.spec.shape)
+        return for_host(self.total, DTYPES[self.spec.dtype], self.spec.shape)
 
     def kept(self) -> LocalValue:
         """Returns a copy with memory of its own, independent of the caller's buffers."""
@@ -138,11 +138,11 @@ class LocalRows(LocalValue):
 
     @property
     def array(self) -> SentRows | None:
-        """The rows as they travel; None where the weight is 0. From a GPU their copy begins now."""
+        """The rows as they travel; None where the weight is 0. From a GPU they are copies to begin."""
         if not self.weight:
             return None
         _, spec = row_specs(self.spec, len(self.ids))
-        return SentRows(self.ids, begin_download(self.total, DTYPES[spec.dtype], spec.shape))
+        return SentRows(self.ids, for_host(self.total, DTYPES[spec.dtype], spec.shape))
 
     def kept(self) -> LocalRows:
         """Returns a copy with memory of its own."""

@@ -330,6 +330,13 @@ class ReadCache:
             self._unasked.pop(id, None)
         return value
 
+    def known(self, ids: Iterable[int]) -> dict[int, Array]:
+        """Returns what `kept` has of some variables; rounds do not bring them by this. Without the lock, as `kept`."""
+        if not self._renewed:
+            return {}
+        found = ((id, self._values.get(id)) for id in ids if id not in self._changing)
+        return {id: value for id, value in found if value is not None}
+
     def _forget_in_fork(self) -> None:
         """Forgets all values in a fork of the process, where no round would ever change them. Takes no lock."""
         self._values = {}

@@ -12,6 +12,7 @@ from psclient._src import context
 from psclient._src.rounds.buffers import Memory
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.rounds import Exchange
+from psclient._src.variables.device_copies import DeviceCopies
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.server_reader import TableContent, TableQuestion
 from psclient._src.variables.sharded import ShardedVariable
@@ -45,6 +46,7 @@ class VariableReader:
         self._creation = exchange.creation
         self._end_written = end_written
         self.kept = exchange.reads.kept
+        self.copy_to = DeviceCopies(exchange.reads.known).copy_to
 
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value.

@@ -16,7 +16,7 @@ import numpy as np
 from psclient._src import context
 from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
 from psclient._src.arrays import nest
-from psclient._src.arrays.devices import is_array, to_numpy
+from psclient._src.arrays.devices import begin_downloads, is_array, to_numpy
 from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.adapters import GlobalBatch
@@ -437,12 +437,14 @@ class Section:
     # ---- Sending ----
 
     def outgoing(self) -> Outgoing:
-        """Returns the section's plan and this process's data for it."""
-        if self._repeated is not None:
-            return self._repeated
-        weights, arrays = tuple([one.weight for one in self._local]), tuple([one.array for one in self._local])
-        operands, feedback = tuple([array for array, _, _ in self._operands]), tuple(self._feedback)
-        return Outgoing(self._whole or self._plan(), weights, arrays, operands, feedback, batch=self._batch)
+        """Returns the section's plan and this process's data for it, whose copies from GPUs begin."""
+        found = self._repeated
+        if found is None:
+            weights, arrays = tuple([one.weight for one in self._local]), tuple([one.array for one in self._local])
+            operands, feedback = tuple([array for array, _, _ in self._operands]), tuple(self._feedback)
+            found = Outgoing(self._whole or self._plan(), weights, arrays, operands, feedback, batch=self._batch)
+        begin_downloads(found.arrays)
+        return found
 
     def _plan(self) -> Plan:
         return Plan(

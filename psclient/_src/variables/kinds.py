@@ -20,6 +20,7 @@ from psclient._src.arraylike import Mirrored, Readable, read
 from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.context import StrategyFace
 from psclient._src.values import Component, DistributedValues, container
+from psclient._src.variables.device_copies import DeviceCopy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import RowWritable, change
 from psclient._src.variables.server_reader import ServerReader
@@ -56,7 +57,7 @@ class ServerVariable(Variable):
         self.handle = handle
         self.place = handle.servers
         self._reader = reader
-        self._copies: dict[Device, tuple[Array, AnyArray]] = {}
+        self._copies: dict[Device, DeviceCopy] = {}  # made by `DeviceCopies`
 
     def _fetch(self) -> Array:
         value = self._reader.kept(self.handle)
@@ -81,12 +82,10 @@ class ServerVariable(Variable):
         if device.kind == "cpu":
             return self._fetch()
         # What was read is the same object until a round changes it: so long its copy serves as well.
-        host, copy = self._copies.get(device, (None, None))
-        value = self._fetch()
-        if value is not host:
-            copy = to_device(value, device)
-            self._copies[device] = (value, copy)
-        return copy
+        value, copy = self._fetch(), self._copies.get(device)
+        if copy is None or copy.host is not value:
+            copy = self._reader.copy_to(device, self, value)
+        return copy.there.array()
 
 
 def on_replica(array: AnyArray) -> AnyArray:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from psclient._src.arrays.devices import Device
+from psclient._src.variables.device_copies import Copied, DeviceCopy
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -36,6 +38,9 @@ class ServerReader(Protocol):
 
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value."""
+
+    def copy_to(self, device: Device, variable: Copied, value: Array) -> DeviceCopy:
+        """Copies a variable's value, as it was read, to a GPU; see `DeviceCopies`."""
 
     def read_rows(self, handle: Handle, ids: Int64s) -> Array:
         """Returns rows of a variable, by their places, int64[n]."""

@@ -12,13 +12,16 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arrays import devices
@@ -27,10 +30,12 @@ from psclient._src.arrays.devices import Device, Download
 from psclient._src.distribute.destinations import to_devices
 from psclient._src.distribute.reduction import combine
 from psclient._src.network import staging
+from psclient._src.variables.device_copies import DeviceCopies
 from psserver import devices as server_arrays
 from psserver.devices import ServerDevice
 from pswire.errors import PSError
 from pswire.limits import ALIGN
+from pswire.model.tensor import align
 from pswire.network.payload import Payload
 from pswire.network.traffic import TRANSPORTS
 from tests.kit.rig import SOON
@@ -51,9 +56,14 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Event:
-    """A place in the work of a stream."""
+    """A place in the work of a stream.
 
-    def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+    Args:
+        gpu: counts the waits of the host.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._stream: Stream | None = None
         self._end = 0
 
@@ -68,6 +78,11 @@ class Event:
         return self._stream is None or self._stream.done >= self._end
 
     def synchronize(self) -> None:
+        """The host waits until the stream has come so far."""
+        self._gpu.waits += 1
+        self.reach()
+
+    def reach(self) -> None:
         """Has the stream come so far."""
         if self._stream is not None:
             self._stream.run(self._end)
@@ -86,7 +101,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """What is added from now on comes after an event, as it is now."""
-        self.work.append(copy.copy(event).synchronize)
+        self.work.append(copy.copy(event).reach)
 
     def run(self, end: int) -> None:
         """Does its work up to a place."""
@@ -101,31 +116,49 @@ class Stream:
 
 
 class Memory:
-    """Memory of a device. Copies hold none: it must be there when they are made."""
+    """Memory of a device, or a part of it. Copies hold none: it must be there when they are made.
 
-    def __init__(self, size: int) -> None:
-        self.bytes = np.full(size, UNWRITTEN, np.uint8)
+    Args:
+        gpu: counts the copies from and to the host.
+        block: all of the memory.
+        bytes: the part.
+    """
+
+    def __init__(self, gpu: Gpu, block: np.ndarray[Any, Any], bytes: np.ndarray[Any, Any]) -> None:
+        self._gpu, self.block, self.bytes = gpu, block, bytes
+
+    def part(self, at: slice) -> Memory:
+        """Some of its bytes."""
+        return Memory(self._gpu, self.block, self.bytes[at])
+
+    @property
+    def place(self) -> Callable[[], np.ndarray[Any, Any]]:
+        """Gives its bytes, as long as somebody else holds them."""
+        block, at = weakref.ref(self.block), self.bytes.ctypes.data - self.block.ctypes.data
+
+        def bytes() -> np.ndarray[Any, Any]:
+            found = block()
+            assert found is not None, "a copy uses memory that somebody else may have by now"
+            return found[at:]  # type: ignore[no-any-return]
+
+        return bytes
 
     def copy_to_host_async(self, host: int, size: int, stream: Stream) -> None:
         """Writes host memory."""
-        me = weakref.ref(self)
-        stream.work.append(lambda: ctypes.memmove(host, _there(me).ctypes.data, size))
+        self._gpu.downloads += 1
+        place = self.place
+        stream.work.append(lambda: ctypes.memmove(host, place().ctypes.data, size))
 
     def copy_from_host_async(self, host: int, size: int, stream: Stream) -> None:
         """Reads host memory."""
-        me = weakref.ref(self)
-        stream.work.append(lambda: ctypes.memmove(_there(me).ctypes.data, host, size))
+        self._gpu.uploads += 1
+        place = self.place
+        stream.work.append(lambda: ctypes.memmove(place().ctypes.data, host, size))
 
     def copy_from_device_async(self, other: Memory, size: int, stream: Stream) -> None:
         """Reads another device."""
-        me, them = weakref.ref(self), weakref.ref(other)
-        stream.work.append(lambda: np.copyto(_there(me)[:size], _there(them)[:size]))
-
-
-def _there(memory: weakref.ref[Memory]) -> np.ndarray[Any, Any]:
-    found = memory()
-    assert found is not None, "a copy uses memory that somebody else may have by now"
-    return found.bytes
+        mine, theirs = self.place, other.place
+        stream.work.append(lambda: np.copyto(mine()[:size], theirs()[:size]))
 
 
 class Gpu:
@@ -135,12 +168,15 @@ class Gpu:
         module: in place of `cupy`.
         streams: of each device the one that its work is given to.
         pinned: pinned memory that is in use.
+        downloads, uploads: number of copies to the host, and from there.
+        waits: number of events that the host has waited for.
     """
 
     def __init__(self) -> None:
         self._here = threading.local()
         self.streams = [Stream() for _ in range(DEVICES)]
         self.pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.downloads = self.uploads = self.waits = 0
         gpu = self
 
         class ndarray:
@@ -153,14 +189,24 @@ class Gpu:
                 self.size = int(np.prod(shape, dtype=int))
                 self.nbytes, self.ndim = self.size * self.dtype.itemsize, len(self.shape)
                 self.device = SimpleNamespace(id=gpu.device)
-                self.data = data or Memory(self.nbytes)
+                block = np.full(self.nbytes, UNWRITTEN, np.uint8)
+                self.data = data or Memory(gpu, block, block)
 
             def __len__(self) -> int:
                 return self.shape[0]
 
-            def reshape(self, shape: tuple[int, ...]) -> ndarray:
+            def __getitem__(self, at: slice) -> ndarray:
+                """Some of a flat array of bytes."""
+                part = self.data.part(at)
+                return ndarray(part.bytes.shape, np.uint8, part)
+
+            def reshape(self, shape: tuple[int, ...] | int) -> ndarray:
                 """The same memory in another shape."""
-                return ndarray(shape, self.dtype, self.data)
+                return ndarray((self.size,) if shape == -1 else shape, self.dtype, self.data)
+
+            def view(self, dtype: Any) -> ndarray:
+                """The same memory of a flat array in another dtype."""
+                return ndarray((self.nbytes // np.dtype(dtype).itemsize,), dtype, self.data)
 
             def copy(self) -> ndarray:
                 """Memory of its own."""
@@ -177,13 +223,15 @@ class Gpu:
 
         self.ndarray = ndarray
         module: Any = ModuleType("cupy")
-        module.ndarray, module.empty = ndarray, ndarray
+        module.ndarray = ndarray
+        module.empty = lambda shape, dtype: ndarray((shape,) if isinstance(shape, int) else shape, dtype)
+        module.concatenate = lambda arrays: self.compute(lambda *each: np.concatenate(each), *arrays)
         module.add = lambda a, b: self.compute(np.add, a, b)
         module.ascontiguousarray = lambda a, dtype=None: a if dtype in (None, a.dtype) else a.astype(dtype)
         module.cuda = SimpleNamespace(
             Device=self._on,
             Stream=Stream,
-            Event=Event,
+            Event=lambda block, disable_timing: Event(self),
             get_current_stream=lambda: self.streams[self.device],
             alloc_pinned_memory=self._pin,
             runtime=SimpleNamespace(
@@ -217,11 +265,11 @@ class Gpu:
         """A new array, which a function will have computed when the current stream has come so far."""
         like = fn(*(np.zeros(array.shape, array.dtype) for array in arrays))
         made = self.ndarray(like.shape, like.dtype)
-        memory, taken = weakref.ref(made.data), [(array.data, array.host) for array in arrays]
+        memory, taken = weakref.ref(made.data.block), [(array.data, array.host) for array in arrays]
 
         def work() -> None:
             if (out := memory()) is not None:
-                np.copyto(out.bytes.view(like.dtype).reshape(like.shape), fn(*(host for _, host in taken)))
+                np.copyto(out.view(like.dtype).reshape(like.shape), fn(*(host for _, host in taken)))
 
         self.streams[self.device].work.append(work)
         return made
@@ -274,8 +322,15 @@ def gpu():
 
 def download(array: devices.AnyArray) -> Download:
     """A copy of an array, begun."""
-    begun = devices.begin_download(array, array.dtype, array.shape)
+    (begun,) = downloads([array])
     assert isinstance(begun, Download)
+    return begun
+
+
+def downloads(arrays: Sequence[devices.AnyArray]) -> list[staging.Sent]:
+    """Copies of arrays, begun together; an empty array is there at once."""
+    begun: list[staging.Sent] = [devices.for_host(array, array.dtype, array.shape) for array in arrays]
+    devices.begin_downloads(begun)
     return begun
 
 
@@ -291,7 +346,7 @@ def test_arrays_go_to_the_device_and_back(gpu, value):
     there = devices.to_device(host, GPU)
     assert devices.device_of(there) == GPU
     assert devices.to_device(there, GPU) is there
-    back = download(devices.add(there, there)).wait()
+    back = staging.host(*downloads([devices.add(there, there)]))
     assert (back.shape, back.dtype) == (host.shape, host.dtype)
     assert back.tolist() == (host + host).tolist()
 
@@ -341,7 +396,7 @@ def test_what_a_copy_uses_is_held_until_it_has_ended(gpu):
     """And no longer: the memory of gradients serves the next step, pinned memory the next round; a copy that nobody
     waits for, as of a section that failed, is let go by the next."""
     made = gpu.array([1.0, 2.0])
-    gone, begun = weakref.ref(made.data), download(made)
+    gone, begun = weakref.ref(made.data.block), download(made)
     del made
     gc.collect()
     assert gone() is not None
@@ -371,8 +426,10 @@ def test_arrays_of_several_devices_are_summed_on_the_first(gpu):
         found = combine(op, there, frozenset([2]), None)
         assert devices.device_of(found.total) == GPU
         assert (found.weight, found.spec) == (expected.weight, expected.spec)
-        assert isinstance(found.array, Download)
-        assert found.array.wait().tobytes() == expected.array.tobytes()
+        begun = found.array
+        devices.begin_downloads([begun])
+        assert isinstance(begun, Download)
+        assert begun.wait().tobytes() == expected.array.tobytes()
     some = ps.IndexedSlices(np.ones((2, 3)), [0, 4], (5, 3))
     assert [devices.device_of(each.values) for each in to_devices(some, (GPU, OTHER)).values] == [GPU, OTHER]
     assert all(each is some for each in to_devices(some, (Device("cpu", 0), Device("cpu", 1))).values)
@@ -407,7 +464,7 @@ def test_a_staged_payload_is_that_of_the_host_arrays(gpu):
     it is whole at once, over the arrays' own memory; nobody can look at what is still computed."""
     rng = np.random.default_rng(1)
     hosts = [rng.standard_normal(size) for size in (1, 100, 0, 7, 33)]
-    sent = [host if place in (0, 3) else download(gpu.array(host)) for place, host in enumerate(hosts)]
+    sent = [host if place in (0, 3) else downloads([gpu.array(host)])[0] for place, host in enumerate(hosts)]
     whole, payload = Payload.pack(hosts), staging.pack(sent)
     assert payload.size == whole.size
     ends = []
@@ -426,6 +483,146 @@ def test_a_staged_payload_is_that_of_the_host_arrays(gpu):
     refused(ValueError, "still computed", lambda: staging.host(coming))
     coming.give(host)
     assert staging.host(coming) is host
+
+
+MIXED = [np.arange(n).astype(d) for n, d in enumerate("?bhifdFDfB", start=1)]
+"""Arrays of several dtypes, whose ends are not aligned."""
+
+
+def test_small_arrays_leave_by_one_copy_and_one_wait(gpu):
+    """Of any dtype and shape, each at its place; none is there before the wait, and what the program writes to them
+    once the copy has begun comes too late."""
+    hosts = [np.array(5.0), *MIXED, np.empty((0, 3)), np.ones((2, 3), "float32")]
+    there = [gpu.array(host) for host in hosts]
+    sent = downloads(there)
+    for array in there:
+        gpu.streams[0].work.append(lambda array=array: array.data.bytes.fill(0xFF))
+    payload = staging.pack(sent)
+    assert (payload.end, gpu.downloads, gpu.waits) == (0, 1, 0)
+    staging.fill(sent, [payload])
+    assert (gpu.downloads, gpu.waits) == (1, 1)
+    gpu.streams[0].finish()
+    assert [staging.host(each).tobytes() for each in sent] == [host.tobytes() for host in hosts]
+    whole = Payload.pack(hosts)
+    assert [(at, bytes(data)) for at, data in payload.chunks] == [(at, bytes(data)) for at, data in whole.chunks]
+    assert [(host.dtype, host.shape) for host in map(staging.host, sent)] == [(h.dtype, h.shape) for h in hosts]
+    empty = downloads([gpu.array(np.empty((0, 3)))] * 2)
+    assert [staging.host(each).shape for each in empty] == [(0, 3)] * 2
+    assert (gpu.downloads, gpu.waits) == (1, 1)
+
+
+def test_large_arrays_leave_by_themselves(gpu):
+    """Each is sent while the next one is copied; small ones around them go together, those of each device."""
+    big = devices.PACK_BYTES + 1
+    hosts = [np.full(size, place, "uint8") for place, size in enumerate((9, 9, big, big, 9, 9), start=1)]
+    sent = downloads([gpu.array(host) for host in hosts])
+    payload, ends = staging.pack(sent), []
+    assert gpu.downloads == 4
+    for each in sent:
+        staging.host(each)
+        payload.grow()
+        ends.append(payload.end)
+    assert ends == [9, 25, 32 + big, align(32 + big) + big, payload.size - 16, payload.size]
+    assert gpu.waits == 4
+    assert b"".join(bytes(data) for _, data in payload.chunks) == b"".join(map(bytes, hosts))
+    sent = downloads([gpu.array(np.arange(9.0), place % 2) for place in range(6)])
+    assert [staging.host(each).tolist() for each in sent] == [np.arange(9.0).tolist()] * 6
+    assert (gpu.downloads, gpu.waits) == (6, 6)
+
+
+@given(st.lists(st.integers(0, 2 * devices.PACK_BYTES), max_size=30))
+def test_packs_keep_the_order_and_the_limit(sizes):
+    """Packs are as few as that allows, from the first array on."""
+    packs = devices.packs([np.empty(size, "uint8") for size in sizes])
+    assert [each.nbytes for pack in packs for each in pack] == sizes
+    ends = [devices.pack_layout(pack)[1] for pack in packs]
+    assert all(end <= devices.PACK_BYTES or len(pack) == 1 for end, pack in zip(ends, packs, strict=True))
+    following = [devices.pack_layout([*one, other[0]])[1] for one, other in pairwise(packs)]
+    assert all(end > devices.PACK_BYTES for end in following)
+
+
+def test_what_is_uploaded_together_is_there_in_each_stream(gpu):
+    """By one copy, for which every stream waits that reads it; the host arrays may change meanwhile."""
+    hosts = [np.array(5.0), *MIXED, np.empty((0, 3)), np.ones((2, 3), "float32")]
+    expected = [host.tobytes() for host in hosts]
+    begun = devices.begin_uploads(hosts, GPU)
+    for host in hosts[:-2]:
+        host[...] = 0
+    assert (gpu.uploads, gpu.waits) == (1, 0)
+    for stream in (gpu.streams[0], Stream()):
+        gpu.streams[0] = stream
+        copied = [each.array().copy() for each in begun]
+        stream.finish()
+        assert [array.host.tobytes() for array in copied] == expected
+    assert (gpu.uploads, gpu.waits) == (1, 0)
+
+
+def test_a_step_of_small_variables_copies_and_waits_once_each_way(gpu):
+    """Ten gradients leave by one copy and one wait, ten values come by one copy; the sums are exact."""
+    shapes = [(), (1,), (3, 5), (40,)] * 2 + [(7,), (0, 2)]
+    with ps.ParameterServerStrategy(devices=["gpu:0"]) as strategy:
+        with strategy.scope():
+            weights = [ps.Variable(np.full(shape, 10.0 * n, "float32")) for n, shape in enumerate(shapes)]
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step():
+            values = [w.read_value() for w in weights]
+            gpu.streams[0].finish()
+            found.append([value.host.copy() for value in values])
+            gradients = [gpu.array(np.full(w.shape, n, "float32")) for n, w in enumerate(weights)]
+            optimizer.apply_gradients(list(zip(gradients, weights, strict=True)))
+
+        found: list[Any] = []
+        counts = []
+        for _ in range(5):
+            strategy.run(step)
+            counts.append((gpu.downloads, gpu.uploads, gpu.waits))
+    for number, values in enumerate(found):
+        for n, value in enumerate(values):
+            assert value.shape == shapes[n]
+            assert (value == (10 - number) * n).all()
+    assert np.diff(counts, axis=0).tolist() == [[1, 1, 1]] * 4
+
+
+def test_values_that_are_not_read_do_not_come_to_the_device(gpu):
+    """A variable that replicas read no more is copied no more; one that no round has changed keeps its copy."""
+    with ps.ParameterServerStrategy(devices=["gpu:0"]) as strategy:
+        with strategy.scope():
+            v, w = (ps.Variable(np.zeros(3, "float32"), name=name) for name in "vw")
+            kept = ps.Variable(np.zeros(3, "float32"))
+            optimizer = ps.optimizers.SGD(1.0)
+        same = strategy.run(lambda: (v.read_value(), w.read_value(), kept.read_value()))[2]
+        for number in range(1, 4):
+            strategy.run(lambda: optimizer.apply_gradients([(-np.ones(3, "float32"), each) for each in (v, w)]))
+            before = gpu.uploads
+            copy = strategy.run(v.read_value)
+            assert strategy.run(v.read_value) is copy
+            assert gpu.uploads == before + 1
+            assert brought(copy) == [number] * 3
+            assert (w._copies[GPU].host == 1).all()  # as the first round has brought it
+            assert kept._copies[GPU].there.array() is same
+        assert brought(strategy.run(w.read_value)) == [3, 3, 3]
+
+
+def test_copies_on_a_device_are_let_go_with_their_variable(gpu):
+    values: dict[int, Any] = {}
+    copies = DeviceCopies(lambda ids: {id: values[id] for id in ids})
+
+    def variable(id: int) -> Any:
+        made = type("Named", (), {})()
+        made.handle, made._copies, values[id] = SimpleNamespace(id=id), {}, np.full(3, id)
+        copies.copy_to(GPU, made, values[id])
+        return made
+
+    one, other = variable(1), variable(2)
+    devices._copies(GPU)._stream.finish()
+    block = weakref.ref(one._copies[GPU].there.array().data.block)
+    del one
+    values[2] = np.full(3, 5)
+    copies.copy_to(GPU, other, values[2])
+    gc.collect()
+    assert block() is None
+    assert brought(other._copies[GPU].there.array()) == [5, 5, 5]
 
 
 def test_a_copy_that_fails_says_so(gpu):
