@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from psclient._src.arrays.conversions import on_host
+from psclient._src.arrays.devices import pack_layout, packs
 from psclient._src.variables.variable import Variable
 from pswire.errors import InvalidArgument, InvalidCall
-from pswire.model.tensor import Array
+from pswire.model.tensor import Array, as_bytes
 
 DTYPES: Mapping[torch.dtype, Any] = {
     torch.float16: np.float16,
@@ -111,6 +112,31 @@ class Trained:
                 f"parameter {self.name!r} of the module was replaced after its optimizer was created; "
                 "create another optimizer"
             )
+
+
+def copy_together(device: torch.device, tensors: Sequence[torch.Tensor], values: Sequence[Array]) -> None:
+    """Copies values of the host into tensors of a device: a pack of small ones by one copy.
+
+    CUDA's copies are not waited for: what torch's current stream is given next comes after them.
+
+    Args:
+        device: that of all tensors.
+        tensors: of any strides.
+        values: of the same dtypes and shapes, contiguous.
+    """
+    at, on_cuda = 0, device.type == "cuda"
+    for pack in packs(values):
+        places, size = pack_layout(pack)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        memory = host.numpy()
+        for value, place in zip(pack, places, strict=True):
+            memory[place] = as_bytes(value)
+        there = host.to(device, non_blocking=on_cuda)
+        some = tensors[at : at + len(pack)]
+        views = [there[place].view(t.dtype).view(t.shape) for t, place in zip(some, places, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(some, views)
+        at += len(pack)
 
 
 def name_of(path: str) -> str:

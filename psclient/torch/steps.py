@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from psclient._src import context
-from psclient._src.arrays.conversions import on_host, to_torch
+from psclient._src.arrays.conversions import on_host
 from psclient._src.arrays.devices import Coming, Value
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
@@ -28,7 +28,7 @@ from psclient.torch.changes import Changes
 from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
 from psclient.torch.groups import ParameterGroups
-from psclient.torch.parameters import Trained, names_of
+from psclient.torch.parameters import Trained, copy_together, names_of
 from pswire.errors import InvalidArgument, InvalidCall, PSError
 from pswire.limits import PART_BYTES
 
@@ -263,9 +263,12 @@ class Steps:
 
     def _fetch(self, some: Sequence[Trained]) -> None:
         """Copies values into parameters where rounds cannot write."""
+        by_device: dict[torch.device, list[Trained]] = {}
         for each in some:
-            with torch.no_grad():
-                each.tensor.copy_(to_torch(np.array(each.variable.numpy())))
+            by_device.setdefault(each.device, []).append(each)
+        for device, there in by_device.items():
+            copy_together(device, [each.tensor for each in there], [each.variable.numpy() for each in there])
+        for each in some:
             each.version = each.tensor._version
 
     # ---- Before gradients are there ----

@@ -6,9 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psclient as ps
 import psclient.torch as pst
+from psclient._src.arrays.conversions import on_host
+from psclient.torch.parameters import copy_together
 from tests.kit.modules import Tied, apart, batches, job, mlp, sgd_of_torch, share, steps, twin, values
 
 T = torch.optim
@@ -37,6 +40,45 @@ def test_a_rule_is_torchs_own(pair, kind, options):
     """Parameters are equal to 1e-6 after 30 steps, in single precision and in double."""
     for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         assert_alike(*pair(mlp(dtype), kind, **options), batches(30, dtype=dtype), limit)
+
+
+class _Copies(TorchDispatchMode):
+    """Notes the copies that torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if "copy" in str(operation):
+            self.found.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_values_come_into_parameters_by_one_copy():
+    """Where rounds cannot write, as on a GPU: of any dtype, shape and strides; a large one by itself."""
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    shapes = [(), (1,), (3, 5), (0, 2), (7,), (2, 3, 4)] * 2
+    tensors = [torch.zeros(shape, dtype=dtype) for shape in shapes for dtype in dtypes]
+    tensors += [torch.zeros(3, 5).t(), torch.zeros(600, 700).t()]
+    values = [on_host(torch.full_like(each, n).contiguous()) for n, each in enumerate(tensors)]
+    with _Copies() as copies:
+        copy_together(torch.device("cpu"), tensors, values)
+    assert copies.found == ["aten._foreach_copy_.default"] * 2
+    for n, each in enumerate(tensors):
+        assert (each == n).all()
+
+
+def test_parameters_whose_elements_do_not_follow_one_another(strategy):
+    """Transposed ones, beside others; values come into the memory that they have."""
+    modules = [mlp(), mlp()]
+    for module in modules:
+        module[0].weight = torch.nn.Parameter(module[0].weight.detach().t().contiguous().t())
+    places = [p.data_ptr() for p in modules[0].parameters()]
+    ours = pst.Optimizer(modules[0], torch.optim.Adam, lr=0.01, strategy=strategy)
+    assert_alike((modules[0], ours), (modules[1], torch.optim.Adam(modules[1].parameters(), lr=0.01)), batches(20))
+    assert not modules[0][0].weight.is_contiguous()
+    assert [p.data_ptr() for p in modules[0].parameters()] == places
 
 
 def test_groups_of_our_optimizers(strategy):
