@@ -17,11 +17,14 @@ The parts:
   over several sets of arrays, so that none of them is in the card's cache; its limit is the device copy of the bytes
   that must move. "step" is all array work of a round of one worker (`Execution.step`), whose gradient is on the host
   and whose new values come back there, by the host's clock; its limit is the bus in both directions, and the kernel.
+- *copies*: gradients of 4 KB in ten arrays to the host, and as many values back, as a replica's rounds copy them:
+  together, and each by itself; and the same within the host. The host waits for the end.
 - *rows*: an update of 4,096 random rows of a million x 64 (Adagrad, Adam, SGD), and a lookup of as many; the same on
   the CPU, in turns.
 
 `--json FILE` writes `{"format", "machine", "card", "limits", "seconds"}`. Rounds of real processes with servers and
-workers on a GPU: `round.py` and `rows.py` with `--device gpu:0` and `--worker-device gpu:0`.
+workers on a GPU: `round.py` and `rows.py` with `--device gpu:0` and `--worker-device gpu:0`. The round that the copies
+belong to, on both: `round.py --sizes 4KB --worker-device cpu:0 --worker-device gpu:0`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,16 @@ from rich.console import Console
 from rich.table import Table
 from update import CASES, TABLE, Case, Traced, Update, adagrad, adam, sgd
 
-from psclient._src.arrays.devices import gpu_report
+from psclient._src.arrays.devices import (
+    CPU,
+    Device,
+    begin_downloads,
+    begin_uploads,
+    for_host,
+    gpu_report,
+    to_device,
+)
+from psclient._src.network.staging import fill, keep
 from psserver.devices import ServerDevice
 from psserver.execution.execution import Execution
 from psserver.programs.kernels.kernels import Kernels
@@ -60,11 +73,14 @@ CACHED = 200_000_000
 """Bytes that the sets of arrays of one program have together, at least: several times the card's cache."""
 
 PROGRAMS = ("sgd", "momentum", "adam")
+COPIED = (400,) * 10
+"""Bytes of each array that is copied."""
+
 ROWS = 4096
 ROW_UPDATES: dict[str, tuple[Update, int]] = {"SGD": (sgd, 1), "Adagrad": (adagrad, 2), "Adam": (adam, 3)}
 """Updates of rows, with their number of tables."""
 
-PARTS = ("programs", "rows")
+PARTS = ("programs", "copies", "rows")
 LIMITS = {"device copy": "GB/s", "to the card": "GB/s", "from the card": "GB/s", "launch": "us"}
 
 
@@ -218,6 +234,41 @@ def _compiled(card: Card, kernels: Kernels, once: Callable[[], None], laps: int)
     return found
 
 
+# ---- Copies ----
+
+
+def copies(card: Card, rates: dict[str, float], laps: int) -> Iterator[Line]:
+    """Times the copies of small gradients and values, of a replica on the card and of one on the CPU."""
+    device = Device("gpu", card.device.gpu or 0)
+    values = [np.full(size // 4, 1e-3, "float32") for size in COPIED]
+    for where, place, rate in (("the card", device, rates["from the card"]), ("the CPU", CPU, 0.0)):
+        there = [to_device(value, place) for value in values]
+        for how, groups in (("together", [there]), ("one by one", [[each] for each in there])):
+            limit = sum(COPIED) / rate if rate else 0.0
+            yield Line(f"4KB in 10 from {where}, {how}", card.waited(partial(_downloads, groups), laps + 3)[3:], limit)
+    for how, hosts in (("together", [values]), ("one by one", [[each] for each in values])):
+        work = partial(_uploads, hosts, device)
+        yield Line(f"4KB in 10 to the card, {how}", card.waited(work, laps + 3)[3:], sum(COPIED) / rates["to the card"])
+
+
+def _downloads(groups: Sequence[Sequence[Any]]) -> None:
+    """Copies arrays to the host as a push does, each group together, and waits for all of them."""
+    payloads = []
+    for group in groups:
+        sent = [for_host(array, array.dtype, array.shape) for array in group]
+        begin_downloads(sent)
+        payloads.append((sent, keep(sent)))
+    for sent, payload in payloads:
+        fill(sent, [payload])
+
+
+def _uploads(groups: Sequence[Sequence[Any]], device: Device) -> None:
+    """Copies arrays to the card, each group together."""
+    for group in groups:
+        for each in begin_uploads(group, device):
+            each.array()
+
+
 # ---- Rows ----
 
 
@@ -267,7 +318,7 @@ def _lookup(card: Card, device: ServerDevice, laps: int) -> list[float]:
 
 # ---- Results ----
 
-MEASURES = {"programs": programs, "rows": rows}
+MEASURES = {"programs": programs, "copies": copies, "rows": rows}
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,17 @@ def dawdle() -> Any:
 
 
 def download(array: devices.AnyArray) -> inside.Download:
-    begun = devices.begin_download(array, array.dtype, array.shape)
-    assert isinstance(begun, inside.Download)
+    (begun,) = downloads([array])
+    return begun
+
+
+def downloads(arrays: Sequence[devices.AnyArray]) -> list[inside.Download]:
+    begun = [
+        each
+        for array in arrays
+        if not isinstance(each := devices.for_host(array, array.dtype, array.shape), np.ndarray)
+    ]
+    devices.begin_downloads(begun)
     return begun
 
 
@@ -137,6 +147,42 @@ def test_copies_come_after_what_makes_their_array(stream: str) -> None:
             array.fill(-1)
     for copy, host in zip(begun, hosts, strict=True):
         assert copy.wait().tobytes() == (host * np.float32(2)).tobytes()
+
+
+MIXED = ("bool", "int8", "float16", "int32", "float32", "float64", "complex64")
+
+
+@pytest.mark.parametrize("count", [2, 7, 40], ids=["few", "each dtype", "more than CuPy joins one by one"])
+@pytest.mark.parametrize("non_contiguous", [False, True])
+def test_small_arrays_are_copied_together(count: int, non_contiguous: bool) -> None:
+    """There and back, of any dtype and shape, beside large and empty ones; whatever is written to them afterwards."""
+    rng = np.random.default_rng(0)
+    hosts = [(100 * rng.standard_normal((n % 5, 2 * n + 1))).astype(MIXED[n % len(MIXED)]) for n in range(count)]
+    hosts += [np.array(5.0), rng.standard_normal(devices.PACK_BYTES), np.empty((0, 3), "float32")]
+    with cupy().cuda.Stream(non_blocking=True):
+        dawdle()
+        uploads = [upload for pack in devices.packs(hosts) for upload in devices.begin_uploads(pack, GPU)]
+        there = [upload.array() for upload in uploads]
+        if non_contiguous:
+            there, hosts = [each.T for each in there], [each.T for each in hosts]
+        begun = downloads(there)
+        for each in there:
+            each.fill(1)
+    found = [each.wait() for each in begun]
+    expected = [host for host in hosts if host.size]
+    assert [(each.dtype, each.shape) for each in found] == [(host.dtype, host.shape) for host in expected]
+    assert all(each.tobytes() == host.tobytes() for each, host in zip(found, expected, strict=True))
+
+
+def test_an_upload_is_there_in_every_stream() -> None:
+    """A stream that reads it later than the one that it was begun in waits for the copy as well."""
+    host = np.arange(3_000_001.0)
+    with cupy().cuda.Stream(non_blocking=True):
+        dawdle()
+        (begun,) = devices.begin_uploads([host], GPU)
+    with cupy().cuda.Stream(non_blocking=True):
+        copied = begun.array() + 1
+        assert devices.to_numpy(copied).tolist() == (host + 1).tolist()
 
 
 def test_the_host_goes_on_meanwhile() -> None:
@@ -196,9 +242,11 @@ def test_replicas_are_summed_as_on_the_host(op: str, dtype: str) -> None:
     found, expected = (inside.combine(op, values, frozenset([1]), None) for values in (there, hosts))  # type: ignore[arg-type]
     assert devices.device_of(found.total) == GPU
     assert (found.weight, found.spec) == (expected.weight, expected.spec)
-    assert isinstance(found.array, inside.Download)
+    begun = found.array
+    assert isinstance(begun, inside.Download)
     assert isinstance(expected.array, np.ndarray)
-    assert found.array.wait().tobytes() == expected.array.tobytes()
+    devices.begin_downloads([begun])
+    assert begun.wait().tobytes() == expected.array.tobytes()
 
 
 @several

@@ -65,6 +65,27 @@ def test_each_dtype_goes_there_and_back(dtype):
     assert job(work) == [[[0.5, 1.75, 1.0]]]
 
 
+def test_parameters_of_any_strides_and_dtypes_are_trained_together():
+    """Ten small ones and one that is copied by itself, some of them transposed or empty, in a stream of torch's own."""
+
+    def work(strategy, worker):
+        dtypes = [torch.float32, torch.float64, torch.float16]
+        shapes = [(n, 3) for n in range(10)] + [(1000, 1000)]
+        module = torch.nn.ParameterList(
+            torch.zeros(shape, dtype=dtypes[n % 3], device=CUDA).t() for n, shape in enumerate(shapes)
+        )
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(4):
+                optimizer.zero_grad()
+                sum((p * float(n)).sum() for n, p in enumerate(module)).backward()
+                optimizer.step()
+            return [p.float().cpu().unique().tolist() for p in module]
+
+    assert job(work) == [[[], *([-4.0 * n] for n in range(1, 11))]]
+
+
 def test_two_workers_have_the_same_bits():
     """One on the device and one on the host: gradients are summed on the servers."""
 
