@@ -6,7 +6,8 @@ numbers of enumerations and missing choices raise `InvalidRequest`. Written by h
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 
 from pswire.api import (
     Contribution,
@@ -223,6 +224,42 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
     )
 
 
+_STEADY = attrgetter(*(each.name for each in fields(Contribution) if each.name not in ("round", "previous")))
+
+MAX_STEADY = 64
+"""Plans of which a `PushEncoder` keeps what their last push said."""
+
+MAX_STEADY_BYTES = 1 << 14
+"""Bytes of a header that is kept."""
+
+
+class PushEncoder:
+    """Encodes the headers of pushes: what a push says as the last one of its plan did, once. Used by any thread.
+
+    The round, and the one that it follows, come last: what is before them is the same bytes from round to round.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[object, bytes]] = {}  # by plan
+
+    def encode(self, contribution: Contribution, size: int) -> bytes:
+        """Returns the encoded header of a push whose payload has `size` bytes."""
+        said = _STEADY(contribution), size
+        known = self._known.get(contribution.plan_id)
+        if known is None or known[0] != said:
+            message = contribution_to_pb(contribution, size)
+            message.ClearField("round")
+            message.ClearField("follows")
+            known = said, message.SerializeToString()
+            if len(known[1]) <= MAX_STEADY_BYTES:
+                if len(self._known) >= MAX_STEADY:
+                    self._known.clear()
+                self._known[contribution.plan_id] = known
+        # Messages one after another are one message with the fields of all.
+        varies = pb.PushHeader(round=contribution.round, follows=contribution.previous + 1)
+        return known[1] + varies.SerializeToString()
+
+
 class RoundEncoder:
     """Encodes the headers of answers to pushes: what all members of a round are told alike, once. Used by any thread.
 
@@ -284,10 +321,10 @@ class RoundDecoder:
             message.round,
             known[1],
             message.more,
-            tuple([TASK.from_pb(task) for task in message.excluded]),
+            tuple(map(TASK.from_pb, message.excluded)),
             payload,
             tuple(message.warnings),
-            tuple([TASK.from_pb(task) for task in message.observers]),
+            tuple(map(TASK.from_pb, message.observers)),
             tuple(message.rows),
             message.over,
         )

@@ -97,7 +97,7 @@ class RemoteServer(ParameterServer):
         self._timeouts = timeouts or Timeouts()
         self._threads = Threads(f"call {task}")
         self._transport = transport
-        self._decoder = messages.RoundDecoder()
+        self._encoder, self._decoder = messages.PushEncoder(), messages.RoundDecoder()
         self._transports: dict[int, TransportSelector] = {}  # of each session
         self._security = security or Security()
         self._tls = self._security.client_context if self._security.tls else None
@@ -211,7 +211,7 @@ class RemoteServer(ParameterServer):
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Calls `ParameterServer.push`; the payload may still grow. Sends a broken stream again, whole."""
-        header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
+        header = self._encoder.encode(contribution, payload.size)
 
         def once(seconds: float) -> RoundReply:
             return self._decoder.decode(*self._calls.push(header, payload, seconds))

@@ -14,12 +14,13 @@ from google.protobuf.message import Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pswire.api import ApproveRequest, Contribution, PullReply, RoundReply
+from pswire.api import ApproveRequest, Contribution, PullReply, RoundReply, RowRead
 from pswire.encoding import calls, messages, verbs
 from pswire.encoding.calls import CALLS
 from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
+from pswire.model.closures import ClosureName
 from pswire.model.log import Generation, LogEntry, Lost
 from pswire.model.plan import Operand
 from pswire.model.status import Saving, WorkerProgress
@@ -82,6 +83,67 @@ def test_values_arrive_as_they_were(sampled: tuple[MessageCodec[Any, Any], Any],
         return
     again = pair.from_pb(pair.message.FromString(pair.to_pb(read).SerializeToString()))
     assert repr(again) == repr(read)
+
+
+OTHER_PUSH: dict[str, Any] = {
+    "session": 5,
+    "generation": 7,
+    "round": 0,
+    "plan_id": bytes(32),
+    "weights": (2.0,),
+    "more": False,
+    "positions": (),
+    "want": (150,),
+    "observes": False,
+    "start": 3,
+    "nonfinite": (),
+    "first_values": (),
+    "previous": -1,
+    "rows": (),
+    "lookups": (),
+    "seconds": 8,
+    "closure": ClosureName(1, 2, 3, (4,)),
+    "chunks": (4,),
+    "alone": True,
+    "trace": f"00-{7:032x}-{7:016x}-01",
+    "host": 1 << 60,
+    "parts": (samples.contribution(round=7),),
+    "hints": (samples.contribution().lookups),
+    "batch": "words",
+}
+"""For each field of a push another value than that of the sample."""
+
+
+@search(8)
+@given(st.lists(st.tuples(st.sets(st.sampled_from([*OTHER_PUSH])), st.integers(0, 1 << 40), st.integers(-1, 99))))
+def test_pushes_are_the_same_where_some_of_them_is_kept(said: list[tuple[set[str], int, int]]) -> None:
+    """What is kept of a push is used for one that says the same, and for no other, whichever fields differ.
+
+    Before the round, and the one that it follows, it has the same bytes as another one that says the same beside them.
+    """
+    assert [*OTHER_PUSH] == [*Contribution.__dataclass_fields__]
+    encoder, before = messages.PushEncoder(), dict[Any, bytes]()
+    for names, round, previous in [*said, *said, *(({name}, 3, 2) for name in OTHER_PUSH)]:
+        same = replace(samples.contribution(), **{name: OTHER_PUSH[name] for name in names})
+        push = replace(same, round=round, previous=previous)
+        header = encoder.encode(push, len(names))
+        assert messages.contribution_from_pb(pb.PushHeader.FromString(header)) == push
+        assert pb.PushHeader.FromString(header) == messages.contribution_to_pb(push, len(names))
+        varies = pb.PushHeader(round=round, follows=previous + 1).SerializeToString()
+        assert header.endswith(varies)
+        steady = header.removesuffix(varies)
+        assert steady == before.setdefault((replace(same, round=0, previous=0), len(names)), steady)
+
+
+def test_few_pushes_are_kept() -> None:
+    """Of many plans some, and none whose header is large."""
+    encoder, plain = messages.PushEncoder(), samples.contribution()
+    large = replace(plain, hints=(RowRead(1, bytes(messages.MAX_STEADY_BYTES)),))
+    for push in (plain, large, *(replace(plain, plan_id=bytes([n])) for n in range(200)), plain):
+        header = encoder.encode(push, 8)
+        assert messages.contribution_from_pb(pb.PushHeader.FromString(header)) == push
+        assert len(encoder._known) <= messages.MAX_STEADY
+        assert all(len(kept) <= messages.MAX_STEADY_BYTES for _, kept in encoder._known.values())
 
 
 OTHER_ANSWER: dict[str, Any] = {
