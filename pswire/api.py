@@ -200,6 +200,12 @@ class Contribution:
     hints: tuple[RowRead, ...] = ()
     batch: str = ""
 
+    def at(self, round: int, previous: int, positions: tuple[Position, ...]) -> Contribution:
+        """Returns what the same worker says to another round, of which only these differ."""
+        found = object.__new__(Contribution)
+        found.__dict__.update(self.__dict__, round=round, previous=previous, positions=positions)
+        return found
+
 
 @dataclass(frozen=True)
 class RoundReply:

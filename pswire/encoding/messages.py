@@ -6,8 +6,11 @@ numbers of enumerations and missing choices raise `InvalidRequest`. Written by h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from operator import attrgetter
+from weakref import ref
 
 from pswire.api import (
     Contribution,
@@ -21,7 +24,7 @@ from pswire.api import (
 )
 from pswire.cluster import JOBS, Task
 from pswire.encoding.mapper import Mapper, MessageCodec
-from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
+from pswire.encoding.verbs import parse, refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.closures import (
@@ -224,19 +227,33 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
     )
 
 
-_STEADY = attrgetter(*(each.name for each in fields(Contribution) if each.name not in ("round", "previous")))
-
 MAX_STEADY = 64
-"""Plans of which a `PushEncoder` keeps what their last push said."""
+"""Pushes of which an encoder keeps what they say, each of another plan."""
 
-MAX_STEADY_BYTES = 1 << 14
-"""Bytes of a header that is kept."""
+MAX_STEADY_BYTES = 1 << 16
+"""Bytes of a header that is kept: thousands of variables have one of this size."""
+
+MAX_KNOWN = 4
+"""Headers that a decoder knows: a loop alternates between a few steps."""
+
+_VARYING = ("round", "previous", "positions")
+"""The fields in which the pushes of a loop differ."""
+
+_STEADY = attrgetter(*(each.name for each in fields(Contribution) if each.name not in _VARYING))
+
+
+def _varying(said: Contribution) -> bytes:
+    """Returns the fields that vary, encoded. Messages one after another are one message with the fields of all."""
+    found = pb.PushHeader(round=said.round, follows=said.previous + 1)
+    if said.positions:
+        found.positions.extend(map(POSITION.to_pb, said.positions))
+    return found.SerializeToString()
 
 
 class PushEncoder:
     """Encodes the headers of pushes: what a push says as the last one of its plan did, once. Used by any thread.
 
-    The round, and the one that it follows, come last: what is before them is the same bytes from round to round.
+    What varies comes last: what is before it is the same bytes from round to round.
     """
 
     def __init__(self) -> None:
@@ -247,63 +264,87 @@ class PushEncoder:
         said = _STEADY(contribution), size
         known = self._known.get(contribution.plan_id)
         if known is None or known[0] != said:
-            message = contribution_to_pb(contribution, size)
-            message.ClearField("round")
-            message.ClearField("follows")
-            known = said, message.SerializeToString()
+            known = said, contribution_to_pb(contribution.at(0, -1, ()), size).SerializeToString()
             if len(known[1]) <= MAX_STEADY_BYTES:
                 if len(self._known) >= MAX_STEADY:
                     self._known.clear()
                 self._known[contribution.plan_id] = known
-        # Messages one after another are one message with the fields of all.
-        varies = pb.PushHeader(round=contribution.round, follows=contribution.previous + 1)
-        return known[1] + varies.SerializeToString()
+        return known[1] + _varying(contribution)
+
+
+class PushDecoder:
+    """Reads the headers of the pushes of one client: what comes before the fields that vary, once. Of one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[Contribution, int]] = {}
+        self._last = b""  # of the last header that was not known, what came before the fields that vary
+
+    def decode(self, header: bytes) -> tuple[Contribution, int]:
+        """Returns what a push says, and the size of its payload.
+
+        Raises:
+            InvalidRequest: the header is none.
+        """
+        for steady, (known, size) in self._known.items():
+            if header.startswith(steady):
+                varies = header[len(steady) :]
+                message = parse(pb.PushHeader, varies)
+                positions = tuple(map(POSITION.from_pb, message.positions)) if message.positions else ()
+                said = known.at(message.round, message.follows - 1, positions)
+                if _varying(said) == varies:  # it says nothing else
+                    return said, size
+        message = parse(pb.PushHeader, header)
+        said, last = contribution_from_pb(message), self._last
+        self._last = header.removesuffix(_varying(said)) if len(header) <= MAX_STEADY_BYTES else b""
+        if last and last == self._last:  # it repeats; a header with ids of rows does not
+            self._learn(last)
+        return said, message.size
+
+    def _learn(self, steady: bytes) -> None:
+        with suppress(InvalidRequest):  # no message ends here
+            message = parse(pb.PushHeader, steady)
+            said = contribution_from_pb(message)
+            if not _varying(said):
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                self._known[steady] = said, message.size
 
 
 class RoundEncoder:
-    """Encodes the headers of answers to pushes: what all members of a round are told alike, once. Used by any thread.
+    """Encodes the headers of answers to pushes: an answer that several members get, once. Used by any thread.
 
     A generation, which is the same for many rounds and takes longer than all the rest, is kept as it travels.
     """
 
     def __init__(self) -> None:
         self._generation: tuple[Generation | None, bytes] = (None, b"")
-        self._last: tuple[tuple[object, ...], bytes] = ((), b"")
+        self._last: tuple[Callable[[], RoundReply | None], bytes] = (lambda: None, b"")
 
     def encode(self, reply: RoundReply) -> bytes:
         """Returns the encoded header of an answer."""
+        last, header = self._last
+        if last() is not reply:
+            header = self._encode(reply)
+            self._last = ref(reply), header  # weakly: an answer has values, into which rounds write later
+        return header
+
+    def _encode(self, reply: RoundReply) -> bytes:
         generation, said = self._generation
         if generation is not reply.generation:
             said = pb.RoundHeader(generation=GENERATION.to_pb(reply.generation)).SerializeToString()
             self._generation = reply.generation, said
-        size = reply.payload.size
-        rest = (
-            said,
-            reply.round,
-            reply.more,
-            reply.excluded,
-            reply.warnings,
-            reply.observers,
-            reply.rows,
-            size,
-            reply.over,
+        # Messages one after another are one message with the fields of all.
+        round = pb.RoundHeader(round=reply.round)
+        rest = pb.RoundHeader(
+            more=reply.more,
+            excluded=map(TASK.to_pb, reply.excluded),
+            size=reply.payload.size,
+            warnings=reply.warnings,
+            observers=map(TASK.to_pb, reply.observers),
+            rows=reply.rows,
+            over=reply.over,
         )
-        known, header = self._last
-        if known != rest:
-            excluded, observers = map(TASK.to_pb, reply.excluded), map(TASK.to_pb, reply.observers)
-            # Messages one after another are one message with the fields of all.
-            header = pb.RoundHeader(round=reply.round).SerializeToString() + said
-            header += pb.RoundHeader(
-                more=reply.more,
-                excluded=excluded,
-                size=size,
-                warnings=reply.warnings,
-                observers=observers,
-                rows=reply.rows,
-                over=reply.over,
-            ).SerializeToString()
-            self._last = rest, header
-        return header
+        return round.SerializeToString() + said + rest.SerializeToString()
 
 
 class RoundDecoder:

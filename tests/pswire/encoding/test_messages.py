@@ -114,25 +114,50 @@ OTHER_PUSH: dict[str, Any] = {
 """For each field of a push another value than that of the sample."""
 
 
+def pushed(names: set[str], round: int, previous: int) -> Contribution:
+    """A push to a round with other values for some fields."""
+    return replace(samples.contribution(), **{n: OTHER_PUSH[n] for n in names} | {"round": round, "previous": previous})
+
+
+PUSHES = st.lists(st.tuples(st.sets(st.sampled_from([*OTHER_PUSH])), st.integers(0, 1 << 40), st.integers(-1, 99)))
+
+
 @search(8)
-@given(st.lists(st.tuples(st.sets(st.sampled_from([*OTHER_PUSH])), st.integers(0, 1 << 40), st.integers(-1, 99))))
+@given(PUSHES)
 def test_pushes_are_the_same_where_some_of_them_is_kept(said: list[tuple[set[str], int, int]]) -> None:
     """What is kept of a push is used for one that says the same, and for no other, whichever fields differ.
 
-    Before the round, and the one that it follows, it has the same bytes as another one that says the same beside them.
+    Before what varies it has the same bytes as another one that says the same beside that.
     """
     assert [*OTHER_PUSH] == [*Contribution.__dataclass_fields__]
-    encoder, before = messages.PushEncoder(), dict[Any, bytes]()
-    for names, round, previous in [*said, *said, *(({name}, 3, 2) for name in OTHER_PUSH)]:
-        same = replace(samples.contribution(), **{name: OTHER_PUSH[name] for name in names})
-        push = replace(same, round=round, previous=previous)
+    encoder, decoder, before = messages.PushEncoder(), messages.PushDecoder(), dict[Any, bytes]()
+    for names, round, previous in [*said, *said, *said, *(({name}, 3, 2) for name in OTHER_PUSH)]:
+        push = pushed(names, round, previous)
         header = encoder.encode(push, len(names))
-        assert messages.contribution_from_pb(pb.PushHeader.FromString(header)) == push
+        assert decoder.decode(header) == (push, len(names))
         assert pb.PushHeader.FromString(header) == messages.contribution_to_pb(push, len(names))
-        varies = pb.PushHeader(round=round, follows=previous + 1).SerializeToString()
-        assert header.endswith(varies)
-        steady = header.removesuffix(varies)
-        assert steady == before.setdefault((replace(same, round=0, previous=0), len(names)), steady)
+        steady = header.removesuffix(messages._varying(push))
+        assert steady == before.setdefault((push.at(0, 0, ()), len(names)), steady)
+
+
+@search(8)
+@given(st.sets(st.sampled_from([*OTHER_PUSH])), st.data())
+def test_behind_known_bytes_a_push_is_read_as_the_message_that_it_is(names: set[str], data: st.DataObject) -> None:
+    """Other fields may come there, or the same ones again, or nothing that is a message."""
+    decoder, steady = messages.PushDecoder(), messages.PushEncoder().encode(pushed(names, 0, -1).at(0, -1, ()), 8)
+    for round in range(3):
+        decoder.decode(steady + pb.PushHeader(round=round, follows=round).SerializeToString())
+    assert len(decoder._known) == 1
+    behind = messages.contribution_to_pb(pushed(data.draw(st.sets(st.sampled_from([*OTHER_PUSH]))), 5, 4), 8)
+    header = steady + data.draw(st.just(behind.SerializeToString()) | st.binary(max_size=9))
+    try:
+        message = verbs.parse(pb.PushHeader, header)
+        expected = messages.contribution_from_pb(message), message.size
+    except InvalidRequest:
+        with pytest.raises(InvalidRequest):
+            decoder.decode(header)
+    else:
+        assert decoder.decode(header) == expected
 
 
 def test_few_pushes_are_kept() -> None:
