@@ -366,7 +366,8 @@ class Machine:
         self._admission.check(said.session, now)
         if said.first_values:
             return None, job.first_values.push(said.session, said.first_values, payload, future)
-        if (record := job.rounds.recorded(said)) is not None:
+        place = job.rounds.place(said)
+        if (record := job.rounds.recorded(said, place)) is not None:
             job.late.add(said, future, record)
         elif len(set(said.want)) != len(said.want):
             raise InvalidRequest("a variable is requested twice")
@@ -375,14 +376,16 @@ class Machine:
             if reads:
                 job.store.check_rows(said.lookups, said.hints)
                 effects += job.store.read_ahead(said.lookups)  # at once: the round may wait for others
-            pushed = self._heard(job.rounds.push(said, payload, future, now))
-            effects += pushed
+            pushed = job.rounds.push(said, payload, future, now, place)
+            effects += self._heard(pushed) if pushed else pushed
             if not (pushed and any(isinstance(each, Fail) and each.future is future for each in pushed)):
                 if begun is not None:
                     effects += job.runner.listen(said, future, begun)
                 if reads:
                     effects += job.store.read_ahead(said.hints, hint=True)  # behind the round
-        return None, effects if whole else [*effects, Await(payload, payload.size)]
+        if not whole:
+            effects.append(Await(payload, payload.size))
+        return None, effects if effects or not job.rounds.lacks(said, place) else UNCHANGED
 
     # ---- Checkpoints ----
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from psserver.effects import Work
 from psserver.registry import Registry
@@ -49,19 +49,6 @@ WORDS: dict[str, Callable[..., tuple[int | None, str]]] = {
 """For each stimulus that is no request the session that it comes from, if it does, and its arguments in words."""
 
 
-class _Push(NamedTuple):
-    """A push, which is put in words when somebody asks: there are many."""
-
-    round: int
-    generation: int
-    first_values: int
-    nbytes: int
-
-    def __str__(self) -> str:
-        of_round = f"round {self.round} of generation {self.generation}"
-        return f"{counted(self.first_values, 'first value') if self.first_values else of_round}, {human(self.nbytes)}"
-
-
 def _voted(vote: Vote) -> str:
     return (", again" if vote.attempt else "") + (f": {vote.error.message}" if vote.error else "")
 
@@ -71,8 +58,13 @@ QUIET = frozenset(
 )
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
-Short = tuple[float, str, int | None, object, str]
-"""A stimulus as it is kept: its time, its name, the session that it comes from, its words, and why it was refused."""
+Push = tuple[int, int, int, int]
+"""The round of a push, its generation, the number of its first values, and its bytes."""
+
+Short = tuple[float, str, int | None, str | Push, str]
+"""A stimulus as it is kept: its time, its name, the session that it comes from, its words, and why it was refused.
+
+There are many pushes: one is put in words when somebody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +92,16 @@ class Stimuli:
     def __init__(self) -> None:
         self.record: Callable[[Stimulus], None] | None = None
         self._last: deque[Short] = deque(maxlen=KEPT)
+        self._noted = False  # the newest, before it was let in
 
     def note(self, time: float, name: str, args: tuple[Any, ...]) -> None:
-        """Notes a stimulus before it is let in; work that is over may bring its own error."""
+        """Notes a stimulus before it is let in; of array work that is over only what has failed."""
         if self.record is not None:
             self.record(Stimulus(time, name, args))
-        if name not in QUIET:
-            self.keep(time, name, args, args[2] if name == "worked" else None)
+        error = args[2] if name == "worked" else None
+        self._noted = name not in QUIET and (error is not None or name != "worked" or args[0].queue != "arrays")
+        if self._noted:
+            self.keep(time, name, args, error)
 
     def made(self, time: float, work: Work, result: object, error: PSError | None) -> None:
         """Notes work that is over and that the machine does not hear of; it is kept only where it failed."""
@@ -117,7 +112,7 @@ class Stimuli:
 
     def refused(self, time: float, name: str, args: tuple[Any, ...], error: PSError) -> None:
         """Notes why the newest was refused."""
-        if name not in QUIET:
+        if self._noted:
             self._last.pop()
         self.keep(time, name, args, error)
 
@@ -127,7 +122,7 @@ class Stimuli:
         why = "" if error is None else f"{type(error).__name__}: {error.message}"[:LONGEST]
         if isinstance(first, Contribution):
             said, payload = args[:2]
-            push = _Push(said.round, said.generation, len(said.first_values), payload.size)
+            push = said.round, said.generation, len(said.first_values), payload.size
             self._last.append((time, name, said.session, push, why))
             return
         if isinstance(first, ServerRequest):
@@ -144,13 +139,19 @@ class Stimuli:
 def told(last: Iterable[Short], now: float, registry: Registry) -> tuple[Happened, ...]:
     """Says in words what was kept; `registry` knows whose sessions it names. Needs no lock."""
 
-    def line(session: int | None, words: str) -> str:
+    def line(session: int | None, said: str | Push) -> str:
+        words = said if isinstance(said, str) else _push(*said)
         return _line(words if session is None else ": ".join(filter(None, (_whose(session, registry), words))))
 
     return tuple(
-        Happened(max(now - time, 0.0), name, line(session, str(words)), _line(error))
+        Happened(max(now - time, 0.0), name, line(session, words), _line(error))
         for time, name, session, words, error in last
     )
+
+
+def _push(round: int, generation: int, first_values: int, nbytes: int) -> str:
+    what = counted(first_values, "first value") if first_values else f"round {round} of generation {generation}"
+    return f"{what}, {human(nbytes)}"
 
 
 def _whose(number: int, registry: Registry) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from psserver.plans.layout import ContributionLayout, Numbers
 from psserver.plans.outline import Application
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare
+from psserver.programs.interpreter import Script
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.launch import Crew
 from psserver.values.step import StepVariables
+from psserver.values.value import Value
 from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of
 
@@ -33,6 +35,8 @@ MAX_COMPILED = 16
 
 NEVER, ONCE = "never", "once"
 """How often a kind of round that is not compiled has come."""
+
+_ARRAY = attrgetter("array")
 
 Weights = tuple[tuple[float, ...], ...]
 """The weights of each contributor."""
@@ -136,23 +140,27 @@ class CompiledRound:
         self._kernels = kernels
         self._outline = outline
         self._tables: list[_Table] = []
-        self._numbers: list[Application] = []
+        self._numbers: list[tuple[Application, Script]] = []
         for number, application in enumerate(outline.applications):
             batch = settled.batches.get(number)
             if batch is None:
                 if not application.of_numbers or application.program.may_refuse:
                     raise NotCompiledError("the interpreter computes more than numbers")
-                self._numbers.append(application)
+                self._numbers.append((application, kernels.whole(application.program).script))
             elif batch.first == number:
                 self._tables.append(_Table(batch, layouts, self.weights))
         self._written = frozenset(id for each in self._tables for ids in each.batch.assigned for id in ids)
         self._read = list(dict.fromkeys(id for each in self._tables for _, ids in each.variables for id in ids))
+        refs = [ref for each, _ in self._numbers for ref in each.apply.args if ref.kind == "variable"]
+        self._counts = {ref: ref.index for ref in refs}  # the variables that are numbers
         self._known: list[weakref.ref[Array]] = []
         self._taken = [
             (ref, operand.tensor, layouts[0].of[ref][0])
             for ref, operand in prepared.operands
-            if any(ref in each.apply.args for each in self._numbers)
+            if any(ref in each.apply.args for each, _ in self._numbers)
         ]
+        self._sent = b""  # the operands of the last round
+        self._operand_values: dict[Ref, Array] = {}
         self._given = [self._reduced(ref, prepared, layouts) for ref in outline.given]
 
     def _reduced(
@@ -170,35 +178,57 @@ class CompiledRound:
             parts: the contributions, as many as before, with the same weights.
             variables: those that the plan reads and assigns.
         """
-        there = [_whole(part, size) for part, size in zip(parts, self._sizes, strict=True)]
-        sent = [each for each in there if each is not None]
-        if len(sent) < len(there) or not variables.exclusive >= self._written:
+        sent, end = list[memoryview](), self._operands
+        for part, size in zip(parts, self._sizes, strict=True):
+            chunks = part.payload.chunks
+            if not chunks or chunks[0][0] or len(chunks[0][1]) != size:
+                return None  # not here in one piece
+            data = chunks[0][1]
+            if sent and end and data[:end] != sent[0][:end]:
+                return None  # the general road says who differs
+            sent.append(data)
+        if not variables.exclusive >= self._written or (variables.is_lazy and self._is_behind(variables)):
             return None
-        if (variables.is_lazy and self._is_behind(variables)) or not self._stand(variables):
+        counts: list[Any] = list(map(variables.before.get, self._counts.values()))
+        if None in counts or not self._stand(variables):
             return None
-        first, end = sent[0], self._operands
-        if end and True in [each[:end] != first[:end] for each in sent[1:]]:
-            return None  # the general road says who differs
-        known: dict[Ref, Array] = {ref: _tensor(first, spec, at) for ref, spec, at in self._taken}
-        for each in self._numbers:
-            self._compute(each, known, variables)
+        if self._taken and self._sent != sent[0][:end]:
+            self._sent = bytes(sent[0][:end])
+            self._operand_values = {ref: _tensor(memoryview(self._sent), spec, at) for ref, spec, at in self._taken}
+        known = dict(self._operand_values)
+        if self._numbers:
+            variables.assign(self._compute(known, counts))
         bases = [address_of(np.frombuffer(each, np.uint8)) if len(each) else 0 for each in sent]
-        given = [self._value(*one, sent, known) for one in self._given]
+        given = [self._value(*one, sent, known) for one in self._given] if self._given else []
         variables.assign({id: variables.before[id] for id in self._written})
         flags: list[tuple[int, int]] = []
         for table in self._tables:  # at last: what may fail comes before anything is written
             flags += table.run(self._kernels.crew, bases, known)
         return CompiledOutcome(given, flags)
 
-    def _compute(self, each: Application, known: dict[Ref, Array], variables: StepVariables) -> None:
-        """Computes numbers of numbers, as the interpreter does it, since a kernel may round them otherwise."""
-        args = each.apply.args
-        inputs = [variables.value(ref.index) if ref.kind == "variable" else known[ref] for ref in args]
-        self._kernels.interpretations += 1
-        found, outputs = self._kernels.whole(each.program).script.run(inputs, np)
-        assigned = {args[target].index: owned(array) for target, array in found.items()}
-        variables.assign({id: variables.written(id, array) for id, array in assigned.items()})
-        known.update(zip(each.made, outputs, strict=True))
+    def _compute(self, known: dict[Ref, Array], counts: Sequence[Value]) -> dict[int, Value]:
+        """Computes numbers of numbers, as the interpreter does it, since a kernel may round them otherwise.
+
+        Args:
+            known: operands; gets the results.
+            counts: the variables that are numbers.
+
+        Returns:
+            Those of them that are assigned.
+        """
+        now = dict(zip(self._counts, counts, strict=True))
+        known |= {ref: value.array for ref, value in now.items()}
+        assigned: dict[int, Value] = {}
+        self._kernels.interpretations += len(self._numbers)
+        with np.errstate(all="ignore"):
+            for each, script in self._numbers:
+                args = each.apply.args
+                found, outputs = script.compute(list(map(known.__getitem__, args)), np)
+                for target, array in found.items():
+                    ref = args[target]
+                    known[ref], assigned[ref.index] = array, now[ref].replaced(array)
+                known.update(zip(each.made, outputs, strict=True))
+        return assigned
 
     def _is_behind(self, variables: StepVariables) -> bool:
         """Returns whether updates of some rows are deferred, and have to be made first."""
@@ -207,11 +237,11 @@ class CompiledRound:
 
     def _stand(self, variables: StepVariables) -> bool:
         """Returns whether the arrays are those of before; takes them where they are others, if kernels can."""
-        values = variables.values(self._read)
+        values: list[Any] = list(map(variables.before.get, self._read))
         if None in values:
             return False
-        arrays = [value.array for value in values]
-        if len(self._known) == len(arrays) and all(map(is_, [each() for each in self._known], arrays)):
+        arrays = list(map(_ARRAY, values))
+        if len(self._known) == len(arrays) and all(map(is_, map(call, self._known), arrays)):
             return True
         for application in self._outline.applications:
             variables.check(application.variables)
@@ -254,12 +284,6 @@ def compiled(prepared: PreparedPlan, parts: Sequence[MemberShare], kernels: Kern
         known[key] = found
     made: CompiledRound | None = found
     return made
-
-
-def _whole(part: MemberShare, size: int) -> memoryview | None:
-    """Returns the bytes of a payload; None unless they are here in one piece."""
-    chunks = part.payload.chunks[:1]
-    return chunks[0][1] if chunks and not chunks[0][0] and len(chunks[0][1]) == size else None
 
 
 def _tensor(data: memoryview, spec: TensorSpec, at: int) -> Array:

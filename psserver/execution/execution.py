@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from psserver.devices import owned
-from psserver.effects import Await
+from psserver.effects import Await, Run
 from psserver.execution.call_cutter import CallCutter
 from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.compiled import compiled
@@ -41,6 +41,9 @@ from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
 
+
+NO_VARIABLES = StepVariables({})
+"""Between two steps."""
 
 STEP_BYTES = PART_BYTES
 """Most bytes of one member's contributions in a step of a batch: values go back while later ones are computed."""
@@ -82,7 +85,7 @@ class Execution:
         self._cuts: CallCutter
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
-        self._variables = StepVariables({})
+        self._variables = NO_VARIABLES
         self._rounds: TableRounds | None = None  # of dynamic tables
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
@@ -132,12 +135,11 @@ class Execution:
         with _told(self.job), self._device.scope():
             self._end_tables(applied)
             self.lookups.take(self._variables, self._device)
-            self._variables = StepVariables({})
+            self._variables = NO_VARIABLES
 
-    def close(self) -> None:
-        """Discards contributions that are left, or still arrive."""
-        for part in self.job.parts if self._progressive else ():
-            part.payload.discard()
+    def ends(self) -> list[Run]:
+        """Returns what discards contributions that are left, or still arrive; nothing where all were there."""
+        return [Run(part.payload.discard) for part in self.job.parts] if self._progressive else []
 
     # ---- What the next step is ----
 
@@ -230,7 +232,7 @@ class Execution:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             self._at = self._stop
             if not self.open:
-                self._variables = StepVariables({})
+                self._variables = NO_VARIABLES
             return variables.assigned, ready
 
     def _run_compiled(self, variables: StepVariables) -> dict[int | Ref, Array] | None:

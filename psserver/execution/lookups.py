@@ -22,9 +22,9 @@ class Lookups:
     """
 
     def __init__(self, job: ReadyRound) -> None:
-        self._after = not job.skipped
+        self._job = job
         self._wanted = {part.said.session: part.said.lookups for part in job.parts if part.said.lookups}
-        self.variables = frozenset(read.variable for reads in self._wanted.values() for read in reads)
+        self.variables = frozenset([read.variable for reads in self._wanted.values() for read in reads])
         self.found: dict[int, list[Array]] = {}
 
     def take(self, variables: StepVariables, device: ServerDevice) -> None:
@@ -32,7 +32,8 @@ class Lookups:
 
         Variables are written by then. So those for which there is no memory are left out, to be taken by themselves.
         """
+        after = not self._job.skipped
         with suppress(MemoryError):
             for session, reads in self._wanted.items():
-                taken = [variables.rows(read.variable, read.numbers(), self._after, device.xp) for read in reads]
+                taken = [variables.rows(read.variable, read.numbers(), after, device.xp) for read in reads]
                 self.found[session] = device.get_all(taken)

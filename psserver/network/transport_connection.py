@@ -19,7 +19,7 @@ from psserver.network.access import Access, Names
 from psserver.network.client_memory import ClientMemory, take_segment
 from psserver.network.served import Served
 from psserver.registry import Registered
-from pswire.api import HeartbeatRequest, PullReply, RoundReply
+from pswire.api import Contribution, HeartbeatRequest, PullReply, RoundReply
 from pswire.encoding import messages, plain_votes
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, MemoryLimit, PSError
@@ -137,6 +137,7 @@ class Connection:
         self._link = MessageSocket(sock)
         self._channel = PayloadSender(self._link, None, False, partial(self._soon, self._arm), self._traffic)
         self._memory: ClientMemory | None = None
+        self._decoder = messages.PushDecoder()
         self._assemblies: dict[int, Assembly] = {}
         self._under_way: dict[Future[Any], int] = {}
         self._heartbeat = Heartbeat(
@@ -333,11 +334,10 @@ class Connection:
 
     def _push(self, message: Message) -> None:
         data = self._data(message, 0)  # first: a refused push needs its data no more
-        header = parse(pb.PushHeader, message.header)
-        self._check(PUSH, header)
-        self._transports.check_size(header.size)
-        payload = self._payload(message, header.size, data)
-        answer, said = TransportAnswer(self._channel, message.call), messages.contribution_from_pb(header)
+        said, size = self._decoder.decode(message.header)
+        self._check(PUSH, said)
+        self._transports.check_size(size)
+        payload, answer = self._payload(message, size, data), TransportAnswer(self._channel, message.call)
         future = self._transports.core.push(said, payload, answer.begin)
         del payload, data  # the round may be over: then its answer tells that they are free
         self._wait(future, message.call, partial(self._answer_round, answer))
@@ -351,9 +351,11 @@ class Connection:
         return assembly.payload
 
     def _answer_round(self, answer: TransportAnswer, future: Future[RoundReply]) -> None:
+        del self._under_way[future]
         try:
             reply = future.result()
-            self._let_rest_pass(answer.call)
+            if self._assemblies:
+                self._let_rest_pass(answer.call)
             answer.send(self._transports.encoder.encode(reply), reply.payload)
         except PSError as error:
             self._channel.drop(answer.call)
@@ -366,6 +368,7 @@ class Connection:
         self._wait(future, message.call, partial(self._answer_pull, message.call))
 
     def _answer_pull(self, call: int, future: Future[PullReply]) -> None:
+        del self._under_way[future]
         try:
             reply = future.result()
             self._channel.send(MessageKind.ANSWER, call, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
@@ -391,26 +394,26 @@ class Connection:
         access.check(VOTE, hello, self.names)
         self._transports.core.hear(access.voter(hello.session), said)
 
-    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.TransportHello) -> None:
+    def _check(self, verb: Verb, asked: Contribution | pb.PullRequest | pb.TransportHello) -> None:
         """Checks a call.
 
         Raises:
             PSError: why the call is refused.
         """
-        if header.session != self.session:
-            raise Fenced(f"this connection belongs to session {self.session}, not to {header.session}")
-        self._transports.access.check_held(header.session, self._registered)
-        self._transports.access.check(verb, header, self.names)
+        if asked.session != self.session:
+            raise Fenced(f"this connection belongs to session {self.session}, not to {asked.session}")
+        self._transports.access.check_held(asked.session, self._registered)
+        if self.names is not None:
+            self._transports.access.check(verb, asked, self.names)
         if self._transports.ended is not None:
             raise self._transports.ended
         if len(self._under_way) >= MAX_CALLS:
             raise InvalidRequest(TOO_MANY, self._transports.task)
 
     def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
-        """Answers a call once its future is done."""
+        """Answers a call once its future is done, and notes until then that it is under way."""
         self._under_way[future] = call
         self._heartbeat.start()
-        future.add_done_callback(self._under_way.pop)
         future.add_done_callback(answer)
 
     def _speak(self) -> None:
@@ -441,6 +444,7 @@ class Connection:
             self._pause()
 
     def _data(self, message: Message, reader: int) -> memoryview | None:
+        """Returns the data of a message; of those in shared memory a reader takes so many bytes at once."""
         if message.data is not None or not message.size:
             return message.data
         if self._memory is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from psserver.plans.prepared import PreparedPlan
@@ -45,6 +46,9 @@ Key = Task | int | SessionSequence | None
 of a synchronous member for its own rounds; None for the sequence of all synchronous members."""
 
 
+_SESSION = attrgetter("said.session")
+
+
 class Commit(Enum):
     """The time at which assigned values become the variables' values, and so the time at which a round may begin.
 
@@ -76,7 +80,8 @@ class MemberShare:
     @property
     def whole(self) -> bool:
         """True if all bytes of its contribution are there."""
-        return self.payload.whole if self.within is None else self.within.whole
+        payload = (self.within or self).payload
+        return payload.end == payload.size
 
     @property
     def summed(self) -> frozenset[int]:
@@ -137,7 +142,7 @@ class ReadyRound:
     @cached_property
     def sessions(self) -> frozenset[int]:
         """Whose contributions it has."""
-        return frozenset([part.said.session for part in self.parts])
+        return frozenset(map(_SESSION, self.parts))
 
     def is_of(self, said: Contribution) -> bool:
         """Returns whether a contribution is one to this round; numbers alone are of one sequence."""
@@ -184,7 +189,7 @@ class ReadyRound:
             return False
         if self.prepared.makes_up:
             return False
-        settled = self.prepared.settled(kernels, len(self.contributors))
+        settled = self.prepared.settled(kernels, len(self.parts if self.is_plain else self.contributors))
         if settled is None:
             return False
         most = BRIEF_BYTES if self.sequence is None else BRIEF_ALONE_BYTES
@@ -277,7 +282,7 @@ class Record:
             job.plan.id,
             job.sessions,
             generation,
-            any(part.said.more for part in job.parts),
+            True in [part.said.more for part in job.parts],
             tuple(sorted((*job.excluded, *dropped))),
             tuple(given.arrays),
             warnings=tuple(warnings),

@@ -51,21 +51,18 @@ class Script:
     def run(self, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
         """Runs the program; arguments, results and errors as of the function `run`."""
         self._check(inputs)
-        values: list[Any] = list(inputs)
         with np.errstate(all="ignore"):
-            for op, args, attrs, dtype, dead in self._steps:
-                values.append(_step(op, [values[arg] for arg in args], attrs, dtype, xp))
-                for number in dead:
-                    values[number] = None
+            return self.compute(inputs, xp)
 
-        def result(copied: Copied) -> Any:
-            value = values[copied[0]]
-            if copied[1]:
-                return xp.array(value, copy=True, order="C")
-            return value if value.flags.c_contiguous else xp.array(value, order="C")
-
-        assigned = {target: result(copied) for target, copied in self._assigns}
-        return assigned, [result(copied) for copied in self._outputs]
+    def compute(self, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Runs the program as `run`, on inputs that are known to fit, where NumPy does not warn."""
+        values: list[Any] = list(inputs)
+        for op, args, attrs, dtype, dead in self._steps:
+            values.append(_step(op, list(map(values.__getitem__, args)), attrs, dtype, xp))
+            for number in dead:
+                values[number] = None
+        assigned = {target: _result(values[value], copy, xp) for target, (value, copy) in self._assigns}
+        return assigned, [_result(values[value], copy, xp) for value, copy in self._outputs]
 
     def _check(self, inputs: Sequence[Any]) -> None:
         expected = self.program.inputs
@@ -136,6 +133,11 @@ def _dead_after(program: Program) -> list[list[int]]:
         if number not in kept:
             dead[user].append(number)
     return dead
+
+
+def _result(value: Any, copy: bool, xp: Any) -> Any:
+    """Returns a value in C order, in memory that no input and no other result shares; `copy` where it may be shared."""
+    return xp.array(value, copy=copy or None, order="C") if copy or not value.flags.c_contiguous else value
 
 
 def _step(op: Op, args: Sequence[Any], attrs: Mapping[str, Attr], dtype: np.dtype[Any], xp: Any) -> Any:

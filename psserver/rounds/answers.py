@@ -92,7 +92,7 @@ class Answers:
 
     def put(self, ready: Mapping[int | Ref, Array]) -> list[Effect]:
         """Adds values of the running round that are on the host."""
-        return [Run(growing.put, (ready,)) for growing in self._growing.values()]
+        return [Run(growing.put, (ready,)) for growing in self._growing.values()] if self._growing else []
 
     def drop(self) -> None:
         """The running round is over, or begins anew: payloads grow no more."""
@@ -119,7 +119,8 @@ class Answers:
         """
         fresh: dict[int | Ref, Array] = dict(ready or {})
         grown = {} if ready is None else self._growing
-        payloads = {want: growing.payload for want, growing in grown.items()}
+        payloads = {want: growing.payload for want, growing in grown.items()} if grown else {}
+        same: dict[tuple[object, ...], RoundReply] = {}  # by what differs between members who want no rows
         answers: list[Effect] = []
         for said, future in waiters:
             try:
@@ -127,6 +128,10 @@ class Answers:
                     raise error
                 if not (record.is_for(said.session) or said.closure):
                     raise Fenced(f"round {said.round} was completed without this process; restart it")
+                kind = said.want, said.round, said.session in record.late
+                if kind in same and not said.lookups:
+                    answers.append(Reply(future, same[kind]))
+                    continue
                 rows = (looked_up or {}).get(said.session) if said.lookups else ()
                 if said.lookups or said.want not in payloads:
                     missing = [id for id in said.want if id not in fresh]
@@ -143,7 +148,10 @@ class Answers:
                         payloads[said.want] = payload
                 else:
                     payload = payloads[said.want]
-                answers.append(Reply(future, _reply(said, record, payload, over)))
+                answer = _reply(said, record, payload, over)
+                if not said.lookups:
+                    same[kind] = answer
+                answers.append(Reply(future, answer))
             except PSError as error:
                 answers.append(Fail(future, error))
         return answers

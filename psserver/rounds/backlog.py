@@ -25,18 +25,15 @@ class Backlog:
 
     Attributes:
         awaits: the generation by which its variables were handed over, while it does not have them; 0: it has them.
+        behind: True while the variables are older than the last round that is over.
     """
 
     def __init__(self) -> None:
         self.awaits = self._read = 0
+        self.behind = False
         self._waiting: ReadyRound | None = None  # until all before it are made
         self._rounds = deque[ReadyRound]()
         self._nbytes = 0
-
-    @property
-    def behind(self) -> bool:
-        """True while the variables are older than the last round that is over."""
-        return bool(self.awaits or self._rounds)
 
     def __len__(self) -> int:
         return len(self._rounds)
@@ -46,10 +43,12 @@ class Backlog:
     def begin(self, generation: int) -> None:
         """This server is back; its variables were handed over by a generation. It may have read them already."""
         self.awaits = 0 if generation == self._read else generation
+        self.behind = bool(self.awaits or self._rounds)
 
     def has_read(self, generation: int) -> None:
         """It has read its variables."""
         self.awaits, self._read = 0, generation
+        self.behind = bool(self._rounds)
 
     # ---- Rounds ----
 
@@ -72,6 +71,7 @@ class Backlog:
     def put(self, job: ReadyRound) -> None:
         """Adds a round that is over for its members."""
         self._rounds.append(job)
+        self.behind = True
         self._nbytes += _nbytes(job)
 
     def next(self, ready: Callable[[], ReadyRound | None]) -> ReadyRound | None:
@@ -89,6 +89,7 @@ class Backlog:
     def made(self) -> None:
         """The next round is made."""
         self._nbytes -= _nbytes(self._rounds.popleft())
+        self.behind = bool(self.awaits or self._rounds)
 
 
 def _nbytes(job: ReadyRound) -> int:

@@ -60,6 +60,7 @@ class PendingRound:
         whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
             be made later.
         batch: who was the first to say which global batch it reads, and in what words; None before.
+        policy: how it is made; None until somebody has looked.
     """
 
     plan_id: bytes
@@ -75,6 +76,7 @@ class PendingRound:
     voted: tuple[frozenset[int], frozenset[int]] | None = None
     whole: bool = False
     batch: tuple[Task, str] | None = None
+    policy: Policy | None = None
     _lacking: int = 0  # the place in `members` of who was missing when it was last looked for
 
     @property
@@ -235,12 +237,14 @@ class PendingRound:
 
     # ---- Contributions ----
 
-    def take(self, push: Push, members: Sequence[Member], runs: bool) -> tuple[list[MemberShare], list[Effect]]:
+    def take(
+        self, push: Push, senders: Sequence[tuple[Contribution, Member]], runs: bool
+    ) -> tuple[list[MemberShare], list[Effect]]:
         """Adds a push to a round that has its plan and generation.
 
         Args:
             push: the push; of one that came before, a resend.
-            members: who contributes: the sender, or of a sum the senders of its parts.
+            senders: who contributes, and says what: the sender, or of a sum the senders of its parts.
             runs: True if the round has begun: it reads what is whole.
 
         Returns:
@@ -261,10 +265,13 @@ class PendingRound:
         if found is not None and (said.parts or not found.summed) and not _is_again(found.within or found, push):
             raise InvalidRequest(f"round {said.round} of this session was sent again with different data")
         self.waiters.append((said, push.future))
+        if found is None and not said.parts:
+            share = self.parts[said.session] = MemberShare(senders[0][1], said, payload)
+            return [share], effects
         if found is None:
-            shares = shares_of(said, payload, members) if said.parts else [MemberShare(members[0], said, payload)]
+            shares = shares_of(said, payload, [member for _, member in senders])
             self.parts |= {share.member.session: share for share in shares}
-            if said.parts and not self.whole:
+            if not self.whole:
                 self.whole = True  # if a sum breaks off, its senders send what it has by themselves
                 effects += [Run(part.payload.hold) for part in self.sent]
             return [share for share in shares if share.within is None], effects
@@ -320,7 +327,7 @@ class PendingRound:
         dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
         self.parts.clear()
         self.waiters.clear()
-        self.plan_id, self.generation, self.batch = plan_id, generation, None
+        self.plan_id, self.generation, self.batch, self.policy = plan_id, generation, None, None
         return dropped
 
     def fail(self, error: PSError) -> list[Effect]:

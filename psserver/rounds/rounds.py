@@ -48,6 +48,10 @@ from pswire.servers.votes import Vote
 ALONE = Policy()
 """That of a round whose plan is not known: no other server decides on it."""
 
+Place = tuple[Generation | None, Member | None, Key]
+"""Where a contribution belongs: its generation, None for one that is not known here; its sender as it makes the round,
+None for no member of that; and its sequence."""
+
 LATER = "a later step (it skipped this round)"
 """The section, in words, of a member that has left out a round."""
 
@@ -144,43 +148,59 @@ class Rounds:
             self._try(push)
         return self._take_effects()
 
-    def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> list[Effect]:
+    def place(self, said: Contribution) -> Place:
+        """Returns where a contribution belongs."""
+        generation = self.generations.get(said.generation)
+        member = None if generation is None else generation.by_session.get(said.session)
+        if said.alone:
+            return generation, member and replace(member, consistency=ASYNC), SessionSequence(said.session)
+        if member is None or not member.alone:
+            return generation, member, None
+        return generation, member, member.task if said.closure is None else said.closure.number
+
+    def push(
+        self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float, place: Place | None = None
+    ) -> list[Effect]:
         """Takes a contribution at time `now`. Its future is answered when the round is over, or fails at once."""
-        self._try(Push(said, payload, now, future))
+        try:
+            self._push(Push(said, payload, now, future), place or self.place(said))
+        except PSError as error:
+            self._effects.append(Fail(future, error))
         return self._take_effects()
 
     def _try(self, push: Push) -> None:
+        """Takes a contribution that came earlier; its future fails if that cannot be taken."""
         try:
-            self._push(push)
+            self._push(push, self.place(push.said))
         except PSError as error:
             self._effects.append(Fail(push.future, error))
 
-    def _push(self, push: Push) -> None:
+    def _push(self, push: Push, place: Place) -> None:
         """Takes a contribution.
 
         Raises:
             PSError: why it cannot be taken.
         """
-        said = push.said
+        said, (generation, member, key) = push.said, place
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
         _check_weights(said)
-        generation = self.generations.get(said.generation)
         if generation is None:
             self._effects += self._parked.put(push)
             return
-        member = _member(generation, said)
         if member is None:
             raise Fenced(f"this process is not a member of generation {said.generation}; restart it")
-        key = _key(member, said)
         if said.closure is not None:
             self._closures.check(said.closure, said, member, self.sequences)
-        sequence = self.sequences.setdefault(key, RoundSequence())
-        sequence.check_open(said)
+        sequence = self.sequences.get(key)
+        if sequence is None:
+            sequence = self.sequences[key] = RoundSequence()
+        if said.round <= sequence.last:
+            raise sequence.refusal(said)
         runs = self._running == (key, said.round)
         if said.closure is not None and take_over(sequence, push, member, runs, self._effects):
             return
-        senders = _senders(generation, push.said, member)
+        senders = _senders(generation, said) if said.parts else [(said, member)]
         if (pending := sequence.open.get(said.round)) is None:
             members, behind = (member,) if key else generation.members, self.backlog.behind
             pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
@@ -200,13 +220,21 @@ class Rounds:
             raise self._fail(pending, differ)
         for part, _ in senders:
             sequence.came(part)
-        shares, effects = pending.take(push, [each for _, each in senders], runs)
+        shares, effects = pending.take(push, senders, runs)
         self._effects += effects
         if (plan := self.plans.get(said.plan_id)) is not None:
             for share in shares:
                 self._admit(pending, share, plan)
         if pending.doubtful and not joins(said, self.generations):
             self._settle(pending)
+
+    def lacks(self, said: Contribution, place: Place) -> bool:
+        """Returns True if the round of a contribution waits for others of its members, whatever else has happened."""
+        generation, _, key = place
+        pending = self.sequences[key].open.get(said.round) if key in self.sequences else None
+        if generation is None or pending is None or self.fenced or generation.leaves_out or pending.attempt:
+            return False
+        return len(pending.parts) < len(pending.members)
 
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
         """Takes in which closures are over: the answers to their rounds are needed no more."""
@@ -259,7 +287,8 @@ class Rounds:
         """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
         said = part.said
         try:
-            prepared.check(said, part.payload.size, self.generations[said.generation].session(said.session))
+            sender = self.generations[said.generation].by_session.get(said.session)
+            prepared.check(said, part.payload.size, sender)
         except InvalidRequest as error:
             for session in part.summed or (said.session,):
                 del pending.parts[session]
@@ -268,17 +297,20 @@ class Rounds:
             if prepared.streams and not pending.whole and prepared.policy(pending.consistency).streams:
                 part.payload.reader = prepared.layout(said).window
 
-    def recorded(self, said: Contribution) -> Record | None:
+    def recorded(self, said: Contribution, place: Place | None = None) -> Record | None:
         """Returns the record of a round that is over; None while it is not.
+
+        Args:
+            said: a contribution to the round.
+            place: where it belongs.
 
         Raises:
             InvalidRequest: the round had another plan.
             Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
-        generation = self.generations.get(said.generation)
-        member = _member(generation, said) if generation else None
-        sequence = self.sequences.get(_key(member, said)) if generation else None
+        generation, _, key = place or self.place(said)
+        sequence = self.sequences.get(key) if generation else None
         record = sequence.records.get(said.round) if sequence else None
         if generation is None or sequence is None or record is None or record.error is not None:
             return record
@@ -306,8 +338,8 @@ class Rounds:
             number, pending = min(sequence.open.items())
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
-            policy = plan.policy(pending.consistency) if plan else ALONE
-            called = self.votes.called(number, pending.attempt)
+            policy = pending.policy if plan and pending.policy else self._policy(pending, plan)
+            called = pending.voted is not None and self.votes.called(number, pending.attempt)
             if pending.error is not None and not policy.voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
@@ -324,6 +356,13 @@ class Rounds:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del sequence.open[number]
         return None
+
+    def _policy(self, pending: PendingRound, plan: PreparedPlan | None) -> Policy:
+        """Returns how a round is made; keeps that once its plan is known."""
+        if plan is None:
+            return ALONE
+        pending.policy = plan.policy(pending.consistency)
+        return pending.policy
 
     def open(self, vote: Vote, now: float) -> None:
         """Another server has a round of which this one may know nothing: all who make it may be gone.
@@ -443,21 +482,13 @@ def _check_weights(said: Contribution) -> None:
         raise InvalidRequest("a process that only observes must not push gradients")
 
 
-def _member(generation: Generation, said: Contribution) -> Member | None:
-    """Returns the sender of a contribution, as it makes its round; None if it is no member of the generation."""
-    member = generation.session(said.session)
-    return member if member is None or not said.alone else replace(member, consistency=ASYNC)
-
-
-def _senders(generation: Generation, said: Contribution, member: Member) -> list[tuple[Contribution, Member]]:
-    """Returns who contributes with a push, and what each says: its sender, or the senders of a sum's parts.
+def _senders(generation: Generation, said: Contribution) -> list[tuple[Contribution, Member]]:
+    """Returns the senders of the parts of a sum, each with what it says.
 
     Raises:
         InvalidRequest: it cannot be the sum of its parts.
         PushAgain: one of them is no member of the generation.
     """
-    if not said.parts:
-        return [(said, member)]
     check_sum(said)
     for part in said.parts:
         _check_weights(part)
@@ -474,12 +505,3 @@ def _senders(generation: Generation, said: Contribution, member: Member) -> list
 def _is_apart(parts: Iterable[Contribution], rounds: Rounds) -> bool:
     """Returns whether any contribution must come by itself: of one who joins, and may be wrong, or is left out."""
     return any(part.session in rounds.fenced or joins(part, rounds.generations) for part in parts)
-
-
-def _key(member: Member | None, said: Contribution) -> Key:
-    """Returns the key of the sequence of a contribution."""
-    if said.alone:
-        return SessionSequence(said.session)
-    if member is None or not member.alone:
-        return None
-    return member.task if said.closure is None else said.closure.number

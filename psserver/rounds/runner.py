@@ -251,7 +251,7 @@ class Runner:
         else:
             change = self._store.exchange if agreed.commit is Commit.PROGRESSIVE else self._store.commit
             change(trial.assigned)
-        return [Run(trial.execution.close), *self._end(trial, None, self._tally.clock())]
+        return [*trial.execution.ends(), *self._end(trial, None, self._tally.clock())]
 
     def _refusal(self, job: ReadyRound) -> PSError | None:
         """Returns why a participant refuses a round whose contributions are known now; None if none does."""
@@ -269,7 +269,7 @@ class Runner:
         self._store.end_loan()
         self._answers.drop()
         self._tally.void(job, record, self._rounds.last)
-        ends = [] if trial is None else [Run(trial.execution.close)]
+        ends = [] if trial is None else trial.execution.ends()
         return [*ends, *self.replies(record, self._hold(record, waiters))]
 
     def _again(self, job: ReadyRound, ran: Running | None, attempt: int, agreed: Agreed = None) -> list[Effect]:
@@ -284,7 +284,7 @@ class Runner:
         self._store.end_loan()
         self.drop()
         log.debug("round %d is repeated, because a worker was lost during it", job.round)
-        ends = [] if ran is None else [Run(ran.execution.close)]
+        ends = [] if ran is None else ran.execution.ends()
         return [*self._rounds.again(job, attempt, agreed), *ends, *self.next()]
 
     # ---- The end ----
@@ -293,7 +293,7 @@ class Runner:
         """All steps of a round have run. One on trial has changed nothing: now this server can vote."""
         if running.on_trial:
             return self._elect(Deciding(replace(running.job, error=error), running.attempt, running))
-        return [Run(running.execution.close), *self._end(running, error, now)]
+        return [*running.execution.ends(), *self._end(running, error, now)]
 
     def _break(self, running: Running, error: PSError, now: float) -> list[Effect]:
         """Ends a round after a bug: it is unknown how far it came."""
@@ -312,7 +312,8 @@ class Runner:
 
     def _end(self, running: Running, error: PSError | None, now: float) -> list[Effect]:
         """Ends a round that was applied, or has failed."""
-        execution, job = running.execution, running.job
+        execution = running.execution
+        job = execution.job
         self._store.end_loan()
         if job.put_off:
             self._phase = None

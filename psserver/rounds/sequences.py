@@ -122,13 +122,11 @@ class RoundSequence:
         pushed = self.pushed.get(session)
         return pushed is not None and sum(number > pushed for number in self.records) < BEHIND
 
-    def check_open(self, said: Contribution) -> None:
-        """Raises `PSError` for a push to a round that is over."""
-        if said.round > self.last:
-            return
+    def refusal(self, said: Contribution) -> PSError:
+        """Returns the error of a push to a round that is over."""
         if said.closure is not None:  # another worker has made it meanwhile, and its answer is this one's
-            raise PushAgain(f"another worker has completed round {said.round} of closure {said.closure.number}")
-        raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
+            return PushAgain(f"another worker has completed round {said.round} of closure {said.closure.number}")
+        return InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
 
     def under_way(self, session: int) -> set[int]:
         """Returns the open rounds to which a session has contributed."""

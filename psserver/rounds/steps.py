@@ -102,7 +102,8 @@ class StepRunner:
 
     def go_on(self, running: Running, follows: bool = False) -> list[Effect]:
         """Returns the next step, or the payload it has to wait for."""
-        execution, job = running.execution, running.job
+        execution = running.execution
+        job = execution.job
         running.awaits = execution.awaits()
         if running.awaits is not None:
             return [running.awaits]
@@ -130,7 +131,7 @@ class StepRunner:
             variables = store.borrow(reads, in_place, running.assigned)
             return execution.step(variables, store.take_spare, store.room, not in_place)
         finally:
-            execution.ran += self._tally.ran(running.job, began)
+            execution.ran += self._tally.ran(execution.job, began)
 
     def _told(self, running: Running, _: None, error: PSError | None, now: float) -> list[Effect]:
         if running.dropped:
@@ -161,7 +162,8 @@ class StepRunner:
         error: PSError | None,
         now: float,
     ) -> list[Effect]:
-        execution, job = running.execution, running.job
+        execution = running.execution
+        job = execution.job
         over = error is not None or execution.done
         if over and error is None:
             try:

@@ -238,12 +238,12 @@ class Store:
             raise InvalidRequest(f"variable {name} has no value on this server", str(self.task))
         return value
 
-    def at_hand(self, ids: Iterable[int]) -> dict[int, Array] | None:
+    def at_hand(self, ids: Sequence[int]) -> dict[int, Array] | None:
         """Returns arrays on the host, by number; None if that takes array work. Raises `InvalidRequest` as `find`."""
-        values = {id: self.find(id) for id in ids}
-        if values and (self.device.gpu is not None or not all(map(_IS_PLAIN, values.values()))):
+        values = list(map(self.find, ids))
+        if values and (self.device.gpu is not None or not all(map(_IS_PLAIN, values))):
             return None
-        return {id: value.array for id, value in values.items()}
+        return dict(zip(ids, map(_ARRAY, values), strict=True))
 
     def views(self, ids: Iterable[int]) -> list[Value]:
         """Returns variables as they are now, for who reads them later; raises `InvalidRequest` as `find`."""
@@ -335,7 +335,7 @@ class Store:
         return owned(set(ids) - self._keyed.keys() if self._keyed else ids, self._values)
 
 
-_IS_PLAIN = attrgetter("is_plain")
+_ARRAY, _IS_PLAIN = attrgetter("array"), attrgetter("is_plain")
 
 
 def _read_ahead(wanted: Sequence[tuple[Value, RowRead]], hint: bool) -> None:
