@@ -157,7 +157,7 @@ MIXED = ("bool", "int8", "float16", "int32", "float32", "float64", "complex64")
 def test_small_arrays_are_copied_together(count: int, non_contiguous: bool) -> None:
     """There and back, of any dtype and shape, beside large and empty ones; whatever is written to them afterwards."""
     rng = np.random.default_rng(0)
-    hosts = [(100 * rng.standard_normal((n % 5, 2 * n + 1))).astype(MIXED[n % len(MIXED)]) for n in range(count)]
+    hosts = [(10 * rng.standard_normal((n % 5, 2 * n + 1))).astype(MIXED[n % len(MIXED)]) for n in range(count)]
     hosts += [np.array(5.0), rng.standard_normal(devices.PACK_BYTES), np.empty((0, 3), "float32")]
     with cupy().cuda.Stream(non_blocking=True):
         dawdle()

@@ -396,7 +396,7 @@ class _Transfer:
         self._over = over
         self._ended = False
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Waits for its end, once; raises the device's error if it has failed."""
         if not self._ended:
             self._done.synchronize()
@@ -424,7 +424,7 @@ class Download(Pending):
     def wait(self) -> Array:
         """Waits for the end of the copy; returns the array. Raises the device's error if it has failed."""
         if self.here is None:
-            self._transfer.wait()
+            self._transfer.synchronize()
             self.here = self._host
         return self.here
 
