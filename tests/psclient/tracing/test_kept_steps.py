@@ -8,12 +8,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
+from psclient._src.distribute.extended import contributions
 from psclient._src.distribute.prepared_step import OwnContributions
 from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
 from psclient.optimizers.state import state_of
+from pswire.model.plan import Reduction
+from pswire.model.tensor import spec_of
 from tests.kit.cases import search
 from tests.kit.strategies import kinds, merged, opened, refused, replicas, variable
 
@@ -306,6 +309,28 @@ def kept(numbers=(2.0,), fn=doubled):
     section, (total,) = reduced(np.ones(2))
     section.apply((0,), fn, (total, 2.0), {})
     return section.complete(list(numbers))
+
+
+class Tagged(np.ndarray):
+    """An array of a class of the user's."""
+
+
+def test_contributions_are_made_to_the_same_reductions(strategy):
+    """None to others, or to more or fewer of them. What does not travel as it is, is made an array that does."""
+    w, ones = variable(strategy, np.zeros((2, 3), "float32")), np.ones((2, 3), "float32")
+    asked = Reduction("sum", spec_of(ones), (0,))
+
+    def found(values, number):
+        return contributions(strategy.extended, values, [w] * len(values), [], [asked] * number)
+
+    with strategy.scope():
+        for value in (ones[0], ones.astype("float64")):
+            assert found([value], 1) is None
+        assert found([ones], 2) is None
+        assert found([ones, ones], 1) is None
+        for value in (ones, np.asfortranarray(ones), ones.view(Tagged), np.ones((3, 2), "float32").T):
+            weights, (array,) = found([value], 1)
+            assert (weights, array.tolist(), array.flags.c_contiguous) == ([1.0], ones.tolist(), True)
 
 
 def test_a_section_is_repeated_where_nothing_is_recorded():
