@@ -164,6 +164,7 @@ def test_a_step_like_the_last_records_no_update(strategy, calls):
 ANOTHER_STEP = {
     "option": lambda o, *_: setattr(o, "clipvalue", 1.0),
     "word": lambda o, *_: setattr(o, "nesterov", True),
+    "no decay": lambda o, *_: setattr(o, "weight_decay", 0.0),
     "schedule": lambda o, *_: setattr(o, "learning_rate", schedules.ExponentialDecay(0.1, 2, 0.5)),
     "excluded": lambda o, w, *_: o.exclude_from_weight_decay([w]),
     "another order": lambda o, w, u, x: (u, w),
@@ -269,6 +270,15 @@ def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
         )
     refused(RuntimeError, "closed", lambda: other.run(optimizer.apply_gradients, (pairs,)))
     refused(RuntimeError, "closed", lambda: optimizer.apply_gradients(pairs))
+
+
+def test_a_value_that_was_read_is_not_read_after_the_end():
+    """Though it is still in this process."""
+    with opened("servers-1x1") as strategy:
+        w = variable(strategy)
+        w.assign_add(np.ones(3, "float32"))
+        assert [w.numpy().tolist() for _ in range(2)] == [[1.0] * 3] * 2
+    refused(RuntimeError, "closed", w.numpy)
 
 
 # ---- Sections ----
