@@ -205,7 +205,7 @@ class Runner:
             return self._fail(job, trial, verdict.error)
         if verdict.torn:
             return self._again(job, trial, attempt)
-        if agreed.is_short and not (verdict.unanimous or verdict.repeated):
+        if not (verdict.unanimous or verdict.repeated) and agreed.is_short:
             self._rounds.gather(job, attempt)  # nothing was tried: what is waits for all
             return self.next()
         if not agreed.parts:
