@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import islice, takewhile
 from socket import (
     IPPROTO_TCP,
     SO_KEEPALIVE,
@@ -228,6 +228,7 @@ class MessageSocket:
         """Greatest sizes of a message's parts; larger once the other end has proved its identity."""
         self._scratch = NOTHING
         self._read = self._filled = 0
+        self._emptied = False  # the system gave less than there was room for: it has no more for now
         self._incoming = self._messages()
 
     @property
@@ -252,7 +253,7 @@ class MessageSocket:
                 try:
                     sent = self.sock.sendmsg(buffers)
                 except BLOCKED:
-                    sent = 0
+                    pass
                 self.sent += sent
                 if sent == sum(map(len, buffers)):
                     return False
@@ -286,18 +287,19 @@ class MessageSocket:
             sent -= len(self._out.popleft())
 
     def receive(self) -> Iterator[Message]:
-        """Yields the messages that are there; ends where the next one is not whole yet.
+        """Returns the messages that are there; ends where the next one is not whole yet.
 
         Raises:
             OSError: the connection is broken, or the other end has closed it.
             InvalidRequest: the bytes are no message.
         """
-        while (message := next(self._incoming)) is not None:
-            yield message
+        return takewhile(bool, self._incoming)  # type: ignore[arg-type]  # it ends at the first None
 
     def _messages(self) -> Generator[Message | None, None, None]:
         head = bytearray(HEAD.size)
         while True:
+            while self._read == self._filled and not self._take():
+                yield None
             data = None
             if self._filled - self._read >= HEAD.size:
                 number, header_size, call, offset, size, place = HEAD.unpack_from(self._scratch, self._read)
@@ -305,7 +307,9 @@ class MessageSocket:
             else:
                 yield from self._fill(memoryview(head))
                 number, header_size, call, offset, size, place = HEAD.unpack(head)
-            kind = _kind(number)
+            kind = _KINDS.get(number)
+            if kind is None:
+                raise InvalidRequest(f"a message of unknown kind {number}")
             if header_size > self.max_header or size > self.max_data:
                 raise InvalidRequest(
                     f"a message with {header_size} bytes of header and {size} bytes of data is larger than the limits, "
@@ -332,44 +336,45 @@ class MessageSocket:
                 buffer[at : at + count] = self._scratch[self._read : self._read + count]
                 self._read += count
                 at += count
-                continue
-            direct = len(buffer) - at >= SCRATCH
-            try:
-                count = self.sock.recv_into(buffer[at:] if direct else self._buffer())
-            except BLOCKED:
-                self._rest()
-                yield None
-                continue
-            if not count:
-                raise ConnectionResetError("the other side has closed the connection")
-            self.received += count
-            if direct:
+            elif len(buffer) - at >= SCRATCH:
+                count = self._take(buffer[at:])
                 at += count
+                if not count:
+                    yield None
+            elif not self._take():
+                yield None
+
+    def _take(self, buffer: memoryview | None = None) -> int:
+        """Receives into a buffer, by default one that is lent for that, of which nothing is left.
+
+        Returns:
+            How many bytes; 0 if nothing is there for now. Then the lent buffer serves the next socket.
+        """
+        into = buffer
+        if into is None:
+            into = self._scratch = self._scratch or scratch.lend()
+        count = 0
+        if not self._emptied:
+            try:
+                count = self.sock.recv_into(into)
+            except BLOCKED:
+                pass
             else:
-                self._read, self._filled = 0, count
-
-    def _buffer(self) -> memoryview:
-        """Returns the buffer to read into."""
-        if not self._scratch:
-            self._scratch = scratch.lend()
-        return self._scratch
-
-    def _rest(self) -> None:
-        """Gives the buffer to the next socket: nothing comes for now, and all that had come is taken."""
-        if self._scratch:
+                if not count:
+                    raise ConnectionResetError("the other side has closed the connection")
+        # What has come since then makes the socket readable once more.
+        self._emptied = 0 < count < len(into)
+        self.received += count
+        if buffer is None:
+            self._read, self._filled = 0, count
+        if not count and self._scratch:
             scratch.give_back(self._scratch)
             self._scratch = NOTHING
+        return count
 
 
 _KINDS = {int(kind): kind for kind in MessageKind}
 """By their numbers: faster than to ask the class."""
-
-
-def _kind(number: int) -> MessageKind:
-    try:
-        return _KINDS[number]
-    except KeyError:
-        raise InvalidRequest(f"a message of unknown kind {number}") from None
 
 
 @dataclass(eq=False)

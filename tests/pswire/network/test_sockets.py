@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -143,10 +144,9 @@ def test_an_end_is_told_after_what_came_before_it() -> None:
         with pair() as (sock, link):
             sock.sendall(sockets.Message(sockets.MessageKind.WELCOME).head() + rest)
             sock.close()
-            messages = link.receive()
-            assert next(messages).kind is sockets.MessageKind.WELCOME
+            assert [message.kind for message in link.receive()] == [sockets.MessageKind.WELCOME]
             with pytest.raises(ConnectionResetError):
-                next(messages)
+                list(link.receive())
 
 
 @given(st.lists(st.integers(0, 1 << 18), min_size=1, max_size=600), st.integers(1, 8))
@@ -407,6 +407,31 @@ def test_connections_on_which_nothing_comes_have_no_buffer() -> None:
         assert not second._scratch
         one.sendall(messages[1].head()[50:])
         assert [plain(message) for message in first.receive()] == [plain(messages[1])]
+
+
+def test_what_is_there_is_received_with_one_call() -> None:
+    """The system gave less than there was room for: it is asked again when something has come since then."""
+
+    class Asked:
+        """A socket, and how often it was asked for what is there."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self.sock, self.times = sock, 0
+
+        def recv_into(self, buffer: memoryview) -> int:
+            self.times += 1
+            return self.sock.recv_into(buffer)
+
+    with pair() as (sock, link):
+        asked = Asked(cast(socket.socket, link.sock))
+        link.sock = cast(socket.socket, asked)
+        for calls in ((1,), (2, 3), (4,)):
+            messages = [sockets.Message(sockets.MessageKind.PULL, call, bytes((call,)) * 40) for call in calls]
+            asked.times = 0
+            sock.sendall(b"".join(message.head() for message in messages))
+            assert [plain(message) for message in link.receive()] == [plain(message) for message in messages]
+            assert asked.times == 1
+        assert list(link.receive()) == []
 
 
 def test_two_connections_have_never_one_buffer() -> None:
