@@ -257,7 +257,6 @@ BRIEF: dict[str, str] = {
     "psclient._src.network.transport_selector.TransportSelector.heartbeat": "for a part of a lease; then the heartbeat over gRPC says so",
     "psclient._src.network.transport_reader._await": CALLER,
     "psclient._src.network.transport_reader.TransportReader._receive": CALLER,
-    "psclient._src.network.transport_selector.TransportSelector.ask": CALLER,
     "psclient._src.network.grpc_calls.GrpcCalls.watch": "one attempt of until_answered, which bounds it",
     "psclient._src.network.staging.fill": "for a copy from a GPU",
     "psclient._src.network.staging.StagedParts.__iter__": "gRPC's thread, for what the process itself is copying; `end` ends it",

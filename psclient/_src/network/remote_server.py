@@ -19,7 +19,7 @@ from psclient._src.config import grpc_streams
 from psclient._src.network.daemon_threads import Threads
 from psclient._src.network.grpc_calls import GrpcCalls
 from psclient._src.network.retries import Attempts
-from psclient._src.network.transport import Answered, Offer, Transport
+from psclient._src.network.transport import Offer, Transport, TransportCall
 from psclient._src.network.transport_selector import TransportSelector
 from pswire.api import (
     ApproveRequest,
@@ -46,9 +46,9 @@ from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done
 from pswire.model.places import Moved
 from pswire.model.status import STILL, ServerStatus
-from pswire.network.futures import LeanFuture, follow
 from pswire.network.grpc_channel import Interceptor
-from pswire.network.payload import Payload
+from pswire.network.payload import EMPTY, Payload
+from pswire.network.sockets import MessageKind
 from pswire.network.traffic import TransportName, traffic
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -212,57 +212,67 @@ class RemoteServer(ParameterServer):
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Calls `ParameterServer.push`; the payload may still grow. Sends a broken stream again, whole."""
         header = self._encoder.encode(contribution, payload.size)
-
-        def once(seconds: float) -> RoundReply:
-            return self._decoder.decode(*self._calls.push(header, payload, seconds))
-
-        again = partial(self._attempts.until_answered, VERBS["Push"], once)
-        return self._ask_on_transport(
-            contribution.session, lambda transport: transport.push(header, payload), self._decoder.decode, again
-        )
+        call = TransportCall(contribution.session, MessageKind.PUSH, header, payload, self._decoder.decode, self)
+        self._send_payload(call)
+        return call
 
     def _pull(self, request: PullRequest) -> Future[PullReply]:
-        data = messages.PULL.to_pb(request).SerializeToString()
+        header = messages.PULL.to_pb(request).SerializeToString()
+        call = TransportCall(request.session, MessageKind.PULL, header, EMPTY, messages.pull_from_pb, self)
+        self._send_payload(call)
+        return call
 
-        def once(seconds: float) -> PullReply:
-            return messages.pull_from_pb(*self._calls.pull(data, seconds))
+    def _send_payload(self, call: TransportCall[Any], lost: Transport | None = None) -> None:
+        """Makes a call on the best transport of its session that works, or over gRPC where none does.
 
-        again = partial(self._attempts.until_answered, VERBS["Pull"], once)
-        return self._ask_on_transport(
-            request.session, lambda transport: transport.pull(data), messages.pull_from_pb, again
-        )
-
-    def _ask_on_transport(
-        self,
-        session: int,
-        ask: Callable[[Transport], Future[Answered]],
-        decode: Callable[[Any, Payload], T],
-        otherwise: Callable[[], T],
-    ) -> Future[T]:
-        """Calls on the best transport of a session that works; over gRPC where none does."""
+        Args:
+            call: the call.
+            lost: the transport that broke with the call on it.
+        """
         self._calls.check()
+        transports = self._transports.get(call.session)
+        transport = None if transports is None else transports.next(lost)
+        if transport is None:
+            self._send_over_grpc(call)
+        else:
+            transport.send(call)
 
-        def over_grpc() -> Future[T]:
-            self._calls.check()
-            return self._threads.submit(otherwise)
+    def _send_over_grpc(self, call: TransportCall[Any]) -> None:
+        """Makes a call without a transport, in another thread."""
+        self._calls.check()
+        kind, header, payload = call.said
+        pushes = kind is MessageKind.PUSH
 
-        transports = self._transports.get(session)
-        asked = transports.ask(ask, decode, over_grpc) if transports else over_grpc()
-        if not (transports and self._attempts.told):
-            return asked
-        answer: Future[T] = LeanFuture()
-        asked.add_done_callback(partial(self._hand_on, answer, over_grpc))
-        return answer
+        def once(seconds: float) -> Any:
+            calls = self._calls
+            return call.decode(*calls.push(header, payload, seconds) if pushes else calls.pull(header, seconds))
 
-    def _hand_on(self, answer: Future[T], otherwise: Callable[[], Future[T]], asked: Future[T]) -> None:
-        """Hands on what a call on a transport came to; where the server has ended, it waits as any other call."""
-        if self._attempts.awaits_verdict(asked.exception()):
-            try:
-                asked = otherwise()
-            except PSError as error:
-                answer.set_exception(error)
-                return
-        asked.add_done_callback(partial(follow, answer))
+        again = partial(self._attempts.until_answered, VERBS["Push" if pushes else "Pull"], once)
+        self._threads.submit(partial(call.settle, again))
+
+    def lost(self, call: TransportCall[Any], transport: Transport) -> None:
+        """Makes a call again whose transport is lost, in another thread: to open the next one takes a while."""
+        try:
+            self._threads.submit(partial(self._send_again, call, transport))
+        except PSError as error:
+            call.fail(error)
+
+    def _send_again(self, call: TransportCall[Any], transport: Transport) -> None:
+        try:
+            self._send_payload(call, transport)
+        except BaseException as error:  # whatever it is, it belongs to the caller that waits
+            call.fail(error)
+            del call  # else the error, by its traceback, and the call hold each other
+
+    def refused(self, call: TransportCall[Any], error: PSError) -> bool:
+        """Makes a call again to which the server says that it has ended, where it waits for a verdict as any other."""
+        if not self._attempts.awaits_verdict(error):
+            return False
+        try:
+            self._send_over_grpc(call)
+        except PSError as failure:
+            call.fail(failure)
+        return True
 
     def transport(self, session: int) -> Transport | None:
         """Returns the transport that a session's calls go on now; None for gRPC."""

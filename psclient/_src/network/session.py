@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from psclient._src.network.lease import Lease, Proposal
 from psclient._src.network.patience import Deadline
+from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.transport import Transport
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
@@ -75,10 +76,9 @@ class Session(Lease):
             PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
         """
         spoken: Future[None] | None = None
-        while True:
-            self._reader.wait(future, max(min(deadline.left(), self.timeouts.report_interval), 0), self._transports)
-            if future.done():
-                return self._take(future)
+        while not self._reader.wait(
+            future, max(min(deadline.left(), self.timeouts.report_interval), 0), self._transports
+        ):
             self.check()
             if deadline.left() <= 0:
                 raise late()
@@ -86,11 +86,16 @@ class Session(Lease):
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
             self.hosting.look_for_returns(self._threads, self.job, self.take_back)
+        return self._take(future)
 
     def _transports(self) -> list[Transport]:
         """Returns the transports on which calls of this process are under way."""
-        found = map(self.transport, range(len(self.servers)))
-        return [transport for transport in found if transport is not None and transport.waits]
+        found = list[Transport]()
+        for server in self.servers:
+            transport = server.transport(self.number) if isinstance(server, RemoteServer) else None
+            if transport is not None and transport.waits:
+                found.append(transport)
+        return found
 
     def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:
         try:
@@ -209,8 +214,7 @@ class Session(Lease):
 
     def answered(self, plan_id: bytes) -> None:
         """A round of a plan was answered: it is approved."""
-        if self.copied:
-            self._proposals.pop(plan_id, None)
+        self._proposals.pop(plan_id, None)
 
     def _propose_again(self) -> None:
         """Proposes what the server that is gone may have told nobody."""

@@ -16,22 +16,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 from psclient._src.network import forks
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.network.futures import LeanFuture
 from pswire.network.parts import Assembly
-from pswire.network.payload import Payload
+from pswire.network.payload import EMPTY, Payload
 from pswire.network.shared_memory import CLIENT_BYTES, Segment, SharedArena, SharedView, SlotHold
 from pswire.network.sockets import Message, MessageKind, MessageSocket, PayloadSender, connect
 from pswire.network.tls_socket import Stream
 from pswire.network.traffic import Traffic, TransportName
 from pswire.pb import parameter_server_pb2 as pb
+
+T = TypeVar("T")
 
 SHARED = "/dev/shm"
 """Folder of memory that a server and its clients share where the shm transport works."""
@@ -52,8 +54,13 @@ class TransportLost(Exception):
 
 
 Header = pb.RoundHeader | pb.PullHeader | pb.HeartbeatReply
-Answered = tuple[Any, Payload]
-"""The header of an answer, a `Header`, and its payload."""
+
+ANSWERS: dict[MessageKind, type[Header]] = {
+    MessageKind.PUSH: pb.RoundHeader,
+    MessageKind.PULL: pb.PullHeader,
+    MessageKind.HEARTBEAT: pb.HeartbeatReply,
+}
+"""The header of the answer to each kind of call."""
 
 
 @dataclass(frozen=True)
@@ -82,41 +89,92 @@ class Offer:
     tls: Callable[[], ssl.SSLContext] | None = None
 
 
-@dataclass
-class _TransportCall:
-    """A call under way.
+class CallOwner(Protocol):
+    """What has made a call, and may make it in another way. Its methods are called by any thread, and do not wait."""
+
+    def lost(self, call: TransportCall[Any], transport: Transport) -> None:
+        """A transport is lost on which a call was under way."""
+
+    def refused(self, call: TransportCall[Any], error: PSError) -> bool:
+        """Returns whether it makes a call again that a server has refused."""
+
+
+class TransportCall(LeanFuture[T]):
+    """A call of a server, and its answer. It outlives the transport that it is made on.
+
+    Args:
+        session: number of the session that makes it.
+        kind: kind of its message.
+        header: header of its message.
+        payload: payload of its message; it may still grow.
+        decode: reads the answer, of a header and a payload.
+        owner: told where it comes to no answer on a transport; by default the answer is that error.
 
     Attributes:
-        kind: class of the answer's header.
-        future: the answer.
-        assembly: collects the answer's payload, once its size is known.
-        header: header of the answer, once it is there.
+        session: as the argument.
+        decode: as the argument.
+        said: kind, header and payload of its message, as long as it may have to be sent again.
     """
 
-    kind: type[Header]
-    future: Future[Answered]
-    assembly: Assembly | None = None
+    def __init__(
+        self,
+        session: int,
+        kind: MessageKind,
+        header: bytes,
+        payload: Payload,
+        decode: Callable[[Any, Payload], T],
+        owner: CallOwner | None = None,
+    ) -> None:
+        super().__init__()
+        self.session = session
+        self.decode = decode
+        self.said = kind, header, payload
+        self._owner = owner
+
+    def settle(self, work: Callable[[], T]) -> None:
+        """Answers it with the result of a function, or with what it raises."""
+        try:
+            result = work()
+        except BaseException as error:  # whatever it is, it belongs to the caller that waits
+            self.fail(error)
+            del self, work  # else the error, by its traceback, and the call hold each other
+        else:
+            self._let_go()
+            self._end(result, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Answers it with an error."""
+        self._let_go()
+        self.set_exception(error)
+
+    def refuse(self, error: PSError) -> None:
+        """Answers it with the error of a server, unless it is made again."""
+        if self._owner is None or not self._owner.refused(self, error):
+            self.fail(error)
+
+    def lose(self, transport: Transport, why: str) -> None:
+        """Goes on without a transport, which is lost."""
+        if self._owner is None:
+            self.fail(TransportLost(why))
+        else:
+            self._owner.lost(self, transport)
+
+    def _let_go(self) -> None:
+        """Lets go of what it has sent, before anybody sees the answer: that memory may serve the next call."""
+        self.said = self.said[0], b"", EMPTY
+
+
+@dataclass
+class _Parts:
+    """An answer that comes in parts.
+
+    Attributes:
+        assembly: collects the payload.
+        header: its header, once it is there.
+    """
+
+    assembly: Assembly
     header: Header | None = None
-
-    def take(self, message: Message, data: memoryview | None, traffic: Traffic) -> Answered | None:
-        """Takes a message of the answer, with its data; returns the answer once it is whole.
-
-        Raises:
-            InvalidRequest: the message has no place in the answer.
-        """
-        ends = message.kind is MessageKind.ANSWER
-        if ends or message.header:
-            header = parse(self.kind, message.header)
-            size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
-            if ends and self.assembly is None and size == message.size and not message.offset:
-                return header, Assembly.whole(size, traffic, data)
-            self.assembly = self.assembly or Assembly(size, traffic)
-            self.header = header if ends else None
-        if self.assembly is None:
-            raise InvalidRequest("part of a response has no header")
-        if data is not None:
-            self.assembly.add(message.offset, (data,))
-        return (self.header, self.assembly.payload) if self.header and self.assembly.payload.whole else None
 
 
 class Silence:
@@ -197,6 +255,7 @@ class Transport:
 
     Attributes:
         answered: number of answered calls.
+        file: the socket's file descriptor, for selectors.
 
     Raises:
         TransportLost: the transport cannot be opened; the message says why.
@@ -209,7 +268,8 @@ class Transport:
         self._silence = Silence(lease)
         self._traffic = traffic
         self.answered = 0
-        self._calls: dict[int, _TransportCall] = {}
+        self._calls: dict[int, TransportCall[Any]] = {}
+        self._parts: dict[int, _Parts] = {}  # of these calls; of the thread that receives
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
@@ -235,6 +295,7 @@ class Transport:
             self._link = MessageSocket(self._sock)
             self._link.trust()
             self._channel = PayloadSender(self._link, ring, True, self._ring_bell, traffic)
+            self.file = self._sock.fileno()
             self._events = select.epoll()
             self._events.register(self._bell, select.EPOLLIN)
             self._events.register(self._sock, select.EPOLLIN)
@@ -293,28 +354,18 @@ class Transport:
         """Reserves memory from which payloads are sent without a copy, as `SharedArena.reserve`; None where none is."""
         return self._channel.reserve(size)
 
-    def push(self, header: bytes, payload: Payload) -> Future[Answered]:
-        """Sends a contribution; the future gives the answer's header and payload, or raises `TransportLost`."""
-        return self._ask(MessageKind.PUSH, header, payload, pb.RoundHeader)
-
-    def pull(self, header: bytes) -> Future[Answered]:
-        """Asks for values; as `push`."""
-        return self._ask(MessageKind.PULL, header, Payload(), pb.PullHeader)
-
-    def heartbeat(self) -> Future[Answered]:
-        """Says that this process lives, and nothing else; as `push`."""
-        return self._ask(MessageKind.HEARTBEAT, b"", Payload(), pb.HeartbeatReply)
-
-    def _ask(self, kind: MessageKind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
-        call = _TransportCall(answer, LeanFuture())
+    def send(self, call: TransportCall[Any]) -> None:
+        """Makes a call, which goes on without this transport if that is lost."""
+        kind, header, payload = call.said
         number = next(self._numbers)
         with self._lock:
-            if self._why is not None:
-                call.future.set_exception(TransportLost(self._why))
-                return call.future
-            self._calls[number] = call
-        self._channel.send(kind, number, header, payload)
-        return call.future
+            why = self._why
+            if why is None:
+                self._calls[number] = call
+        if why is None:
+            self._channel.send(kind, number, header, payload)
+        else:
+            call.lose(self, why)
 
     def close(self, why: str) -> None:
         """Ends the transport; calls under way raise `TransportLost`."""
@@ -328,7 +379,7 @@ class Transport:
         if (wake := self._leader) is not None:
             wake()
         for call in calls:
-            call.future.set_exception(TransportLost(why))
+            call.lose(self, why)
 
     def silent(self) -> str:
         """Takes a heartbeat's answer, which came by gRPC; returns the reason if this transport is broken, else ""."""
@@ -367,11 +418,7 @@ class Transport:
         """True if a call is under way."""
         return bool(self._calls)
 
-    def fileno(self) -> int:
-        """Returns the socket's file descriptor, for selectors."""
-        return self._sock.fileno()
-
-    def take_over(self, wake: Callable[[], object]) -> None:
+    def take_over(self, wake: Callable[[], object]) -> bool:
         """Makes the calling thread the one that receives, until `give_back`.
 
         The transport's own thread ignores the socket until then.
@@ -379,18 +426,16 @@ class Transport:
         Args:
             wake: called by any thread once the transport is lost; then it must be given back soon.
 
-        Changes nothing if another thread receives right now, or the transport is lost.
+        Returns:
+            False, having changed nothing, if another thread receives right now, or the transport is lost.
         """
         with self._heeding:  # the thread waits for it, and does not look again and again
-            taken = not self.lost and self._reading.acquire(blocking=False)
-            if taken:
-                self._leader = wake
-                self._heed()
-        if taken and self.lost:  # since then, and who closed it may not have seen the caller
+            if self._why is not None or not self._reading.acquire(blocking=False):
+                return False
+            self._leader = wake
+            self._heed()
+        if self._why is not None:  # since then, and who closed it may not have seen the caller
             self.give_back(wake)
-
-    def is_taken(self, wake: Callable[[], object]) -> bool:
-        """Returns True if the caller of `take_over` receives."""
         return self._leader == wake
 
     def give_back(self, wake: Callable[[], object]) -> None:
@@ -401,8 +446,12 @@ class Transport:
         self._reading.release()
         self._heed()
 
-    def read(self) -> None:
-        """Handles received data in the thread that has taken the transport over; closes a broken transport."""
+    def read(self) -> bool:
+        """Handles received data in the thread that has taken the transport over; closes a broken transport.
+
+        Returns:
+            False if the transport is lost.
+        """
         try:
             self._receive()
         except (OSError, PSError) as error:
@@ -411,6 +460,7 @@ class Transport:
             # An interrupt, perhaps in the middle of a message: the rest of it would have no beginning.
             self.close("the process was interrupted while reading from it")
             raise
+        return self._why is None
 
     # ---- The thread of the transport ----
 
@@ -484,7 +534,7 @@ class Transport:
 
     def _receive(self) -> None:
         """Handles what has come. Called by the thread that holds `_reading`."""
-        if self.lost:  # perhaps in the middle of a message
+        if self._why is not None:  # perhaps in the middle of a message
             return
         self._silence.heard = True
         for message in self._link.receive():
@@ -503,18 +553,40 @@ class Transport:
             self._answer(message)
 
     def _answer(self, message: Message) -> None:
-        data = self._data(message) if message.size else None
-        call = self._calls.get(message.call)
+        """Takes a message of an answer.
+
+        Raises:
+            InvalidRequest: the message has no place in the answer.
+        """
+        number, data, ends = message.call, message.data, message.kind is MessageKind.ANSWER
+        if message.size and data is None:
+            data = self._shared(message)
+        call = self._calls.get(number)
         if call is None:
             return  # nobody waits for it any more
         if message.kind is MessageKind.REFUSAL:
-            self._end(message.call, refusal_from_pb(parse(pb.Refusal, message.header)))
+            self._end(number, refusal_from_pb(parse(pb.Refusal, message.header)))
             return
-        answer = call.take(message, data, self._traffic)
-        if answer is not None:
-            self._end(message.call, answer)
+        parts = self._parts.get(number)
+        if ends or message.header:
+            header = parse(ANSWERS[call.said[0]], message.header)
+            size = 0 if isinstance(header, pb.HeartbeatReply) else header.size
+            if ends and parts is None and size == message.size and not message.offset:
+                self._end(number, header, Assembly.whole(size, self._traffic, data))
+                return
+            if parts is None:
+                parts = self._parts[number] = _Parts(Assembly(size, self._traffic))
+            parts.header = header if ends else None
+        if parts is None:
+            raise InvalidRequest("part of a response has no header")
+        if data is not None:
+            parts.assembly.add(message.offset, (data,))
+        if parts.header and parts.assembly.payload.whole:
+            self._end(number, parts.header, parts.assembly.payload)
 
-    def _end(self, number: int, answer: Answered | PSError) -> None:
+    def _end(self, number: int, said: Header | PSError, payload: Payload = EMPTY) -> None:
+        """Answers a call, with a header and a payload or with an error."""
+        self._parts.pop(number, None)
         with self._lock:
             call = self._calls.pop(number, None)
         if call is None:
@@ -522,14 +594,13 @@ class Transport:
         self.answered += 1
         forks.release()
         self._channel.drop(number)  # if an answer came before all was sent
-        if isinstance(answer, PSError):
-            call.future.set_exception(answer)
+        if isinstance(said, PSError):
+            call.refuse(said)
         else:
-            call.future.set_result(answer)
+            call.settle(partial(call.decode, said, payload))
 
-    def _data(self, message: Message) -> memoryview:
-        if message.data is not None:
-            return message.data
+    def _shared(self, message: Message) -> memoryview:
+        """Returns the data of a message that lie in shared memory."""
         if self._mirror is None:
             raise InvalidRequest("a message refers to memory that was not shared")
         return self._mirror.read(message.place, message.size)

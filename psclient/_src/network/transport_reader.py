@@ -30,67 +30,89 @@ class TransportReader:
 
     def __init__(self, end: Future[Any]) -> None:
         self._end = end
+        self._over = False  # as `end`
         self._turn = threading.Lock()  # held by the caller that receives
         self._thread = 0  # the caller's
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._bell)
-        ring = weakref.WeakMethod(self._ring)  # else both held each other, and whatever is waited for
-        end.add_done_callback(lambda _: None if (method := ring()) is None else method())
+        stop = weakref.WeakMethod(self._stop)  # else both held each other, and whatever is waited for
+        end.add_done_callback(lambda _: None if (method := stop()) is None else method())
+
+    def _stop(self) -> None:
+        """Ends all waits."""
+        self._over = True
+        self._ring()
 
     def _ring(self, _: object = None) -> None:
         """Wakes the caller that receives: an answer is there that it has not received, or a transport is lost."""
         if threading.get_ident() != self._thread:
             os.eventfd_write(self._bell, 1)
 
-    def wait(self, future: Future[Any], seconds: float, transports: Callable[[], Sequence[Transport]]) -> None:
+    def wait(self, future: Future[Any], seconds: float, transports: Callable[[], Sequence[Transport]]) -> bool:
         """Waits until an answer is there, or all waits end.
 
         Args:
             future: the answer.
             seconds: the time after which it returns all the same.
             transports: returns the transports on which calls are under way.
+
+        Returns:
+            True if the answer is there.
         """
-        if future.done() or self._end.done():
-            return
+        if future.done():
+            return True
         until = time.monotonic() + seconds
-        if self._turn.acquire(blocking=False):
-            taken: list[Transport] = []
+        if not self._over and self._turn.acquire(blocking=False):
+            asked: list[Transport] = []
             try:
+                taken = dict[int, Transport]()
                 for transport in transports():
-                    taken.append(transport)  # first: an interrupt may come at any time
-                    transport.take_over(self._ring)
-                self._receive([transport for transport in taken if transport.is_taken(self._ring)], future, until)
+                    asked.append(transport)  # first: an interrupt may come at any time
+                    if transport.take_over(self._ring):
+                        taken[transport.file] = transport
+                if self._receive(taken, future, until):
+                    return True
             finally:
-                for transport in taken:
+                for transport in asked:
                     transport.give_back(self._ring)
                 self._thread = 0
                 self._turn.release()
-        if not (future.done() or self._end.done()):
+        if not self._over:
             # Another thread receives, or nothing that comes on a transport is waited for.
             _await((future, self._end), until)
+        return future.done()
 
     @waits
-    def _receive(self, taken: Sequence[Transport], future: Future[Any], until: float) -> None:
-        """Receives on transports that were taken over until there is an answer, or all are lost; returns lost ones."""
+    def _receive(self, taken: dict[int, Transport], future: Future[Any], until: float) -> bool:
+        """Receives on transports that were taken over, by their files, until there is an answer, or all are lost.
+
+        Gives back those that are lost.
+
+        Returns:
+            True if the answer is there.
+        """
         self._thread = threading.get_ident()
         future.add_done_callback(self._ring)
-        transports = {transport.fileno(): transport for transport in taken}
         poll = select.poll()
-        for file in (self._bell, *transports):
+        for file in (self._bell, *taken):
             poll.register(file, select.POLLIN)
-        while transports and not (future.done() or self._end.done()):
+        while not future.done():
             left = until - time.monotonic()
-            if left <= 0:
-                return
+            if not taken or self._over or left <= 0:
+                return False
+            lost = list[Transport]()
             for file, _ in poll.poll(math.ceil(1000 * left)):
                 if file == self._bell:
                     with suppress(BlockingIOError):
                         os.eventfd_read(file)
-                else:
-                    transports[file].read()
-            for file in [file for file, transport in transports.items() if transport.lost]:
-                poll.unregister(file)
-                transports.pop(file).give_back(self._ring)
+                    lost += [transport for transport in taken.values() if transport.lost]
+                elif not taken[file].read():
+                    lost.append(taken[file])
+            for transport in lost:
+                if taken.pop(transport.file, None) is not None:  # it may be there twice
+                    poll.unregister(transport.file)
+                    transport.give_back(self._ring)
+        return True
 
 
 @waits

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
 
 from psclient._src.network.daemon_threads import Threads
-from psclient._src.network.transport import Answered, Offer, Transport, TransportLost
+from psclient._src.network.transport import Offer, Transport, TransportCall, TransportLost
 from pswire.errors import PSError
 from pswire.model.status import Pace
-from pswire.network.futures import LeanFuture, settle
-from pswire.network.payload import Payload
+from pswire.network.payload import EMPTY, Payload
+from pswire.network.sockets import MessageKind
 from pswire.network.traffic import TRANSPORTS, Traffic, TransportName
+from pswire.pb import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient.transports")
-
-T = TypeVar("T")
 
 ANSWERS = 8
 """Part of a lease within which a heartbeat on a transport is answered; after it one travels over gRPC, in time for the
@@ -80,39 +76,13 @@ class TransportSelector:
             log.info("no %s transport to %s: the server does not offer it", name, self._server)
         return found
 
-    def ask(
-        self,
-        call: Callable[[Transport], Future[Answered]],
-        decode: Callable[[Any, Payload], T],
-        otherwise: Callable[[], Future[T]],
-        lost: Transport | None = None,
-    ) -> Future[T]:
-        """Calls on the best transport that works, and where that breaks on the next.
-
-        Args:
-            call: makes the call on a transport.
-            decode: reads its answer.
-            otherwise: makes the call without a transport.
-            lost: the transport that broke with the call on it.
-        """
-        transport = self.best(lost)
+    def next(self, lost: Transport | None = None) -> Transport | None:
+        """Returns the transport for one more call, as `best`."""
         self._calls += 1
         if self._at and self._calls >= self._again:
             self._again = self._calls + self._pause
             self._threads.submit(self._improve)
-        if transport is None:
-            return otherwise()
-        result: Future[T] = LeanFuture()
-
-        def answered(answer: Future[Answered]) -> None:
-            if isinstance(answer.exception(), TransportLost):
-                again = partial(self.ask, call, decode, otherwise, transport)
-                self._threads.submit(lambda: settle(result, lambda: again().result()))
-            else:
-                settle(result, lambda: decode(*answer.result()))
-
-        call(transport).add_done_callback(answered)
-        return result
+        return self.transport if lost is None else self.best(lost)
 
     def best(self, lost: Transport | None = None) -> Transport | None:
         """Returns the transport to use; None for gRPC.
@@ -152,10 +122,11 @@ class TransportSelector:
         if transport.waits or round >= 0 or clock or pace != self._said:
             return None
         try:
-            reply, _ = transport.heartbeat().result(self._lease / ANSWERS)
+            call = TransportCall(0, MessageKind.HEARTBEAT, b"", EMPTY, _drives)
+            transport.send(call)
+            return call.result(self._lease / ANSWERS)
         except (TransportLost, TimeoutError, PSError):  # whatever it is, the heartbeat over gRPC tells
             return None
-        return bool(reply.drive)
 
     def heartbeat_answered(self, round: int, pace: Pace, clock: int) -> None:
         """Closes the transport if a heartbeat over gRPC is answered while the transport has been silent for too long.
@@ -226,3 +197,8 @@ class TransportSelector:
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close(why)
+
+
+def _drives(reply: pb.HeartbeatReply, payload: Payload) -> bool:
+    """Returns whether the answer to a heartbeat asks this process to drive the job."""
+    return bool(reply.drive)
