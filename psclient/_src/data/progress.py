@@ -79,6 +79,8 @@ class Progress:
     @property
     def positions(self) -> tuple[Position, ...]:
         """The batch that each dataset gives next; of one whose batches are assigned it may be in several passes."""
+        if not (self._positions or self._restored):
+            return ()
         used = tuple([each for dataset in sorted(self._positions) for each in self._positions[dataset]])
         if not self._restored:
             return used

@@ -10,7 +10,7 @@ shm transport the arrays lie in the memory that this process shares with the ser
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,6 +188,8 @@ class Targets:
     def __init__(self) -> None:
         self._arrays: dict[int, tuple[PlacedVariable, Memory]] = {}
         self._outdated: set[int] = set()
+        self.ids: Set[int] = self._arrays.keys()
+        """The numbers of the variables that have an array."""
 
     def add(self, variable: PlacedVariable, memory: Memory) -> None:
         """Gives a variable an array, in place of the one that it has; asked for each time that it is written."""
@@ -199,15 +201,8 @@ class Targets:
         self._arrays.pop(id, None)
         self._outdated.discard(id)
 
-    @property
-    def ids(self) -> Collection[int]:
-        """The numbers of the variables that have an array."""
-        return self._arrays.keys()
-
     def of(self, ids: Sequence[int]) -> dict[int, Array]:
         """Returns the arrays of some variables, each by its place among them."""
-        if not self._arrays:
-            return {}
         found = {place: self._arrays[id][1]() for place, id in enumerate(ids) if id in self._arrays}
         return {place: array for place, array in found.items() if array is not None}
 

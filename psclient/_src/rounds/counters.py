@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from pswire.model.status import Pace
 from pswire.telemetry.metrics import Histogram
 
 if TYPE_CHECKING:
-    from psclient._src.telemetry.traces.worker import Flush, StepTraces
+    from psclient._src.telemetry.traces.worker import StepTraces
 
 
 class RoundCounters:
@@ -27,11 +28,11 @@ class RoundCounters:
         reading: seconds of reads that had to ask a server.
         excluded: contributions of others that rounds were completed without, on each server.
         traces: the traces of steps; None where they are off.
-        traced: the trace of the round that is waited for; None for none.
+        exemplar: the labels that lead to the trace of the round that is waited for; None for none.
     """
 
     traces: StepTraces | None = None
-    traced: Flush | None = None
+    exemplar: Mapping[str, str] | None = None
 
     def __init__(self) -> None:
         self.rounds = Counter[str](completed=0, failed=0)
@@ -47,18 +48,14 @@ class RoundCounters:
         self._began = time.monotonic()
         if self._over is not None:
             # Replicas read at the same time, so that together they may have read for longer than that.
-            self.computing.observe(max(self._began - self._over - self._read, 0.0), self._exemplar)
+            self.computing.observe(max(self._began - self._over - self._read, 0.0), self.exemplar)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.waits += 1
         self._over, self._read = time.monotonic(), 0.0
-        self.waiting.observe(self._over - self._began, self._exemplar)
-
-    @property
-    def _exemplar(self) -> dict[str, str] | None:
-        return None if self.traced is None else self.traced.labels
+        self.waiting.observe(self._over - self._began, self.exemplar)
 
     def pace(self) -> Pace:
         """Returns the counts that heartbeats tell."""

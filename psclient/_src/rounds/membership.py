@@ -297,8 +297,8 @@ class Group(ReplicaGroup):
             return
         if newest is not None and (self._announced is None or newest.number > self._announced.number):
             self._announced = newest
-        if self._announced is not None and not self._announced.join_point:
-            self._take_in(self._announced)
+            if not newest.join_point:
+                self._take_in(newest)
 
     def due(self, join_point: str) -> Generation | None:
         """Returns the generation whose new members begin at this join point, or None."""
@@ -315,13 +315,16 @@ class Group(ReplicaGroup):
                 before a round of that plan. An asynchronous worker only waits here until it takes part.
         """
         self.session.check()
+        due = self.due(join_point) is not None
+        if due:
+            self.settle()  # new members begin with the values that all rounds before this place have left
         if self.generation is None:
             self._join(join_point)
             if self.late and self.session.clock is not None:
                 self.session.clock.come_late()
         if self.session.clock is not None:
             self.round = goes_on(self.session, self.round - self.saved) + self.saved
-        if (generation := self.due(join_point)) is not None:
+        if due and (generation := self.due(join_point)) is not None:
             self._take_in(generation)
         self._entered = True
 

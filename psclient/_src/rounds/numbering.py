@@ -51,7 +51,7 @@ class SharedRounds:
         """
         group = self.group
         # What observes was computed before this process came to the batch of the others.
-        compares = not observes and _is_compared(group.round)
+        compares = batch is not None and not observes and _is_compared(group.round)
         return {
             "more": group.more,
             "positions": group.positions,

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, Plan, Ref
 from pswire.model.tables import TimeToLive
 from pswire.model.tensor import TensorSpec
+
+
+class Wanted:
+    """Variables that a server is asked for. Used by the thread that runs cross-replica code.
+
+    Args:
+        ids: their numbers.
+        specs: their tensors, in that order.
+    """
+
+    def __init__(self, ids: tuple[int, ...], specs: tuple[TensorSpec, ...]) -> None:
+        self.ids, self.specs = ids, specs
+        self._numbers = frozenset(ids)
+        self._part: Wanted | None = None  # the last part, which is mostly the next one
+
+    def among(self, *numbers: Set[int]) -> Wanted:
+        """Returns those of the variables whose numbers are in one of some sets."""
+        found = set[int]()
+        for each in numbers:
+            found |= self._numbers & each
+        if found == self._numbers:
+            return self
+        part = self._part
+        if part is None or part._numbers != found:
+            places = [place for place, id in enumerate(self.ids) if id in found]
+            ids, specs = [self.ids[place] for place in places], [self.specs[place] for place in places]
+            part = self._part = Wanted(tuple(ids), tuple(specs))
+        return part
 
 
 @dataclass(frozen=True)
@@ -22,8 +51,7 @@ class ServerShare:
         given: the plan's given values that come back from there, as `Plan.given`.
         rows: as `reductions`, of those that are sent as rows.
         given_rows: as `Plan.given_rows`.
-        returns: of the variables that are assigned there those that are asked for there, with their tensors, as long as
-            no server is gone.
+        returns: of the variables that are assigned there those that are asked for there, as long as no server is gone.
     """
 
     operands: tuple[int, ...]
@@ -32,7 +60,12 @@ class ServerShare:
     given: list[tuple[Ref, TensorSpec]]
     rows: tuple[int, ...]
     given_rows: list[tuple[Ref, TensorSpec]]
-    returns: Mapping[int, tuple[int, TensorSpec]]
+    returns: Wanted
+
+    @cached_property
+    def given_specs(self) -> list[TensorSpec]:
+        """The tensors of the given values."""
+        return [spec for _, spec in self.given]
 
     @classmethod
     def of(cls, plan: Plan, server: int, variables: Mapping[int, PlacedVariable]) -> ServerShare:
@@ -41,21 +74,25 @@ class ServerShare:
         reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
         dense = tuple(place for place in reductions if place not in plan.rows)
         rows = tuple(place for place in reductions if place in plan.rows)
-        found = cls(operands, dense, plan.writes(server), plan.given(server), rows, plan.given_rows(server), {})
+        found = cls(operands, dense, plan.writes(server), plan.given(server), rows, plan.given_rows(server), NONE)
         return replace(found, returns=found.returned_by(server, variables, itemgetter(0)))
 
     def returned_by(
         self, server: int, variables: Mapping[int, PlacedVariable], home: Callable[[Sequence[int]], int]
-    ) -> dict[int, tuple[int, TensorSpec]]:
-        """Returns the variables that a server is asked for, with their tensors, by number.
+    ) -> Wanted:
+        """Returns the variables that a server is asked for.
 
         Args:
             server: the server.
             variables: those that this process has created.
             home: returns which of the servers of a variable is asked for it.
         """
-        mine = (variables[id] for id in self.writes if home(variables[id].servers) == server)
-        return {each.id: (each.id, each.spec.tensor) for each in mine}
+        mine = [variables[id] for id in self.writes if home(variables[id].servers) == server]
+        return Wanted(tuple([each.id for each in mine]), tuple([each.spec.tensor for each in mine]))
+
+
+NONE = Wanted((), ())
+"""No variables."""
 
 
 class PlanShares:

@@ -18,6 +18,7 @@ from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Targets
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
+from psclient._src.rounds.prepared import Wanted
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from pswire.api import PullReply, RowRead, TableRead
 from pswire.cluster import Task
@@ -235,7 +236,8 @@ class ReadCache:
             self.take(changing)
         if now and (self._group.alone or variable.spec.alone):
             return self.pull([variable])[0]
-        self.renew()
+        if not self._renewed:
+            self.renew()
         with self._lock:
             self._read.add(variable.id)
             self._brought.discard(variable.id)
@@ -247,7 +249,7 @@ class ReadCache:
 
     def read_all(self, variables: Sequence[PlacedVariable], now: bool = False, waits: bool = True) -> list[Array]:
         """Returns the values of variables of several servers, which are asked together; else as `read`."""
-        changing = [self._changing[v.id] for v in variables if waits and v.id in self._changing]
+        changing = [round for v in variables if waits and (round := self._changing.get(v.id)) is not None]
         for round in dict.fromkeys(changing):
             self.take(round)
         if now and (self._group.alone or any(variable.spec.alone for variable in variables)):
@@ -437,10 +439,19 @@ class ReadCache:
         """
         self._ahead_rows[variable.id] = variable, ids
 
-    def lookups(self, written: Iterable[int], server: int) -> tuple[Lookup, ...]:
-        """Returns the rows to ask back with a round that assigns variables on a server."""
-        if not self._ahead_rows:
-            return ()
+    def rows_beside(self, written: Iterable[int], server: int) -> tuple[tuple[Lookup, ...], tuple[RowRead, ...]]:
+        """Returns the rows that come back with a round, and those that it hints at, once each.
+
+        Args:
+            written: the variables that the round assigns on a server.
+            server: the server.
+        """
+        if not (self._ahead_rows or self._hinted):
+            return (), ()
+        lookups = self._lookups(written, server)
+        return lookups, self._hints(written, server, lookups)
+
+    def _lookups(self, written: Iterable[int], server: int) -> tuple[Lookup, ...]:
         named = [self._ahead_rows[id] for id in written if id in self._ahead_rows]
         found, room = list[Lookup](), ROWS_AT_A_TIME
         for variable, pieces in named:
@@ -460,16 +471,8 @@ class ReadCache:
         """The next round that assigns a part of a table hints at these rows of it; ids are as of `prefetch`."""
         self._hinted[variable.id] = variable, ids
 
-    def hints(self, written: Iterable[int], server: int, lookups: Sequence[Lookup]) -> tuple[RowRead, ...]:
-        """Returns the rows that a round hints at which assigns variables on a server; once each.
-
-        Args:
-            written: the variables.
-            server: the server.
-            lookups: the rows that come back with the round: what they leave of its header is for hints.
-        """
-        if not self._hinted:
-            return ()
+    def _hints(self, written: Iterable[int], server: int, lookups: Sequence[Lookup]) -> tuple[RowRead, ...]:
+        # What lookups leave of the header is for hints.
         found, room = list[RowRead](), ROWS_AT_A_TIME - sum(len(each.ids) for each in lookups)
         for id in [id for id in written if id in self._hinted]:
             variable, pieces = self._hinted[id]
@@ -498,7 +501,7 @@ class ReadCache:
         Returns:
             Of each how many rows it has there, and then keys and rows, as far as they are asked for.
         """
-        changing = [self._changing[part.id] for part, _ in asked if waits and part.id in self._changing]
+        changing = [round for part, _ in asked if waits and (round := self._changing.get(part.id)) is not None]
         for round in dict.fromkeys(changing):
             self.take(round)
         self.renew()
@@ -523,23 +526,22 @@ class ReadCache:
             self._read -= changed
             self._changing.update(dict.fromkeys(changed, round))
 
-    def wanted(self, written: Iterable[int]) -> list[int]:
-        """Returns the variables that a round assigns and that have targets, or were read since they were assigned."""
+    def wanted(self, returns: Wanted) -> Wanted:
+        """Returns those of a round's variables that have targets, or were read since they were assigned."""
         with self._lock:
-            targets = self.targets.ids
-            return [id for id in written if id in self._read or id in targets]
+            return returns.among(self._read, self.targets.ids)
 
     def forget(self, written: frozenset[int], round: UnderWay, everything: bool) -> None:
         """Forgets values of variables that a round has assigned, which is over; with `everything` all values."""
         with self._lock:
             if everything:
                 self._forget_all()
-            for id in written & self._values.keys():
-                del self._values[id]
-            for id in written & self._rows.keys():
-                del self._rows[id]
-            if self._changing:
-                self._changing = {id: last for id, last in self._changing.items() if last is not round}
+            for kept in (self._values, self._rows):
+                for id in written & kept.keys():
+                    del kept[id]
+            for id in [*self._changing] if everything else written:
+                if self._changing.get(id) is round:
+                    del self._changing[id]
 
     def bring(self, fresh: Mapping[int, Array], rows: Mapping[int, Rows], servers: Collection[int], round: int) -> None:
         """Keeps the values, and rows, that a round brought back.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from psclient._src.arrays.devices import Coming
@@ -34,7 +34,7 @@ from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.numbering import ClosureRounds, Numbering, OwnRounds, SharedRounds
-from psclient._src.rounds.prepared import PlanShares, ServerShare
+from psclient._src.rounds.prepared import PlanShares, ServerShare, Wanted
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import OwnWindow, Window
@@ -49,7 +49,7 @@ from pswire.model.finite import is_finite
 from pswire.model.plan import Plan, Ref, SnapshotOrder
 from pswire.model.rows import Rows
 from pswire.model.status import Pace
-from pswire.model.tensor import Array, TensorSpec
+from pswire.model.tensor import Array
 from pswire.network.payload import EMPTY, Payload
 from pswire.telemetry.reminder import Reminder
 
@@ -110,27 +110,31 @@ class Outgoing:
 
         Waits for copies from a GPU: this goes ahead of all that is sent.
         """
-        sent = ((number, self.arrays[number]) for number in self.plan.applied)
+        arrays = self.arrays
+        sent = ((number, arrays[number]) for number in self.plan.applied)
         found = (number for number, array in sent if array is not None and not is_finite(host(array)))
         return tuple(sorted({*found, *self.flawed.intersection(self.plan.applied)}))
 
     @property
     def rows(self) -> tuple[int, ...]:
         """For each of the plan's reductions of rows, how many are sent."""
-        if not self.plan.rows:
-            return ()
         found = (self.contributions[number] for number in self.plan.rows)
         return tuple([each.number if isinstance(each, SentRows) else 0 for each in found])
 
-    @cached_property
-    def arrays(self) -> list[Sent | None]:
+    @property
+    def arrays(self) -> Sequence[Sent | None]:
         """What is sent of contributions, in the order in which their copies from a GPU were begun."""
+        if not self.plan.rows:
+            sent: Any = self.contributions
+            return sent  # type: ignore[no-any-return]
         return [each.values if isinstance(each, SentRows) else each for each in self.contributions]
 
     def sent(self, share: ServerShare) -> list[Sent]:
         """Returns the arrays that go to one server, in their order."""
         sent: list[Any] = list(map(self.operands.__getitem__, share.operands))
-        sent += [each for each in map(self.contributions.__getitem__, share.reductions) if each is not None]
+        for each in map(self.contributions.__getitem__, share.reductions):
+            if each is not None:
+                sent.append(each)
         for place in share.rows:
             if (rows := self.contributions[place]) is not None:
                 sent += cast(SentRows, rows)
@@ -144,13 +148,14 @@ class Outgoing:
             kept: True for memory of its own: the arrays may change before it is sent, or has to be sent again.
             buffers: those of the arrays that do not change, by their `id`, and the buffers that they are.
         """
-        arrays = self.sent(share)
-        if not buffers or any_pending(arrays):
+        arrays: list[Any] = self.sent(share)
+        if any_pending(arrays):
             return keep(arrays) if kept else pack(arrays)
-        hosts = cast(list[Array], arrays)
+        if not buffers:
+            return Payload.copied(arrays) if kept else Payload.pack(arrays)
         if kept:
-            hosts = [array if id(array) in buffers else array.copy() for array in hosts]
-        return pack_buffers(hosts, buffers)
+            arrays = [array if id(array) in buffers else array.copy() for array in arrays]
+        return pack_buffers(arrays, buffers)
 
 
 TWICE = (
@@ -314,10 +319,8 @@ class Exchange:
         """
         group = self.group
         self.window.take_in(group.round - self.window.size + 1)
-        waiting, join_point, change = group.generation is None, f"plan:{plan.id.hex()}", self.session.change
-        if group.due(join_point) is not None:
-            self.window.settle()  # new members begin with the values that all rounds before this one have left
-        group.enter(join_point)
+        waiting, change = group.generation is None, self.session.change
+        group.enter(f"plan:{plan.id.hex()}")
         stale = self.reads.renew()
         changed = self.session.change is not change
         return waiting and (stale or changed or group.given not in (None, group.slice()))
@@ -342,22 +345,27 @@ class Exchange:
         """
         plan = outgoing.plan
         window, strand = (self.own, self._alone) if alone else (self.window, self._shared)
-        first = plan.id not in self._prepared
+        shares = self._prepared.get(plan.id)
+        first = shares is None
         traced = None if self.traces is None else _flush(self.traces, plan, self.group, self._alone if alone else None)
-        self._propose(plan, "" if traced is None else traced.text)
-        shares = self._prepare(plan)
-        buffers = self.buffers.among(outgoing.arrays)
-        coming = [array for array in outgoing.arrays if isinstance(array, Coming)]
+        if plan.id not in self._proposed:
+            self._propose(plan, "" if traced is None else traced.text)
+        if shares is None:
+            shares = self._prepare(plan)
+        arrays = outgoing.arrays
+        buffers = self.buffers.among(arrays)
+        coming = [array for array in arrays if isinstance(array, Coming)] if any_pending(arrays) else []
         if plan.compressed and not observes:
             with self._copied():
                 outgoing = outgoing.compressed()
         unchanged = {**buffers, **dict.fromkeys(outgoing.own)} if outgoing.own else buffers
-        waits = not coming and (first or shares.refuses or window.waits_for_each)
+        waits = not coming and (first or shares.refuses or (not alone and window.size == 1))
         if shares.large and not (waits or coming):
             waits = any(_nbytes(outgoing.sent(share), unchanged) > PART_BYTES for share in shares.shares.values())
         if plan.streams and not alone:
             self.own.take_all()  # what lies on its way unused would leave no room on the transport for what streams
-        window.make_room()
+        if alone:
+            self.own.make_room()
         INTERRUPTS.guard()
         round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
         window.add(round)
@@ -386,46 +394,46 @@ class Exchange:
         traced: Flush | None,
     ) -> UnderWay:
         """Pushes a contribution to all servers of its plan, and goes on to the next round of its strand."""
-        plan, group, gone = outgoing.plan, self.group, self.session.hosting.gone
-        parts = {server: share for server, share in shares.shares.items() if server not in gone}
-        want = {server: self._want(share, server) for server, share in parts.items()}
-        looked = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
-        hints = {server: self.reads.hints(share.writes, server, looked[server]) for server, share in parts.items()}
+        plan, group, hosting = outgoing.plan, self.group, self.session.hosting
+        want, lookups, hints = dict[int, Wanted](), dict[int, tuple[Lookup, ...]](), dict[int, tuple[RowRead, ...]]()
+        payloads, futures = dict[int, Payload](), dict[int, Future[RoundReply]]()
+        gone = hosting.gone
+        for server, share in shares.shares.items():
+            if server not in gone:
+                returns = share.returned_by(server, self._variables, hosting.home) if gone else share.returns
+                want[server] = self.reads.wanted(returns)
+                lookups[server], hints[server] = self.reads.rows_beside(share.writes, server)
         alone = isinstance(strand, OwnRounds)
         if self.session.waits[0] < 0 and not (group.alone or alone):
             self.session.waits = (group.round, plan.id)
         try:
-            payloads = {
-                server: EMPTY if observes else outgoing.payload(share, not waits, buffers)
-                for server, share in parts.items()
-            }
+            for server in want:
+                payloads[server] = EMPTY if observes else outgoing.payload(shares.shares[server], not waits, buffers)
             nonfinite: tuple[int, ...] = ()
             if plan.nonfinite != "apply" and not observes:
                 with self._copied():
                     nonfinite = outgoing.nonfinite()
-            futures = {
-                server: self._push(
+            grows = False
+            for server, payload in payloads.items():
+                grows = grows or payload.end < payload.size
+                said = self._said(
+                    outgoing,
                     server,
-                    plan,
-                    self._said(
-                        outgoing,
-                        server,
-                        want[server],
-                        looked[server],
-                        hints[server],
-                        observes,
-                        nonfinite,
-                        server in shares.timed,
-                        strand,
-                        "" if traced is None else traced.push(server, payload.size),
-                    ),
-                    payload,
+                    want[server].ids,
+                    lookups[server],
+                    hints[server],
+                    observes,
+                    nonfinite,
+                    server in shares.timed,
+                    strand,
+                    "" if traced is None else traced.push(server, payload.size),
                 )
-                for server, payload in payloads.items()
-            }
+                whole = not self.session.consistency.own_rounds and len(plan.servers) > 1 and server in plan.streams
+                again = whole or said.closure is not None  # else it uses up nothing before all have voted
+                futures[server] = self.pushes.push(server, plan, said, payload, group.generation, again)
             if traced is not None:
                 traced.sent(futures)
-            if any_pending(outgoing.arrays):
+            if grows:
                 with self._copied():  # until all of it is on the host, while what is there is sent
                     fill(outgoing.arrays, payloads.values())
             if plan.id not in self._proposed:
@@ -439,7 +447,7 @@ class Exchange:
             raise
         number, line = strand.round if alone else group.round, "" if waits else users_line()
         passed, now = strand.sent(plan.trains), group.generation
-        round = UnderWay(number, plan, shares, want, looked, futures, now, passed, waits, line, alone, traced)
+        round = UnderWay(number, plan, shares, want, lookups, futures, now, passed, waits, line, alone, traced)
         if self.session.clock is not None:
             group.saved += plan.snapshot is not None
             here = range(len(self.session.servers))
@@ -448,8 +456,8 @@ class Exchange:
         return round
 
     def _propose(self, plan: Plan, trace: str = "") -> None:
-        """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
-        if plan.id in self._proposed or (plan.snapshot is not None and not self.group.saves()):
+        """Asks for a plan's approval; of one that saves only one process does, whose state it has."""
+        if plan.snapshot is not None and not self.group.saves():
             return
         self.session.propose(plan, trace=trace)
         self._proposed.add(plan.id)
@@ -476,12 +484,6 @@ class Exchange:
                 self._prepared[plan.id] = found
         return found
 
-    def _want(self, share: ServerShare, server: int) -> tuple[tuple[int, TensorSpec], ...]:
-        """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
-        hosting = self.session.hosting
-        returns = share.returns if not hosting.gone else share.returned_by(server, self._variables, hosting.home)
-        return tuple([returns[id] for id in self.reads.wanted(share.writes) if id in returns])
-
     @contextmanager
     def _copied(self) -> Iterator[None]:
         """Ends the session with a device's error."""
@@ -500,7 +502,7 @@ class Exchange:
         self,
         outgoing: Outgoing,
         server: int,
-        want: Sequence[tuple[int, TensorSpec]],
+        want: tuple[int, ...],
         lookups: Sequence[Lookup],
         hints: tuple[RowRead, ...],
         observes: bool,
@@ -510,31 +512,26 @@ class Exchange:
         trace: str,
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
-        generation = self.group.generation
-        previous, strand.pushed[server] = strand.pushed[server], strand.round
+        generation, round = self.group.generation, strand.round
+        previous, strand.pushed[server] = strand.pushed[server], round
         return Contribution(
             self.session.number,
             generation.number if generation else 0,
-            strand.round,
+            round,
             outgoing.plan.id,
             (0.0,) * len(outgoing.weights) if observes else outgoing.weights,
-            want=tuple([id for id, _ in want]),
+            want=want,
             observes=observes,
             nonfinite=nonfinite,
             previous=previous,
-            rows=() if observes else outgoing.rows,
-            lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]),
+            rows=outgoing.rows if outgoing.plan.rows and not observes else (),
+            lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]) if lookups else (),
             # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
             seconds=int(time.time()) if timed else 0,
             trace=trace,
             hints=hints,
             **strand.said(observes, outgoing.batch),
         )
-
-    def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        whole = not self.session.consistency.own_rounds and len(plan.servers) > 1 and server in plan.streams
-        again = whole or said.closure is not None  # else it uses up nothing before all have voted
-        return self.pushes.push(server, plan, said, payload, self.group.generation, again)
 
 
 def _flush(traces: StepTraces, plan: Plan, group: Group, own: OwnRounds | None) -> Flush | None:

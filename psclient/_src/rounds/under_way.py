@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from psclient._src.data.progress import Pass
-from psclient._src.rounds.prepared import PlanShares
+from psclient._src.rounds.prepared import PlanShares, Wanted
 from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError
@@ -43,7 +43,7 @@ class UnderWay:
         number: the round's number.
         plan: its plan.
         shares: its plan by server.
-        want: for each server the variables that come back, with their tensors.
+        want: for each server the variables that come back.
         lookups: for each server the rows that come back: variable, ids, and their tensor.
         futures: for each server the answer.
         label: the generation that its pushes name; None before this process takes part.
@@ -59,7 +59,7 @@ class UnderWay:
     number: int
     plan: Plan
     shares: PlanShares
-    want: Mapping[int, tuple[tuple[int, TensorSpec], ...]]
+    want: Mapping[int, Wanted]
     lookups: Mapping[int, tuple[Lookup, ...]]
     futures: Mapping[int, Future[RoundReply]]
     label: Generation | None

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from psclient._src.network.patience import Deadline
 from psclient._src.network.session import Session
@@ -29,19 +29,20 @@ from psclient._src.tracing.diagnostics import users_line
 from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout, ServerGone, ServerLost
-from pswire.model.log import Member
+from pswire.model.log import Generation, Member
 from pswire.model.plan import Ref
 from pswire.model.rows import Rows, row_specs
 from pswire.model.tensor import Array
+
+if TYPE_CHECKING:
+    from psclient._src.telemetry.traces.worker import Flush
 
 log = logging.getLogger("psclient")
 
 FAILED_ROUND = (ProgramError, MemoryLimit)
 """Errors that a round ended with, for every process alike: nothing of it was applied where it failed."""
 
-NO_TRACE = nullcontext()
-
-_NUMBER = attrgetter("number")
+NOBODY = frozenset[Task]()
 
 MANY_WAITS = 2
 """Waits of a step above which it has waited too often."""
@@ -75,14 +76,14 @@ class Window:
         self._answered: deque[Answered] = deque()  # what was said of the members, and is not taken in
         self._missing: list[set[Task]] = [set() for _ in session.servers]  # in the last round of each
         self._step_waits = 0
-        self._lines: dict[str, None] = {}  # where this step has waited, each once
+        self._lines: dict[str, None] = {}  # where this step has waited, each once, if its end may say it
         self._often = 0  # steps, one after the other, that have waited too often
         self._told = False
         self._thread = 0
 
     @property
     def size(self) -> int:
-        """The most rounds under way.
+        """The most rounds under way; if it is one, each is waited for by its call.
 
         One for an asynchronous worker with several servers, which could mix them, and one with bounded staleness: the
         answer to a round is what lets it begin the next.
@@ -96,14 +97,6 @@ class Window:
     def last_round(self) -> Round | None:
         """The last round whose answers were taken; None before the first."""
         return None if self._last is None else self._last()
-
-    @property
-    def waits_for_each(self) -> bool:
-        """True if each round is waited for by its call."""
-        return self.size == 1
-
-    def make_room(self) -> None:
-        """Waits until one more round may be sent; of those of all members `take_in` has seen to it."""
 
     @property
     def mine(self) -> bool:
@@ -146,14 +139,20 @@ class Window:
                 return
             if not (round.waited or self._told):
                 self._step_waits += 1
-                self._lines[users_line()] = None
-            self._measures.traced = round.traced
-            with self._measures, NO_TRACE if round.traced is None else round.traced.waiting():
+                if self._often == MANY_STEPS - 1:
+                    self._lines[users_line()] = None
+            self._measures.exemplar = None if round.traced is None else round.traced.labels
+            with self._measures if round.traced is None else self._measured(round.traced):
                 while round.values is None:
                     if self._rounds[0].values is None:  # else an interrupt came before the next line
                         self._take(self._rounds[0])
                     self._rounds.popleft()
                     self._say_waits()
+
+    @contextmanager
+    def _measured(self, traced: Flush) -> Iterator[None]:
+        with self._measures, traced.waiting():
+            yield
 
     def take_all(self) -> None:
         """Waits for all rounds, and takes their values."""
@@ -162,9 +161,8 @@ class Window:
 
     def take_in(self, before: int) -> None:
         """Takes in what the answers to the rounds before a number say of the members; waits for them."""
-        due = [round for round in self._rounds if round.number < before]
-        if due:
-            self.take(due[-1])
+        if self._rounds and self._rounds[0].number < before:
+            self.take([round for round in self._rounds if round.number < before][-1])
         while self._answered and self._answered[0].number < before:
             said = self._answered.popleft()
             self._group.answered(said.passed, said.generation, said.more, said.out, said.over)
@@ -202,62 +200,74 @@ class Window:
 
     def _take(self, round: UnderWay) -> None:
         replies, failure = self._gather(round)
-        shares = round.shares
+        shares, targets = round.shares, self._reads.targets
         # First, so that there is never room for more than one value of a variable that spans parts.
         self._reads.forget(shares.written, round, everything=shares.restores)
         values: dict[Ref, Array | Rows] = {}
         fresh: dict[int, Array] = {}
         looked_up: dict[int, Rows] = {}
+        warnings: dict[str, None] = {}
         for server, reply in replies.items():
-            given, want = shares.shares[server].given, round.want[server]
-            specs = [spec for _, spec in want] + [spec for _, spec in given]
-            rows = shares.shares[server].given_rows
-            for (_, whole), count in zip(rows, reply.rows, strict=True):
+            share, want, lookups = shares.shares[server], round.want[server], round.lookups[server]
+            ids, specs = want.ids, [*want.specs, *share.given_specs]
+            for (_, whole), count in zip(share.given_rows, reply.rows, strict=True):
                 specs += row_specs(whole, count)
-            specs += [each.spec for each in round.lookups[server]]
-            ids = [id for id, _ in want]
-            targets = self._reads.targets.of(ids)
-            tensors = reply.payload.tensors(specs, targets, shared=True)
+            for each in lookups:
+                specs.append(each.spec)
+            filled = targets.of(ids) if targets.ids else {}
+            tensors = reply.payload.tensors(specs, filled, shared=True)
             fresh.update(zip(ids, tensors, strict=False))
-            for place in targets:
+            for place in filled:
                 del fresh[ids[place]]
-            behind = iter(tensors[len(want) :])
-            values.update((ref, next(behind)) for ref, _ in given)
-            values.update((ref, Rows(next(behind), next(behind))) for ref, _ in rows)
-            looked_up.update((each.variable, Rows(each.ids, next(behind))) for each in round.lookups[server])
-            self._reads.targets.written(ids)
-            self._measures.excluded += len(reply.excluded)
-            for task in set(reply.excluded) - self._missing[server]:
-                # Who is late is so again and again; of who is lost the chief says it.
-                level = logging.DEBUG if self._session.consistency.leaves_out else logging.WARNING
-                log.log(level, "round %d of server %d is complete without %s", reply.round, server, task)
-            self._missing[server] = set(reply.excluded)
-        # Of a variable that several servers hold each of them says the same.
-        for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
+            behind = iter(tensors[len(ids) :])
+            for ref, _ in share.given:
+                values[ref] = next(behind)
+            for ref, _ in share.given_rows:
+                values[ref] = Rows(next(behind), next(behind))
+            for each in lookups:
+                looked_up[each.variable] = Rows(each.ids, next(behind))
+            if targets.ids:
+                targets.written(ids)
+            if reply.excluded or self._missing[server]:
+                self._note_missing(server, reply)
+            # Of a variable that several servers hold each of them says the same.
+            warnings.update(dict.fromkeys(reply.warnings))
+        for words in warnings:
             log.warning("%s", words)
         self._reads.bring(fresh, looked_up, () if round.alone else shares.shares, round.number)
         if len(replies) < len(round.futures) and failure is None:
             gone = round.futures.keys() - replies.keys()
-            self._reads.fetch_targets({id for server in gone for id, _ in round.want[server]})
+            self._reads.fetch_targets({id for server in gone for id in round.want[server].ids})
         self._measures.rounds["completed" if failure is None else "failed"] += 1
         self._note(round, replies)
         round.failure, round.futures = failure, {}
         round.values = values  # last: who sees it looks at no lock
 
+    def _note_missing(self, server: int, reply: RoundReply) -> None:
+        """Notes which members' contributions are not in a round, and says it of those that were in the one before."""
+        self._measures.excluded += len(reply.excluded)
+        for task in set(reply.excluded) - self._missing[server]:
+            # Who is late is so again and again; of who is lost the chief says it.
+            level = logging.DEBUG if self._session.consistency.leaves_out else logging.WARNING
+            log.log(level, "round %d of server %d is complete without %s", reply.round, server, task)
+        self._missing[server] = set(reply.excluded)
+
     def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
         """Notes what the answers say of the members."""
-        said = list(replies.values())
-        out = frozenset[Task]().union(*[reply.excluded for reply in said])
-        if said:
-            absent = out.union(*[reply.observers for reply in said])
+        out, absent = set[Task](), set[Task]()
+        newest: Generation | None = None
+        more, over = False, 0
+        for reply in replies.values():
+            out.update(reply.excluded)
+            absent.update(reply.excluded, reply.observers)
+            newest = reply.generation if newest is None or reply.generation.number > newest.number else newest
+            more, over = more or reply.more, max(over, reply.over)
+        if replies:
             members = () if self._group.alone or round.label is None else round.label.members
             generation = round.label.number if round.label else 0
             # It is made where somebody looks at it: there may be a thousand members.
             self._last = partial(_last_round, round.number, generation, members, self._session.task, out, absent)
-        newest = max([reply.generation for reply in said], key=_NUMBER, default=None)
-        more = True in [reply.more for reply in said]
-        late = out if self._session.consistency.leaves_out and round.plan.trains else frozenset[Task]()
-        over = max([reply.over for reply in said], default=0)
+        late = frozenset(out) if self._session.consistency.leaves_out and round.plan.trains else NOBODY
         self._answered.append(Answered(round.number, round.passed, newest, more, late, over))
 
     def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:
@@ -290,7 +300,8 @@ class Window:
             # What came after it was computed, and perhaps sent, as if it had been made.
             session.end(type(failure)(f"{failure.message}; sent by {round.line or 'the script'}", failure.task))
         session.check()
-        session.answered(round.plan.id)
+        if session.copied:
+            session.answered(round.plan.id)
         return replies, failure
 
     def _await(self, round: UnderWay, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
@@ -321,13 +332,11 @@ class OwnWindow(Window):
 
     @property
     def size(self) -> int:
-        """The most rounds under way: one where there are several servers, on which they have no common order."""
-        return self._session.window if len(self._session.servers) == 1 else 1
+        """The most rounds under way: one where there are several servers, on which they have no common order.
 
-    @property
-    def waits_for_each(self) -> bool:
-        """False: the next one waits for it."""
-        return False
+        Then the next one waits for it, and not its call.
+        """
+        return self._session.window if len(self._session.servers) == 1 else 1
 
     def make_room(self) -> None:
         """Waits until one more round may be sent."""
