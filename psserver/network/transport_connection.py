@@ -303,9 +303,7 @@ class Connection:
                 self._channel.freed(message.place)
             case MessageKind.HEARTBEAT:
                 self._call(message, self._renew)
-            case MessageKind.PLAIN_VOTE:
-                self._hear(plain_votes.unpack(message.header))
-            case MessageKind.VOTE:
+            case MessageKind.VOTE | MessageKind.PLAIN_VOTE:
                 self._vote(message)
             case _:
                 raise InvalidRequest(f"a client must not send {message.kind.name}")
@@ -382,17 +380,10 @@ class Connection:
         self._channel.tell(MessageKind.ANSWER, message.call, DRIVE if drives else b"")
 
     def _vote(self, message: Message) -> None:
-        """Takes another server's vote that is not plain, or its testimony."""
-        vote = parse(pb.ServerVote, message.header)
-        if vote.session != self.session:
-            raise InvalidRequest(f"this connection belongs to session {self.session}, not to {vote.session}")
-        self._hear(messages.said_from_pb(vote))
-
-    def _hear(self, said: Vote | Testimony) -> None:
         """Takes what another server says, which has no answer."""
-        access, hello = self._transports.access, self._hello_said
-        access.check(VOTE, hello, self.names)
-        self._transports.core.hear(access.voter(hello.session), said)
+        said, hello = _said(message, self.session), self._hello_said
+        self._transports.access.check(VOTE, hello, self.names)
+        self._transports.core.hear(self._transports.access.voter(hello.session), said)
 
     def _check(self, verb: Verb, asked: Contribution | pb.PullRequest | pb.TransportHello) -> None:
         """Checks a call.
@@ -459,6 +450,16 @@ class Connection:
     def _refuse(self, call: int, error: PSError) -> None:
         self._let_rest_pass(call)
         self._channel.tell(MessageKind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
+
+
+def _said(message: Message, session: int | None) -> Vote | Testimony:
+    """Reads what another server says; raises `InvalidRequest` if it does not say it for the connection's session."""
+    if message.kind is MessageKind.PLAIN_VOTE:
+        return plain_votes.unpack(message.header)
+    said = parse(pb.ServerVote, message.header)
+    if said.session != session:
+        raise InvalidRequest(f"this connection belongs to session {session}, not to {said.session}")
+    return messages.said_from_pb(said)
 
 
 class TransportAnswer:
