@@ -315,8 +315,7 @@ class Group(ReplicaGroup):
                 before a round of that plan. An asynchronous worker only waits here until it takes part.
         """
         self.session.check()
-        due = self.due(join_point) is not None
-        if due:
+        if due := (self.due(join_point) is not None):
             self.settle()  # new members begin with the values that all rounds before this place have left
         if self.generation is None:
             self._join(join_point)
@@ -391,8 +390,7 @@ class Group(ReplicaGroup):
 
     def _adopt(self) -> None:
         for generation in self.news.changed:
-            change = change_of(generation)
-            if change is not None and self.session.move(change):
+            if (change := change_of(generation)) is not None and self.session.move(change):
                 self._be_as_all()
 
     def _join(self, join_point: str) -> None:
@@ -423,8 +421,7 @@ class Group(ReplicaGroup):
             generation = self.news.generations[number]
             start = generation.start or self.news.starts.get(number)
             if start is not None and generation.session(self.session.number):
-                self.generation, self.round = generation, start.round
-                self.start = start.round
+                self.generation, self.round, self.start = generation, start.round, start.round
                 self.news.readmit(generation)
                 self._taken_in = generation.join_point
                 if start.positions:

@@ -13,7 +13,7 @@ from pswire.model.tables import TimeToLive
 from pswire.model.tensor import TensorSpec
 
 
-class Wanted:
+class WantedVariables:
     """Variables that a server is asked for. Used by the thread that runs cross-replica code.
 
     Args:
@@ -24,9 +24,9 @@ class Wanted:
     def __init__(self, ids: tuple[int, ...], specs: tuple[TensorSpec, ...]) -> None:
         self.ids, self.specs = ids, specs
         self._numbers = frozenset(ids)
-        self._part: Wanted | None = None  # the last part, which is mostly the next one
+        self._part: WantedVariables | None = None  # the last part, which is mostly the next one
 
-    def among(self, *numbers: Set[int]) -> Wanted:
+    def among(self, *numbers: Set[int]) -> WantedVariables:
         """Returns those of the variables whose numbers are in one of some sets."""
         found = set[int]()
         for each in numbers:
@@ -37,7 +37,7 @@ class Wanted:
         if part is None or part._numbers != found:
             places = [place for place, id in enumerate(self.ids) if id in found]
             ids, specs = [self.ids[place] for place in places], [self.specs[place] for place in places]
-            part = self._part = Wanted(tuple(ids), tuple(specs))
+            part = self._part = WantedVariables(tuple(ids), tuple(specs))
         return part
 
 
@@ -60,7 +60,7 @@ class ServerShare:
     given: list[tuple[Ref, TensorSpec]]
     rows: tuple[int, ...]
     given_rows: list[tuple[Ref, TensorSpec]]
-    returns: Wanted
+    returns: WantedVariables
 
     @cached_property
     def given_specs(self) -> list[TensorSpec]:
@@ -79,7 +79,7 @@ class ServerShare:
 
     def returned_by(
         self, server: int, variables: Mapping[int, PlacedVariable], home: Callable[[Sequence[int]], int]
-    ) -> Wanted:
+    ) -> WantedVariables:
         """Returns the variables that a server is asked for.
 
         Args:
@@ -88,10 +88,10 @@ class ServerShare:
             home: returns which of the servers of a variable is asked for it.
         """
         mine = [variables[id] for id in self.writes if home(variables[id].servers) == server]
-        return Wanted(tuple([each.id for each in mine]), tuple([each.spec.tensor for each in mine]))
+        return WantedVariables(tuple([each.id for each in mine]), tuple([each.spec.tensor for each in mine]))
 
 
-NONE = Wanted((), ())
+NONE = WantedVariables((), ())
 """No variables."""
 
 

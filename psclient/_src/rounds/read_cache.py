@@ -18,7 +18,7 @@ from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Targets
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
-from psclient._src.rounds.prepared import Wanted
+from psclient._src.rounds.prepared import WantedVariables
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from pswire.api import PullReply, RowRead, TableRead
 from pswire.cluster import Task
@@ -526,7 +526,7 @@ class ReadCache:
             self._read -= changed
             self._changing.update(dict.fromkeys(changed, round))
 
-    def wanted(self, returns: Wanted) -> Wanted:
+    def wanted(self, returns: WantedVariables) -> WantedVariables:
         """Returns those of a round's variables that have targets, or were read since they were assigned."""
         with self._lock:
             return returns.among(self._read, self.targets.ids)

@@ -34,7 +34,7 @@ from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.numbering import ClosureRounds, Numbering, OwnRounds, SharedRounds
-from psclient._src.rounds.prepared import PlanShares, ServerShare, Wanted
+from psclient._src.rounds.prepared import PlanShares, ServerShare, WantedVariables
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import OwnWindow, Window
@@ -395,8 +395,8 @@ class Exchange:
     ) -> UnderWay:
         """Pushes a contribution to all servers of its plan, and goes on to the next round of its strand."""
         plan, group, hosting = outgoing.plan, self.group, self.session.hosting
-        want, lookups, hints = dict[int, Wanted](), dict[int, tuple[Lookup, ...]](), dict[int, tuple[RowRead, ...]]()
-        payloads, futures = dict[int, Payload](), dict[int, Future[RoundReply]]()
+        want, payloads, futures = dict[int, WantedVariables](), dict[int, Payload](), dict[int, Future[RoundReply]]()
+        lookups, hints = dict[int, tuple[Lookup, ...]](), dict[int, tuple[RowRead, ...]]()
         gone = hosting.gone
         for server, share in shares.shares.items():
             if server not in gone:

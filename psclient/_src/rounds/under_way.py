@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from psclient._src.data.progress import Pass
-from psclient._src.rounds.prepared import PlanShares, Wanted
+from psclient._src.rounds.prepared import PlanShares, WantedVariables
 from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError
@@ -59,7 +59,7 @@ class UnderWay:
     number: int
     plan: Plan
     shares: PlanShares
-    want: Mapping[int, Wanted]
+    want: Mapping[int, WantedVariables]
     lookups: Mapping[int, tuple[Lookup, ...]]
     futures: Mapping[int, Future[RoundReply]]
     label: Generation | None

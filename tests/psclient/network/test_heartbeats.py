@@ -14,7 +14,7 @@ import pytest
 
 from psclient._src.network.lease import HEARTBEATS, until_heartbeat
 from psclient._src.network.patience import Patience
-from psclient._src.network.transport import Silence
+from psclient._src.network.silence import Silence
 from psclient._src.network.worker_clock import WorkerClock
 from psserver.network.transport_connection import BACKLOG
 from pstesting.clock import Clock

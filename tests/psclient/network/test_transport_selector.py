@@ -10,6 +10,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -252,6 +253,17 @@ def test_what_the_server_refuses_does_not_break_the_transport(stack, name):
     assert site.transport(other) is transport
     assert transport._why is None
     assert not transport._channel._streams
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_answer_holds_nothing_of_what_was_sent(stack, transport):
+    """Its memory serves the next round, though nobody has looked at the answer of this one."""
+    site = Site(stack, transport, workers=1, elements=SMALL)
+    payload = site.payload(1)
+    sent, answer = weakref.ref(payload), site.server.push(site.said(site.workers[0]), payload)
+    del payload
+    site.whole([1], answer)
+    eventually(lambda: sent() is None)
 
 
 def test_nonsense_of_a_server_is_no_answer(stack, name):

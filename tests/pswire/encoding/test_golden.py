@@ -33,7 +33,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from psclient._src.network.grpc_calls import CallStream
 from psclient._src.network.remote_server import RemoteServer
-from psclient._src.network.transport import Silence
+from psclient._src.network.silence import Silence
 from psserver import registry
 from psserver.config import ServerConfig
 from psserver.effects import Peer

@@ -131,13 +131,15 @@ def test_pushes_are_the_same_where_some_of_them_is_kept(said: list[tuple[set[str
     """
     assert [*OTHER_PUSH] == [*Contribution.__dataclass_fields__]
     encoder, decoder, before = messages.PushEncoder(), messages.PushDecoder(), dict[Any, bytes]()
-    for names, round, previous in [*said, *said, *said, *(({name}, 3, 2) for name in OTHER_PUSH)]:
+    each = [({name} if differs else set[str](), 3, 2) for name in OTHER_PUSH for differs in (False, True)]
+    for names, round, previous in [*said, *said, *said, *each]:
         push = pushed(names, round, previous)
-        header = encoder.encode(push, len(names))
-        assert decoder.decode(header) == (push, len(names))
-        assert pb.PushHeader.FromString(header) == messages.contribution_to_pb(push, len(names))
+        header = encoder.encode(push, 8)
+        assert decoder.decode(header) == (push, 8)
+        assert pb.PushHeader.FromString(header) == messages.contribution_to_pb(push, 8)
         steady = header.removesuffix(messages._varying(push))
-        assert steady == before.setdefault((push.at(0, 0, ()), len(names)), steady)
+        assert steady == before.setdefault(push.at(0, 0, ()), steady)
+    assert decoder.decode(encoder.encode(push, 9)) == (push, 9)
 
 
 @search(8)
