@@ -523,11 +523,13 @@ def contributions(
     """
     whole = len(extended._backend.worker_devices) == 1 and not extended._backend.group.empty
     weights, arrays = [1.0] * len(riding), list[Any](riding)
+    at, end = len(riding), len(reductions)
     for value, v in zip(values, variables, strict=True):
         cut = v.sharding if isinstance(v, CutVariable) else None
-        if len(arrays) + (1 if cut is None else len(cut.places)) > len(reductions):
+        first, at = at, at + (1 if cut is None else len(cut.places))
+        if at > end:
             return None
-        asked = reductions[len(arrays)]
+        asked = reductions[first]
         dtype, shape = asked.tensor.dtype, asked.tensor.shape if cut is None else v.shape
         if (
             whole
@@ -537,9 +539,12 @@ def contributions(
             and value.dtype == DTYPES[dtype]
             and value.flags.c_contiguous
         ):
-            pieces = [value] if cut is None else [value[rows] for rows in cut.bounds]
-            weights += [1.0] * len(pieces)
-            arrays += pieces
+            if cut is None:
+                weights.append(1.0)
+                arrays.append(value)
+            else:
+                weights += [1.0] * len(cut.places)
+                arrays += [value[rows] for rows in cut.bounds]
         elif whole and cut is None and isinstance(value, Absent | Coming):
             coming = isinstance(value, Coming)
             weights.append(float(coming))

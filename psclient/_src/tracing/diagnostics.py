@@ -107,9 +107,14 @@ def instead_of(name: str, functions: Sequence[str]) -> str:
 def users_frame() -> FrameType | None:
     """The innermost frame that runs outside of this package and NumPy; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+    while frame and not _is_users(frame.f_globals.get("__name__")):
         frame = frame.f_back
     return frame
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_users(module: object) -> bool:
+    return str(module).partition(".")[0] not in _NOT_THE_USERS
 
 
 def users_line() -> str:
