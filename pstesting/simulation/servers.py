@@ -27,6 +27,8 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
+from pswire.limits import PART_BYTES
+from pswire.network.parts import parts_of
 from pswire.network.payload import Payload
 from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.servers.requests import R, ServerRequest
@@ -470,8 +472,9 @@ class Line(ParameterServer):
 
     def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:
         sliced = self._server.answered if said.want else NO_VALUES
+        there = Payload([(at, memoryview(b"".join(of))) for at, of in parts_of(payload, PART_BYTES)], payload.size)
         try:
-            made = self._server.core.push(said, payload)
+            made = self._server.core.push(said, there)
         except PSError as error:
             made = UnlockedFuture()
             made.set_exception(error)

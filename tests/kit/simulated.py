@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from math import inf
 from random import Random
@@ -29,6 +29,7 @@ import numpy as np
 from psclient._src.chief import standby
 from psclient._src.processes import sigterm
 from psclient._src.processes.sigterm import Leaving, Notice
+from psserver.execution.compiled import CompiledRound
 from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, TransportCosts
@@ -42,14 +43,17 @@ from tests.kit.internals import (
     SYNC,
     ClusterSpec,
     Consistency,
+    Kernels,
     Outgoing,
     Plan,
+    PreparedPlan,
     PSError,
     ServerStatus,
     SnapshotOrder,
     Task,
     Timeouts,
 )
+from tests.kit.programs import kept_kernels
 
 log = logging.getLogger("psclient.chief")
 
@@ -83,7 +87,26 @@ BASE = 1000.0
 SOON = 60.0
 """Simulated seconds within which all must happen that a test waits for."""
 
+TENSOR = inside.TensorSpec("float64", (4,))
+"""What lies on a server."""
+
 _places = count()
+
+
+@cache
+def _kernels() -> Kernels:
+    """Those of all simulated servers, for arrays of any size: rounds of small ones compile as those of large ones."""
+    return kept_kernels(patience=1, smallest=0)
+
+
+@cache
+def _kernels_for(workers: int) -> Kernels:
+    """The same, with all that rounds of so many workers need: in simulated time none would be ready."""
+    kernels, plan = _kernels(), Workload(1, tensor=TENSOR).plan
+    for contributors in range(1, workers + 1):
+        PreparedPlan(plan, 0).batches(kernels, contributors)
+    kernels.compiler.wait()
+    return kernels
 
 
 class Told(Notice):
@@ -268,6 +291,7 @@ class World:
         deaths: how often each task was killed.
         looks: False while workers do not look at variables between two rounds; a server that reads has no values.
         saves: the rounds that only saved what a server gets that comes back.
+        compiled: how many rounds the servers have run as they were compiled, each of its own.
     """
 
     def __init__(
@@ -282,7 +306,7 @@ class World:
         slow: Mapping[int, float] | None = None,
         seed: int = 0,
     ) -> None:
-        workload = Workload(servers, step=step, copies=copies, tensor=inside.TensorSpec("float64", (4,)))
+        workload = Workload(servers, step=step, copies=copies, tensor=TENSOR)
         self.cluster = Cluster(
             workers, workload, COSTS, consistency=consistency, timeouts=timeouts,
             root=f"memory://simulated-{next(_places)}",
@@ -297,15 +321,19 @@ class World:
         self.workers: dict[Task, TrainingWorker] = {}
         self.saves: set[int] = set()
         self.looks = True
+        self.compiled = 0
         self._slow = slow or {}
         self._stack = ExitStack()
         self._held: dict[int, list[Callable[[], object]]] = {}  # work on files that waits
         self._server_lives: dict[int, int] = defaultdict(int)
 
     def __enter__(self) -> Self:
+        kernels = _kernels_for(len(self.members))
         self._stack.callback(self.scheduler.close)
         self._stack.enter_context(simulated_time(self.scheduler))
         self._stack.enter_context(mock.patch("secrets.randbits", self.luck.getrandbits))  # two runs are equal
+        self._stack.enter_context(mock.patch("psserver.core.core.Kernels", return_value=kernels))
+        self._stack.enter_context(mock.patch.object(CompiledRound, "run", self._counted(CompiledRound.run)))
         self.servers: list[SimulatedServer] = []
         for index in range(self.cluster.workload.servers):
             self.servers.append(self._server(index))
@@ -316,6 +344,14 @@ class World:
 
     def __exit__(self, *rest: object) -> None:
         self._stack.close()
+
+    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(compiled: CompiledRound, *args: Any) -> Any:
+            found = run(compiled, *args)
+            self.compiled += found is not None
+            return found
+
+        return counted
 
     # ---- Processes ----
 
@@ -510,6 +546,7 @@ class World:
 
     def check(self) -> list[int]:
         """Checks what all processes of workers have seen, and what the servers hold; see `finish`."""
+        assert self.compiled, "no round was compiled, as most of a real job are"
         seen: dict[int, set[float]] = defaultdict(set)
         for worker in self.lives:
             for round, value in worker.made.items():
