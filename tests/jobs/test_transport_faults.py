@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from psclient._src.network import transport_selector as client_transports
+from psserver.execution.compiled import CompiledRound
 from tests.kit.internals import HEAD, LEAST_IN_FLIGHT, PART_BYTES, TRANSPORTS, Apply, Reduction, Ref, TensorSpec
-from tests.kit.rig import SOON, sum_into
+from tests.kit.rig import SOON, compiler_of, sum_into
 from tests.kit.transports import Cut, Proxy, Site, eventually
 
 HELLO = 1 + HEAD.size + 48
@@ -31,9 +32,9 @@ def proxied(stack, monkeypatch):
     """Makes a site behind a proxy, whose members do not tire of opening transports."""
     monkeypatch.setattr(client_transports, "LOSSES", 1 << 30)
 
-    def make(name):
+    def make(name, **more):
         proxies = []
-        site = Site(stack, name, between=lambda transports: proxies.append(Proxy(stack, transports, name)))
+        site = Site(stack, name, between=lambda transports: proxies.append(Proxy(stack, transports, name)), **more)
         return site, proxies[0]
 
     return make
@@ -64,6 +65,32 @@ def test_wherever_a_connection_breaks_each_contribution_counts_once(proxied, nam
     for _ in range(5):
         proxy.cut()  # between rounds nobody sees it
         site.round()
+
+
+@ON_BOTH
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_wherever_a_connection_breaks_a_compiled_round_counts_once(proxied, monkeypatch, name, way):
+    """Small rounds, which repeat: what is sent again is one more contribution to a round that runs as compiled."""
+    ran, run = [], CompiledRound.run
+    monkeypatch.setattr(CompiledRound, "run", lambda *args: ran.append(found := run(*args)) or found)
+    site, proxy = proxied(name, elements=64)
+    site.core.kernels.smallest = 0
+    compiler = compiler_of(site.core)
+    while not ran:
+        site.round()
+        compiler.wait()
+        assert site.workers[0].round < 10, "no round is compiled, as most of a real job are"
+    ran.clear()
+    begun = site.workers[0].round
+    first = HELLO if way == "up" else WELCOME[name]
+    for at in range(first, first + 4 * HEAD.size, 29):
+        proxy.cuts.append(Cut(at, None) if way == "up" else Cut(None, at))
+        proxy.cut()
+        while proxy.cuts:
+            site.round()
+        site.round()
+    assert len(ran) == site.workers[0].round - begun
+    assert None not in ran
 
 
 @ON_BOTH
