@@ -175,8 +175,8 @@ def test_another_transport_than_the_one_asked_for_is_no_result(tmp_path: Path) -
 
 
 MOST_CALLS = {
-    1: {"worker": 640, "until sent": 230, "server": 640},
-    2: {"worker": 800, "until sent": 285, "server": 700, "server 1": 700},
+    1: {"worker": 350, "until sent": 120, "server": 420},
+    2: {"worker": 450, "until sent": 160, "server": 540, "server 1": 540},
 }
 """For each number of servers Python calls of a repeated step, of which some are made until the push is sent, and of a
 server for the round: some more than on a quiet machine, since beside other work messages come in pieces."""
