@@ -92,7 +92,7 @@ class Answers:
 
     def put(self, ready: Mapping[int | Ref, Array]) -> list[Effect]:
         """Adds values of the running round that are on the host."""
-        return [Run(growing.put, (ready,)) for growing in self._growing.values()] if self._growing else []
+        return [Run(growing.put, (ready,)) for growing in self._growing.values()]
 
     def drop(self) -> None:
         """The running round is over, or begins anew: payloads grow no more."""
@@ -119,7 +119,7 @@ class Answers:
         """
         fresh: dict[int | Ref, Array] = dict(ready or {})
         grown = {} if ready is None else self._growing
-        payloads = {want: growing.payload for want, growing in grown.items()} if grown else {}
+        payloads = {want: growing.payload for want, growing in grown.items()}
         same: dict[tuple[object, ...], RoundReply] = {}  # by what differs between members who want no rows
         answers: list[Effect] = []
         for said, future in waiters:
