@@ -22,6 +22,7 @@ from psserver.effects import Await, Effect, Fail, Outcome, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
+from psserver.rounds.rounds import place_of
 from psserver.services.standbys import Standbys
 from psserver.services.watches import Watches
 from psserver.state.counters import ServerCounters
@@ -366,7 +367,7 @@ class Machine:
         self._admission.check(said.session, now)
         if said.first_values:
             return None, job.first_values.push(said.session, said.first_values, payload, future)
-        place = job.rounds.place(said)
+        place = place_of(said, job.rounds.generations)
         if (record := job.rounds.recorded(said, place)) is not None:
             job.late.add(said, future, record)
         elif len(set(said.want)) != len(said.want):

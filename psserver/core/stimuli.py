@@ -92,16 +92,13 @@ class Stimuli:
     def __init__(self) -> None:
         self.record: Callable[[Stimulus], None] | None = None
         self._last: deque[Short] = deque(maxlen=KEPT)
-        self._noted = False  # the newest, before it was let in
 
     def note(self, time: float, name: str, args: tuple[Any, ...]) -> None:
-        """Notes a stimulus before it is let in; of array work that is over only what has failed."""
+        """Notes a stimulus before it is let in; work that is over may bring its own error."""
         if self.record is not None:
             self.record(Stimulus(time, name, args))
-        error = args[2] if name == "worked" else None
-        self._noted = name not in QUIET and (error is not None or name != "worked" or args[0].queue != "arrays")
-        if self._noted:
-            self.keep(time, name, args, error)
+        if name not in QUIET:
+            self.keep(time, name, args, args[2] if name == "worked" else None)
 
     def made(self, time: float, work: Work, result: object, error: PSError | None) -> None:
         """Notes work that is over and that the machine does not hear of; it is kept only where it failed."""
@@ -112,7 +109,7 @@ class Stimuli:
 
     def refused(self, time: float, name: str, args: tuple[Any, ...], error: PSError) -> None:
         """Notes why the newest was refused."""
-        if self._noted:
+        if name not in QUIET:
             self._last.pop()
         self.keep(time, name, args, error)
 

@@ -352,8 +352,7 @@ class Connection:
         del self._under_way[future]
         try:
             reply = future.result()
-            if self._assemblies:
-                self._let_rest_pass(answer.call)
+            self._let_rest_pass(answer.call)
             answer.send(self._transports.encoder.encode(reply), reply.payload)
         except PSError as error:
             self._channel.drop(answer.call)

@@ -60,7 +60,6 @@ class PendingRound:
         whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
             be made later.
         batch: who was the first to say which global batch it reads, and in what words; None before.
-        policy: how it is made; None until somebody has looked.
     """
 
     plan_id: bytes
@@ -76,7 +75,6 @@ class PendingRound:
     voted: tuple[frozenset[int], frozenset[int]] | None = None
     whole: bool = False
     batch: tuple[Task, str] | None = None
-    policy: Policy | None = None
     _lacking: int = 0  # the place in `members` of who was missing when it was last looked for
 
     @property
@@ -327,7 +325,7 @@ class PendingRound:
         dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
         self.parts.clear()
         self.waiters.clear()
-        self.plan_id, self.generation, self.batch, self.policy = plan_id, generation, None, None
+        self.plan_id, self.generation, self.batch = plan_id, generation, None
         return dropped
 
     def fail(self, error: PSError) -> list[Effect]:

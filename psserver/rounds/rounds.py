@@ -6,7 +6,7 @@ the result. Methods return effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from math import isfinite
@@ -148,30 +148,16 @@ class Rounds:
             self._try(push)
         return self._take_effects()
 
-    def place(self, said: Contribution) -> Place:
-        """Returns where a contribution belongs."""
-        generation = self.generations.get(said.generation)
-        member = None if generation is None else generation.by_session.get(said.session)
-        if said.alone:
-            return generation, member and replace(member, consistency=ASYNC), SessionSequence(said.session)
-        if member is None or not member.alone:
-            return generation, member, None
-        return generation, member, member.task if said.closure is None else said.closure.number
-
     def push(
         self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float, place: Place | None = None
     ) -> list[Effect]:
         """Takes a contribution at time `now`. Its future is answered when the round is over, or fails at once."""
-        try:
-            self._push(Push(said, payload, now, future), place or self.place(said))
-        except PSError as error:
-            self._effects.append(Fail(future, error))
+        self._try(Push(said, payload, now, future), place)
         return self._take_effects()
 
-    def _try(self, push: Push) -> None:
-        """Takes a contribution that came earlier; its future fails if that cannot be taken."""
+    def _try(self, push: Push, place: Place | None = None) -> None:
         try:
-            self._push(push, self.place(push.said))
+            self._push(push, place or place_of(push.said, self.generations))
         except PSError as error:
             self._effects.append(Fail(push.future, error))
 
@@ -192,9 +178,7 @@ class Rounds:
             raise Fenced(f"this process is not a member of generation {said.generation}; restart it")
         if said.closure is not None:
             self._closures.check(said.closure, said, member, self.sequences)
-        sequence = self.sequences.get(key)
-        if sequence is None:
-            sequence = self.sequences[key] = RoundSequence()
+        sequence = self.sequences.get(key) or self.sequences.setdefault(key, RoundSequence())
         if said.round <= sequence.last:
             raise sequence.refusal(said)
         runs = self._running == (key, said.round)
@@ -230,11 +214,10 @@ class Rounds:
 
     def lacks(self, said: Contribution, place: Place) -> bool:
         """Returns True if the round of a contribution waits for others of its members, whatever else has happened."""
-        generation, _, key = place
-        pending = self.sequences[key].open.get(said.round) if key in self.sequences else None
-        if generation is None or pending is None or self.fenced or generation.leaves_out or pending.attempt:
+        generation, sequence = place[0], self.sequences.get(place[2])
+        if sequence is None or generation is None or generation.leaves_out or self.fenced:
             return False
-        return len(pending.parts) < len(pending.members)
+        return sequence.lacks(said.round)
 
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
         """Takes in which closures are over: the answers to their rounds are needed no more."""
@@ -309,7 +292,7 @@ class Rounds:
             Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
-        generation, _, key = place or self.place(said)
+        generation, _, key = place or place_of(said, self.generations)
         sequence = self.sequences.get(key) if generation else None
         record = sequence.records.get(said.round) if sequence else None
         if generation is None or sequence is None or record is None or record.error is not None:
@@ -338,7 +321,7 @@ class Rounds:
             number, pending = min(sequence.open.items())
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
-            policy = pending.policy if plan and pending.policy else self._policy(pending, plan)
+            policy = plan.policy(pending.consistency) if plan else ALONE
             called = pending.voted is not None and self.votes.called(number, pending.attempt)
             if pending.error is not None and not policy.voters:
                 # Its members have their answer already, and nothing of it may be applied.
@@ -356,13 +339,6 @@ class Rounds:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del sequence.open[number]
         return None
-
-    def _policy(self, pending: PendingRound, plan: PreparedPlan | None) -> Policy:
-        """Returns how a round is made; keeps that once its plan is known."""
-        if plan is None:
-            return ALONE
-        pending.policy = plan.policy(pending.consistency)
-        return pending.policy
 
     def open(self, vote: Vote, now: float) -> None:
         """Another server has a round of which this one may know nothing: all who make it may be gone.
@@ -473,6 +449,17 @@ class Rounds:
         """Fails a round; returns the error."""
         self._effects += pending.fail(error)
         return error
+
+
+def place_of(said: Contribution, generations: Mapping[int, Generation]) -> Place:
+    """Returns where a contribution belongs, given the generations that are known."""
+    generation = generations.get(said.generation)
+    member = None if generation is None else generation.by_session.get(said.session)
+    if said.alone:
+        return generation, member and replace(member, consistency=ASYNC), SessionSequence(said.session)
+    if member is None or not member.alone:
+        return generation, member, None
+    return generation, member, member.task if said.closure is None else said.closure.number
 
 
 def _check_weights(said: Contribution) -> None:

@@ -122,6 +122,11 @@ class RoundSequence:
         pushed = self.pushed.get(session)
         return pushed is not None and sum(number > pushed for number in self.records) < BEHIND
 
+    def lacks(self, number: int) -> bool:
+        """Returns whether an open round waits for the first push of some of its members."""
+        pending = self.open.get(number)
+        return pending is not None and not pending.attempt and len(pending.parts) < len(pending.members)
+
     def refusal(self, said: Contribution) -> PSError:
         """Returns the error of a push to a round that is over."""
         if said.closure is not None:  # another worker has made it meanwhile, and its answer is this one's

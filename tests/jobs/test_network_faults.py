@@ -63,8 +63,8 @@ ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "l
     ("transport", "rates"),
     [
         pytest.param("grpc", ALL, id="all of it"),
-        pytest.param("shm", {"transports": 30}, id="breaking transports, shm"),
-        pytest.param("tcp", {"transports": 30}, id="breaking transports, tcp", marks=pytest.mark.soak),
+        pytest.param("shm", {"transports": 20}, id="breaking transports, shm"),
+        pytest.param("tcp", {"transports": 20}, id="breaking transports, tcp", marks=pytest.mark.soak),
         pytest.param("grpc", ALL | {"changes": True}, id="all of it, amid changes", marks=pytest.mark.ci),
         pytest.param("grpc", {fault: 2 * rate for fault, rate in ALL.items()}, id="twice", marks=pytest.mark.soak),
     ],

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import psclient as ps
+from psclient._src.network.transport import TransportCall
 from psclient._src.processes import process
 from psclient.psctl.certificate_authority import Authority
 from pstesting import forks
@@ -205,8 +206,9 @@ def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport
     with pytest.raises((inside.Forbidden, inside.Fenced)):
         thief.pull(number, [1], -1).result(SECONDS)
     if (held := thief.transport(number)) is not None:
+        held.send(call := TransportCall(number, inside.MessageKind.HEARTBEAT, b"", inside.EMPTY, print))
         with pytest.raises((inside.Forbidden, inside.Fenced)):
-            held.heartbeat().result(SECONDS)
+            call.result(SECONDS)
     with pytest.raises(inside.Forbidden, match=f"session {number} belongs to {W0}, not to {W1}"):
         thief.open(W1, 1, number, False)
     owner.heartbeat(number, -1, b"")
