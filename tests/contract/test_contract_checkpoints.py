@@ -32,18 +32,7 @@ from tests.kit.internals import (
     TensorSpec,
     VariableSpec,
 )
-from tests.kit.rig import (
-    CHIEF,
-    SOON,
-    WORKERS,
-    Job,
-    checkpoint,
-    create,
-    eventually,
-    manifest_of,
-    sum_into,
-    together,
-)
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, create, eventually, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)

@@ -76,9 +76,7 @@ def test_the_log_is_what_was_appended(job, worker):
 
 def test_a_resent_append_changes_nothing(job, worker):
     """The index is its key: what is there already and equal counts as taken. An empty list tells how far the log goes.
-
-    An append to another log is not taken: server 0's grows by itself, and the chief is told where to look again.
-    """
+    An append to another log is not taken: server 0's grows by itself, and the chief is told where to look again."""
     server, before = job.verbs[0], log(job)
     length = len(before)
     plans = [Approved(reduce_only(NUMBER, target=str(index))) for index in range(3)]

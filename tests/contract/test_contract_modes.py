@@ -6,26 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.internals import (
-    WINDOW,
-    Fenced,
-    InvalidRequest,
-    Plan,
-    Position,
-    RestoreCommit,
-    WorkerProgress,
-)
-from tests.kit.rig import (
-    SOON,
-    WORKERS,
-    Job,
-    checkpoint,
-    eventually,
-    given,
-    sgd,
-    sum_into,
-    together,
-)
+from tests.kit.internals import WINDOW, Fenced, InvalidRequest, Plan, Position, RestoreCommit, WorkerProgress
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]
 HERE, THERE = (Position(0, 0, 3),), (Position(0, 2, 8),)
@@ -232,10 +214,8 @@ def near(job: Job):
 
 
 def sent(worker, plan, **keys):
-    """Makes its next round; returns the answer to come.
-
-    Calls overtake each other on the way: who does not wait for the answer of one says in the next which was before it.
-    """
+    """Makes its next round; returns the answer to come. Calls overtake each other on the way: who does not wait for the
+    answer of one says in the next which was before it."""
     future = worker.push(plan, [1], **keys)
     worker.round += 1
     return future

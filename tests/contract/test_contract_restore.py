@@ -92,10 +92,8 @@ def test_a_look_changes_nothing(job, worker):
 
 
 def test_a_directory_of_checkpoints_means_its_newest(job, worker, caplog):
-    """The one with the greatest number, whatever the clocks say; those without a manifest do not count.
-
-    The log says which one was restored.
-    """
+    """The one with the greatest number, whatever the clocks say; those without a manifest do not count. The log says
+    which one was restored."""
     caplog.set_level(logging.INFO, "psserver")
     variable = job.variable(worker, np.array(1))
     job.save(worker, "run/ckpt-10")
@@ -170,10 +168,8 @@ def test_nothing_changes_before_all_have_come(job, worker):
 
 
 def test_who_comes_later_is_told_what_the_first_was(job, worker):
-    """That there was none, though there is one by now; or which was the newest, though there is a newer one.
-
-    Also who asks for something else: members find out in the round that commits, all of them, and not one alone.
-    """
+    """That there was none, though there is one by now; or which was the newest, though there is a newer one. Also who
+    asks for something else: members find out in the round that commits, all of them, and not one alone."""
     other, turn = second(job, worker), worker.turn()
     with pytest.raises(NoCheckpoint):
         ask(job, worker, turn, "open")
@@ -207,10 +203,8 @@ NOTHING = "the restore of 'run' was not prepared"
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_nobody_has_prepared_is_not_committed(job, mode):
-    """Neither before any restore nor after one; a synchronous process cannot commit one again, either.
-
-    Each restore is one: rounds between two of the same checkpoint are undone by the second, and by nothing else.
-    """
+    """Neither before any restore nor after one; a synchronous process cannot commit one again, either. Each restore is
+    one: rounds between two of the same checkpoint are undone by the second, and by nothing else."""
     (worker,) = job.join(A, mode=mode)
     variable = job.variable(worker, np.array(1))
     job.save(worker)
@@ -263,10 +257,8 @@ def test_what_was_given_up_is_not_restored(job, worker):
 
 
 def test_an_older_turn_than_the_newest_is_refused(job, worker):
-    """Another process has gone on: what it has prepared is not replaced, and their ways are separate.
-
-    Nor is one of an earlier round taken, after another one has begun in a later round.
-    """
+    """Another process has gone on: what it has prepared is not replaced, and their ways are separate. Nor is one of an
+    earlier round taken, after another one has begun in a later round."""
     variable = job.variable(worker, np.array(1))
     job.save(worker)
     early = worker.turn()
@@ -366,10 +358,8 @@ def test_what_an_asynchronous_process_gives_up_is_not_held(job):
 
 
 def test_a_restore_by_names_changes_these(job, worker):
-    """Each variable gets the tensor that is named for it, whatever its own name; the others stay.
-
-    A name stands for all variables that are saved by it: they always have one value.
-    """
+    """Each variable gets the tensor that is named for it, whatever its own name; the others stay. A name stands for all
+    variables that are saved by it: they always have one value."""
     a, b, c = (job.variable(worker, np.array(n), (n % 2,)) for n in range(3))
     first = job.variable(worker, np.array(1), (1,), "count")
     copy = job.variable(worker, np.array(1), (0,), "copy", saved_as="count")

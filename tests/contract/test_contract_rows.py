@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kit.contributions import packed, rows
-from tests.kit.internals import (
-    EMPTY,
-    PART_BYTES,
-    Contribution,
-    InvalidRequest,
-    RowRead,
-    TensorSpec,
-    row_specs,
-    spec_of,
-)
+from tests.kit.internals import EMPTY, PART_BYTES, Contribution, InvalidRequest, RowRead, TensorSpec, row_specs, spec_of
 from tests.kit.rig import SOON, WORKERS, sum_into, together, turn
 
 A, B = WORKERS[:2]

@@ -22,17 +22,7 @@ from tests.kit.internals import (
     Turn,
     count_of,
 )
-from tests.kit.rig import (
-    CHIEF,
-    HEARTBEAT,
-    SOON,
-    WORKERS,
-    Job,
-    core,
-    create,
-    eventually,
-    reduce_only,
-)
+from tests.kit.rig import CHIEF, HEARTBEAT, SOON, WORKERS, Job, core, create, eventually, reduce_only
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]

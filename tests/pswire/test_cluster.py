@@ -209,10 +209,8 @@ def test_a_cluster_def_has_the_fields_of_tensorflow_s() -> None:
 
 
 def test_clusters_are_equal_by_their_tasks() -> None:
-    """It does not matter how the tasks were written; a dict is no cluster, and clusters cannot be keys.
-
-    A cluster is true as soon as it has a job, even one without tasks.
-    """
+    """It does not matter how the tasks were written; a dict is no cluster, and clusters cannot be keys. A cluster is
+    true as soon as it has a job, even one without tasks."""
     spec = ClusterSpec({"ps": ["a:1", "b:1"]})
     assert spec == ClusterSpec({"ps": {1: "b:1", 0: "a:1"}})
     assert spec != ClusterSpec({"ps": ["b:1", "a:1"]})

@@ -42,10 +42,8 @@ def sail(*words: str, unsaid: bool, **environ: str) -> click.testing.Result:
 
 
 def test_a_field_is_a_flag():
-    """Its kind, limits, choices and variable are those of the option; what is no option has no flag.
-
-    The variable of a switch is read elsewhere, by a reader that takes 1 and 0 alone, and not many words.
-    """
+    """Its kind, limits, choices and variable are those of the option; what is no option has no flag. The variable of a
+    switch is read elsewhere, by a reader that takes 1 and 0 alone, and not many words."""
     assert json.loads(sail(unsaid=False).output)[0] == {"crew": 2, "anchored": False, "sail": "jib"}
     told = sail("--crew", "3", "--anchored", unsaid=False, BOAT_SAIL="genoa")
     assert json.loads(told.output)[0] == {"crew": 3, "anchored": True, "sail": "genoa"}

@@ -229,9 +229,7 @@ def test_a_server_shows_new_certificates_on_every_port(
     files: Files, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On gRPC's and on the tcp transport's; who is connected goes on, and who comes from the old CA is let in no more.
-
-    A client whose connection breaks connects again with what its own files have then.
-    """
+    A client whose connection breaks connects again with what its own files have then."""
     monkeypatch.setattr(identity, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(transport, "LOOK_SECONDS", 0.05)
     own = Files(files.path.parent / "worker-0", certificates.out / "worker-0")

@@ -168,11 +168,9 @@ def test_certificates_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_what_is_there_stays(certificates: Certificates, tmp_path: Path) -> None:
-    """A second call adds what is new, of the same CA, and overwrites nothing; half of a pair is refused.
-
-    What is renewed has new keys and certificates; CA and token stay, so that one process after the other may take them.
-    Certificates of two CAs never get mixed in one directory.
-    """
+    """A second call adds what is new, of the same CA, and overwrites nothing; half of a pair is refused. What is
+    renewed has new keys and certificates; CA and token stay, so that one process after the other may take them.
+    Certificates of two CAs never get mixed in one directory."""
     certs(tmp_path, "--ps", 1, "--workers", 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     printed = certs(tmp_path, "--ps", 2, "--workers", 1)

@@ -148,9 +148,7 @@ TASKS = ("worker-0", "worker-1", "worker-7", "chief-0")
 @pytest.mark.parametrize("transport", ["tcp", "tls", "shm"])
 def test_connections_by_the_hundred(certificates: Certificates, stack: ExitStack, transport: str) -> None:
     """Torn at once, after some bytes, or after a hello: no connection is left, and no descriptor, thread or memory.
-
-    Nothing that the server does not foresee reaches its event loop. The transport "tls" is tcp with certificates.
-    """
+    Nothing that the server does not foresee reaches its event loop. The transport "tls" is tcp with certificates."""
     shown, surprises = (inside.Security(), inside.Security()), stack.enter_context(foreseen())
     if transport == "tls":
         everyone = certificates.signed([f"{name}.paramserver" for name in TASKS], -1, 1)

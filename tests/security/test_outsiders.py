@@ -1,5 +1,4 @@
-"""Who has a session and is in no generation decides nothing for those who do, and costs them next to
-nothing."""
+"""Who has a session and is in no generation decides nothing for those who do, and costs them next to nothing."""
 
 from __future__ import annotations
 

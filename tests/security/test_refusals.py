@@ -154,10 +154,8 @@ def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
 
 
 def test_a_worker_is_no_chief(members: Members) -> None:
-    """It neither drives, nor approves, nor has checkpoints written, whatever token it says.
-
-    Who may be chief, and is not, knows no token, and a larger one is no better; who holds it may.
-    """
+    """It neither drives, nor approves, nor has checkpoints written, whatever token it says. Who may be chief, and is
+    not, knows no token, and a larger one is no better; who holds it may."""
     worker, _ = members["worker-1"]
     with pytest.raises(inside.Forbidden, match="only the chief, or worker 0 in a cluster without a chief"):
         worker.open(W1, 1, 0, True)

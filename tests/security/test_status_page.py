@@ -166,10 +166,8 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_leaks(served):
 
 @pytest.mark.parametrize("code", [True, False])
 def test_nothing_else_is_served(served, code):
-    """There are three paths, which are no files, and two methods; also with a good code.
-
-    Metrics need none: they contain no names of variables, and Prometheus has no code.
-    """
+    """There are three paths, which are no files, and two methods; also with a good code. Metrics need none: they
+    contain no names of variables, and Prometheus has no code."""
     got = served.get("/metrics")
     assert got.status == 200
     assert "paramserver_server_rounds_total" in got.text

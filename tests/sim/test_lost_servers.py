@@ -16,10 +16,8 @@ CHEAP = [1, 4]
 
 @BOTH
 def test_the_job_goes_on_without_a_server(lost, caplog):
-    """It is killed while rounds are made; nobody restarts, and every round has counted once on what is left.
-
-    A worker that is started again, and a chief, find the other one.
-    """
+    """It is killed while rounds are made; nobody restarts, and every round has counted once on what is left. A worker
+    that is started again, and a chief, find the other one."""
     with World() as job:
         job.rounds(10)
         job.kill(lost)
@@ -53,10 +51,8 @@ def test_a_server_is_lost_while_the_job_begins(lost, after):
 
 @BOTH
 def test_a_server_that_wakes_up_too_late_answers_nobody(lost, caplog):
-    """One that was paused for less than a lease is waited for: nobody goes on without it.
-
-    After a longer pause the others have gone on; it is told so, and ends.
-    """
+    """One that was paused for less than a lease is waited for: nobody goes on without it. After a longer pause the
+    others have gone on; it is told so, and ends."""
     with World() as job:
         job.rounds(10)
         before = job.round
@@ -113,10 +109,8 @@ def open_half(job: World) -> None:
 @BOTH
 def test_a_server_is_lost_while_a_worker_opens_its_session(lost):
     """Between two servers. The one that keeps the sessions now knows only the worker's dead process, which has a lease.
-
     The worker waits for that, and takes part. Without copies it learns of the loss as all others do, and not only when
-    `PS_START_TIMEOUT` is over.
-    """
+    `PS_START_TIMEOUT` is over."""
     with World() as job:
         open_half(job)
         job.kill(lost)
@@ -153,10 +147,8 @@ def test_the_chief_and_the_server_that_keeps_the_log_die_at_once(heir):
     "seed", CHEAP + [pytest.param(n, marks=pytest.mark.soak) for n in range(200) if n not in CHEAP]
 )
 def test_all_die_and_come_back(seed):
-    """Workers, the chief and, one at a time, servers die at random moments, and are started again.
-
-    A contribution that was answered counts; of those that were not, at most one for each death does.
-    """
+    """Workers, the chief and, one at a time, servers die at random moments, and are started again. A contribution that
+    was answered counts; of those that were not, at most one for each death does."""
     with World(servers=3, workers=3, seed=seed) as job:
         servers = [PS0, PS1, PS2]
         job.rounds(3)
@@ -202,13 +194,11 @@ def assert_lost(error: PSError, server: Task, why: str) -> None:
 
 @BOTH
 def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
-    """One that pauses for two leases is waited for: nobody ends, no session does, and all goes on where it was.
-
-    After `PS_SERVER_TIMEOUT` every process ends, and says which server, for how long, and by which setting. Nobody
-    knows what another server has missed: a new job begins, and has nothing of the old one. But nobody could write to
-    the log that server 0 is lost, and it is not: its variables count, with all rounds that were complete, what was
-    under way at most once, and all that the next lives do.
-    """
+    """One that pauses for two leases is waited for: nobody ends, no session does, and all goes on where it was. After
+    `PS_SERVER_TIMEOUT` every process ends, and says which server, for how long, and by which setting. Nobody knows what
+    another server has missed: a new job begins, and has nothing of the old one. But nobody could write to the log that
+    server 0 is lost, and it is not: its variables count, with all rounds that were complete, what was under way at most
+    once, and all that the next lives do."""
     with World(copies=0) as job:
         job.rounds(5)
         before = job.round

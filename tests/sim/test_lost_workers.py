@@ -86,8 +86,7 @@ HASTY = with_lease(LEASE, round_timeout=3 * LEASE)
 
 def test_a_hung_worker_is_excluded(told):
     """Its heartbeats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does
-    its next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
-    """
+    its next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody."""
     with World(workers=3, copies=0, timeouts=HASTY) as job:
         for worker in (W2, W1):
             job.rounds(5)

@@ -72,10 +72,9 @@ def test_servers_are_started_anew_one_after_the_other():
 
 @BOTH
 def test_the_chief_and_a_server_die_at_once_and_are_started_again(lost):
-    """The new chief finds a new process in the place of a server of which nobody knows that it was lost: no new job.
-
-    A worker, and a chief, that are started then have never known it as gone: they ask the one that keeps the log since.
-    """
+    """The new chief finds a new process in the place of a server of which nobody knows that it was lost: no new job. A
+    worker, and a chief, that are started then have never known it as gone: they ask the one that keeps the log
+    since."""
     with World() as job:
         job.rounds(5)
         job.kill(CHIEF, lost)
@@ -243,10 +242,8 @@ def test_rounds_wait_where_too_much_is_to_be_made_up(monkeypatch):
 
 @pytest.mark.parametrize(("variable", "home", "failing"), [(0, PS0, PS1), (2, PS2, PS0)], ids=str)
 def test_a_server_with_another_value_is_taken_back_with_the_right_one(variable, home, failing, caplog):
-    """One bit of a copy: within a span of rounds both servers name it, and the sums are exact without the other one.
-
-    Of three servers the one that fails keeps the log.
-    """
+    """One bit of a copy: within a span of rounds both servers name it, and the sums are exact without the other one. Of
+    three servers the one that fails keeps the log."""
     with World(servers=max(home.index, failing.index) + 1) as job:
         job.rounds(5)
         last = job.round

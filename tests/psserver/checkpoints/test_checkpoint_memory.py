@@ -112,10 +112,8 @@ def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_round_waits_at_the_limit(tmp_path, monkeypatch, caplog, copied):
-    """It says so in the log and in the status, and runs as soon as enough is written; others that fit run.
-
-    It waits no longer where variables have copies: what is held for the loss of a server goes first.
-    """
+    """It says so in the log and in the status, and runs as soon as enough is written; others that fit run. It waits no
+    longer where variables have copies: what is held for the loss of a server goes first."""
     caplog.set_level("INFO", "psserver")
     gate = Gate(monkeypatch)
     with job_on(tmp_path, copied, snapshot_limit=NBYTES) as (job, _):
@@ -168,10 +166,8 @@ def test_a_round_that_waits_is_looked_at_when_it_may_run(tmp_path, monkeypatch):
 
 
 def test_what_nobody_asks_for_is_written_and_let_go_of(tmp_path, monkeypatch):
-    """A round that waits at the limit waits for the disk, and for no chief; the next chief is told of what is there.
-
-    A limit that is smaller than a variable stops training while it is written; it stops it for no longer.
-    """
+    """A round that waits at the limit waits for the disk, and for no chief; the next chief is told of what is there. A
+    limit that is smaller than a variable stops training while it is written; it stops it for no longer."""
     gate = Gate(monkeypatch)
     with job_on(tmp_path, snapshot_limit=1) as (job, _):
         (worker,) = job.join(WORKERS[0])

@@ -1,11 +1,9 @@
-"""The model test: a job under random interleavings, of workers that make rounds together or each by itself.
-
-Real cores, and the chief's and the workers' own code; the network, the clock and the scheduler are
-hypothesis'. Processes stop before any call, die and come back; messages are late, lost and repeated, or arrive bit by
-bit, as rounds that stream take them, and are cut off; leases end under processes that live. Rounds may bring rows of
-tables, and take rows of the next ones along. Whatever happens, the rules of the protocol hold after every step, and
-once nothing disturbs it the job ends.
-"""
+"""The model test: a job under random interleavings, of workers that make rounds together or each by itself. Real cores,
+and the chief's and the workers' own code; the network, the clock and the scheduler are hypothesis'. Processes stop
+before any call, die and come back; messages are late, lost and repeated, or arrive bit by bit, as rounds that stream
+take them, and are cut off; leases end under processes that live. Rounds may bring rows of tables, and take rows of the
+next ones along. Whatever happens, the rules of the protocol hold after every step, and once nothing disturbs it the job
+ends."""
 
 from __future__ import annotations
 
@@ -258,10 +256,8 @@ class Worker:
             model.own.check_read(sent, self.session.number, value)
 
     def _read(self, variable: Any) -> None:
-        """Sees the last round of this process that touched the server; as long as it lives there is no later one.
-
-        An asynchronous one sees what all have added before it read, and nothing that nobody has.
-        """
+        """Sees the last round of this process that touched the server; as long as it lives there is no later one. An
+        asynchronous one sees what all have added before it read, and nothing that nobody has."""
         alone, totals = self.group.alone, self.model.totals
         self.model.take_in()
         before = totals[variable.id]
@@ -1124,10 +1120,8 @@ class Alone(Model):
 
 
 class Mortal(Model):
-    """The same, and in some of them a server dies, between any two of its votes.
-
-    What it held is gone, and the job ends for all.
-    """
+    """The same, and in some of them a server dies, between any two of its votes. What it held is gone, and the job ends
+    for all."""
 
     mortal = False
 

@@ -1,9 +1,7 @@
 """The model test of rounds that repeat: a core that compiles them and one that never does are the same after every
-stimulus.
-
-Both are real cores without a network, on kernels of their own, and get the same stimuli in the same order: steps of
-several plans, and between them what a job meets, such as members that leave and join, NaN, resends and checkpoints.
-"""
+stimulus. Both are real cores without a network, on kernels of their own, and get the same stimuli in the same order:
+steps of several plans, and between them what a job meets, such as members that leave and join, NaN, resends and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -554,10 +552,8 @@ BETWEEN: dict[str, Sequence[Sequence[Any]]] = {
 
 
 def stimuli(seed: bytes, length: int) -> list[tuple[Any, ...]]:
-    """A job: rounds of one or two plans in turns, and what happens in some of them and between them.
-
-    Drawn by a seed: hypothesis itself draws many examples that differ in one stimulus alone.
-    """
+    """A job: rounds of one or two plans in turns, and what happens in some of them and between them. Drawn by a seed:
+    hypothesis itself draws many examples that differ in one stimulus alone."""
     luck = Random(seed)
     usual = luck.sample(OFTEN, luck.choice((1, 1, 2)))
     begin: list[tuple[Any, ...]] = [
@@ -599,10 +595,8 @@ FEW, MANY = EXAMPLES["soak"] // 20, EXAMPLES["soak"]
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
 def test_a_core_that_compiles_rounds_and_one_that_does_not_are_the_same(examples, both, monkeypatch):
-    """After every stimulus: answers, status, metrics, what resends are answered, and variables to the last bit.
-
-    Four of five examples make compiled rounds: the others would prove nothing.
-    """
+    """After every stimulus: answers, status, metrics, what resends are answered, and variables to the last bit. Four of
+    five examples make compiled rounds: the others would prove nothing."""
     monkeypatch.setattr("pswire.model.plan.PART_BYTES", STREAMS)
     without = both[1]
     monkeypatch.setattr(execution, "compiled", lambda *made: None if made[2] is without else compiled(*made))

@@ -74,11 +74,8 @@ class Ready(Kernels):
 
 
 def taken(plan, kernels, values):
-    """Bytes that a round of two workers takes at most.
-
-    The least of three rounds: the first remembers things anew, and in any one the interpreter may enlarge its table of
-    strings by 2 MB.
-    """
+    """Bytes that a round of two workers takes at most. The least of three rounds: the first remembers things anew, and
+    in any one the interpreter may enlarge its table of strings by 2 MB."""
     contributions = [[np.full(SPEC.shape, worker, "float32") for _ in plan.reductions] for worker in (1, 2)]
     operands = [np.ones(operand.tensor.shape, "float32") for operand in plan.operands]
     job = job_of(plan, contributions, operands, part_bytes=1 << 30)

@@ -23,10 +23,8 @@ NUMBER = TensorSpec("int64", ())
 
 
 class Three(Voters):
-    """Servers that vote, three members of which one may be late, and a plan that adds to a variable on each server.
-
-    The first round is made by all: nobody is left out before it has begun.
-    """
+    """Servers that vote, three members of which one may be late, and a plan that adds to a variable on each server. The
+    first round is made by all: nobody is left out before it has begun."""
 
     def __init__(self, root, servers=1, backup=1, begin=True):
         super().__init__(root, servers)

@@ -1,8 +1,6 @@
-"""What each event does to a round in each phase, on a server that decides alone or votes with another one.
-
-The table in `PHASES.txt` beside this file is written by `python -m tests.psserver.rounds.test_round_phases`. A change
-of it is a change of what members see, and is read line by line.
-"""
+"""What each event does to a round in each phase, on a server that decides alone or votes with another one. The table in
+`PHASES.txt` beside this file is written by `python -m tests.psserver.rounds.test_round_phases`. A change of it is a
+change of what members see, and is read line by line."""
 
 from __future__ import annotations
 

@@ -178,12 +178,9 @@ SCENES = {
     "a member of it is lost before": ("-b abc a c d", "again -b -b -b", 1101),
     "its round was made without one of its senders": ("a c d -b abc a b", "-b -b -b again -b fenced", 1101),
 }
-"""What comes in turn, what each is answered in the end, and what is in the variable then.
-
-Members push by themselves or in a sum, of which half may have come (/) and the rest comes later (+), or are lost (-).
-An answer is that of a round
-with everybody, or without some (-); or the sender is asked to push again, or told that its session has ended.
-"""
+"""What comes in turn, what each is answered in the end, and what is in the variable then. Members push by themselves or
+in a sum, of which half may have come (/) and the rest comes later (+), or are lost (-). An answer is that of a round
+with everybody, or without some (-); or the sender is asked to push again, or told that its session has ended."""
 
 
 @pytest.mark.parametrize("scene", SCENES)

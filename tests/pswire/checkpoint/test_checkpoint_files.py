@@ -275,10 +275,8 @@ def test_paths_stay_below_the_root(root, path):
 
 @pytest.mark.parametrize("name", ["shard", MANIFEST, LATEST])
 def test_a_link_is_not_written_through(tmp_path, name):
-    """Where a file is to be written there may be a link that leads out: what it leads to stays.
-
-    Nor does a directory's link lead out, nor are files read through one.
-    """
+    """Where a file is to be written there may be a link that leads out: what it leads to stays. Nor does a directory's
+    link lead out, nor are files read through one."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     root = tmp_path / "root"

@@ -76,10 +76,8 @@ def test_it_reads_what_the_library_writes(tmp_path):
 
 
 def test_what_is_written_is_read_with_its_checksum(tmp_path):
-    """The checksum is XXH3 of the bytes in the file, and another one is refused.
-
-    Each begins at a multiple of its item's size, so that a reader may use the file's memory as it is.
-    """
+    """The checksum is XXH3 of the bytes in the file, and another one is refused. Each begins at a multiple of its
+    item's size, so that a reader may use the file's memory as it is."""
     sums = written(tmp_path / "x", ALL)
     raw = (tmp_path / "x").read_bytes()
     with open(tmp_path / "x", "rb", buffering=0) as file:

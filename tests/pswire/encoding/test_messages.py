@@ -1,6 +1,5 @@
 """Our values as protobuf: the table of values and messages, the classes of the values and the .proto agree; and the
-table that both gRPC rims share.
-"""
+table that both gRPC rims share."""
 
 from __future__ import annotations
 
@@ -68,10 +67,8 @@ SAMPLED = list(sampled())
 @search(6)
 @given(st.sampled_from(SAMPLED), st.integers(0, 3), st.data())
 def test_values_arrive_as_they_were(sampled: tuple[MessageCodec[Any, Any], Any], spoilt: int, data: Any) -> None:
-    """Whatever numbers, texts and choices a message has, it is refused, or written again as it was read.
-
-    To the last bit: its repr, from which ids are made, is the same.
-    """
+    """Whatever numbers, texts and choices a message has, it is refused, or written again as it was read. To the last
+    bit: its repr, from which ids are made, is the same."""
     pair, value = sampled
     message = pair.message.FromString(pair.to_pb(value).SerializeToString())
     for _ in range(spoilt):
@@ -125,10 +122,8 @@ PUSHES = st.lists(st.tuples(st.sets(st.sampled_from([*OTHER_PUSH])), st.integers
 @search(8)
 @given(PUSHES)
 def test_pushes_are_the_same_where_some_of_them_is_kept(said: list[tuple[set[str], int, int]]) -> None:
-    """What is kept of a push is used for one that says the same, and for no other, whichever fields differ.
-
-    Before what varies it has the same bytes as another one that says the same beside that.
-    """
+    """What is kept of a push is used for one that says the same, and for no other, whichever fields differ. Before what
+    varies it has the same bytes as another one that says the same beside that."""
     assert [*OTHER_PUSH] == [*Contribution.__dataclass_fields__]
     encoder, decoder, before = messages.PushEncoder(), messages.PushDecoder(), dict[Any, bytes]()
     each = [({name} if differs else set[str](), 3, 2) for name in OTHER_PUSH for differs in (False, True)]
@@ -188,10 +183,8 @@ OTHER_ANSWER: dict[str, Any] = {
 
 
 def test_answers_are_the_same_where_some_of_them_is_kept() -> None:
-    """What is kept of an answer is used for one that says the same, and for no other, whichever field differs.
-
-    A generation is read once, as long as the answers have the same.
-    """
+    """What is kept of an answer is used for one that says the same, and for no other, whichever field differs. A
+    generation is read once, as long as the answers have the same."""
     first = samples.reply()
     assert [*OTHER_ANSWER] == [*RoundReply.__dataclass_fields__]
     encoder, decoder = messages.RoundEncoder(), messages.RoundDecoder()
@@ -212,11 +205,9 @@ def test_answers_are_the_same_where_some_of_them_is_kept() -> None:
 
 
 def test_a_class_that_its_message_does_not_fit_is_no_row() -> None:
-    """A field that the message has not is found when the table is made, not when somebody sends it.
-
-    A class whose fields are those of its message comes into the table with the first one that has it. It gets no checks
-    later: they would not be made.
-    """
+    """A field that the message has not is found when the table is made, not when somebody sends it. A class whose
+    fields are those of its message comes into the table with the first one that has it. It gets no checks later: they
+    would not be made."""
     with pytest.raises(KeyError, match="task"):
         Mapper().pair(WorkerProgress, pb.Saving)
     assert messages.MAPPER.pairs[Saving].message is pb.Saving

@@ -245,10 +245,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("said", CHANGES)
 def test_a_change_survives_its_join_point(said):
-    """And says what a script says for it; other join points are no changes, nor is what nobody says.
-
-    Two ask for the same wherever they are: the round is each one's own. A member keeps its task, session and replicas.
-    """
+    """And says what a script says for it; other join points are no changes, nor is what nobody says. Two ask for the
+    same wherever they are: the round is each one's own. A member keeps its task, session and replicas."""
     change = CHANGES[said]
     assert Change.parse(str(change)) == change
     assert change.said == said

@@ -60,11 +60,9 @@ def cut_at(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
 @example([30, 60], 96, 1, [])  # which fits one part
 @given(SIZES, PART_SIZES, st.integers(1, STEPS), st.lists(st.integers(0, 2), max_size=12))
 def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: int, turns: list[int]) -> None:
-    """However adding and cutting take turns it is cut alike: others may have been told of the same parts.
-
-    Parts have no gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut. One
-    who looks only when told leaves nothing behind, and is told of nothing in vain.
-    """
+    """However adding and cutting take turns it is cut alike: others may have been told of the same parts. Parts have no
+    gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut. One who looks only
+    when told leaves nothing behind, and is told of nothing in vain."""
     chunks, size, whole = content(sizes)
     payload, rest = Payload((), size), list(chunks)
     cutter, parts = Cutter(payload, part_bytes, steps), list[Part]()
@@ -113,10 +111,8 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: 
 
 @given(SIZES, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12))
 def test_a_payload_grows(sizes: list[int], spans: list[tuple[int, int]]) -> None:
-    """Its end moves on; it is whole with the last byte, and then reads as one that was whole from the first.
-
-    Bytes that come again change nothing, in whole or in part: what was there first stays, and each byte is there once.
-    """
+    """Its end moves on; it is whole with the last byte, and then reads as one that was whole from the first. Bytes that
+    come again change nothing, in whole or in part: what was there first stays, and each byte is there once."""
     chunks, size, whole = content(sizes)
     specs = [TensorSpec("uint8", (n,)) for n in sizes]
     payload = Payload((), size)

@@ -198,10 +198,8 @@ class Sharing(RuleBasedStateMachine):
 
 
 def test_processes_share_a_segment() -> None:
-    """What is put is read as it was, by one or several, and its place is free when the last of them has freed it.
-
-    What has no room has no place, until something is freed.
-    """
+    """What is put is read as it was, by one or several, and its place is free when the last of them has freed it. What
+    has no room has no place, until something is freed."""
     run_state_machine_as_test(Sharing, settings=search(0.6, steps=0.6))  # type: ignore[no-untyped-call]
 
 

@@ -248,9 +248,8 @@ def test_payloads_arrive_whole(
     calls: list[tuple[list[int], bool]], memory: tuple[int, bool], data: st.DataObject
 ) -> None:
     """Several at once, in the socket or through memory that may be too small, whether data wait for room or not.
-
-    Answers are sent while they are made, however they grow; the last message of each comes once, after all its parts.
-    """
+    Answers are sent while they are made, however they grow; the last message of each comes once, after all its
+    parts."""
     waits = memory[1] and not any(grows for _, grows in calls)
     with Wire(memory[0], waits) as wire:
         growing = []

@@ -69,10 +69,8 @@ def said(one: logging.LogRecord) -> dict:
 
 
 def test_a_line_says_where_its_process_stands():
-    """Task, round and session come from those who know, and not from who writes the line.
-
-    The keys are always there: what is not known is null.
-    """
+    """Task, round and session come from those who know, and not from who writes the line. The keys are always there:
+    what is not known is null."""
     found = said(record())
     assert (found["task"], found["round"], found["session"]) == (None, None, None)
     assert found["time"].endswith("Z")
@@ -266,10 +264,8 @@ def test_generations_say_who_came_and_who_went():
 
 
 def test_each_decision_is_told_once():
-    """Losses, checkpoints, the end; variables are kept apart.
-
-    Another job begins anew, with the time at which it was seen; of its many events the newest stay.
-    """
+    """Losses, checkpoints, the end; variables are kept apart. Another job begins anew, with the time at which it was
+    seen; of its many events the newest stay."""
     log = Log(BEGUN)
     history = followed(log)
     log.entries += [
