@@ -1,7 +1,5 @@
 """Snapshot: one round's state on disk, and back; what is told, kept and held where a save fails or meets another."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,30 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.internals import (
-    MAX_PLANS,
-    MAX_SAVES,
-    Approved,
-    CheckpointError,
-    Fenced,
-    InvalidRequest,
-    Manifest,
-    Node,
-    Plan,
-    Position,
-    ProgramError,
-    Reduction,
-    Ref,
-    SnapshotOrder,
-    Snapshotted,
-    TensorSpec,
-    VariableSpec,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, create, eventually, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)
-PLACES = (Position(0, 1, 7), Position(2, 0, 3))
+PLACES = (inside.Position(0, 1, 7), inside.Position(2, 0, 3))
 STATE = json.dumps({"state": {"mine": "x" * 1000}})
 
 
@@ -61,11 +41,11 @@ def commit(job, plan, shards):
 
 
 def fail(job, plan, why="no space left"):
-    job.append(Snapshotted(plan.id, 0, plan.snapshot.path, why))
+    job.append(inside.Snapshotted(plan.id, 0, plan.snapshot.path, why))
 
 
 def told(future):
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(inside.CheckpointError) as caught:
         future.result(SOON)
     return str(caught.value)
 
@@ -100,7 +80,7 @@ def test_what_was_saved_comes_back(job, worker):
     assert int(job.value(worker, variables[0])) == 97
     found = job.restore(worker, "run/ckpt-1")
     assert (found.path, found.positions) == ("run/ckpt-1", PLACES)
-    assert Manifest.parse(found.manifest, "here").positions == PLACES
+    assert inside.Manifest.parse(found.manifest, "here").positions == PLACES
     for variable, value in zip(variables, values, strict=True):
         back = job.value(worker, variable)
         assert (back.dtype, back.shape, back.tobytes()) == (value.dtype, value.shape, value.tobytes())
@@ -143,13 +123,13 @@ def test_servers_have_different_files(job, worker):
     creator was lost before it gave one. Only the newest chief takes snapshots."""
     for servers in ((0,), (1,), BOTH):
         job.variable(worker, np.array(1), servers)
-    create(job.verbs[0], worker.session, 3, VariableSpec("empty", TensorSpec("int64", ())), (0,))
+    create(job.verbs[0], worker.session, 3, inside.VariableSpec("empty", inside.TensorSpec("int64", ())), (0,))
     plan = job.order(worker, "x")
     shards = shards_of(job, plan)
     assert [[each.name for each in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
     assert len({shard.file for shard in shards}) == 2
     job.open(CHIEF, 0, True)
-    with pytest.raises(Fenced, match="newer chief"):
+    with pytest.raises(inside.Fenced, match="newer chief"):
         shards_of(job, plan)
 
 
@@ -177,10 +157,10 @@ def test_a_checkpoint_stays_below_its_root(job, worker):
     (root / "link").symlink_to(outside)
     for path in ("../up", "/etc/x", "a/../../b", "", "link/x"):
         plan = job.order(worker, path)
-        for manifest in ("", Manifest(0, (), {}).text()):
-            with pytest.raises(CheckpointError, match=r"path (that stays )?below"):
+        for manifest in ("", inside.Manifest(0, (), {}).text()):
+            with pytest.raises(inside.CheckpointError, match=r"path (that stays )?below"):
                 job.verbs[0].snapshot(job.token, plan.id, manifest).result(SOON)
-        with pytest.raises(CheckpointError, match=r"path (that stays )?below"):
+        with pytest.raises(inside.CheckpointError, match=r"path (that stays )?below"):
             job.restore(worker, path)
     assert list(outside.iterdir()) == []
     assert list(root.iterdir()) == [root / "link"]
@@ -266,7 +246,7 @@ def test_of_two_saves_to_one_path_the_later_stays(job, worker, fails):
     variable = job.variable(worker, np.array(1))
     first = job.order(worker, "best")
     worker.make(job.approve(sum_into(variable), worker), [1])
-    later = job.approve(Plan(snapshot=SnapshotOrder("best", BOTH, round=2)), worker)
+    later = job.approve(inside.Plan(snapshot=inside.SnapshotOrder("best", BOTH, round=2)), worker)
     together(*(worker.push(later, server=server) for server in BOTH))
     worker.round += 1
     its, others = shards_of(job, first), shards_of(job, later)
@@ -274,10 +254,10 @@ def test_of_two_saves_to_one_path_the_later_stays(job, worker, fails):
     assert set(json.loads((job.servers.root / "best/manifest.json").read_text())["files"]) == {s.file for s in its}
     if fails:
         fail(job, later)
-    job.append(Snapshotted(first.id, 0, "best"))
+    job.append(inside.Snapshotted(first.id, 0, "best"))
     if not fails:
         commit(job, later, others)
-        job.append(Snapshotted(later.id, 2, "best"))
+        job.append(inside.Snapshotted(later.id, 2, "best"))
     eventually(lambda: files(job) == whole("best"))
     job.restore(worker, "best")
     assert int(job.value(worker, variable)) == (1 if fails else 2)
@@ -350,12 +330,12 @@ def test_a_new_generation_completes_the_round(job):
 def test_a_round_that_fails_has_no_checkpoint(job, worker, copies):
     """Who asks for its shard is told, before and after; shards of other servers go with the failure."""
     adding = sum_into(job.variable(worker, np.array(3), copies))
-    power = replace(adding.programs[0], nodes=(Node("pow", (0, 1)),))
-    plan = job.approve(replace(adding, programs=(power,), snapshot=SnapshotOrder("run/ckpt-1", BOTH)), worker)
+    power = replace(adding.programs[0], nodes=(inside.Node("pow", (0, 1)),))
+    plan = job.approve(replace(adding, programs=(power,), snapshot=inside.SnapshotOrder("run/ckpt-1", BOTH)), worker)
     asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
     pushed = [worker.push(plan, [-1], server=server) for server in BOTH]
     for server in copies:
-        assert isinstance(pushed[server].exception(SOON), ProgramError)
+        assert isinstance(pushed[server].exception(SOON), inside.ProgramError)
         assert "'run/ckpt-1' failed" in told(asked[server])
         assert "'run/ckpt-1' failed" in told(job.verbs[server].snapshot(job.token, plan.id, ""))
     fail(job, plan)
@@ -368,9 +348,11 @@ def test_a_section_that_a_server_refuses_has_no_checkpoint(serve):
     job = Job(serve(2, 1000))
     (worker,) = job.join(A)
     job.variable(worker, np.zeros(8))
-    wide = Reduction("sum", TensorSpec("float64", (500,)), (1,))
-    large = Plan((wide,), returned=(Ref("reduction", 0),), snapshot=SnapshotOrder("run/ckpt-1", BOTH))
-    job.append(Approved(large))
+    wide = inside.Reduction("sum", inside.TensorSpec("float64", (500,)), (1,))
+    large = inside.Plan(
+        (wide,), returned=(inside.Ref("reduction", 0),), snapshot=inside.SnapshotOrder("run/ckpt-1", BOTH)
+    )
+    job.append(inside.Approved(large))
     assert "the limit is" in told(job.verbs[1].snapshot(job.token, large.id, ""))
     fail(job, large)
     assert forgotten(job)
@@ -380,7 +362,7 @@ def test_a_section_that_a_server_refuses_has_no_checkpoint(serve):
 
 
 def stateful(number, path="run/ckpt"):
-    return Plan(snapshot=SnapshotOrder(f"{path}-{number}", BOTH, number, STATE))
+    return inside.Plan(snapshot=inside.SnapshotOrder(f"{path}-{number}", BOTH, number, STATE))
 
 
 def log_of(job, server=0):
@@ -391,10 +373,10 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
     """On every server, in the log and among the plans; the next chief reads it so, and its log is the same one."""
     plans = [job.approve(stateful(number), worker) for number in range(3)]
     before = list(log_of(job))
-    assert [entry.plan.snapshot.state for entry in before if isinstance(entry, Approved)] == [STATE] * 3
-    job.append(Snapshotted(plans[0].id, 0, "run/ckpt-0"), Snapshotted(plans[1].id, 0, "", "no space"))
+    assert [entry.plan.snapshot.state for entry in before if isinstance(entry, inside.Approved)] == [STATE] * 3
+    job.append(inside.Snapshotted(plans[0].id, 0, "run/ckpt-0"), inside.Snapshotted(plans[1].id, 0, "", "no space"))
     for server in BOTH:
-        kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, Approved)]
+        kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, inside.Approved)]
         assert [plan.snapshot.state for plan in kept] == ["", "", STATE]
         assert [plan.id for plan in kept] == [plan.id for plan in plans]
         assert [job.servers.cores[server].machine.job.rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
@@ -414,14 +396,16 @@ def test_saves_are_no_sections_of_many_shapes(job, worker, monkeypatch):
     """However many there were; those that nobody completes are bounded, and one more is possible when one is over."""
     monkeypatch.setattr("psserver.services.log.MAX_PLANS", 2)
     monkeypatch.setattr("psserver.services.log.MAX_SAVES", 3)
-    assert MAX_SAVES < MAX_PLANS
+    assert inside.MAX_SAVES < inside.MAX_PLANS
     plans = [job.approve(stateful(number), worker) for number in range(2)]
     job.verbs[0].propose(worker.session, stateful(2), "", None)
-    with pytest.raises(InvalidRequest, match=r"3 checkpoints are not complete yet.*checkpoint\.sync"):
+    with pytest.raises(inside.InvalidRequest, match=r"3 checkpoints are not complete yet.*checkpoint\.sync"):
         job.verbs[0].propose(worker.session, stateful(3), "", None)
     fail(job, plans[0])
     job.verbs[0].propose(worker.session, stateful(3), "", None)
     for place in range(2):
-        job.approve(Plan((Reduction("sum", TensorSpec("int64", (place,)), (0,)),)), worker)
-    with pytest.raises(InvalidRequest, match="2 different compiled steps"):
-        job.verbs[0].propose(worker.session, Plan((Reduction("sum", TensorSpec("int64", ()), (0,)),)), "", None)
+        job.approve(inside.Plan((inside.Reduction("sum", inside.TensorSpec("int64", (place,)), (0,)),)), worker)
+    with pytest.raises(inside.InvalidRequest, match="2 different compiled steps"):
+        job.verbs[0].propose(
+            worker.session, inside.Plan((inside.Reduction("sum", inside.TensorSpec("int64", ()), (0,)),)), "", None
+        )

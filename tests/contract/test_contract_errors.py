@@ -9,31 +9,14 @@ import numpy as np
 import pytest
 
 from pstesting.clock import Clock
-from tests.kit.internals import (
-    BY_NAME,
-    EMPTY,
-    ConfigError,
-    Contribution,
-    ParameterServer,
-    PSError,
-    RemoteServer,
-    RoundTimeout,
-    ServerConfig,
-    ServerLost,
-    ServerThread,
-    Task,
-    TensorSpec,
-    Timeouts,
-    Turn,
-    VariableSpec,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, create, given, remote, sum_into, together
 
 A, B = WORKERS[:2]
-NUMBER = TensorSpec("int64", ())
+NUMBER = inside.TensorSpec("int64", ())
 
 
-class Refusing(ParameterServer):
+class Refusing(inside.ParameterServer):
     """A server that answers every verb with one error: the waiting ones at once, or by their future."""
 
     def __init__(self, error: Exception, later: bool = False) -> None:
@@ -61,14 +44,14 @@ CALLS = {
     "open": lambda server: server.open(A, 1, 0, False),
     "heartbeat": lambda server: server.heartbeat(1, -1, b""),
     "leave": lambda server: server.leave(1, ""),
-    "create_batch": lambda server: create(server, 1, 0, VariableSpec("w", NUMBER)),
+    "create_batch": lambda server: create(server, 1, 0, inside.VariableSpec("w", NUMBER)),
     "propose": lambda server: server.propose(1, None, "x", None),
     "watch": lambda server: server.watch(1, 0, 0).result(SOON),
     "approve": lambda server: server.approve(1, 0, []),
-    "push": lambda server: server.push(Contribution(1, 0, 0, b""), EMPTY).result(SOON),
+    "push": lambda server: server.push(inside.Contribution(1, 0, 0, b""), inside.EMPTY).result(SOON),
     "pull": lambda server: server.pull(1, [0], -1).result(SOON),
     "snapshot": lambda server: server.snapshot(1, b"", "").result(SOON),
-    "restore": lambda server: server.restore(1, "x", Turn()).result(SOON),
+    "restore": lambda server: server.restore(1, "x", inside.Turn()).result(SOON),
 }
 
 
@@ -78,8 +61,12 @@ def connect():
     with ExitStack() as stack:
 
         def connected(behind):
-            thread = stack.enter_context(ServerThread(behind, ServerConfig(Task("ps", 0)), grace=0.0))
-            server = RemoteServer(thread.address, Task("ps", 0), Timeouts(session_timeout=2.0, call_timeout=5.0))
+            thread = stack.enter_context(
+                inside.ServerThread(behind, inside.ServerConfig(inside.Task("ps", 0)), grace=0.0)
+            )
+            server = inside.RemoteServer(
+                thread.address, inside.Task("ps", 0), inside.Timeouts(session_timeout=2.0, call_timeout=5.0)
+            )
             stack.callback(server.close)
             return server
 
@@ -88,7 +75,7 @@ def connect():
 
 def told(call, server):
     """What a call raises: its class, its words, and its task."""
-    with pytest.raises(PSError) as caught:
+    with pytest.raises(inside.PSError) as caught:
         call(server)
     return type(caught.value), caught.value.message, caught.value.task
 
@@ -97,7 +84,7 @@ def told(call, server):
 def test_every_verb_passes_errors_on(connect, later):
     """Class, message and task, as they were raised; whether at once or by the future. A bug of the server is no
     silence: it arrives as an error that names the server, and is not tried again."""
-    error = BY_NAME["ProgramError"]("what is wrong, where, and \u00fcberhaupt", "/job:worker/task:3")
+    error = inside.BY_NAME["ProgramError"]("what is wrong, where, and \u00fcberhaupt", "/job:worker/task:3")
     server, broken = connect(Refusing(error, later)), connect(Refusing(KeyError("a bug"), later))
     for verb, call in CALLS.items():
         assert told(call, server) == (type(error), error.message, error.task), verb
@@ -109,9 +96,9 @@ def test_every_verb_passes_errors_on(connect, later):
 
 def test_every_error_travels(connect):
     """By its name; a client catches what the server raised."""
-    behind = Refusing(PSError(""))
+    behind = Refusing(inside.PSError(""))
     server = connect(behind)
-    for name, kind in BY_NAME.items():
+    for name, kind in inside.BY_NAME.items():
         behind.error = kind(f"about {name}", "/job:ps/task:1")
         for verb in ("heartbeat", "push"):
             assert told(CALLS[verb], server) == (kind, behind.error.message, behind.error.task)
@@ -119,8 +106,8 @@ def test_every_error_travels(connect):
 
 def test_a_long_message_is_cut(connect):
     """And arrives, whatever characters it has."""
-    server = connect(Refusing(ConfigError("\u00e4\u4e2d" * 20_000)))
-    with pytest.raises(ConfigError) as told:
+    server = connect(Refusing(inside.ConfigError("\u00e4\u4e2d" * 20_000)))
+    with pytest.raises(inside.ConfigError) as told:
         server.heartbeat(1, -1, b"")
     assert 100 < len(told.value.message) < 20_000
 
@@ -128,21 +115,25 @@ def test_a_long_message_is_cut(connect):
 def test_a_server_has_one_life():
     """Its successor at the same address does not answer for it, in any verb but `open`."""
     with ExitStack() as stack:
-        first = stack.enter_context(ServerThread(core(0, 100), ServerConfig(core(0).task), grace=0.0))
+        first = stack.enter_context(inside.ServerThread(core(0, 100), inside.ServerConfig(core(0).task), grace=0.0))
         servers = {}
         for verb in CALLS:
-            servers[verb] = RemoteServer(
-                first.address, core(0).task, Timeouts(session_timeout=20.0, call_timeout=SOON, start_timeout=SOON)
+            servers[verb] = inside.RemoteServer(
+                first.address,
+                core(0).task,
+                inside.Timeouts(session_timeout=20.0, call_timeout=SOON, start_timeout=SOON),
             )
             stack.callback(servers[verb].close)
-            assert servers[verb].open(Task("worker", len(servers)), 1, 0, False).incarnation == 100
+            assert servers[verb].open(inside.Task("worker", len(servers)), 1, 0, False).incarnation == 100
         first.stop()
-        stack.enter_context(ServerThread(core(0, 200), ServerConfig(core(0).task, port=first.port), grace=0.0))
+        stack.enter_context(
+            inside.ServerThread(core(0, 200), inside.ServerConfig(core(0).task, port=first.port), grace=0.0)
+        )
         opened = servers.pop("open")
         assert opened.open(A, 1, 0, False).incarnation == 200
         for verb, server in servers.items():
             kind, words, task = told(CALLS[verb], server)
-            assert (kind, "replaced" in words, task) == (ServerLost, True, "/job:ps/task:0"), verb
+            assert (kind, "replaced" in words, task) == (inside.ServerLost, True, "/job:ps/task:0"), verb
 
 
 def test_a_cut_connection_leaves_the_contribution(tmp_path):
@@ -156,8 +147,8 @@ def test_a_cut_connection_leaves_the_contribution(tmp_path):
         plan = job.approve(sum_into(variable), here)
         cut = here.push(plan, [5])
         job.arrived(here)
-        first.fail(PSError("cut"))
-        with pytest.raises(PSError, match="cut"):
+        first.fail(inside.PSError("cut"))
+        with pytest.raises(inside.PSError, match="cut"):
             cut.result(SOON)
         job.verbs[0] = second
         replies = together(here.push(plan, [5]), other.push(plan, [2]))
@@ -174,8 +165,8 @@ def test_a_wait_for_a_round_that_takes_too_long_says_whom_it_waits_for(tmp_path)
         here, _ = job.join(A, B)
         plan = job.approve(checkpoint("run", (0,)), here)
         pushed = here.push(plan)
-        hasty = RemoteServer(patient.address, one.task, Timeouts(round_timeout=0.2))
+        hasty = inside.RemoteServer(patient.address, one.task, inside.Timeouts(round_timeout=0.2))
         stack.callback(hasty.close)
-        with pytest.raises(RoundTimeout, match=str(B)):
+        with pytest.raises(inside.RoundTimeout, match=str(B)):
             hasty.snapshot(job.token, plan.id, "").result(SOON)
         assert not pushed.done()

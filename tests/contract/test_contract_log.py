@@ -1,7 +1,5 @@
 """Propose, Watch, Approve: one log, written by the newest chief alone, read by whoever waits for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

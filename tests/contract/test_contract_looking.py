@@ -5,16 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kit.internals import (
-    Created,
-    Happened,
-    NoCheckpoint,
-    PSError,
-    Snapshotted,
-    TensorSpec,
-    VariableSpec,
-    count_of,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, Worker, create, eventually
 
 NOBODY = 0
@@ -38,7 +29,7 @@ def test_looking_leaves_no_trace(job: Job, worker: Worker):
         np.testing.assert_array_equal(reply.payload.tensors([v.spec.tensor])[0], np.arange(3.0))
         assert reply.round == -1
     first = job.verbs[0].watch(NOBODY, 0, 0).result(SOON)
-    assert [entry.variable for entry in first.entries if isinstance(entry, Created)] == [v]
+    assert [entry.variable for entry in first.entries if isinstance(entry, inside.Created)] == [v]
     length = job.verbs[0].status().log
     again = job.verbs[0].watch(NOBODY, length, first.version).result(SOON)
     assert (again.entries, again.start) == ((), length)
@@ -48,14 +39,14 @@ def test_looking_leaves_no_trace(job: Job, worker: Worker):
 
 def test_who_looks_may_do_nothing_else(job: Job):
     """Everything that changes a job needs a session."""
-    spec = VariableSpec("x", TensorSpec("float64", (2,)))
+    spec = inside.VariableSpec("x", inside.TensorSpec("float64", (2,)))
     for server in job.verbs:
         for act in (
             lambda server=server: server.heartbeat(NOBODY, -1, b""),
             lambda server=server: create(server, NOBODY, 0, spec, (0,)),
             lambda server=server: server.propose(NOBODY, None, "dataset:0", None),
         ):
-            with pytest.raises(PSError):
+            with pytest.raises(inside.PSError):
                 act()
     assert job.verbs[0].status().variables == 0
 
@@ -83,7 +74,7 @@ def test_a_checkpoint_that_is_written_is_told(job: Job, worker: Worker):
     assert saving.nbytes <= 32
     job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
     assert job.verbs[0].status().saving[0].nbytes == 0
-    job.append(Snapshotted(plan.id, 0, "run/ckpt-1"))
+    job.append(inside.Snapshotted(plan.id, 0, "run/ckpt-1"))
     assert [server.status().saving for server in job.verbs] == [(), ()]
 
 
@@ -108,7 +99,7 @@ def test_a_process_tells_of_itself(job: Job, request: pytest.FixtureRequest):
 
 def who(worker: Worker) -> str:
     """A worker as servers name it to people, by the number that psctl shows."""
-    return f"{worker.task}, session {count_of(worker.session)}"
+    return f"{worker.task}, session {inside.count_of(worker.session)}"
 
 
 def what(job: Job, server: int = 0) -> list[str]:
@@ -116,7 +107,7 @@ def what(job: Job, server: int = 0) -> list[str]:
     return [each.what for each in job.verbs[server].events()]
 
 
-def last(job: Job, name: str, server: int = 0) -> Happened:
+def last(job: Job, name: str, server: int = 0) -> inside.Happened:
     """The last of a name, once it is there."""
     found = eventually(lambda: [each for each in job.verbs[server].events() if each.what == name])
     return found[-1]
@@ -150,7 +141,7 @@ def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
     assert ("worked", "write shard (files)", "") in told
     shard, manifest = [said for name, said, _ in told if name == "snapshot"]
     assert (shard[13:], manifest[13:]) == (", the shard", ", the manifest")
-    with pytest.raises(NoCheckpoint) as caught:
+    with pytest.raises(inside.NoCheckpoint) as caught:
         job.restore(worker, "nowhere")
     assert last(job, "restore").said == f"{who(worker)}: open 'nowhere'"
     eventually(lambda: last(job, "worked").said == "find (files)")

@@ -15,12 +15,8 @@ BOTH = (0, 1)
 
 
 class Lone:
-    """Two workers whose rounds are their own: `async`, or `alone` for a variable of a synchronous job.
-
-    Args:
-        job: where.
-        mode: which.
-    """
+    """Two workers whose rounds are their own: `async`, or `alone` for a variable of a synchronous job. Args: job:
+    where; mode: which."""
 
     def __init__(self, job: Job, mode: str) -> None:
         self.job, self.alone = job, mode == "alone"

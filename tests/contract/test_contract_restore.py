@@ -1,7 +1,5 @@
 """Restore: which variables get which tensors, also of partitioned ones, what is refused, and in which turn."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -11,24 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.internals import (
-    CheckpointError,
-    DamagedCheckpoint,
-    Diverged,
-    InvalidRequest,
-    Manifest,
-    NoCheckpoint,
-    Payload,
-    Plan,
-    RestoreCommit,
-    RestoreOrder,
-    ShardOf,
-    TensorSpec,
-    Turn,
-    VariableMismatch,
-    VariableSpec,
-    open_saved,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import SOON, WORKERS, Job, create, eventually, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]
@@ -55,7 +36,7 @@ def second(job, worker):
 
 
 def ask(job, worker, turn, stage, path="run", server=0):
-    return job.verbs[server].restore(worker.session, path, turn, RestoreOrder(stage)).result(SOON)
+    return job.verbs[server].restore(worker.session, path, turn, inside.RestoreOrder(stage)).result(SOON)
 
 
 def again(job, *tasks, **keys):
@@ -77,13 +58,13 @@ def flip(file):
 def test_a_look_changes_nothing(job, worker):
     """It tells what there is now, takes no turn, and is not remembered."""
     variable = job.variable(worker, np.array(1))
-    with pytest.raises(NoCheckpoint):
-        ask(job, worker, Turn(), "look")
+    with pytest.raises(inside.NoCheckpoint):
+        ask(job, worker, inside.Turn(), "look")
     job.save(worker)
     add(job, worker, variable)
-    seen = ask(job, worker, Turn(), "look")
+    seen = ask(job, worker, inside.Turn(), "look")
     assert values(job, worker, variable) == [11]
-    assert set(Manifest.parse(seen.manifest, "here").tensors) == {"v0"}
+    assert set(inside.Manifest.parse(seen.manifest, "here").tensors) == {"v0"}
     assert job.restore(worker) == seen
     assert values(job, worker, variable) == [1]
 
@@ -120,7 +101,7 @@ def test_what_one_server_cannot_read_no_server_restores(job, worker, server):
     for process in (worker, other):
         assert ask(job, process, turn, "open").path == "run/ckpt-1"
         assert ask(job, process, turn, "prepare", "run/ckpt-1", 1 - server).path == "run/ckpt-1"
-        with pytest.raises(CheckpointError, match=rf"{file.name} cannot be read") as told:
+        with pytest.raises(inside.CheckpointError, match=rf"{file.name} cannot be read") as told:
             ask(job, process, turn, "prepare", "run/ckpt-1", server)
         assert told.value.task == f"/job:ps/task:{server}"
         file.write_bytes(whole)
@@ -136,12 +117,12 @@ def test_what_does_not_fit_on_one_server_no_server_restores(job, worker):
     add(job, worker, a)
     c = job.variable(worker, np.zeros(2), (1,), "c")
     for order, error, words in (
-        ({"a": a.id, "b": c.id}, VariableMismatch, r"run/ckpt-1 holds 'b' as float64\[3\], not float64\[2\]"),
-        ({"a": a.id, "w": c.id}, CheckpointError, "has no variable 'w'"),
-        (None, CheckpointError, "has no variable 'c'"),
+        ({"a": a.id, "b": c.id}, inside.VariableMismatch, r"run/ckpt-1 holds 'b' as float64\[3\], not float64\[2\]"),
+        ({"a": a.id, "w": c.id}, inside.CheckpointError, "has no variable 'w'"),
+        (None, inside.CheckpointError, "has no variable 'c'"),
     ):
         with pytest.raises(error, match=words) as told:
-            job.restore(worker, order=RestoreOrder(names=order))
+            job.restore(worker, order=inside.RestoreOrder(names=order))
         assert told.value.task == "/job:ps/task:1"
     assert values(job, worker, a) == [11]
     assert job.value(worker, b).shape == (3,)
@@ -171,13 +152,13 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
     """That there was none, though there is one by now; or which was the newest, though there is a newer one. Also who
     asks for something else: members find out in the round that commits, all of them, and not one alone."""
     other, turn = second(job, worker), worker.turn()
-    with pytest.raises(NoCheckpoint):
+    with pytest.raises(inside.NoCheckpoint):
         ask(job, worker, turn, "open")
     job.close([worker.member])
     worker.generation = job.generation.number
     job.save(worker)
     other = second(job, worker)
-    with pytest.raises(NoCheckpoint):
+    with pytest.raises(inside.NoCheckpoint):
         ask(job, other, turn, "open")
     turn = worker.turn()
     found = ask(job, worker, turn, "open")
@@ -190,7 +171,7 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
 def test_a_new_job_restores_anew(job, worker):
     """Nothing of what the old one was told is told to it, though its turns are numbered alike."""
     turn = worker.turn()
-    with pytest.raises(NoCheckpoint):
+    with pytest.raises(inside.NoCheckpoint):
         ask(job, worker, turn, "open")
     job.save(worker)
     (new,) = again(job)
@@ -216,7 +197,7 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
         finally:
             worker.round += 1
 
-    with pytest.raises(InvalidRequest, match=NOTHING):
+    with pytest.raises(inside.InvalidRequest, match=NOTHING):
         commit(worker.turn())
     add(job, worker, variable)
     turn = worker.turn()
@@ -224,10 +205,10 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
     commit(turn)
     assert values(job, worker, variable) == [1]
     if mode == "sync":
-        with pytest.raises(InvalidRequest, match=NOTHING):
+        with pytest.raises(inside.InvalidRequest, match=NOTHING):
             commit(turn)
     add(job, worker, variable)
-    with pytest.raises(InvalidRequest, match=NOTHING):
+    with pytest.raises(inside.InvalidRequest, match=NOTHING):
         commit(worker.turn())
     assert values(job, worker, variable) == [11]
     job.restore(worker)
@@ -247,11 +228,11 @@ def test_what_was_given_up_is_not_restored(job, worker):
     first, later = worker.turn(), worker.turn()
     job.prepare(worker, "run", first)
     job.prepare(worker, "run", later)
-    with pytest.raises(InvalidRequest, match=NOTHING):
+    with pytest.raises(inside.InvalidRequest, match=NOTHING):
         commit(first)
     worker.round += 1
     add(job, worker, variable)
-    with pytest.raises(InvalidRequest, match=NOTHING):
+    with pytest.raises(inside.InvalidRequest, match=NOTHING):
         commit(later)
     assert values(job, worker, variable) == [21]
 
@@ -267,7 +248,7 @@ def test_an_older_turn_than_the_newest_is_refused(job, worker):
     older, turn = worker.turn(), worker.turn()
     job.prepare(worker, "run", turn)
     for late, stage in ((older, "open"), (older, "prepare"), (early, "open")):
-        with pytest.raises(Diverged, match="'run' was cancelled, because another process began a later restore"):
+        with pytest.raises(inside.Diverged, match="'run' was cancelled, because another process began a later restore"):
             ask(job, worker, late, stage)
     together(*(worker.push(job.commit(worker, "run", turn), server=server) for server in (0, 1)))
     assert values(job, worker, variable) == [1]
@@ -280,12 +261,15 @@ def test_who_restores_something_else_diverges(job, worker):
     add(job, worker, variable)
     other, turn = second(job, worker), worker.turn()
     job.prepare(worker, "run", turn)
-    plans = [job.approve(Plan(restore=RestoreCommit(path, (0, 1), turn)), worker) for path in ("run", "run/ckpt-1")]
+    plans = [
+        job.approve(inside.Plan(restore=inside.RestoreCommit(path, (0, 1), turn)), worker)
+        for path in ("run", "run/ckpt-1")
+    ]
     futures = [worker.push(plans[0])]
     job.arrived(worker)
     futures.append(other.push(plans[1]))
     for future in futures:
-        with pytest.raises(Diverged, match=r"restore 'run'.*restore 'run/ckpt-1'"):
+        with pytest.raises(inside.Diverged, match=r"restore 'run'.*restore 'run/ckpt-1'"):
             future.result(SOON)
     assert int(job.servers.cores[0].machine.job.store.find(variable.id).array) == 11
 
@@ -308,9 +292,12 @@ def test_a_member_that_is_lost_is_not_waited_for(job, worker):
 def test_a_restore_is_of_all_servers_and_of_nothing_else(job, worker):
     """Such a plan is refused."""
     variable = job.variable(worker, np.array(1))
-    some, more = Plan(restore=RestoreCommit("run", (0,))), Plan(restore=RestoreCommit("run", (0, 1)))
+    some, more = (
+        inside.Plan(restore=inside.RestoreCommit("run", (0,))),
+        inside.Plan(restore=inside.RestoreCommit("run", (0, 1))),
+    )
     for plan in (some, replace(sum_into(variable), restore=more.restore)):
-        with pytest.raises(InvalidRequest, match="include all servers, and nothing else"):
+        with pytest.raises(inside.InvalidRequest, match="include all servers, and nothing else"):
             job.verbs[0].propose(worker.session, plan, "", None)
 
 
@@ -330,7 +317,7 @@ def test_asynchronous_processes_undo_nothing(job):
     one, two, variables = two_alone(job)
     job.restore(one, "run/ckpt-1")
     assert values(job, one, *variables) == [1, 1]
-    with pytest.raises(InvalidRequest, match=r"restores 'run', but another process restored 'run/ckpt-1' first"):
+    with pytest.raises(inside.InvalidRequest, match=r"restores 'run', but another process restored 'run/ckpt-1' first"):
         job.restore(two, "run")
     two.restores = 0
     add(job, one, variables[0])
@@ -344,7 +331,7 @@ def test_what_an_asynchronous_process_gives_up_is_not_held(job):
     """A server that could read its part lets go of it with the next round of who asked for it."""
     one, two, variables = two_alone(job)
     flip(shard_of(job, 1))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(inside.CheckpointError, match="cannot be read"):
         job.restore(one)
     restores = job.servers.cores[0].machine.job.restores
     add(job, two, variables[0])
@@ -367,9 +354,9 @@ def test_a_restore_by_names_changes_these(job, worker):
     fresh = job.variable(worker, np.array(5), (1,))
     everything = (a, b, c, fresh, first, copy)
     add(job, worker, a, b, c, first, copy)
-    job.restore(worker, order=RestoreOrder(names={"v0": fresh.id, "v1": b.id}))
+    job.restore(worker, order=inside.RestoreOrder(names={"v0": fresh.id, "v1": b.id}))
     assert values(job, worker, *everything) == [10, 1, 12, 0, 11, 11]
-    job.restore(worker, order=RestoreOrder(names={"count": first.id}))
+    job.restore(worker, order=inside.RestoreOrder(names={"count": first.id}))
     assert values(job, worker, *everything) == [10, 1, 12, 0, 1, 1]
 
 
@@ -380,9 +367,9 @@ def test_a_dtype_is_cast_if_asked(job, worker):
     job.save(worker)
     (new,) = again(job)
     variable = job.variable(new, np.array(7, "float32"), (0,), "w")
-    with pytest.raises(VariableMismatch, match=r"'w' as float64\[\], not float32\[\]"):
+    with pytest.raises(inside.VariableMismatch, match=r"'w' as float64\[\], not float32\[\]"):
         job.restore(new)
-    job.restore(new, order=RestoreOrder(cast=True))
+    job.restore(new, order=inside.RestoreOrder(cast=True))
     found = job.value(new, variable)
     assert (found.dtype, found[()]) == ("float32", 1.75)
     assert created(job, new, "float32")[0] == 1.5
@@ -426,10 +413,10 @@ def test_a_restore_and_a_save_at_once(job, worker):
 
 def created(job, worker, dtype="int64", name="late"):
     """The value of a variable that is created now, the next of the job's, and whether it was told to be restored."""
-    spec = VariableSpec(name, TensorSpec(dtype, ()))
+    spec = inside.VariableSpec(name, inside.TensorSpec(dtype, ()))
     ordinal = job.verbs[0].status().variables
     named = create(job.verbs[0], worker.session, ordinal, spec, (1,))
-    payload = Payload.pack([np.array(9, dtype)])
+    payload = inside.Payload.pack([np.array(9, dtype)])
     told = [named, create(job.verbs[1], worker.session, ordinal, spec, (1,), payload)]
     pulled = job.verbs[1].pull(worker.session, [ordinal], -1).result(SOON)
     return pulled.payload.tensors([spec.tensor])[0], [bool(reply.restored) for reply in told]
@@ -444,16 +431,16 @@ def test_variables_of_later_get_theirs_if_asked(job, worker, late, value):
     job.variable(worker, np.zeros(3), (0,), "w")
     job.save(worker)
     one, two = again(job, A, B)
-    job.restore(one, order=RestoreOrder(names={}, late=late), others=[two])
+    job.restore(one, order=inside.RestoreOrder(names={}, late=late), others=[two])
     assert created(job, one) == (value, [False, late])
     for member in (two, one):
-        spec, payload = VariableSpec("late", TensorSpec("int64", ())), Payload.pack([np.array(7)])
+        spec, payload = inside.VariableSpec("late", inside.TensorSpec("int64", ())), inside.Payload.pack([np.array(7)])
         assert bool(create(job.verbs[1], member.session, 0, spec, (1,), payload).restored) == late
     assert created(job, one, name="new") == (9, [False, False])
     if late:
-        spec = VariableSpec("w", TensorSpec("float64", (2,)))
-        with pytest.raises(VariableMismatch, match=r"float64\[3\], not float64\[2\]"):
-            create(job.verbs[0], one.session, 2, spec, (0,), Payload.pack([np.zeros(2)]))
+        spec = inside.VariableSpec("w", inside.TensorSpec("float64", (2,)))
+        with pytest.raises(inside.VariableMismatch, match=r"float64\[3\], not float64\[2\]"):
+            create(job.verbs[0], one.session, 2, spec, (0,), inside.Payload.pack([np.zeros(2)]))
     (new,) = again(job)
     assert created(job, new) == (9, [False, False])
 
@@ -482,7 +469,7 @@ def parts(job, worker, starts, places, name="table", rows=10, value=FIRST):
     """The shards of a variable of ten rows."""
     ends = [*starts[1:], len(value)]
     return [
-        job.variable(worker, value[a:b], (place,), f"{name}/part_{n}", shard=ShardOf(name, a, rows))
+        job.variable(worker, value[a:b], (place,), f"{name}/part_{n}", shard=inside.ShardOf(name, a, rows))
         for n, (a, b, place) in enumerate(zip(starts, ends, places, strict=True))
     ]
 
@@ -510,7 +497,7 @@ def test_the_manifest_has_the_whole(job, worker):
     pieces = [load_file(directory / each["file"])[each["tensor"]] for each in table["slices"]]
     np.testing.assert_array_equal(np.concatenate(pieces), FIRST)
     assert "slices" not in manifest["tensors"][plain.spec.name]
-    saved = open_saved(str(directory))
+    saved = inside.open_saved(str(directory))
     np.testing.assert_array_equal(saved.tensor("table"), FIRST)
     assert list(saved.verify()) == []
 
@@ -532,9 +519,11 @@ def test_another_cut_restores_it(job, worker, to):
     other = parts(job, worker, *CUTS[to], name="other", value=FIRST * 0)
     plain = job.variable(worker, FIRST + 1, (1,), "plain")
     job.save(worker)
-    job.restore(worker, "run", RestoreOrder(names={"table": other[-1].id}))
+    job.restore(worker, "run", inside.RestoreOrder(names={"table": other[-1].id}))
     np.testing.assert_array_equal(whole(job, worker, other), FIRST)
-    job.restore(worker, "run", RestoreOrder(names={"table": plain.id, "plain": table[0].id, "other": other[0].id}))
+    job.restore(
+        worker, "run", inside.RestoreOrder(names={"table": plain.id, "plain": table[0].id, "other": other[0].id})
+    )
     for shards, expected in (([plain], FIRST), (table, FIRST + 1), (other, FIRST * 0)):
         np.testing.assert_array_equal(whole(job, worker, shards), expected)
     job.restore(worker)
@@ -547,14 +536,16 @@ def test_rows_that_do_not_fit_are_refused(job, worker):
     parts(job, worker, (0, 5), (1, 0))
     job.save(worker)
     other = parts(job, worker, (0, 5), (1, 0), name="other", rows=11, value=np.zeros((11, 2), "float32"))
-    with pytest.raises(VariableMismatch, match=r"'table' as float32\[10,2\], not float32\[11,2\]"):
-        job.restore(worker, "run/ckpt-1", RestoreOrder(names={"table": other[0].id}))
+    with pytest.raises(inside.VariableMismatch, match=r"'table' as float32\[10,2\], not float32\[11,2\]"):
+        job.restore(worker, "run/ckpt-1", inside.RestoreOrder(names={"table": other[0].id}))
     parts(job, worker, (0, 5), (1, 0), name="third", rows=11)
-    with pytest.raises(CheckpointError, match="partitioned variable 'third' has no value yet in some of its 11 rows"):
+    with pytest.raises(
+        inside.CheckpointError, match="partitioned variable 'third' has no value yet in some of its 11 rows"
+    ):
         job.save(worker, "run/ckpt-2")
     for first in (-1, 6, 1 << 40):
-        with pytest.raises((InvalidRequest, ValueError)):
-            job.variable(worker, FIRST[:5], (0,), "bad/part_0", shard=ShardOf("bad", first, 10))
+        with pytest.raises((inside.InvalidRequest, ValueError)):
+            job.variable(worker, FIRST[:5], (0,), "bad/part_0", shard=inside.ShardOf("bad", first, 10))
 
 
 @pytest.mark.parametrize("row", [0, 5, 9])
@@ -569,6 +560,6 @@ def test_a_flipped_bit_is_found_whoever_reads_the_row(job, worker, row):
     at = bytes(data).index(FIRST.tobytes()) + FIRST[:row].nbytes
     data[at] ^= 1
     (directory / name).write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match="'plain'"):
-        job.restore(worker, "run/ckpt-1", RestoreOrder(names={"plain": other[0].id}))
+    with pytest.raises(inside.DamagedCheckpoint, match="'plain'"):
+        job.restore(worker, "run/ckpt-1", inside.RestoreOrder(names={"plain": other[0].id}))
     np.testing.assert_array_equal(whole(job, worker, other), FIRST * 0)

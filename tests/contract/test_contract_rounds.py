@@ -8,36 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kit.internals import (
-    EMPTY,
-    PART_BYTES,
-    WINDOW,
-    Approved,
-    Contribution,
-    Fenced,
-    Generation,
-    GenerationClosed,
-    InvalidRequest,
-    Member,
-    Payload,
-    Plan,
-    Position,
-    PSError,
-    Reduction,
-    Ref,
-    RoundReply,
-    TensorSpec,
-    spec_of,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import SOON, WORKERS, given, reduce_only, sgd, together, turn
 
 A, B, C = WORKERS[:3]
-NUMBER = TensorSpec("int64", ())
+NUMBER = inside.TensorSpec("int64", ())
 
 
 def refused(future_of):
     """The error that a push ends with, however it is told."""
-    with pytest.raises(PSError) as told:
+    with pytest.raises(inside.PSError) as told:
         future_of().result(SOON)
     return told.value
 
@@ -69,7 +49,7 @@ def test_a_round_waits_for_everyone(job, two):
 PAYLOADS = {
     "a number": np.array(2.5),
     "nothing": np.zeros((2, 0, 3), "float32"),
-    "many parts": np.arange(3 * PART_BYTES // 8 + 3, dtype="float64"),
+    "many parts": np.arange(3 * inside.PART_BYTES // 8 + 3, dtype="float64"),
     "more than a message": np.ones((5, 1 << 20), "uint8"),
     "bfloat16": np.array([[1.5, -2.0]], ml_dtypes.bfloat16),
     "columns first": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
@@ -79,10 +59,12 @@ PAYLOADS = {
 
 def test_every_shape_travels(job, two):
     """There in a contribution, and back in the answer, among others of another size."""
-    small = TensorSpec("int8", (3,))
+    small = inside.TensorSpec("int8", (3,))
     for name, value in PAYLOADS.items():
-        reductions = tuple(Reduction("sum", spec, (0,)) for spec in (small, spec_of(value), small))
-        plan = job.approve(Plan(reductions, returned=tuple(Ref("reduction", index) for index in range(3))), two[0])
+        reductions = tuple(inside.Reduction("sum", spec, (0,)) for spec in (small, inside.spec_of(value), small))
+        plan = job.approve(
+            inside.Plan(reductions, returned=tuple(inside.Ref("reduction", index) for index in range(3))), two[0]
+        )
         replies = together(*(worker.push(plan, [[1, 2, 3], value, [4, 5, 6]]) for worker in two))
         turn(*two)
         for reply in replies:
@@ -105,7 +87,7 @@ def test_wanted_variables_come_with_the_answer(job, two):
 def test_more_and_positions_are_everyones(job, two):
     """One that has a further batch is enough; the datasets' positions are kept for who comes later."""
     plan = job.approve(reduce_only(NUMBER), two[0])
-    places = (Position(0, 1, 5), Position(1, 0, 2))
+    places = (inside.Position(0, 1, 5), inside.Position(1, 0, 2))
     replies = together(*(w.push(plan, [1], more=w is two[1], positions=places) for w in two))
     assert [reply.more for reply in replies] == [True, True]
     assert job.verbs[0].status().positions == places
@@ -122,8 +104,8 @@ def test_a_round_waits_for_its_approval(job, two):
     for worker in two:
         job.arrived(worker)
     assert not any(future.done() for future in futures)
-    job.append(Approved(plan))
-    assert isinstance(refused(lambda: futures[0]), InvalidRequest)
+    job.append(inside.Approved(plan))
+    assert isinstance(refused(lambda: futures[0]), inside.InvalidRequest)
     assert int(given(together(futures[1], two[0].push(plan, [2]))[0], plan)[0]) == 4
 
 
@@ -162,7 +144,7 @@ def test_a_push_resent_after_completion_gets_the_recorded_answer(job, two):
     assert int(given(two[0].push(plan, [5]).result(SOON), plan)[0]) == 10
     assert int(job.value(two[0], variable)) == 10
     turn(two[0])
-    for _ in range(WINDOW + 1):
+    for _ in range(inside.WINDOW + 1):
         together(*(worker.push(plan, [1]) for worker in two))
         turn(*two)
     two[0].round = 0
@@ -175,28 +157,28 @@ def test_a_push_resent_after_completion_gets_the_recorded_answer(job, two):
 
 def test_a_round_is_completed_without_who_is_gone(job, two):
     """The answer names whom it lacks; the mean is over those who are there."""
-    plan = job.approve(reduce_only(TensorSpec("float64", ()), "mean"), two[0])
+    plan = job.approve(reduce_only(inside.TensorSpec("float64", ()), "mean"), two[0])
     waiting = two[0].push(plan, [6.0])
     job.arrived(two[0])
     job.close([two[0].member])
     reply = waiting.result(SOON)
     assert (reply.excluded, reply.generation.number) == ((B,), 2)
     assert float(given(reply, plan)[0]) == 6.0
-    assert isinstance(refused(lambda: two[1].push(plan, [3.0])), Fenced)
+    assert isinstance(refused(lambda: two[1].push(plan, [3.0])), inside.Fenced)
 
 
-def _wrong(job, worker, plan) -> Future[RoundReply]:
+def _wrong(job, worker, plan) -> Future[inside.RoundReply]:
     """A push whose payload does not fit its plan."""
-    said = Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0,))
-    return job.verbs[0].push(said, Payload.pack([np.zeros(5)]))
+    said = inside.Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0,))
+    return job.verbs[0].push(said, inside.Payload.pack([np.zeros(5)]))
 
 
 def test_new_members_come_with_their_generation(job, two):
     """A round expects the members of the generation that its pushes name."""
     plan = job.approve(reduce_only(NUMBER), two[0])
     session = job.open(C).session
-    third = Member(C, session, 1)
-    job.append(GenerationClosed(Generation(2, (*job.generation.members, third), "dataset:0")))
+    third = inside.Member(C, session, 1)
+    job.append(inside.GenerationClosed(inside.Generation(2, (*job.generation.members, third), "dataset:0")))
     replies = together(*(worker.push(plan, [1]) for worker in two))
     assert (replies[0].generation.number, replies[0].excluded) == (2, ())
     turn(*two)
@@ -206,7 +188,9 @@ def test_new_members_come_with_their_generation(job, two):
         futures.append(worker.push(plan, [1]))
         job.arrived(worker)
     assert not any(future.done() for future in futures)
-    futures.append(job.verbs[0].push(Contribution(session, 2, 1, plan.id, (1.0,)), Payload.pack([np.array(5)])))
+    futures.append(
+        job.verbs[0].push(inside.Contribution(session, 2, 1, plan.id, (1.0,)), inside.Payload.pack([np.array(5)]))
+    )
     assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [7, 7, 7]
 
 
@@ -220,9 +204,11 @@ def test_a_push_that_does_not_fit_is_refused(job, two):
     job.arrived(two[1])
     wrong = [((1.0,), 4), ((1.0,), 16), ((0.0,), 8), ((), 8), ((1.0, 1.0), 8), ((-1.0,), 8), ((np.nan,), 8)]
     for weights, size in wrong:
-        said = Contribution(two[0].session, 1, 0, plan.id, weights)
-        error = refused(lambda said=said, size=size: job.verbs[0].push(said, Payload.pack([np.zeros(size, "int8")])))
-        assert isinstance(error, InvalidRequest), (weights, size)
+        said = inside.Contribution(two[0].session, 1, 0, plan.id, weights)
+        error = refused(
+            lambda said=said, size=size: job.verbs[0].push(said, inside.Payload.pack([np.zeros(size, "int8")]))
+        )
+        assert isinstance(error, inside.InvalidRequest), (weights, size)
     assert not other.done()
     assert int(given(together(other, two[0].push(plan, [3]))[0], plan)[0]) == 5
 
@@ -234,8 +220,8 @@ def test_who_observes_sends_nothing(job, two):
     plan = job.approve(sgd(variable), two[0])
 
     def observe(worker):
-        said = Contribution(worker.session, 1, worker.round, plan.id, (0.0,), observes=True)
-        return job.verbs[0].push(said, EMPTY)
+        said = inside.Contribution(worker.session, 1, worker.round, plan.id, (0.0,), observes=True)
+        return job.verbs[0].push(said, inside.EMPTY)
 
     observing = observe(two[1])
     job.arrived(two[1])

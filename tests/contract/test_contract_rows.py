@@ -1,7 +1,5 @@
 """Rows in rounds and reads: what is pushed, what comes back with the answer, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,30 +1,11 @@
 """Open, Heartbeat, Leave, Enlist: who is there, how a session ends, and which index a worker gets that joins."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.kit.internals import (
-    UNTIL_ENDED,
-    ConfigError,
-    Done,
-    Enlisted,
-    Fenced,
-    InvalidRequest,
-    JobStarted,
-    Lost,
-    ServerLost,
-    Session,
-    Task,
-    TaskTaken,
-    TensorSpec,
-    Timeouts,
-    Turn,
-    count_of,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import CHIEF, HEARTBEAT, SOON, WORKERS, Job, core, create, eventually, reduce_only
 
-NUMBER = TensorSpec("int64", ())
+NUMBER = inside.TensorSpec("int64", ())
 A, B, C = WORKERS[:3]
 LEASE = 12
 """Seconds after which a place that nobody keeps is free: more than a lease."""
@@ -44,7 +25,7 @@ def test_every_open_is_a_new_session(job):
     """Server 0 counts; the others take its number; each says who it is. Each chief's token is larger than all before;
     no other session has one. A worker and a chief of one task stand beside each other."""
     first, second = job.verbs[0].open(A, 2, 0, False), job.verbs[0].open(B, 1, 0, False)
-    assert count_of(second.session) == count_of(first.session) + 1
+    assert inside.count_of(second.session) == inside.count_of(first.session) + 1
     assert (first.server, first.incarnation, first.token, first.device) == (0, 100, 0, "cpu")
     other = job.verbs[1].open(A, 2, first.session, False)
     assert (other.session, other.server, other.incarnation) == (first.session, 1, 101)
@@ -59,7 +40,7 @@ def test_a_process_that_goes_away_is_noticed(serve):
     servers = serve(1)
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session
-    held = verb.watch(session, 0, UNTIL_ENDED)
+    held = verb.watch(session, 0, inside.UNTIL_ENDED)
     eventually(lambda: len(servers.cores[0].machine.watches.ends) == 1)
     if servers.remote:
         verb.close()  # type: ignore[attr-defined]
@@ -68,7 +49,7 @@ def test_a_process_that_goes_away_is_noticed(serve):
     core = servers.cores[0]
     eventually(lambda: core.machine.members._sessions[session].parted is not None)
     clock.now += HEARTBEAT - 0.1
-    with pytest.raises(TaskTaken):
+    with pytest.raises(inside.TaskTaken):
         core.open(A, 1, 0, False)
     clock.now += 0.2
     assert core.open(A, 1, 0, False).session > session
@@ -81,9 +62,9 @@ def test_a_new_first_server_is_no_obstacle(serve):
     for _ in range(3):
         job.begin()
     fresh = core(0, 50, root=servers.root, clock=servers.clock)
-    session = Session(CHIEF, [fresh, servers.verbs[1]], 0, True, Timeouts(heartbeat_interval=60.0))
+    session = inside.Session(CHIEF, [fresh, servers.verbs[1]], 0, True, inside.Timeouts(heartbeat_interval=60.0))
     session.open()
-    begun = JobStarted(session.number, session.incarnations)
+    begun = inside.JobStarted(session.number, session.incarnations)
     for server in session.servers:
         assert server.approve(session.token, 0, [begun]) == 1
     session.leave()
@@ -93,13 +74,13 @@ def test_a_new_first_server_is_no_obstacle(serve):
 def test_a_lost_server_is_told_to_everyone(job):
     """By the chief, in server 0's log: whoever is there learns it at once. Who comes for the next job is let in."""
     one, two = job.join(A, B)
-    held = [job.verbs[0].watch(worker.session, 0, UNTIL_ENDED) for worker in (one, two)]
-    job.verbs[0].approve(job.token, job.verbs[0].status().log, [Lost(1, "was lost; restart")])
+    held = [job.verbs[0].watch(worker.session, 0, inside.UNTIL_ENDED) for worker in (one, two)]
+    job.verbs[0].approve(job.token, job.verbs[0].status().log, [inside.Lost(1, "was lost; restart")])
     for future in held:
-        with pytest.raises(ServerLost, match="was lost; restart") as told:
+        with pytest.raises(inside.ServerLost, match="was lost; restart") as told:
             future.result(SOON)
         assert told.value.task == "/job:ps/task:1"
-    with pytest.raises(ServerLost):
+    with pytest.raises(inside.ServerLost):
         heartbeat(job, one.session)
     job.verbs[0].heartbeat(job.open(A).session, -1, b"")
 
@@ -119,9 +100,9 @@ def test_an_unknown_session_is_refused(job, server):
         lambda: verb.propose(77, plan, "", None),
         lambda: verb.watch(77, 0, -1).result(SOON),
         lambda: worker.push(plan, [1], server=server).result(SOON),
-        lambda: verb.restore(77, "x", Turn()).result(SOON),
+        lambda: verb.restore(77, "x", inside.Turn()).result(SOON),
     ):
-        with pytest.raises(Fenced, match="restart the process"):
+        with pytest.raises(inside.Fenced, match="restart the process"):
             call()
     job.verbs[0].leave(77, "")
 
@@ -134,7 +115,7 @@ def test_who_waits_does_not_live_by_that(job):
     job.arrived(dead)
     job.servers.spend(12, late.session, job.opened.session)
     assert states(job) == {dead.session: "lost", late.session: "open"}
-    with pytest.raises(Fenced, match="sent no heartbeat"):
+    with pytest.raises(inside.Fenced, match="sent no heartbeat"):
         waiting.result(SOON)
 
 
@@ -146,11 +127,11 @@ def test_an_generation_fences_whom_it_leaves_out(job):
     job.arrived(out, server=1)
     job.close([stays.member])
     for server, why in zip(job.verbs, ("held up a round", "new generation"), strict=True):
-        with pytest.raises(Fenced, match=why):
+        with pytest.raises(inside.Fenced, match=why):
             server.heartbeat(out.session, -1, b"")
-    with pytest.raises(Fenced, match="new generation"):
+    with pytest.raises(inside.Fenced, match="new generation"):
         waiting.result(SOON)
-    with pytest.raises(Fenced):
+    with pytest.raises(inside.Fenced):
         out.push(plan, [5], server=1).result(SOON)
     reply = stays.push(plan, [2], server=1).result(SOON)
     assert reply.excluded == ()
@@ -174,7 +155,7 @@ def begin(job, workers, chief):
     job.opened = job.open(CHIEF, 0, True)
     job.token = job.opened.token
     lives = tuple(one.incarnation for one in job.servers.cores)
-    entry = JobStarted(job.token, lives, workers=workers, chief=chief)
+    entry = inside.JobStarted(job.token, lives, workers=workers, chief=chief)
     for server in job.verbs:
         assert server.approve(job.token, 0, [entry]) == 1
     return job
@@ -182,7 +163,7 @@ def begin(job, workers, chief):
 
 def enlist(job, key, index=None):
     """A process asks for an index; returns the one that it gets."""
-    place = job.verbs[0].enlist(None if index is None else Task("worker", index), key)
+    place = job.verbs[0].enlist(None if index is None else inside.Task("worker", index), key)
     assert place.task.job == "worker"
     return place.task.index
 
@@ -192,7 +173,7 @@ def test_each_gets_an_index_of_its_own(grown):
     TF_CONFIG; who asks again gets the same one."""
     assert [enlist(grown, key) for key in (ONE, OTHER, ONE, THIRD, OTHER)] == [2, 3, 2, 4, 3]
     assert enlist(grown, THIRD, 4) == 4
-    grown.open(Task("worker", 5))
+    grown.open(inside.Task("worker", 5))
     assert enlist(grown, 44) == 6
 
 
@@ -210,10 +191,10 @@ def test_a_session_keeps_the_place_of_its_task(grown):
     """As long as it is open: no word is needed beside its heartbeats; then the index is free."""
     enlist(grown, ONE)
     session = grown.open(WORKERS[2]).session
-    assert grown.verbs[0].enlist(WORKERS[2], ONE) == Enlisted(WORKERS[2], True)
+    assert grown.verbs[0].enlist(WORKERS[2], ONE) == inside.Enlisted(WORKERS[2], True)
     grown.servers.spend(2 * LEASE, grown.opened.session, session)
     assert enlist(grown, OTHER) == 3
-    with pytest.raises(TaskTaken, match="/job:worker/task:2 is already in this job"):
+    with pytest.raises(inside.TaskTaken, match="/job:worker/task:2 is already in this job"):
         enlist(grown, OTHER, 2)
     grown.servers.spend(2 * LEASE, grown.opened.session, grown.open(WORKERS[0]).session)
     assert enlist(grown, THIRD) == 2, "its lease has ended"
@@ -223,9 +204,11 @@ def test_a_certain_index(grown):
     """As a certificate names one: it is given if it is free, and above the cluster's."""
     assert enlist(grown, ONE, 7) == 7
     assert enlist(grown, OTHER) == 2
-    with pytest.raises(TaskTaken, match=r"end that process first.*--extra-workers"):
+    with pytest.raises(inside.TaskTaken, match=r"end that process first.*--extra-workers"):
         enlist(grown, OTHER, 7)
-    with pytest.raises(ConfigError, match=r"task:1 is one of the 2 workers of the job's cluster.*without --join"):
+    with pytest.raises(
+        inside.ConfigError, match=r"task:1 is one of the 2 workers of the job's cluster.*without --join"
+    ):
         enlist(grown, OTHER, 1)
     assert enlist(grown, OTHER, 3) == 3, "it gives up the one that it had"
     assert enlist(grown, THIRD) == 2
@@ -236,7 +219,7 @@ def test_another_job_knows_nobody(grown):
     enlist(grown, ONE)
     begin(grown, ("a:0", "b:0", "c:0"), "d:0")
     assert enlist(grown, OTHER) == 3
-    with pytest.raises(ConfigError, match="one of the 3 workers"):
+    with pytest.raises(inside.ConfigError, match="one of the 3 workers"):
         enlist(grown, ONE, 2)
     assert enlist(begin(grown, (), "c:0"), ONE) == 0
 
@@ -245,7 +228,7 @@ def test_there_is_an_end_to_it(grown):
     """Whoever asks under many names fills no memory."""
     limit = grown.servers.cores[0].registry.limit
     assert [enlist(grown, key) for key in range(1, limit + 1)] == [*range(2, limit + 2)]
-    with pytest.raises(ConfigError, match=f"{limit} workers are joining this job"):
+    with pytest.raises(inside.ConfigError, match=f"{limit} workers are joining this job"):
         enlist(grown, limit + 1)
     assert enlist(grown, 1) == 2
 
@@ -253,16 +236,16 @@ def test_there_is_an_end_to_it(grown):
 def test_who_cannot_join(serve):
     """Each is told why."""
     servers = serve(2)
-    with pytest.raises(InvalidRequest, match="the chief has not started a job"):
+    with pytest.raises(inside.InvalidRequest, match="the chief has not started a job"):
         servers.verbs[0].enlist(None, ONE)
     job = Job(servers)
     begin(job, ("a:0",), "")
-    with pytest.raises(InvalidRequest, match="/job:ps/task:0 is not a worker"):
-        job.verbs[0].enlist(Task("ps", 0), ONE)
-    with pytest.raises(InvalidRequest, match="by a random number"):
+    with pytest.raises(inside.InvalidRequest, match="/job:ps/task:0 is not a worker"):
+        job.verbs[0].enlist(inside.Task("ps", 0), ONE)
+    with pytest.raises(inside.InvalidRequest, match="by a random number"):
         enlist(job, 0)
-    with pytest.raises(InvalidRequest, match="does not keep the sessions"):
+    with pytest.raises(inside.InvalidRequest, match="does not keep the sessions"):
         job.verbs[1].enlist(None, ONE)
-    job.append(Done())
-    with pytest.raises(InvalidRequest, match="is over"):
+    job.append(inside.Done())
+    with pytest.raises(inside.InvalidRequest, match="is over"):
         enlist(job, ONE)

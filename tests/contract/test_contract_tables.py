@@ -1,7 +1,5 @@
 """Dynamic tables in rounds and reads: rows come with their first gradient, and what is refused changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

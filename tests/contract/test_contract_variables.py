@@ -1,39 +1,26 @@
 """Create and Pull: variables are named once, placed once, and read as they were given."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kit.internals import (
-    DTYPES,
-    PART_BYTES,
-    Diverged,
-    InvalidRequest,
-    Payload,
-    PlacedVariable,
-    PSError,
-    TensorSpec,
-    VariableMismatch,
-    VariableSpec,
-)
+from tests.kit import internals as inside
 from tests.kit.rig import SOON, WORKERS, create, eventually, reduce_only
 
 A, B = WORKERS[:2]
-NUMBER = TensorSpec("int64", ())
+NUMBER = inside.TensorSpec("int64", ())
 
 TENSORS = {
     "a number": np.array(-7, "int64"),
     "nothing": np.zeros((0, 3), "float32"),
     "one byte": np.array([True]),
-    "many parts": np.arange(3 * PART_BYTES // 4 + 5, dtype="int32"),
+    "many parts": np.arange(3 * inside.PART_BYTES // 4 + 5, dtype="int32"),
     "more than a message": np.arange((9 << 19) + 1, dtype="int8").reshape(1, -1),
     "bfloat16": np.array([[1.5, -2.25], [3e38, 0]], ml_dtypes.bfloat16),
     "columns first": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
     "a view": np.arange(20, dtype="uint16")[::-2],
     "big-endian": np.array([1, 2, 3], ">f8"),
-    **{f"a {name}": np.array([[0, 1], [1, 0]], dtype) for name, dtype in DTYPES.items()},
+    **{f"a {name}": np.array([[0, 1], [1, 0]], dtype) for name, dtype in inside.DTYPES.items()},
 }
 
 
@@ -56,7 +43,7 @@ def test_a_variable_stays_where_it_was_placed(job, worker):
     variable = job.variable(worker, np.zeros(2), (1,))
     other = job.open(B).session
     for elsewhere in [(0,), (0, 1)]:
-        with pytest.raises(VariableMismatch, match="ps_strategy") as told:
+        with pytest.raises(inside.VariableMismatch, match="ps_strategy") as told:
             create(job.verbs[0], other, 0, variable.spec, elsewhere)
         assert all(word in str(told.value) for word in (str(A), str(B), str(elsewhere), "(1,)"))
 
@@ -66,7 +53,7 @@ def test_creating_again_changes_nothing(job, worker):
     variable = job.variable(worker, np.array([1.0, 2.0]), (1,))
     for session in (worker.session, job.open(B).session):
         assert not create(job.verbs[0], session, 0, variable.spec, (1,)).initialized
-        again = create(job.verbs[1], session, 0, variable.spec, (1,), Payload.pack([np.array([8.0, 9.0])]))
+        again = create(job.verbs[1], session, 0, variable.spec, (1,), inside.Payload.pack([np.array([8.0, 9.0])]))
         assert again.initialized
     assert job.value(worker, variable).tolist() == [1.0, 2.0]
     assert [server.status().variables for server in job.verbs] == [1, 1]
@@ -74,39 +61,39 @@ def test_creating_again_changes_nothing(job, worker):
 
 def test_the_log_says_which_variable_a_number_is(job, worker):
     """Who declared another one on a server before the log came there was not its creator: what it gave is forgotten."""
-    stranger, spec = job.open(B).session, VariableSpec("w", NUMBER)
-    other = VariableSpec("other", TensorSpec("float32", (1000,)))
-    create(job.verbs[1], stranger, 0, other, (1,), Payload.pack([np.ones(1000, "float32")]))
+    stranger, spec = job.open(B).session, inside.VariableSpec("w", NUMBER)
+    other = inside.VariableSpec("other", inside.TensorSpec("float32", (1000,)))
+    create(job.verbs[1], stranger, 0, other, (1,), inside.Payload.pack([np.ones(1000, "float32")]))
     create(job.verbs[0], worker.session, 0, spec, (1,))
     job.approve(reduce_only(NUMBER), worker)
     assert not create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
-    create(job.verbs[1], worker.session, 0, spec, (1,), Payload.pack([np.array(3)]))
-    assert int(job.value(worker, PlacedVariable(0, spec, (1,)))) == 3
+    create(job.verbs[1], worker.session, 0, spec, (1,), inside.Payload.pack([np.array(3)]))
+    assert int(job.value(worker, inside.PlacedVariable(0, spec, (1,)))) == 3
     assert (job.verbs[1].status().variables, job.verbs[1].status().variable_bytes) == (1, spec.tensor.nbytes)
-    with pytest.raises(VariableMismatch):
+    with pytest.raises(inside.VariableMismatch):
         create(job.verbs[1], stranger, 0, other, (1,))
 
 
 def test_one_may_ask_first(job, worker):
     """A large value travels only where it is wanted. Until then the variable has none that could be read."""
-    spec = VariableSpec("w", NUMBER)
+    spec = inside.VariableSpec("w", NUMBER)
     create(job.verbs[0], worker.session, 0, spec, (1,))
     assert not create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
-    with pytest.raises(InvalidRequest, match="'w' has no value"):
+    with pytest.raises(inside.InvalidRequest, match="'w' has no value"):
         job.verbs[1].pull(worker.session, [0], -1).result(SOON)
-    assert create(job.verbs[1], worker.session, 0, spec, (1,), Payload.pack([np.array(3)])).initialized
+    assert create(job.verbs[1], worker.session, 0, spec, (1,), inside.Payload.pack([np.array(3)])).initialized
     assert create(job.verbs[1], worker.session, 0, spec, (1,)).initialized
-    here = VariableSpec("here", NUMBER)
+    here = inside.VariableSpec("here", NUMBER)
     assert not create(job.verbs[0], worker.session, 1, here, (0,)).initialized
-    with pytest.raises(InvalidRequest, match="'here' has no value"):
+    with pytest.raises(inside.InvalidRequest, match="'here' has no value"):
         job.verbs[0].pull(worker.session, [1], -1).result(SOON)
 
 
 MISMATCHES = [
-    (0, VariableSpec("v0", TensorSpec("float64", (3,)))),
-    (0, VariableSpec("v0", TensorSpec("float32", (2,)))),
-    (0, VariableSpec("other", TensorSpec("float64", (2,)))),
-    (1, VariableSpec("v0", TensorSpec("float64", (2,)))),
+    (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (3,)))),
+    (0, inside.VariableSpec("v0", inside.TensorSpec("float32", (2,)))),
+    (0, inside.VariableSpec("other", inside.TensorSpec("float64", (2,)))),
+    (1, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)))),
 ]
 
 
@@ -116,20 +103,20 @@ def test_two_that_disagree_are_told(job, worker):
     job.variable(worker, np.zeros(2))
     other = job.open(B).session
     for ordinal, spec in MISMATCHES:
-        with pytest.raises(VariableMismatch) as told:
+        with pytest.raises(inside.VariableMismatch) as told:
             create(job.verbs[0], other, ordinal, spec, (0,))
         message = str(told.value)
         assert all(word in message for word in (str(A), str(B), str(spec), "'v0' float64[2]"))
-    with pytest.raises(Diverged, match="number 2, but the job has only 1"):
-        create(job.verbs[0], worker.session, 2, VariableSpec("w", NUMBER), (0,))
+    with pytest.raises(inside.Diverged, match="number 2, but the job has only 1"):
+        create(job.verbs[0], worker.session, 2, inside.VariableSpec("w", NUMBER), (0,))
 
 
 IMPOSSIBLE = [
-    VariableSpec("", NUMBER),
-    VariableSpec("x" * 600, NUMBER),
-    VariableSpec("a\nb", NUMBER),
-    VariableSpec("w", TensorSpec("object", ())),
-    VariableSpec("w", TensorSpec("float32", (1 << 50,))),
+    inside.VariableSpec("", NUMBER),
+    inside.VariableSpec("x" * 600, NUMBER),
+    inside.VariableSpec("a\nb", NUMBER),
+    inside.VariableSpec("w", inside.TensorSpec("object", ())),
+    inside.VariableSpec("w", inside.TensorSpec("float32", (1 << 50,))),
 ]
 
 
@@ -137,16 +124,16 @@ def test_what_cannot_be_is_refused(job, worker):
     """Names that nobody can read, dtypes that do not travel, sizes that nothing can hold, and servers that are not
     there. A value of another size is refused as well, and not kept: the right one is taken afterwards."""
     for spec in IMPOSSIBLE:
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(inside.InvalidRequest):
             create(job.verbs[0], worker.session, 0, spec, (0,))
     for servers in ((), (2,), (0, 7)):
-        with pytest.raises(InvalidRequest, match="of a job with 2 servers"):
-            create(job.verbs[0], worker.session, 0, VariableSpec("w", NUMBER), servers)
+        with pytest.raises(inside.InvalidRequest, match="of a job with 2 servers"):
+            create(job.verbs[0], worker.session, 0, inside.VariableSpec("w", NUMBER), servers)
     assert job.verbs[0].status().variables == 0
-    spec = VariableSpec("w", TensorSpec("float64", (2,)))
+    spec = inside.VariableSpec("w", inside.TensorSpec("float64", (2,)))
     for value in (np.zeros(3), np.zeros(1), np.zeros((2, 2))):
-        with pytest.raises(InvalidRequest):
-            create(job.verbs[0], worker.session, 0, spec, (0,), Payload.pack([value]))
+        with pytest.raises(inside.InvalidRequest):
+            create(job.verbs[0], worker.session, 0, spec, (0,), inside.Payload.pack([value]))
     variable = job.variable(worker, np.array([1.0, 2.0]), (0,), "w")
     assert job.value(worker, variable).tolist() == [1.0, 2.0]
 
@@ -155,22 +142,22 @@ def test_a_server_that_does_not_hold_it_takes_no_value(job, worker):
     """It knows the variable, and says that it is not the place for it. A holder refuses a number for another one."""
     variable = job.variable(worker, np.array(1), (1,))
     for servers in ((1,), (0,)):
-        with pytest.raises(PSError) as told:
-            create(job.verbs[0], worker.session, 0, variable.spec, servers, Payload.pack([np.array(2)]))
-        assert isinstance(told.value, InvalidRequest | VariableMismatch)
-    with pytest.raises(InvalidRequest, match="'v0' has no value") as told:
+        with pytest.raises(inside.PSError) as told:
+            create(job.verbs[0], worker.session, 0, variable.spec, servers, inside.Payload.pack([np.array(2)]))
+        assert isinstance(told.value, inside.InvalidRequest | inside.VariableMismatch)
+    with pytest.raises(inside.InvalidRequest, match="'v0' has no value") as told:
         job.verbs[0].pull(worker.session, [0], -1).result(SOON)
     assert told.value.task == "/job:ps/task:0"
-    with pytest.raises(VariableMismatch, match="variable 0 is 'v0'"):
-        create(job.verbs[1], worker.session, 0, VariableSpec("other", NUMBER), (1,))
+    with pytest.raises(inside.VariableMismatch, match="variable 0 is 'v0'"):
+        create(job.verbs[1], worker.session, 0, inside.VariableSpec("other", NUMBER), (1,))
 
 
 def test_before_a_job_nothing_is_created(serve):
     """Without a chief nobody knows how many servers there are."""
     (server,) = serve(1).verbs
     session = server.open(A, 1, 0, False).session
-    with pytest.raises(InvalidRequest, match="the chief has not started a job"):
-        create(server, session, 0, VariableSpec("w", NUMBER), ())
+    with pytest.raises(inside.InvalidRequest, match="the chief has not started a job"):
+        create(server, session, 0, inside.VariableSpec("w", NUMBER), ())
 
 
 def test_a_read_waits_for_its_round(job, worker):
@@ -180,7 +167,7 @@ def test_a_read_waits_for_its_round(job, worker):
     before = job.value(worker, variable)
     reading = job.verbs[0].pull(worker.session, [variable.id], 0)
     eventually(lambda: job.servers.cores[0].machine.job.reads.calls)
-    with pytest.raises(InvalidRequest, match="variable 5 has no value"):
+    with pytest.raises(inside.InvalidRequest, match="variable 5 has no value"):
         job.verbs[0].pull(worker.session, [5], 3).result(SOON)
     assert not reading.done()
     worker.make(plan, [[5, 5]])

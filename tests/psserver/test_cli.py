@@ -25,21 +25,15 @@ SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
 SECOND = '{"cluster": {"ps": ["h:1", "127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "ps", "index": 1}}'
 
-
 JOIN = ["--join", "127.0.0.1:1", "--port", "1"]
 
 
 @contextmanager
 def psserver(*flags: str, cwd: Path | None = None, **environ: str) -> Iterator[subprocess.Popen[str]]:
     process = forks.Forked[str](
-        [sys.executable, "-m", "psserver", *flags],
-        cwd=cwd,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environ, "PYTHONFAULTHANDLER": "1"},
-    )
+        [sys.executable, "-m", "psserver", *flags], cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**environ, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
     try:
         yield process
     finally:

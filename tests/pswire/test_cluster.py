@@ -148,7 +148,6 @@ JSON = st.recursive(
     max_leaves=12,
 )
 
-
 CONFIGS = JSON | st.builds(lambda cluster, task: {"cluster": cluster, "task": task}, JSON, JSON)
 
 

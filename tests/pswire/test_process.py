@@ -1,7 +1,5 @@
 """How a process ends that runs a command of ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -31,16 +31,10 @@ OWNER, MADE_UP = 7, 1 << 60
 
 CALLERS = ("worker-0", "worker-1", "chief-0", "ps-0", "admin", "nobody")
 MAY: dict[Caller, set[str]] = {
-    "task": {"worker-1"},
-    "joiner": {"worker-1"},
-    "session": {"worker-1"},
-    "reader": {"worker-1"},
-    "chief": {"chief-0", "worker-0"},
-    "server": {"ps-0"},
-    "standby": {"ps-0"},
-    "mover": {"ps-0", "admin", "chief-0", "worker-0"},
-    "anyone": {*CALLERS} - {"nobody"},
-}
+    "task": {"worker-1"}, "joiner": {"worker-1"}, "session": {"worker-1"}, "reader": {"worker-1"},
+    "chief": {"chief-0", "worker-0"}, "server": {"ps-0"}, "standby": {"ps-0"},
+    "mover": {"ps-0", "admin", "chief-0", "worker-0"}, "anyone": {*CALLERS} - {"nobody"},
+}  # fmt: skip
 """Who may make a call for worker 1, with its session where the verb has one."""
 
 VERBS_OF: dict[str, Caller] = {

@@ -26,32 +26,22 @@ from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say  # in the program below, which is a source
 from pswire.security import identity
 from pswire.security.identity import CertificateFiles
+from tests.kit import internals as inside
 from tests.kit.cases import search
 from tests.kit.certificates import Certificates, guarded, options
-from tests.kit.internals import (
-    MAX_PART_BYTES,
-    PIECE,
-    RECORD,
-    Message,
-    MessageKind,
-    MessageSocket,
-    RemoteServer,
-    Sealed,
-    SecurityOptions,
-)
 from tests.kit.rig import eventually
 
 SECONDS = 20.0
 
 
 @contextmanager
-def connected(certificates: Certificates) -> Iterator[tuple[Sealed, Sealed]]:
+def connected(certificates: Certificates) -> Iterator[tuple[inside.Sealed, inside.Sealed]]:
     here, there = socket.socketpair()
     for sock in (here, there):
         sock.settimeout(SECONDS)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-    server = Sealed(there, certificates.of("ps-0").server_context())
-    client = Sealed(here, certificates.of("worker-0").client_context(), "ps-0.paramserver")
+    server = inside.Sealed(there, certificates.of("ps-0").server_context())
+    client = inside.Sealed(here, certificates.of("worker-0").client_context(), "ps-0.paramserver")
     shaking = threading.Thread(target=server.shake)
     shaking.start()
     client.shake()
@@ -62,7 +52,7 @@ def connected(certificates: Certificates) -> Iterator[tuple[Sealed, Sealed]]:
         end.close()
 
 
-def send(link: MessageSocket, messages: Sequence[tuple[Message, bytes]]) -> None:
+def send(link: inside.MessageSocket, messages: Sequence[tuple[inside.Message, bytes]]) -> None:
     """Sends all, as the thread of a transport does."""
     with selectors.DefaultSelector() as selector:
         selector.register(link.sock, selectors.EVENT_WRITE)
@@ -73,8 +63,8 @@ def send(link: MessageSocket, messages: Sequence[tuple[Message, bytes]]) -> None
                 left = link.flush()
 
 
-def receive(link: MessageSocket, count: int) -> list[tuple[Message, bytes]]:
-    found: list[tuple[Message, bytes]] = []
+def receive(link: inside.MessageSocket, count: int) -> list[tuple[inside.Message, bytes]]:
+    found: list[tuple[inside.Message, bytes]] = []
     with selectors.DefaultSelector() as selector:
         selector.register(link.sock, selectors.EVENT_READ)
         while len(found) < count:
@@ -85,7 +75,10 @@ def receive(link: MessageSocket, count: int) -> list[tuple[Message, bytes]]:
 
 
 SIZES = st.one_of(
-    st.integers(0, 100), st.sampled_from([RECORD - 40, RECORD, RECORD + 1, PIECE, PIECE + 1, MAX_PART_BYTES])
+    st.integers(0, 100),
+    st.sampled_from(
+        [inside.RECORD - 40, inside.RECORD, inside.RECORD + 1, inside.PIECE, inside.PIECE + 1, inside.MAX_PART_BYTES]
+    ),
 )
 
 
@@ -96,13 +89,13 @@ def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed
     random = np.random.default_rng(seed)
     sent = [
         [
-            (Message(MessageKind.PART, number, b"h" * number, 0, size), random.bytes(size))
+            (inside.Message(inside.MessageKind.PART, number, b"h" * number, 0, size), random.bytes(size))
             for number, size in enumerate(sizes)
         ]
         for _ in range(2)
     ]
     with connected(certificates) as pair, ThreadPoolExecutor(4) as threads:
-        links = [MessageSocket(end) for end in pair]
+        links = [inside.MessageSocket(end) for end in pair]
         for link in links:
             link.trust()
         sending = [threads.submit(send, link, messages) for link, messages in zip(links, sent, strict=True)]
@@ -113,7 +106,7 @@ def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed
     assert [said(messages) for messages in got] == [said(messages) for messages in reversed(sent)]
 
 
-def said(messages: Sequence[tuple[Message, bytes]]) -> list[tuple[int, bytes, bytes]]:
+def said(messages: Sequence[tuple[inside.Message, bytes]]) -> list[tuple[int, bytes, bytes]]:
     return [(message.call, message.header, data) for message, data in messages]
 
 
@@ -124,11 +117,11 @@ def test_a_stranger_in_between(certificates: Certificates) -> None:
         assert sorted(there.peer_names()) == ["metrics.paramserver", "worker-0.paramserver"]
         here._sock.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
         with pytest.raises(OSError, match=r"(?i)mac|decrypt|bad record"):
-            receive(MessageSocket(there), 1)
+            receive(inside.MessageSocket(there), 1)
     with connected(certificates) as (here, there):
         there.close()
         with pytest.raises(ConnectionError):
-            receive(MessageSocket(here), 1)
+            receive(inside.MessageSocket(here), 1)
 
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
@@ -154,7 +147,7 @@ class Files:
     def __init__(self, path: Path, source: Path) -> None:
         self.path = path
         shutil.copytree(source, path, dirs_exist_ok=True)
-        self.options = SecurityOptions(*(str(path / file) for file in (*FILES, "token")))
+        self.options = inside.SecurityOptions(*(str(path / file) for file in (*FILES, "token")))
 
     def take(self, source: Path, *files: str) -> None:
         for file in files or FILES:
@@ -237,7 +230,7 @@ def test_a_server_shows_new_certificates_on_every_port(
         thread = stack.enter_context(guarded(files.options.read("ps-0")))
         relay = Relay(stack)
         relay.lead_to(thread.address)
-        client = RemoteServer(relay.address, PS0, CALM, security=own.options.read("worker-0"))
+        client = inside.RemoteServer(relay.address, PS0, CALM, security=own.options.read("worker-0"))
         stack.callback(client.close)
         session = client.open(W0, 1, 1, False).session
         # The new CA first, beside the old one; then certificates of it; then the new CA alone.

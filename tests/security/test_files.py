@@ -87,7 +87,6 @@ def test_a_wrong_file(certificates: Certificates, tmp_path: Path, case: str) -> 
 NEAR = r"tls.crt expires at 20\d\d-.*; .*--renew"
 ALONE = r"tls.crt has no extended key usage clientAuth, .*other servers reject .*serverAuth and clientAuth.*psctl certs"
 
-
 WARNED: dict[str, tuple[str, int, list[Any], str]] = {
     "days": ("worker-0", 15, [], ""),
     "an end that is near": ("worker-0", 13, [], NEAR),

@@ -163,7 +163,6 @@ MANIFESTS = {
     "another type": put('{"format": 2, "round": [], "positions": [], "tensors": {}}'),
 }
 
-
 ONCE_MORE = ("brackets", "infinite", "not a number")
 """Those that are damaged as another one is, for whom it is told to."""
 

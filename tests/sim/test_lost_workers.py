@@ -1,7 +1,5 @@
 """Workers and chiefs are lost, and come back: rounds go on, and whoever drives is one process."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

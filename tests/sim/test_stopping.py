@@ -1,7 +1,5 @@
 """Chief and workers are told to end, together or one after another: each finishes a step, and ends within seconds."""
 
-from __future__ import annotations
-
 import pytest
 
 from pstesting.processes import CHIEF, PS0, W0, W1, W2

@@ -1,7 +1,5 @@
 """Tables in files: what is read onto any number of servers, deltas included, is what was saved, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import chain, product

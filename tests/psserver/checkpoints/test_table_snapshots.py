@@ -35,11 +35,7 @@ def pushed(worker, plan, keys, value=1.0, server=0):
 
 
 class Job1:
-    """A job with one table on one server, which trains it by a plan that adds rows.
-
-    Args:
-        job: the job.
-    """
+    """A job with one table on one server, which trains it by a plan that adds rows. Args: job: the job."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -32,41 +32,27 @@ from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from pswire.servers import votes
-from tests.kit.rig import (
-    CHIEF,
-    SOON,
-    WORKERS,
-    Deferred,
-    Job,
-    JobWithValues,
-    Servers,
-    checkpoint,
-    core,
-    given,
-    reduce_only,
-    serving,
-    sum_into,
-)
+from tests.kit import rig
 
-A, B = WORKERS[:2]
+A, B = rig.WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
 
 
 @pytest.fixture
 def late():
-    return Deferred()
+    return rig.Deferred()
 
 
 @pytest.fixture
 def job(late, tmp_path: Path):
     clock = Clock()
-    cores = [core(number, 0, 0, tmp_path, clock, late) for number in (0, 1)]
-    return JobWithValues(Servers(list(cores), cores, clock, tmp_path, False))
+    cores = [rig.core(number, 0, 0, tmp_path, clock, late) for number in (0, 1)]
+    return rig.JobWithValues(rig.Servers(list(cores), cores, clock, tmp_path, False))
 
 
 def test_a_token_cannot_be_guessed():
     """It is drawn by lot: no two servers give the same to their first chief."""
-    assert len({core().open(CHIEF, 0, 0, True).token for _ in range(8)}) == 8
+    assert len({rig.core().open(rig.CHIEF, 0, 0, True).token for _ in range(8)}) == 8
 
 
 def test_work_of_an_old_job_is_thrown_away(job, late):
@@ -78,17 +64,17 @@ def test_work_of_an_old_job_is_thrown_away(job, late):
     restoring = job.verbs[0].restore(one.session, "nowhere", Turn())
     job.begin()
     with pytest.raises(ServerLost, match="was restarted"):
-        waiting.result(SOON)
+        waiting.result(rig.SOON)
     (again,) = job.join(A)
     fresh, plan = job.adder(again, 5)
     waiting = again.push(plan, [1])
     late.run()
     with pytest.raises(PSError):
-        restoring.result(SOON)
-    assert int(given(waiting.result(SOON), plan)[0]) == 1
+        restoring.result(rig.SOON)
+    assert int(rig.given(waiting.result(rig.SOON), plan)[0]) == 1
     reading = job.verbs[0].pull(again.session, [fresh.id], 0)
     late.run()
-    assert int(reading.result(SOON).payload.tensors([NUMBER])[0]) == 6
+    assert int(reading.result(rig.SOON).payload.tensors([NUMBER])[0]) == 6
 
 
 def test_a_read_is_of_its_moment(job, late):
@@ -98,7 +84,7 @@ def test_a_read_is_of_its_moment(job, late):
     reading = job.verbs[0].pull(one.session, [variable.id], -1)
     one.push(plan, [10])
     late.run()
-    reply = reading.result(SOON)
+    reply = reading.result(rig.SOON)
     assert (reply.round, int(reply.payload.tensors([NUMBER])[0])) == (-1, 1)
 
 
@@ -106,13 +92,13 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     """An answer that needs one comes when it is here: nobody waits for a device with the lock in hand."""
     (one,) = job.join(A)
     variables = [job.variable(one, np.array(value)) for value in (1, 5)]
-    plan = job.approve(sum_into(variables[0]), one)
+    plan = job.approve(rig.sum_into(variables[0]), one)
     monkeypatch.setattr(job.servers.cores[0].machine.job.store, "device", SimpleNamespace(gpu=0, get=np.copy))
     answer = one.push(plan, [3], want=tuple(variable.id for variable in variables))
     late.queue.popleft()()
     assert (answer.done(), len(late.queue)) == (False, 1)
     late.run()
-    assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
+    assert [int(value) for value in rig.given(answer.result(rig.SOON), plan, 0, variables)] == [3, 4, 5]
 
 
 def test_leases_end_by_ticks_alone(job):
@@ -120,7 +106,7 @@ def test_leases_end_by_ticks_alone(job):
     other servers have no leases: they learn by a generation who has ended."""
     one, other = job.join(A, B)
     first, chief = job.verbs[0], job.opened.session
-    version = first.watch(chief, 0, 0).result(SOON).version
+    version = first.watch(chief, 0, 0).result(rig.SOON).version
     news = first.watch(chief, first.status().log, version)
     job.servers.spend(8, chief, other.session)
     job.servers.clock.now += 9_999.0
@@ -156,7 +142,7 @@ def test_an_answer_may_ask_again(job, late):
     """Futures are answered without the lock, those that are refused under the lock as well: what is called by one may
     call the server."""
     one, two = job.join(A, B)
-    plan, wrong = reduce_only(NUMBER), reduce_only(TensorSpec("int64", (2,)))
+    plan, wrong = rig.reduce_only(NUMBER), rig.reduce_only(TensorSpec("int64", (2,)))
     for each in (plan, wrong):
         job.verbs[0].propose(one.session, each, "", None)
     asked = []
@@ -169,7 +155,7 @@ def test_an_answer_may_ask_again(job, late):
     refused = job.verbs[0].push(said, Payload.pack([np.zeros(1)]))
     refused.add_done_callback(lambda _: asked.append(job.verbs[0].status().log))
     job.append(Approved(wrong))
-    assert isinstance(refused.exception(SOON), InvalidRequest)
+    assert isinstance(refused.exception(rig.SOON), InvalidRequest)
     assert len(asked) == 2
 
 
@@ -177,7 +163,7 @@ def test_closing_answers_everyone(job, late):
     """Whoever waits is told, whatever it waits for: a round, a read, news, a checkpoint."""
     one, _ = job.join(A, B)
     variable = job.variable(one, np.array(1))
-    plan, saving = job.approve(reduce_only(NUMBER), one), job.approve(checkpoint("x", (0, 1)), one)
+    plan, saving = job.approve(rig.reduce_only(NUMBER), one), job.approve(rig.checkpoint("x", (0, 1)), one)
     waiting = [
         one.push(plan, [1]),
         job.verbs[0].pull(one.session, [variable.id], 7),
@@ -188,7 +174,7 @@ def test_closing_answers_everyone(job, late):
     job.servers.cores[0].close()
     for future in waiting:
         with pytest.raises(ServerLost, match="server is shutting down"):
-            future.result(SOON)
+            future.result(rig.SOON)
 
 
 def test_a_server_says_what_it_holds(job):
@@ -215,19 +201,19 @@ def test_each_variable_is_asked_for_once(job):
     (one,) = job.join(A)
     _, plan = job.adder(one, 1)
     with pytest.raises(InvalidRequest, match="twice"):
-        one.push(plan, [1], want=(0, 0)).result(SOON)
+        one.push(plan, [1], want=(0, 0)).result(rig.SOON)
     with pytest.raises(InvalidRequest, match="twice"):
-        job.verbs[0].pull(one.session, [0, 0], -1).result(SOON)
+        job.verbs[0].pull(one.session, [0, 0], -1).result(rig.SOON)
     assert job.verbs[0].status().waiting == ()
 
 
 def test_a_plan_needs_no_more_memory_than_there_is(tmp_path):
     """What a program needs on the way counts, though the variable itself would fit."""
-    with serving("core", 1, tmp_path, memory_limit=4096) as servers:
-        job = Job(servers)
+    with rig.serving("core", 1, tmp_path, memory_limit=4096) as servers:
+        job = rig.Job(servers)
         (one,) = job.join(A)
         variable = job.variable(one, np.zeros(8))
-        small = sum_into(variable)
+        small = rig.sum_into(variable)
         wide = Node("broadcast_to", (1,), (("shape", (64, 8)),))
         outer = (wide, Node("multiply", (0, 2)), Node("sum", (3,), (("axis", 0),)))
         large = replace(small, programs=(replace(small.programs[0], nodes=outer, assigns=((0, 4),)),))
@@ -240,7 +226,7 @@ def test_a_plan_needs_no_more_memory_than_there_is(tmp_path):
 def test_a_heartbeat_without_a_pace_renews_the_lease_and_changes_nothing_else(job, monkeypatch):
     """It may come behind a newer one. Until a session has said what it does, one is refused."""
     (one,) = job.join(A)
-    plan, server, clocks = job.approve(reduce_only(NUMBER), one), job.servers.cores[0], []
+    plan, server, clocks = job.approve(rig.reduce_only(NUMBER), one), job.servers.cores[0], []
     monkeypatch.setattr(server.machine.job.rounds.clocks, "tell", lambda *said: clocks.append(said))
     with pytest.raises(InvalidRequest, match="must send its first heartbeat over gRPC"):
         server.heartbeat(one.session, -1, b"", None)
@@ -276,8 +262,8 @@ def back(server, incarnation, round):
 @pytest.fixture
 def server():
     """Server 0, the 100th process of it, and a chief."""
-    found = core()
-    found.open(CHIEF, 0, 0, True)
+    found = rig.core()
+    found.open(rig.CHIEF, 0, 0, True)
     return found
 
 
@@ -299,7 +285,7 @@ def test_who_is_back_makes_no_round_of_before(server):
     """Others tell it of rounds that were under way when a third one was lost; all of them are over."""
     begin(server, 99)
     append(server, Gone(0, "was lost"), Gone(2, "was lost"))
-    plan, rounds = reduce_only(VALUE), server.machine.job.rounds
+    plan, rounds = rig.reduce_only(VALUE), server.machine.job.rounds
     vote = votes.Vote(rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
     append(server, Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
     server.hear(1, votes.Testimony(vote.job, 2, (vote,), 0))
@@ -312,7 +298,7 @@ def test_who_is_back_makes_no_round_of_before(server):
 def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(server):
     """A server that is back reads its variables while another job begins, whose variables have the same numbers."""
     begin(server, 99)
-    saving = replace(reduce_only(VALUE), snapshot=SnapshotOrder("x", (0, 1, 2), returns=1))
+    saving = replace(rig.reduce_only(VALUE), snapshot=SnapshotOrder("x", (0, 1, 2), returns=1))
     append(server, Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
     machine = server.machine
     asked = ApproveRequest(machine.members.token, server.status().log, [Snapshotted(saving.id, 4, "x")])

@@ -96,17 +96,9 @@ class Stepped(Session):
 
 @dataclass
 class Message:
-    """One push on its way, and what came of it.
-
-    Attributes:
-        task: whose.
-        server: where to.
-        said, payload: what it says.
-        reply: what its sender waits for.
-        singles: of a sum, what it is of.
-        answers: what the server promised, one for each attempt, and the payloads of which it told before.
-        travels: whether it is still to arrive whole.
-    """
+    """One push on its way, and what came of it. Attributes: task: whose; server: where to; said, payload: what it says;
+    reply: what its sender waits for; singles: of a sum, what it is of; answers: what the server promised, one for each
+    attempt, and the payloads of which it told before; travels: whether it is still to arrive whole."""
 
     task: Task
     server: int
@@ -125,14 +117,8 @@ class Message:
 
 @dataclass
 class Attempt:
-    """One arrival of a message, bit by bit.
-
-    Attributes:
-        message: which.
-        payload: as far as it has come.
-        rest: what is to come.
-        answer: what the server promised.
-    """
+    """One arrival of a message, bit by bit. Attributes: message: which; payload: as far as it has come; rest: what is
+    to come; answer: what the server promised."""
 
     message: Message
     payload: Payload

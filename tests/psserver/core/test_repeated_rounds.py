@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import count
 from random import Random
@@ -27,6 +27,7 @@ from pswire.api import Contribution, RowRead
 from pswire.errors import PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, RestoreCommit, Sparse, VariableSpec
+from pswire.model.program import Program
 from pswire.model.rows import Rows
 from pswire.model.saved import ALL, RestoreOrder
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
@@ -45,22 +46,13 @@ STREAMS = 1024
 # ---- The variables that each job begins with, and the plans ----
 
 VARIABLES = {
-    "w": TensorSpec("float32", (8,)),
-    "u": TensorSpec("float64", (9,)),
-    "u momentum": TensorSpec("float64", (9,)),
-    "a": TensorSpec("float32", (5, 3)),
-    "a moment": TensorSpec("float32", (5, 3)),
-    "b": TensorSpec("float32", (7,)),
-    "b moment": TensorSpec("float32", (7,)),
-    "c": TensorSpec("float32", (4,)),
-    "c moment": TensorSpec("float32", (4,)),
-    "steps": NUMBER,
-    "more steps": NUMBER,
-    "table": TensorSpec("float32", (6, 2)),
-    "table momentum": TensorSpec("float32", (6, 2)),
-    "counts": TensorSpec("int64", (4,)),
+    "w": TensorSpec("float32", (8,)), "u": TensorSpec("float64", (9,)), "u momentum": TensorSpec("float64", (9,)),
+    "a": TensorSpec("float32", (5, 3)), "a moment": TensorSpec("float32", (5, 3)), "b": TensorSpec("float32", (7,)),
+    "b moment": TensorSpec("float32", (7,)), "c": TensorSpec("float32", (4,)), "c moment": TensorSpec("float32", (4,)),
+    "steps": NUMBER, "more steps": NUMBER, "table": TensorSpec("float32", (6, 2)),
+    "table momentum": TensorSpec("float32", (6, 2)), "counts": TensorSpec("int64", (4,)),
     "large": TensorSpec("float64", (200,)),
-}
+}  # fmt: skip
 NAMES = [*VARIABLES]
 
 
@@ -90,91 +82,63 @@ def tick(t):
     return t.assign_add(1.0)
 
 
-class Maker:
-    """Makes a plan, one update after another.
+Update = tuple[Callable[..., object] | None, Sequence[str], dict[str, Any]]
 
-    Args:
-        mean: True if it gives back the mean of a number, as a loss is.
-        about: of the plan.
-    """
 
-    def __init__(self, mean: bool = True, **about: Any) -> None:
-        self._about = about
-        self.numbers: list[Any] = []
-        self._reductions = [Reduction("mean", NUMBER, (0,))] if mean else []
-        self._returned = [Ref("reduction", 0)] if mean else []
-        self._programs: list[Any] = []
-        self._applies: list[Apply] = []
+def of(fn: Callable[..., object] | None, *names: str, **how: Any) -> Update:
+    """An update of variables, which may `give` back what it returns; or a reduction that is given back, if of none."""
+    return fn, names, how
 
-    def update(
-        self,
-        fn: Callable[..., object],
-        *names: str,
-        op: Any = "sum",
-        form: Any = "dense",
-        gives: bool = False,
-        reduces: bool = True,
-        optional: bool = False,
-    ) -> Maker:
-        """Adds an update of variables; `gives` returns what it returns."""
-        specs = [VARIABLES[name] for name in names]
-        program, met = traced(fn, specs, specs[:1] * reduces)
+
+def planned(*updates: Update, mean: bool = True, **about: Any) -> tuple[Plan, list[Any]]:
+    """A plan, which gives back the `mean` of a number, as a loss is; and its operands."""
+    reductions = [Reduction("mean", NUMBER, (0,))] * mean
+    returned, numbers, programs, applies = [Ref("reduction", 0)] * mean, list[Any](), list[Program](), list[Apply]()
+    for fn, names, how in updates:
+        spec, op, reduced = VARIABLES[names[0]], how.get("op", "sum"), Ref("reduction", len(reductions))
+        if fn is None:
+            returned.append(reduced)
+            reductions.append(Reduction(op, spec, (0,)))
+            continue
+        reduces, form = how.get("reduces", True), how.get("form", "dense")
+        program, met = traced(fn, [VARIABLES[name] for name in names], [spec] * reduces)
         own = iter([Ref("variable", NAMES.index(name)) for name in names])
-        operands = iter([self._operand(array) for array in met])
-        taken = {"variable": own, "operand": operands, "value": iter([Ref("reduction", len(self._reductions))])}
-        args = tuple(next(taken[item.kind]) for item in program.inputs)
-        if reduces:
-            self._reductions.append(Reduction(op, specs[0], (0,), names[0], form))
-        before = sum(len(each.outputs) for each in self._programs)
-        self._returned += [Ref("result", before + n) for n in range(len(program.outputs))] if gives else []
-        self._programs.append(program)
+        operands = (Ref("operand", n) for n in count(len(numbers)))
+        taken: dict[str, Iterator[Ref]] = {"variable": own, "operand": operands, "value": iter([reduced])}
         sparse: Sparse = "exact" if form == "rows" else "dense"
-        self._applies.append(Apply(len(self._programs) - 1, (0,), args, sparse, optional))
-        return self
-
-    def reduce(self, op: Any, name: str) -> Maker:
-        """Adds a reduction of values like a variable, which gives back the value."""
-        self._returned.append(Ref("reduction", len(self._reductions)))
-        self._reductions.append(Reduction(op, VARIABLES[name], (0,)))
-        return self
-
-    def _operand(self, array: Any) -> Ref:
-        self.numbers.append(array)
-        return Ref("operand", len(self.numbers) - 1)
-
-    def made(self) -> tuple[Plan, list[Any]]:
-        """The plan, and its operands."""
-        operands = tuple(Operand(spec_of(np.asarray(each)), (0,), "rate") for each in self.numbers)
-        parts = tuple(self._reductions), operands, tuple(self._programs), tuple(self._applies), tuple(self._returned)
-        return Plan(*parts, **self._about), self.numbers
+        args = tuple(next(taken[item.kind]) for item in program.inputs)
+        applies.append(Apply(len(programs), (0,), args, sparse, how.get("optional", False)))
+        if reduces:
+            reductions.append(Reduction(op, spec, (0,), names[0], form))
+        if how.get("gives"):  # the first that returns anything
+            returned += [Ref("result", n) for n in range(len(program.outputs))]
+        numbers += met
+        programs.append(program)
+    placed = tuple(Operand(spec_of(np.asarray(each)), (0,), "rate") for each in numbers)
+    return Plan(tuple(reductions), placed, tuple(programs), tuple(applies), tuple(returned), **about), numbers
 
 
 @cache
 def plans() -> dict[str, tuple[Plan, list[Any]]]:
     """The plans of a job, by name, each with its operands."""
-    trains = {
-        "sgd": Maker().update(sgd, "w", op="mean"),
-        "loss": Maker().reduce("sum", "w").reduce("first", "b").reduce("mean", "u"),
-        "momentum": Maker().update(momentum, "u", "u momentum"),
-        "adam": Maker()
-        .update(tick, "steps", gives=True, reduces=False)
-        .update(adam, "a", "a moment", "steps", op="mean")
-        .update(adam, "b", "b moment", "steps", op="mean"),
-        "adam alone": Maker()
-        .update(tick, "steps", reduces=False)
-        .update(tick, "more steps", reduces=False)
-        .update(adam, "a", "a moment", "steps")
-        .update(adam, "b", "b moment", "steps")
-        .update(adam, "c", "c moment", "more steps"),
-        "both": Maker(nonfinite="skip").update(sgd, "w").update(momentum, "u", "u momentum"),
-        "optional": Maker(nonfinite="raise").update(sgd, "w", optional=True).update(sgd, "b", optional=True),
-        "reads": Maker().update(toward, "b", "b moment").update(sgd, "w"),
-        "rows": Maker().update(momentum, "table", "table momentum", form="rows"),
-        "whole table": Maker().update(momentum, "table", "table momentum"),
-        "refuses": Maker(mean=False).update(raised, "counts").update(sgd, "w"),
-        "large": Maker(mean=False).update(sgd, "large"),
+    tables = "table", "table momentum"
+    both = of(adam, "a", "a moment", "steps", op="mean"), of(adam, "b", "b moment", "steps", op="mean")
+    alone = of(adam, "a", "a moment", "steps"), of(adam, "b", "b moment", "steps")
+    ticks = of(tick, "steps", reduces=False), of(tick, "more steps", reduces=False)
+    return {
+        "sgd": planned(of(sgd, "w", op="mean")),
+        "loss": planned(of(None, "w"), of(None, "b", op="first"), of(None, "u", op="mean")),
+        "momentum": planned(of(momentum, "u", "u momentum")),
+        "adam": planned(of(tick, "steps", gives=True, reduces=False), *both),
+        "adam alone": planned(*ticks, *alone, of(adam, "c", "c moment", "more steps")),
+        "both": planned(of(sgd, "w"), of(momentum, "u", "u momentum"), nonfinite="skip"),
+        "optional": planned(of(sgd, "w", optional=True), of(sgd, "b", optional=True), nonfinite="raise"),
+        "reads": planned(of(toward, "b", "b moment"), of(sgd, "w")),
+        "rows": planned(of(momentum, *tables, form="rows")),
+        "whole table": planned(of(momentum, *tables)),
+        "refuses": planned(of(raised, "counts"), of(sgd, "w"), mean=False),
+        "large": planned(of(sgd, "large"), mean=False),
     }
-    return {name: maker.made() for name, maker in trains.items()}
 
 
 OFTEN = ("sgd", "loss", "momentum", "adam", "adam alone", "both", "optional", "reads", "whole table")
@@ -214,16 +178,8 @@ COMPILER = ("kernel_seconds", "kernels_compiled", "kernel_compile_seconds")
 
 
 class Side:
-    """A job on one core.
-
-    Args:
-        kernels: of the core.
-        root: its checkpoint root.
-
-    Attributes:
-        workers: the members, in task order.
-        past: processes that were members.
-    """
+    """A job on one core. Args: kernels: of the core; root: its checkpoint root. Attributes: workers: the members, in
+    task order; past: processes that were members."""
 
     def __init__(self, kernels: Kernels, root: str) -> None:
         kernels.interpretations = 0
@@ -361,25 +317,12 @@ class Side:
             sent = Payload([(at, memoryview(bytearray().join(of))) for at, of in parts_of(sent, 1 << 20)], sent.size)
         refused = plan.nonfinite != "apply" and bad is not None
         named = tuple(n for n, r in enumerate(plan.reductions) if r.tensor.shape and weights[n]) if refused else ()
-        wanted = {
-            "none": (),
-            "all": tuple(sorted(plan.writes(0))),
-            "some": tuple(sorted(plan.writes(0)))[:1],
-            "others": (0, 3),
-        }[how.get("want", "all") if odd or how.get("all") else "all"]
-        said = Contribution(
-            worker.session,
-            worker.generation,
-            worker.round,
-            plan.id,
-            tuple(weights),
-            want=wanted,
-            observes=observes,
-            nonfinite=named,
-            rows=counts,
-            lookups=(RowRead.of(NAMES.index("table"), np.array([1, 2])),) if odd and how.get("lookup") else (),
-        )
-        return said, sent
+        own = tuple(sorted(plan.writes(0)))
+        want = how.get("want", "all") if odd or how.get("all") else "all"
+        wanted = {"none": (), "all": own, "some": own[:1], "others": (0, 3)}[want]
+        looked = (RowRead.of(NAMES.index("table"), np.array([1, 2])),) if odd and how.get("lookup") else ()
+        said = Contribution(worker.session, worker.generation, worker.round, plan.id, tuple(weights), want=wanted)
+        return replace(said, observes=observes, nonfinite=named, rows=counts, lookups=looked), sent
 
     # ---- Between rounds ----
 
@@ -511,33 +454,18 @@ class Side:
 # ---- Stimuli ----
 
 ALIKE: dict[str, Sequence[Any]] = {
-    "who": (0, 1, 2),
-    "order": (-1,),
-    "weight": (2, 3),
-    "want": ("none", "some", "others"),
-    "all": (True,),
-    "rate": (0.5, 1.0),
-    "without": (0, 1, 2),
-}
+    "who": (0, 1, 2), "order": (-1,), "weight": (2, 3), "want": ("none", "some", "others"), "all": (True,),
+    "rate": (0.5, 1.0), "without": (0, 1, 2),
+}  # fmt: skip
 """Rounds that are like each other, and perhaps not like those before: with other weights, other wanted variables, or
 another learning rate."""
 
 ODD: Sequence[dict[str, Any]] = (
-    {"bad": np.nan},
-    {"bad": -np.inf},
-    *({"rate": rate, "differs": True} for rate in (0.5, 1.0, 2.0)),
-    {"observes": True},
+    {"bad": np.nan}, {"bad": -np.inf}, {"observes": True}, {"pieces": 16}, {"pieces": 64, "all": True},
+    {"twice": "same"}, {"twice": "other data"}, {"resent": True}, {"looks": True}, {"lookup": True}, {"lost": True},
+    {"held": True}, *({"rate": rate, "differs": True} for rate in (0.5, 1.0, 2.0)),
     *({"without": number} for number in range(3)),
-    {"pieces": 16},
-    {"pieces": 64, "all": True},
-    {"twice": "same"},
-    {"twice": "other data"},
-    {"resent": True},
-    {"looks": True},
-    {"lookup": True},
-    {"lost": True},
-    {"held": True},
-)
+)  # fmt: skip
 """What happens to one member in one round."""
 
 BETWEEN: dict[str, Sequence[Sequence[Any]]] = {

@@ -1,7 +1,5 @@
 """Applications of one kernel, made together: the same bits as one by one, and nothing that one by one would refuse."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rounds whose contributions are compressed, or summed by hosts: the bits of plain sums, in task order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import reduce
 

@@ -24,28 +24,13 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.network.parts import parts_of
 from pswire.network.payload import Payload
+from tests.kit import rig
 from tests.kit.contributions import streaming
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced, updates
-from tests.kit.rig import (
-    SOON,
-    WORKERS,
-    Deferred,
-    Job,
-    adding,
-    checkpoint,
-    compiler_of,
-    eventually,
-    power,
-    reduce_only,
-    serving,
-    sum_into,
-    together,
-    turn,
-)
 
 N = SMALLEST
 SPEC, NUMBER = TensorSpec("float32", (N,)), TensorSpec("int64", ())
-ADD = adding(SPEC)
+ADD = rig.adding(SPEC)
 
 
 def store(value):
@@ -124,7 +109,7 @@ def test_what_is_lent_is_written_and_what_is_not_is_replaced(kernels):
 def test_a_round_that_fails_later_has_changed_nothing(kernels):
     """A kernel comes first, and a power that is refused second: the first variable is as it was. What comes after the
     last thing that may fail is written in place, and what comes before it is not, however many programs there are."""
-    plan = updates(ADD, power(NUMBER), ADD)
+    plan = updates(ADD, rig.power(NUMBER), ADD)
     values = {0: ones()[0], 1: np.array(2), 2: ones()[0]}
     good = warmed(kernels, job_of(plan, [[*ones(), np.array(3), *ones()]]), values)
     with pytest.raises(ProgramError, match="pow"):
@@ -193,8 +178,8 @@ def test_two_names_for_one_variable_are_interpreted(kernels):
 @pytest.fixture
 def job(tmp_path: Path):
     """A job on one core, whose array work has a thread, with kernels for its rounds."""
-    with serving("thread", 1, tmp_path) as servers:
-        yield Job(servers)
+    with rig.serving("thread", 1, tmp_path) as servers:
+        yield rig.Job(servers)
 
 
 def address(job, variable):
@@ -204,10 +189,10 @@ def address(job, variable):
 
 def trained(job, rounds=4):
     """A worker, a variable, and a plan whose kernel is compiled and has been used."""
-    (worker,) = job.join(WORKERS[0])
+    (worker,) = job.join(rig.WORKERS[0])
     variable = job.variable(worker, np.zeros(N, "float32"), (0,), "v")
-    plan = job.approve(sum_into(variable, returned=False), worker)
-    compiler = compiler_of(job.servers.cores[0])
+    plan = job.approve(rig.sum_into(variable, returned=False), worker)
+    compiler = rig.compiler_of(job.servers.cores[0])
     for _ in range(rounds):
         worker.make(plan, ones())
         compiler.wait()
@@ -219,8 +204,8 @@ def test_rounds_use_the_same_memory(tmp_path, monkeypatch, transport, streams):
     """Nothing is allocated for a variable that nobody reads; an answer that was sent is held by nobody."""
     if streams:
         streaming(monkeypatch)
-    with serving(transport, 1, tmp_path) as servers:
-        job = Job(servers)
+    with rig.serving(transport, 1, tmp_path) as servers:
+        job = rig.Job(servers)
         worker, variable, plan = trained(job)
         assert bool(plan.streams) == streams
         before = address(job, variable)
@@ -250,7 +235,7 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
     worker, _, plan = trained(job)
     later = []
     monkeypatch.setattr(job.servers.cores[0], "_files", later.append)
-    order = job.approve(checkpoint("here", (0,)), worker)
+    order = job.approve(rig.checkpoint("here", (0,)), worker)
     worker.make(order)
     for _ in range(3):
         worker.make(plan, ones())
@@ -262,7 +247,7 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
 
 @pytest.fixture
 def queued():
-    return Deferred()
+    return rig.Deferred()
 
 
 def test_a_brief_piece_runs_at_once_and_overtakes_nothing(queued):
@@ -333,16 +318,16 @@ def _threads(monkeypatch) -> list[str]:
 
 def _turn(job, plan, value, *workers):
     """A round, after which the thread for arrays has nothing to do."""
-    together(*[worker.push(plan, [value]) for worker in workers])
-    turn(*workers)
-    eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+    rig.together(*[worker.push(plan, [value]) for worker in workers])
+    rig.turn(*workers)
+    rig.eventually(lambda: not job.servers.cores[0]._arrays._ahead)
 
 
 def test_a_small_round_runs_where_its_last_contribution_comes(job, monkeypatch):
     """From the second on: the first one finds out which kernels there are."""
     names, here = _threads(monkeypatch), threading.current_thread().name
-    workers = job.join(*WORKERS[:2])
-    plan = job.approve(reduce_only(NUMBER), workers[0])
+    workers = job.join(*rig.WORKERS[:2])
+    plan = job.approve(rig.reduce_only(NUMBER), workers[0])
     for _ in range(3):
         _turn(job, plan, 1, *workers)
     assert names[0] != here
@@ -353,8 +338,8 @@ def test_a_small_round_runs_where_its_last_contribution_comes(job, monkeypatch):
 @pytest.mark.parametrize(("elements", "here"), [(8, True), (9, False)])
 def test_a_large_round_does_not(job, monkeypatch, mode, limit, elements, here):
     names = _threads(monkeypatch)
-    (worker,) = job.join(WORKERS[0], mode=mode)
-    plan = job.approve(reduce_only(TensorSpec("int64", (elements,))), worker)
+    (worker,) = job.join(rig.WORKERS[0], mode=mode)
+    plan = job.approve(rig.reduce_only(TensorSpec("int64", (elements,))), worker)
     monkeypatch.setattr(f"psserver.plans.round.{limit}", 64)
     monkeypatch.setattr("psserver.plans.round.BRIEF_INTERPRETED_BYTES", 0)
     for _ in range(2):
@@ -364,10 +349,10 @@ def test_a_large_round_does_not(job, monkeypatch, mode, limit, elements, here):
 
 def test_what_the_interpreter_runs_is_brief_only_where_it_is_less(job, monkeypatch):
     names, here = _threads(monkeypatch), threading.current_thread().name
-    (worker,) = job.join(WORKERS[0])
+    (worker,) = job.join(rig.WORKERS[0])
     square = TensorSpec("float32", (4, 4))
     job.variable(worker, np.eye(4, dtype="float32"))
-    plan = job.approve(updates(replace(adding(square), nodes=(Node("matmul", (0, 1)),))), worker)
+    plan = job.approve(updates(replace(rig.adding(square), nodes=(Node("matmul", (0, 1)),))), worker)
     for limit in (1 << 10, 1 << 10, 1 << 10, 1 << 7):
         monkeypatch.setattr("psserver.plans.round.BRIEF_INTERPRETED_BYTES", limit)
         _turn(job, plan, np.eye(4), worker)
@@ -376,12 +361,12 @@ def test_what_the_interpreter_runs_is_brief_only_where_it_is_less(job, monkeypat
 
 def test_a_small_round_fails_as_any_other(job, monkeypatch):
     """Its members are told, and the next one runs. One that orders a checkpoint runs in the thread for arrays."""
-    (worker,) = job.join(WORKERS[0])
+    (worker,) = job.join(rig.WORKERS[0])
     variable, plan = job.adder(worker, 1)
     worker.make(plan, [1])
     job.servers.cores[0].machine.job.store.commit({variable.id: Dense(np.zeros(2))})
     with pytest.raises(ProgramError, match="must have a value of int64"):
-        worker.push(plan, [1]).result(SOON)
+        worker.push(plan, [1]).result(rig.SOON)
     worker.round += 1
     job.servers.cores[0].machine.job.store.commit({variable.id: Dense(np.array(5))})
     worker.make(plan, [1])

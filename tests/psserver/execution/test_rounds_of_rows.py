@@ -1,7 +1,5 @@
 """Rounds with rows: what is reduced of them, what is written where, and what a failure leaves, which is nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -28,26 +28,11 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.network.parts import parts_of
 from pswire.network.payload import EMPTY, Payload
+from tests.kit import rig
 from tests.kit.contributions import LIMIT, SIZE, Sending, arrays, full, round_of, stored, streaming, zeros
 from tests.kit.programs import run, same_bits, step, updates
-from tests.kit.rig import (
-    SOON,
-    WORKERS,
-    Job,
-    JobWithValues,
-    Servers,
-    adding,
-    core,
-    create,
-    payload,
-    power,
-    serving,
-    sum_into,
-    together,
-    turn,
-)
 
-A, B, C = WORKERS[:3]
+A, B, C = rig.WORKERS[:3]
 VECTOR = TensorSpec("float64", (SIZE,))
 
 
@@ -59,8 +44,8 @@ def limit(monkeypatch):
 
 @pytest.fixture
 def job(tmp_path: Path):
-    with serving("core", 1, tmp_path) as servers:
-        yield Job(servers)
+    with rig.serving("core", 1, tmp_path) as servers:
+        yield rig.Job(servers)
 
 
 @pytest.fixture
@@ -77,7 +62,7 @@ def three(job, two):
 @pytest.fixture
 def plan(job, two, three):
     """Adds to each variable what is summed for it."""
-    return job.approve(sum_into(*three, returned=False), two[0])
+    return job.approve(rig.sum_into(*three, returned=False), two[0])
 
 
 def ids(variables):
@@ -104,7 +89,7 @@ def failure(future):
 def test_what_is_excluded_is_sent_as_it_was(job, two, three):
     """When its turn has come, and the answers are as long as always. A weight of nothing is not waited for: its payload
     has no place for it."""
-    plan = sum_into(*three, returned=False)
+    plan = rig.sum_into(*three, returned=False)
     plan = job.approve(replace(plan, applies=tuple(replace(each, optional=True) for each in plan.applies)), two[0])
     weights = [(1.0, 0.0, 1.0), (0.0, 0.0, 1.0)]
     sent = [
@@ -113,7 +98,7 @@ def test_what_is_excluded_is_sent_as_it_was(job, two, three):
     ]
     sent[0].come(LIMIT)
     assert arrays(sent[0].told()) == [1, 0]
-    for reply in together(*(sending.come().reply for sending in sent)):
+    for reply in rig.together(*(sending.come().reply for sending in sent)):
         assert wanted(reply, three) == [1, 0, 6]
 
 
@@ -127,7 +112,7 @@ def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
     stranger = Sending(third, plan, full(1, 2, 3), want=ids(three))
     assert isinstance(failure(stranger.reply), Fenced)
     missing.come()
-    assert nothing.reply.result(SOON).payload.size == 0
+    assert nothing.reply.result(rig.SOON).payload.size == 0
     assert isinstance(failure(missing.reply), InvalidRequest)
     assert missing.begun == stranger.begun == []
     assert stored(job, *three) == [2, 4, 6]
@@ -135,12 +120,12 @@ def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
 
 def test_what_needs_no_contribution_waits_for_none(job, two, three):
     doubling = Program((Input("variable", VECTOR),), (Node("add", (0, 0)),), ((0, 1),), ())
-    other, adds = job.variable(two[0], np.full(SIZE, 7.0)), sum_into(*three, returned=False)
+    other, adds = job.variable(two[0], np.full(SIZE, 7.0)), rig.sum_into(*three, returned=False)
     applies = (Apply(len(adds.programs), (0,), (Ref("variable", other.id),)), *adds.applies)
     plan = job.approve(Plan(adds.reductions, (), (*adds.programs, doubling), applies), two[0])
     sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)) for worker in two]
     assert stored(job, other) == [14]
-    first, _ = together(*(sending.come().reply for sending in sent))
+    first, _ = rig.together(*(sending.come().reply for sending in sent))
     assert wanted(first, three) == [2, 4, 6]
 
 
@@ -152,20 +137,20 @@ def queue():
 @pytest.fixture
 def queued(queue, tmp_path):
     clock = Clock()
-    cores = [core(0, 0, 0, tmp_path, clock, queue.append)]
-    return JobWithValues(Servers(list(cores), cores, clock, tmp_path, False))
+    cores = [rig.core(0, 0, 0, tmp_path, clock, queue.append)]
+    return rig.JobWithValues(rig.Servers(list(cores), cores, clock, tmp_path, False))
 
 
 def test_steps_follow_one_another(queued, queue):
     """All that is there is made as one piece of work: nothing that was queued meanwhile comes between."""
     (worker,) = queued.join(A)
     *variables, other = (queued.variable(worker, value) for value in zeros(4))
-    plan = queued.approve(sum_into(*variables, returned=False), worker)
+    plan = queued.approve(rig.sum_into(*variables, returned=False), worker)
     sending = Sending(worker, plan, full(1, 2, 3), want=ids(variables)).come()
     reading = queued.verbs[0].pull(worker.session, [other.id], -1)
     queue.popleft()()
     assert (sending.reply.done(), reading.done()) == (True, False)
-    assert wanted(sending.reply.result(SOON), variables) == [1, 2, 3]
+    assert wanted(sending.reply.result(rig.SOON), variables) == [1, 2, 3]
     queue.popleft()()
     assert (reading.done(), len(queue)) == (True, 0)
 
@@ -173,7 +158,7 @@ def test_steps_follow_one_another(queued, queue):
 def test_while_a_step_is_made_no_other_begins(queued, queue, monkeypatch):
     (worker,) = queued.join(A)
     variables = [queued.variable(worker, value) for value in zeros(3)]
-    plan = queued.approve(sum_into(*variables, returned=False), worker)
+    plan = queued.approve(rig.sum_into(*variables, returned=False), worker)
     sending = Sending(worker, plan, full(1, 2, 3), want=ids(variables))
     begin, others = Execution._begin, []
 
@@ -190,11 +175,11 @@ def test_while_a_step_is_made_no_other_begins(queued, queue, monkeypatch):
 
 def test_rounds_that_are_small_wait_for_everything(job, two, three):
     """They are made at once or not at all, and nobody is told of half an answer."""
-    plan = job.approve(sum_into(three[0], returned=False), two[0])
+    plan = job.approve(rig.sum_into(three[0], returned=False), two[0])
     assert plan.streams == frozenset()
     sent = [Sending(worker, plan, full(1), want=ids(three)).come(LIMIT - 16) for worker in two]
     assert stored(job, *three) == [0, 0, 0]
-    first, _ = together(*(sending.come().reply for sending in sent))
+    first, _ = rig.together(*(sending.come().reply for sending in sent))
     assert wanted(first, three) == [2, 0, 0]
     assert [sending.begun for sending in sent] == [[], []]
 
@@ -202,7 +187,7 @@ def test_rounds_that_are_small_wait_for_everything(job, two, three):
 def test_a_program_that_may_refuse_a_value_waits_for_everything(job, two):
     spec = TensorSpec("int64", (SIZE,))
     v, w = (job.variable(two[0], np.full(SIZE, 2)) for _ in range(2))
-    plan = job.approve(updates(adding(spec), power(spec)), two[0])
+    plan = job.approve(updates(rig.adding(spec), rig.power(spec)), two[0])
     sent = [Sending(worker, plan, [np.full(SIZE, 3), np.full(SIZE, -1)]).come() for worker in two]
     assert all("pow" in str(failure(sending.reply)) for sending in sent)
     assert stored(job, v, w) == [2, 2]
@@ -211,20 +196,20 @@ def test_a_program_that_may_refuse_a_value_waits_for_everything(job, two):
 def test_asynchronous_rounds_wait_for_everything(job):
     one, other = job.join(A, B, mode="async")
     variables = [job.variable(one, value) for value in zeros(2)]
-    plan = job.approve(sum_into(*variables, returned=False), one)
+    plan = job.approve(rig.sum_into(*variables, returned=False), one)
     assert plan.streams == {0}
     slow = Sending(one, plan, full(1, 2), want=ids(variables)).come(LIMIT)
     assert stored(job, *variables) == [0, 0]
     fast = Sending(other, plan, full(10, 20), want=ids(variables)).come()
-    assert wanted(fast.reply.result(SOON), variables) == [10, 20]
+    assert wanted(fast.reply.result(rig.SOON), variables) == [10, 20]
     slow.come()
-    assert wanted(slow.reply.result(SOON), variables) == [11, 22]
+    assert wanted(slow.reply.result(rig.SOON), variables) == [11, 22]
     assert slow.begun == fast.begun == []
 
 
 def test_who_observes_is_answered_and_not_waited_for(job, two, three):
     """Its answer grows as the others' do; a plan that is approved late begins in the middle, with what is there."""
-    plan = sum_into(*three, returned=False)
+    plan = rig.sum_into(*three, returned=False)
     observer = Sending(two[1], plan, want=ids(three), observes=True)
     sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT)
     assert stored(job, *three) == [0, 0, 0]
@@ -232,7 +217,7 @@ def test_who_observes_is_answered_and_not_waited_for(job, two, three):
     assert stored(job, *three) == [1, 0, 0]
     assert arrays(observer.told()) == [1]
     sending.come()
-    assert wanted(observer.reply.result(SOON), three) == [1, 2, 3]
+    assert wanted(observer.reply.result(rig.SOON), three) == [1, 2, 3]
 
 
 # ---- Readers ----
@@ -250,31 +235,31 @@ def test_nobody_reads_half_a_round(job, two, three, plan):
     assert not any(future.done() for future in reading)
     for sending in sent:
         sending.come()
-    values = [future.result(SOON).payload.tensors([VECTOR])[0] for future in reading]
+    values = [future.result(rig.SOON).payload.tensors([VECTOR])[0] for future in reading]
     assert [float(value[0]) for value in values] == [2, 4, 6]
-    assert wanted(sent[0].reply.result(SOON), [other, *three]) == [7, 2, 4, 6]
+    assert wanted(sent[0].reply.result(rig.SOON), [other, *three]) == [7, 2, 4, 6]
 
 
 def test_who_asks_again_for_the_last_round_does_not_read_half_of_this_one(job, two, three, plan):
-    last = together(*(Sending(worker, plan, full(1, 2, 3), want=ids(three)).come().reply for worker in two))
+    last = rig.together(*(Sending(worker, plan, full(1, 2, 3), want=ids(three)).come().reply for worker in two))
     two[1].round += 1
     early = Sending(two[1], plan, full(1, 2, 3)).come()
     asking = two[0].push(plan, full(1, 2, 3), want=ids(three))
-    assert wanted(asking.result(SOON), three) == [2, 4, 6]
+    assert wanted(asking.result(rig.SOON), three) == [2, 4, 6]
     two[0].round += 1
     now = Sending(two[0], plan, full(1, 2, 3)).come(LIMIT)
     two[1].round -= 1
     asking = two[1].push(plan, full(1, 2, 3), want=ids(three))
     assert not asking.done()
     now.come()
-    together(now.reply, early.reply)
-    assert wanted(asking.result(SOON), three) == [4, 8, 12]
+    rig.together(now.reply, early.reply)
+    assert wanted(asking.result(rig.SOON), three) == [4, 8, 12]
     assert wanted(last[0], three) == [2, 4, 6]
 
 
 def test_a_snapshot_is_of_the_whole_round(job, two, three):
     """It is written when the round is over, and has all of its updates."""
-    adds = sum_into(*three, returned=False)
+    adds = rig.sum_into(*three, returned=False)
     plan = Plan(adds.reductions, (), adds.programs, adds.applies, (), SnapshotOrder("here", (0,)))
     job.approve(plan, two[0])
     sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
@@ -282,7 +267,7 @@ def test_a_snapshot_is_of_the_whole_round(job, two, three):
     assert not shard.done()
     for sending in sent:
         sending.come()
-    written = shard.result(SOON)
+    written = shard.result(rig.SOON)
     values = load_file(job.servers.root / "here" / written.file)
     assert [float(values[v.spec.name][0]) for v in three] == [2, 4, 6]
 
@@ -295,7 +280,7 @@ def test_who_is_lost_before_a_round_begins_has_no_part_in_it(job, two, three, pl
     gone = Sending(two[1], plan, full(10, 20, 30)).come(2 * LIMIT)
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
-    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(rig.SOON)
     assert (reply.excluded, wanted(reply, three)) == ((B,), [1, 2, 3])
 
 
@@ -308,7 +293,7 @@ def test_who_is_lost_before_a_round_begins_has_no_part_in_it(job, two, three, pl
 def test_what_lost_members_have_sent_whole_counts(job, two, three, op, came, lost):
     """And nothing else of theirs: a mean is over those whose contributions are in it, and the answer names who has not
     sent all. Where all are lost nothing more is made, and the job goes on with new members."""
-    plan = job.approve(sum_into(*three, op=op, returned=False), two[0])
+    plan = job.approve(rig.sum_into(*three, op=op, returned=False), two[0])
     given, weights = ((2, 4, 6), (20, 40, 60)), (1.0, 3.0)
     sent = [
         Sending(two[n], plan, full(*given[n]), weights=(weights[n],) * 3, want=ids(three)).come(int(came[n] * LIMIT))
@@ -325,14 +310,14 @@ def test_what_lost_members_have_sent_whole_counts(job, two, three, op, came, los
         made.append(total / sum(weights[n] for n in counted) if op == "mean" and counted else total)
     assert stored(job, *three) == made
     if lost == "b":
-        reply = sent[0].reply.result(SOON)
+        reply = sent[0].reply.result(rig.SOON)
         assert (reply.excluded, reply.generation.number) == (() if came[1] == 3 else (B,), job.generation.number)
         assert wanted(reply, three) == made
     else:
         (new,) = job.join(C)
         new.round = 1
         assert [float(job.value(new, variable)[0]) for variable in three] == made
-        reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
+        reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(rig.SOON)
         assert (reply.excluded, wanted(reply, three)) == ((), [value + 1 for value in made])
 
 
@@ -368,23 +353,23 @@ def test_operands_are_waited_for(job, two):
     sending.come(16 + LIMIT)
     assert stored(job, *variables) == [10, 0]
     sending.come()
-    together(whole.reply, sending.reply)
+    rig.together(whole.reply, sending.reply)
     assert stored(job, *variables) == [10, 20]
-    turn(*two)
+    rig.turn(*two)
     gone = Sending(two[1], plan, full(1, 2), operands=full(5), want=ids(variables)).come(16)
     sending = Sending(two[0], plan, full(1, 2), operands=full(5), want=ids(variables)).come()
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
-    reply = sending.reply.result(SOON)
+    reply = sending.reply.result(rig.SOON)
     assert (reply.excluded, wanted(reply, variables)) == ((B,), [15, 30])
 
 
 def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two, three):
     spec = VariableSpec("late", VECTOR)
-    create(job.verbs[0], two[0].session, 3, spec)
+    rig.create(job.verbs[0], two[0].session, 3, spec)
     late = Apply(0, (0,), (Ref("variable", 3), Ref("reduction", 1)))
     first = Apply(0, (0,), (Ref("variable", three[0].id), Ref("reduction", 0)))
-    plan = Plan((Reduction("sum", VECTOR, (0,)),) * 2, (), (adding(VECTOR),), (first, late))
+    plan = Plan((Reduction("sum", VECTOR, (0,)),) * 2, (), (rig.adding(VECTOR),), (first, late))
     job.approve(plan, two[0])
     sent = [Sending(worker, plan, full(1, 2)).come() for worker in two]
     for sending in sent:
@@ -424,8 +409,8 @@ def test_memory_that_ends_halfway_ends_the_job(job, two, three, plan, monkeypatc
     assert isinstance(failure(reading), ServerLost)
     server = job.verbs[0]
     for call in (
-        lambda: server.pull(other, [three[0].id], -1).result(SOON),
-        lambda: two[0].push(plan, full(1, 2, 3)).result(SOON),
+        lambda: server.pull(other, [three[0].id], -1).result(rig.SOON),
+        lambda: two[0].push(plan, full(1, 2, 3)).result(rig.SOON),
         lambda: server.heartbeat(two[0].session, -1, b""),
         lambda: job.close([]),
     ):
@@ -438,10 +423,10 @@ def again(job):
     job.begin()
     (new,) = job.join(C)
     variables = [job.variable(new, value) for value in zeros(3)]
-    plan = job.approve(sum_into(*variables, returned=False), new)
+    plan = job.approve(rig.sum_into(*variables, returned=False), new)
     sending = Sending(new, plan, full(1, 2, 3), want=ids(variables)).come(LIMIT)
     assert arrays(sending.told()) == [1]
-    assert wanted(sending.come().reply.result(SOON), variables) == [1, 2, 3]
+    assert wanted(sending.come().reply.result(rig.SOON), variables) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["another job begins", "the server ends"])
@@ -467,7 +452,7 @@ def test_the_same_payload_may_be_pushed_again(job, two, three, plan):
     resent = job.verbs[0].push(cut.said, cut.payload)
     cut.come()
     whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
-    for reply in together(resent, cut.reply, whole.reply):
+    for reply in rig.together(resent, cut.reply, whole.reply):
         assert wanted(reply, three) == [11, 22, 33]
 
 
@@ -481,8 +466,8 @@ def test_a_resend_of_another_size_is_refused(job, two, three, plan, size, whole)
     other.add(0, memoryview(bytes(size)))
     assert isinstance(failure(refused), InvalidRequest)
     cut.come()
-    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
-    assert wanted(reply, three) == wanted(cut.reply.result(SOON), three) == [11, 22, 33]
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(rig.SOON)
+    assert wanted(reply, three) == wanted(cut.reply.result(rig.SOON), three) == [11, 22, 33]
 
 
 @given_by_hypothesis(st.data())
@@ -490,12 +475,12 @@ def test_every_attempt_counts_once(data):
     """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole. A
     variable is updated as soon as all contributions to it have come, and sent once what is wanted before it is. Members
     that want the same share an answer."""
-    with pytest.MonkeyPatch.context() as patch, serving("core", 1, Path("nowhere")) as servers:
+    with pytest.MonkeyPatch.context() as patch, rig.serving("core", 1, Path("nowhere")) as servers:
         streaming(patch)
-        job = Job(servers)
+        job = rig.Job(servers)
         workers = job.join(A, B, C)
         variables = [job.variable(workers[0], value) for value in zeros(3)]
-        plan = job.approve(sum_into(*variables, returned=False), workers[0])
+        plan = job.approve(rig.sum_into(*variables, returned=False), workers[0])
         orders = [(0, 1, 2), (2, 1, 0), (1, 0, 2)]
         attempts, shared, wants = [], {}, [data.draw(st.sampled_from(orders)) for _ in workers]
 
@@ -528,7 +513,7 @@ def test_every_attempt_counts_once(data):
             attempts[-1][1].come()
         for place, sending in attempts:
             asked = [variables[n] for n in wants[place]]
-            assert wanted(sending.reply.result(SOON), asked) == [111 * (n + 1) for n in wants[place]]
+            assert wanted(sending.reply.result(rig.SOON), asked) == [111 * (n + 1) for n in wants[place]]
         look()
 
 
@@ -555,7 +540,7 @@ def rounds(draw):
     spec = SPEC[draw(st.sampled_from(sorted(SPEC)))]
     count = draw(st.integers(2, 4))
     ops = [draw(st.sampled_from(["sum", "mean", "first"])) for _ in range(count)]
-    programs = (adding(spec), momentum(spec), through(spec))
+    programs = (rig.adding(spec), momentum(spec), through(spec))
     applies, results = [], 0
     for _ in range(draw(st.integers(0, 5))):
         which = draw(st.integers(0, 2))
@@ -580,8 +565,8 @@ def rounds(draw):
         observes = place > 0 and draw(st.booleans())
         said = Contribution(place + 1, 1, 4, plan.id, () if observes else weights, want=(0, 1, 2, 3), observes=observes)
         values = [rng.normal(size=SIZE) for _ in ops]
-        packed = EMPTY if observes else payload(plan, 0, values, weights, [operand])
-        parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, packed))
+        packed = EMPTY if observes else rig.payload(plan, 0, values, weights, [operand])
+        parts.append(MemberShare(Member(rig.WORKERS[place], place + 1, 1), said, packed))
     variables = {n: rng.normal(size=SIZE).astype(spec.dtype) for n in range(4)}
     return round_of(plan, *parts), variables
 

@@ -587,12 +587,8 @@ PART = 1 << 16
 
 
 class Slowly:
-    """A member by hand that puts a push into its memory, part by part.
-
-    Args:
-        stack: ends it.
-        site: whose last member it is.
-    """
+    """A member by hand that puts a push into its memory, part by part. Args: stack: ends it; site: whose last member it
+    is."""
 
     def __init__(self, stack: ExitStack, site: Site) -> None:
         self.hand = member(stack, site, "shm")

@@ -1,7 +1,5 @@
 """Closed forms: many updates that rows have missed are one, and each row is where these would have led it."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
@@ -64,7 +62,6 @@ CASES = {
     "adam of torch": (adam_of_torch, 3, (0.1, 0.999, SCHEDULE, 1e-8, 0.999, CORRECTION)),
     "rms": (rms, 3, (0.9, SCHEDULE, 1e-7, 0.9)),
 }
-
 
 MARK = 1_000.5
 INTERPRETED = kept_kernels(1, patience=10**9)

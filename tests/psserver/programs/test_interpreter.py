@@ -23,13 +23,9 @@ UNARY = [(A,), (I8,), (np.float32(2.5).reshape(()),), (NAN,), (np.zeros((0, 2), 
 BINARY = [(A, B), (B, I8), (I8, np.array(2)), (np.array(7.0), np.array(2, "int64")), (A, A.sum())]
 LOGICAL = [(TRUE, TRUE[::-1]), (A, I8)]
 REDUCE = [
-    ((A,), {}),
-    ((A,), {"axis": 0, "keepdims": False}),
-    ((I8,), {"axis": -1, "keepdims": True}),
-    ((A,), {"axis": (0, 1)}),
-    ((A.astype("float16"),), {"axis": None}),
-    ((TRUE,), {}),
-]
+    ((A,), {}), ((A,), {"axis": 0, "keepdims": False}), ((I8,), {"axis": -1, "keepdims": True}),
+    ((A,), {"axis": (0, 1)}), ((A.astype("float16"),), {"axis": None}), ((TRUE,), {}),
+]  # fmt: skip
 
 CASES: dict[str, list[tuple[tuple[np.ndarray, ...], dict[str, object]]]] = {
     **{name: [(args, {}) for args in UNARY] for name, row in OPS.items() if row.arity == 1 and not row.attrs},

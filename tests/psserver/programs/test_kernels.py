@@ -1,7 +1,5 @@
 """Kernels: the same bits as the interpreter, made of the table of ops alone, in the background."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -198,7 +198,6 @@ def mutated(data: bytes, changes) -> bytes:
 
 CHANGES = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255), st.integers(0, 2)), max_size=4)
 
-
 TEXTS = [*OPS, *DTYPES, "", "axis", "keepdims", "shape", "dtype", "__class__"]
 SIZES = [0, 1, 2, 3, 7, 63, 320, 100_000, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
 HUGE = [*SIZES, 1 << 40, (1 << 63) - 1]
@@ -255,7 +254,6 @@ def message_of(program):
 
 
 MUTATED = st.builds(lambda program, changes: mutated(message_of(program), changes), programs(BIG), CHANGES)
-
 
 HALF = Input("variable", TensorSpec("float16", (400_000,)))
 HALVES = Program((HALF,), (Node("mean", (0,), (("axis", ()),)),), ((0, 1),), ())

@@ -1,7 +1,5 @@
 """Backup workers: rounds of updates that do not wait for the last of their members, on one server and on two."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Servers that hold the same variables: what they find out about each other, and how one of them comes back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -344,10 +342,7 @@ def test_a_server_that_reads_that_it_is_gone_ends(copies, tmp_path):
 
 class Back(Copies):
     """Two servers one of which, `new`, is back, and has not read its variables, of which the values are `held`.
-
-    Attributes:
-        returning, saving: plans of rounds that return what they reduce, and that save.
-    """
+    Attributes: returning, saving: plans of rounds that return what they reduce, and that save."""
 
     def __init__(self, root):
         super().__init__(root)

@@ -30,12 +30,8 @@ TABLE = Path(__file__).with_name("PHASES.txt")
 
 
 class World(Voters):
-    """A round of two members on server 0, whose array work waits until the test runs it.
-
-    Args:
-        root: the checkpoint root.
-        kind: see `KINDS`.
-    """
+    """A round of two members on server 0, whose array work waits until the test runs it. Args: root: the checkpoint
+    root; kind: see `KINDS`."""
 
     def __init__(self, root: Any, kind: str) -> None:
         self.work: list[Callable[[], object]] = []
@@ -225,7 +221,6 @@ if __name__ == "__main__":
     lines = [line for kind in KINDS for phase in PHASES for line in table(kind, phase)]
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sys.exit()
-
 
 LINES = TABLE.read_text(encoding="utf-8").splitlines()
 

@@ -1,7 +1,5 @@
 """The state machine of rounds, by itself: which round runs when, with whom, and what is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Sequences of rounds: where they go on after a change of consistency, who asks for what, and those of one worker."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of what several workers of a host contribute: each contribution counts once, in a sum or by itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

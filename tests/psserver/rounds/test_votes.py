@@ -1,7 +1,5 @@
 """Whole rounds: what two servers agree on, with a network between them that the test turns."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -328,12 +326,7 @@ CUTS = range(512), range(512, BUCKETS)
 
 
 class Tables(Two):
-    """Two servers with a part of a table each.
-
-    Attributes:
-        tables: the parts.
-        plan: adds rows to both.
-    """
+    """Two servers with a part of a table each. Attributes: tables: the parts; plan: adds rows to both."""
 
     def __init__(self, root, spec=SPEC, **more):
         super().__init__(root)

@@ -496,12 +496,9 @@ def test_a_push_that_waited_for_its_generation_comes_again(maker):
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.booleans()), max_size=12))
 def test_each_round_counts_once_on_each_of_two_servers(lives):
-    """Workers run it one after another, each up to some round and on some servers; the last one to its end.
-
-    Args:
-        lives: for each worker that is lost its session, the rounds that it makes, and whether the last of them comes to
-            the second server as well.
-    """
+    """Workers run it one after another, each up to some round and on some servers; the last one to its end. Args:
+    lives: for each worker that is lost its session, the rounds that it makes, and whether the last of them comes to the
+    second server as well."""
     servers, counted = (Maker(), Maker()), ([], [])
     for version, (session, rounds, both) in enumerate([*lives, (1, 4, True)], 1):
         name = ClosureName(9, version, 9, (9,))

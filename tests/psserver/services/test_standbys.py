@@ -1,7 +1,5 @@
 """Processes that wait for the place of a server."""
 
-from __future__ import annotations
-
 import pytest
 
 from psserver.services.standbys import Standbys

@@ -1,7 +1,5 @@
 """Who has opened which session: one answer for all who ask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

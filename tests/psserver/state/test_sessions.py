@@ -1,7 +1,5 @@
 """Sessions and their leases, with a clock that the test turns."""
 
-from __future__ import annotations
-
 import pytest
 
 from psserver.registry import Registry

@@ -1,7 +1,5 @@
 """A checkpoint's files: the manifest comes last, and goes first; wherever they lie."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The manifest of a checkpoint, and which of several checkpoints is the newest."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -179,18 +177,10 @@ def test_files_are_beside_it(name):
             Manifest.parse(manifest.text(), "here")
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("ckpt-12", ("ckpt", 12)),
-        ("a-b-3", ("a-b", 3)),
-        ("best", ("best", -1)),
-        ("-3", ("", 3)),
-        ("ckpt-²", ("ckpt-²", -1)),
-        ("ckpt--1", ("ckpt-", 1)),
-        ("ckpt-" + "9" * 5000, ("ckpt-" + "9" * 5000, -1)),
-    ],
-)
+@pytest.mark.parametrize(("name", "parts"), [
+    ("ckpt-12", ("ckpt", 12)), ("a-b-3", ("a-b", 3)), ("best", ("best", -1)), ("-3", ("", 3)),
+    ("ckpt-²", ("ckpt-²", -1)), ("ckpt--1", ("ckpt-", 1)), ("ckpt-" + "9" * 5000, ("ckpt-" + "9" * 5000, -1)),
+])  # fmt: skip
 def test_names_have_numbers(name, parts):
     """What is no plain number is part of the name. The newest has the greatest; those without are the oldest."""
     assert number(name) == parts
@@ -217,15 +207,10 @@ def test_what_is_set_aside_has_no_number():
 
 
 BAD_SLICES = {
-    "a gap": [(0, 2), (3, 1)],
-    "an overlap": [(0, 2), (1, 2)],
-    "too few": [(0, 2)],
-    "too many": [(0, 2), (2, 3)],
-    "another order": [(2, 2), (0, 2)],
-    "none": [],
-    "an empty one": [(0, 0), (0, 4)],
+    "a gap": [(0, 2), (3, 1)], "an overlap": [(0, 2), (1, 2)], "too few": [(0, 2)], "too many": [(0, 2), (2, 3)],
+    "another order": [(2, 2), (0, 2)], "none": [], "an empty one": [(0, 0), (0, 4)],
     "a negative one": [(0, 5), (5, -1)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_SLICES)

@@ -1,7 +1,5 @@
 """Safetensors files, against the library of the format."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

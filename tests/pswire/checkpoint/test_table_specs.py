@@ -1,7 +1,5 @@
 """Descriptions of tables in a manifest: what is written is read, and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -105,13 +105,8 @@ def make(server: RemoteServer, sample: samples.Sample) -> Any:
 
 class Wire:
     """A real server that answers what a sample says, and between it and its clients what hears all that is said.
-
-    Attributes:
-        core: what the server stands on.
-        address: of the server itself.
-        between: what stands between.
-        raw: makes calls of bytes on the server.
-    """
+    Attributes: core: what the server stands on; address: of the server itself; between: what stands between; raw: makes
+    calls of bytes on the server."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.core = samples.Fixed()
@@ -386,14 +381,10 @@ HEADERS: Mapping[str, type[Protobuf]] = {
 }
 
 TRANSPORT_HEADERS: Mapping[int, type[Protobuf]] = {
-    MessageKind.HELLO: pb.TransportHello,
-    MessageKind.PUSH: pb.PushHeader,
-    MessageKind.PULL: pb.PullRequest,
-    MessageKind.PART: pb.RoundHeader,
-    MessageKind.REFUSAL: pb.Refusal,
-    MessageKind.ALIVE: pb.TransportAlive,
+    MessageKind.HELLO: pb.TransportHello, MessageKind.PUSH: pb.PushHeader, MessageKind.PULL: pb.PullRequest,
+    MessageKind.PART: pb.RoundHeader, MessageKind.REFUSAL: pb.Refusal, MessageKind.ALIVE: pb.TransportAlive,
     MessageKind.VOTE: pb.ServerVote,
-}
+}  # fmt: skip
 
 
 def messages_of_calls() -> Iterator[Protobuf]:

@@ -83,31 +83,12 @@ def test_values_arrive_as_they_were(sampled: tuple[MessageCodec[Any, Any], Any],
 
 
 OTHER_PUSH: dict[str, Any] = {
-    "session": 5,
-    "generation": 7,
-    "round": 0,
-    "plan_id": bytes(32),
-    "weights": (2.0,),
-    "more": False,
-    "positions": (),
-    "want": (150,),
-    "observes": False,
-    "start": 3,
-    "nonfinite": (),
-    "first_values": (),
-    "previous": -1,
-    "rows": (),
-    "lookups": (),
-    "seconds": 8,
-    "closure": ClosureName(1, 2, 3, (4,)),
-    "chunks": (4,),
-    "alone": True,
-    "trace": f"00-{7:032x}-{7:016x}-01",
-    "host": 1 << 60,
-    "parts": (samples.contribution(round=7),),
-    "hints": (samples.contribution().lookups),
-    "batch": "words",
-}
+    "session": 5, "generation": 7, "round": 0, "plan_id": bytes(32), "weights": (2.0,), "more": False, "positions": (),
+    "want": (150,), "observes": False, "start": 3, "nonfinite": (), "first_values": (), "previous": -1, "rows": (),
+    "lookups": (), "seconds": 8, "closure": ClosureName(1, 2, 3, (4,)), "chunks": (4,), "alone": True,
+    "trace": f"00-{7:032x}-{7:016x}-01", "host": 1 << 60, "parts": (samples.contribution(round=7),),
+    "hints": (samples.contribution().lookups), "batch": "words",
+}  # fmt: skip
 """For each field of a push another value than that of the sample."""
 
 
@@ -169,16 +150,9 @@ def test_few_pushes_are_kept() -> None:
 
 
 OTHER_ANSWER: dict[str, Any] = {
-    "round": 42,
-    "generation": Generation(7, ()),
-    "more": False,
-    "excluded": (),
-    "payload": samples.small(),
-    "warnings": (),
-    "observers": (),
-    "rows": (),
-    "over": 46,
-}
+    "round": 42, "generation": Generation(7, ()), "more": False, "excluded": (), "payload": samples.small(),
+    "warnings": (), "observers": (), "rows": (), "over": 46,
+}  # fmt: skip
 """For each field of an answer another value than that of the sample."""
 
 

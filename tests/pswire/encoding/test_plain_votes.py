@@ -15,15 +15,10 @@ from tests.kit.cases import search
 NUMBERS = st.integers(0, (1 << 64) - 1)
 
 PLAIN = st.builds(
-    Vote,
-    job=NUMBERS,
-    round=NUMBERS,
-    plan_id=st.binary(max_size=40),
-    generation=NUMBERS,
-    attempt=st.integers(0, (1 << 32) - 1),
-    whole=st.frozensets(NUMBERS, max_size=9),
+    Vote, job=NUMBERS, round=NUMBERS, plan_id=st.binary(max_size=40), generation=NUMBERS,
+    attempt=st.integers(0, (1 << 32) - 1), whole=st.frozensets(NUMBERS, max_size=9),
     closed=st.integers(-1, (1 << 63) - 1),
-)
+)  # fmt: skip
 
 
 @search()

@@ -1,7 +1,5 @@
 """Plans: their identity, rows and compression in them, and what is refused; changes of consistency as join points."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 from hashlib import sha256
 
@@ -50,7 +48,6 @@ NORM = Program(
 )
 VARIABLES = {n: PlacedVariable(n, VariableSpec(f"v{n}", TABLE), (0,)) for n in range(2)}
 W, G = Ref("variable", 0), Ref("reduction", 0)
-
 
 ATTRS = (None, True, 1, 1.0, 0.0, -0.0, float("nan"), float("inf"), 1e16, "", "NaN", "1", (), (1,), (1, 0))
 """Values of attributes, of which many are nearly others."""
@@ -186,18 +183,10 @@ def plan_of(*reductions):
     return Plan(reductions, returned=(Ref("reduction", 0),))
 
 
-@pytest.mark.parametrize(
-    ("codec", "whole", "row"),
-    [
-        (Codec("float16"), 1200, 4),
-        (Codec("bfloat16"), 1200, 4),
-        (Codec("int8"), 600 + 3 * 4, 2 + 4),
-        (Codec("topk", 0.1), 60 * 8, 8),
-        (Codec("topk", 0.0001), 8, 8),
-        (Codec("topk", 1.0), 600 * 8, 8),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("codec", "whole", "row"), [
+    (Codec("float16"), 1200, 4), (Codec("bfloat16"), 1200, 4), (Codec("int8"), 600 + 3 * 4, 2 + 4),
+    (Codec("topk", 0.1), 60 * 8, 8), (Codec("topk", 0.0001), 8, 8), (Codec("topk", 1.0), 600 * 8, 8),
+], ids=str)  # fmt: skip
 def test_a_contribution_takes_so_many_bytes(codec, whole, row):
     """Of an array, and of one row."""
     assert codec.nbytes(TENSOR) == replace(SUM, codec=codec).nbytes == whole

@@ -1,7 +1,5 @@
 """The program IR: its table of ops agrees with NumPy, and hostile programs are refused."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

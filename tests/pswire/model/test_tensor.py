@@ -18,15 +18,9 @@ from tests.kit.cases import search
 from tests.kit.programs import same_bits
 
 IMPOSSIBLE: list[tuple[str, tuple[int, ...]]] = [
-    ("object", (1,)),
-    ("float128", (1,)),
-    ("", ()),
-    ("float32", (-1,)),
-    ("float32", (1 << 60,)),
-    ("float32", (0, 1 << 60)),
-    ("float32", (1 << 30, 0, 1 << 30)),
-    ("int8", (1,) * (MAX_NDIM + 1)),
-]
+    ("object", (1,)), ("float128", (1,)), ("", ()), ("float32", (-1,)), ("float32", (1 << 60,)),
+    ("float32", (0, 1 << 60)), ("float32", (1 << 30, 0, 1 << 30)), ("int8", (1,) * (MAX_NDIM + 1)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "shape"), IMPOSSIBLE)

@@ -11,17 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    multiple,
-    rule,
-    run_state_machine_as_test,
-)
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
@@ -107,11 +98,11 @@ def test_more_than_is_of_use_is_not_mapped(size: int, at_most: int) -> None:
 SIZES = st.integers(1, SIZE // 3) | st.sampled_from([SIZE, SIZE + 1])
 
 
-class Sharing(RuleBasedStateMachine):
+class Sharing(stateful.RuleBasedStateMachine):
     """Two processes with one segment: what is put is read, by one or several, and freed, in any order."""
 
-    places = Bundle("places")
-    views = Bundle("views")
+    places = stateful.Bundle("places")
+    views = stateful.Bundle("views")
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,12 +114,12 @@ class Sharing(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.free_what_is_told()
 
-    @rule(target=places, size=SIZES, cuts=st.lists(st.integers(0, SIZE), max_size=3))
+    @stateful.rule(target=places, size=SIZES, cuts=st.lists(st.integers(0, SIZE), max_size=3))
     def put(self, size: int, cuts: list[int]) -> Any:
         """Something new; in several buffers."""
         return self._put(size, cuts, None)
 
-    @rule(target=places, size=st.integers(1, SIZE // 8), key=st.sampled_from("ab"))
+    @stateful.rule(target=places, size=st.integers(1, SIZE // 8), key=st.sampled_from("ab"))
     def put_known(self, size: int, key: str) -> Any:
         """Something that several have to read."""
         if key in self.keys:
@@ -144,10 +135,10 @@ class Sharing(RuleBasedStateMachine):
         if key in self.keys:
             assert place == self.keys[key]
             self.known[place] = self.known[place][0], self.known[place][1] + 1
-            return multiple()
+            return stateful.multiple()
         assert place == self._lowest(size)
         if place is None:
-            return multiple()
+            return stateful.multiple()
         if key is not None:
             self.keys[key] = place
         self.known[place] = data, 1
@@ -161,7 +152,7 @@ class Sharing(RuleBasedStateMachine):
                 return place
         return None
 
-    @rule(target=views, place=consumes(places), reader=st.sampled_from([0, 1, SIZE]))
+    @stateful.rule(target=views, place=stateful.consumes(places), reader=st.sampled_from([0, 1, SIZE]))
     def read(self, place: int, reader: int) -> Any:
         """Looks at a place; nobody else does meanwhile."""
         data, _ = self.known[place]
@@ -170,14 +161,14 @@ class Sharing(RuleBasedStateMachine):
         array = np.frombuffer(view, np.uint8)
         return array[len(array) // 2 :], array.tobytes(), data
 
-    @rule(view=consumes(views))
+    @stateful.rule(view=stateful.consumes(views))
     def let_go(self, view: Any) -> None:
         """What was looked at was what was put there, up to the end."""
         half, whole, data = view
         assert whole == data
         assert half.tobytes() == data[len(data) // 2 :]
 
-    @rule()
+    @stateful.rule()
     def free_what_is_told(self) -> None:
         """The places that the reader needs no more."""
         while self.freed:
@@ -190,7 +181,7 @@ class Sharing(RuleBasedStateMachine):
             del self.known[place]
             self.keys = {key: where for key, where in self.keys.items() if where != place}
 
-    @invariant()
+    @stateful.invariant()
     def nothing_is_freed_twice(self) -> None:
         """Nor while somebody looks at it."""
         assert len(set(self.freed)) == len(self.freed)
@@ -200,7 +191,7 @@ class Sharing(RuleBasedStateMachine):
 def test_processes_share_a_segment() -> None:
     """What is put is read as it was, by one or several, and its place is free when the last of them has freed it. What
     has no room has no place, until something is freed."""
-    run_state_machine_as_test(Sharing, settings=search(0.6, steps=0.6))  # type: ignore[no-untyped-call]
+    stateful.run_state_machine_as_test(Sharing, settings=search(0.6, steps=0.6))  # type: ignore[no-untyped-call]
 
 
 def test_several_readers_free_one_place() -> None:

@@ -173,13 +173,8 @@ def test_what_the_system_does_not_take_waits(sizes: list[int], times: int) -> No
 
 
 class Wire(contextlib.ExitStack):
-    """Two channels over one pair of sockets; the first sends. It ends them.
-
-    Attributes:
-        channel: of the first.
-        got: what the second has, by call.
-        kinds: of the messages of each call, in order, with the headers.
-    """
+    """Two channels over one pair of sockets; the first sends. It ends them. Attributes: channel: of the first; got:
+    what the second has, by call; kinds: of the messages of each call, in order, with the headers."""
 
     def __init__(self, shared: int, waits: bool) -> None:
         super().__init__()

@@ -269,13 +269,9 @@ def test_each_decision_is_told_once():
     log = Log(BEGUN)
     history = followed(log)
     log.entries += [
-        Created(VARIABLE),
-        Snapshotted(b"p", 5, "run/1"),
-        Snapshotted(b"q", 6, "run/2", "no room"),
-        Gone(1, "was lost"),
-        Lost(0, "it was silent"),
-        Done(),
-    ]
+        Created(VARIABLE), Snapshotted(b"p", 5, "run/1"), Snapshotted(b"q", 6, "run/2", "no room"), Gone(1, "was lost"),
+        Lost(0, "it was silent"), Done(),
+    ]  # fmt: skip
     history.follow(11.0)
     history.follow(12.0)
     assert [(event.what, event.time) for event in history.events[1:]] == [

@@ -1,7 +1,5 @@
 """What processes know of one another's spans, and whether they export any."""
 
-from __future__ import annotations
-
 import pytest
 
 from pswire.cluster import Task
