@@ -61,12 +61,9 @@ def connect():
     with ExitStack() as stack:
 
         def connected(behind):
-            thread = stack.enter_context(
-                inside.ServerThread(behind, inside.ServerConfig(inside.Task("ps", 0)), grace=0.0)
-            )
-            server = inside.RemoteServer(
-                thread.address, inside.Task("ps", 0), inside.Timeouts(session_timeout=2.0, call_timeout=5.0)
-            )
+            task, timeouts = inside.Task("ps", 0), inside.Timeouts(session_timeout=2.0, call_timeout=5.0)
+            thread = stack.enter_context(inside.ServerThread(behind, inside.ServerConfig(task), grace=0.0))
+            server = inside.RemoteServer(thread.address, task, timeouts)
             stack.callback(server.close)
             return server
 

@@ -190,6 +190,8 @@ def bad_plans():
     strange = replace(add, nodes=(Node("eval", (0, 1)),))
     twice = Program((Input("variable", NUMBER),), (Node("add", (0, 0)),), ((0, 1),), ())
     wide = Program((Input("variable", PAIR), Input("value", NUMBER)), (Node("add", (0, 1)),), ((0, 2),), ())
+    skipped, gives = Apply(0, (0,), (v, r), optional=True), replace(add, outputs=(2,))
+    unreduced = Plan(programs=(twice,), applies=(replace(skipped, args=(v,)),))
     return {
         "an unknown op": (one(programs=(strange,)), ProgramError, "unknown op 'eval'"),
         "too few arguments": (one(applies=(Apply(0, (0,), (v,)),)), ProgramError, "arguments"),
@@ -197,23 +199,15 @@ def bad_plans():
         "a value elsewhere": (one(reductions=(there,)), LocalityError, "but the update that uses it runs on server"),
         "no such variable": (one(applies=(Apply(0, (0,), (Ref("variable", 9), r)),)), InvalidRequest, "variable 9"),
         "no such program": (one(applies=(Apply(3, (0,), (v, r)),)), InvalidRequest, "does not contain"),
-        "no such server": (
-            one(reductions=(Reduction("sum", NUMBER, (5,)),)),
-            InvalidRequest,
-            "of a job with 2 servers",
-        ),
+        "no such server": (one(reductions=(replace(here, servers=(5,)),)), InvalidRequest, "of a job with 2 servers"),
         "nowhere": (one(operands=(Operand(NUMBER, ()),)), InvalidRequest, "servers"),
         "a sum of truths": (Plan((Reduction("sum", TensorSpec("bool", ()), (0,)),)), InvalidRequest, "bool"),
         "a mean of counts": (Plan((Reduction("mean", NUMBER, (0,)),)), InvalidRequest, "not defined"),
         "a returned variable": (one(returned=(v,)), InvalidRequest, "neither reduced nor computed"),
         "a result to come": (one(applies=(Apply(0, (0,), (v, Ref("result", 0))),)), InvalidRequest, "result 0"),
-        "a skipped update of no reduction": (
-            Plan(programs=(twice,), applies=(Apply(0, (0,), (v,), optional=True),)),
-            ProgramError,
-            "can be skipped must take a reduction",
-        ),
+        "a skipped update of no reduction": (unreduced, ProgramError, "can be skipped must take a reduction"),
         "a skipped update with results": (
-            one(programs=(replace(add, outputs=(2,)),), applies=(Apply(0, (0,), (v, r), optional=True),)),
+            one(programs=(gives,), applies=(skipped,)),
             ProgramError,
             "cannot return results",
         ),

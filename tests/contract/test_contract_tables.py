@@ -33,7 +33,7 @@ from tests.kit.internals import (
     buckets_of,
     hashes_of,
 )
-from tests.kit.rig import SOON, WORKERS, Job, together, turn
+from tests.kit.rig import SOON, WORKERS, Job, adding, together, turn
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))
 A, B = WORKERS[:2]
@@ -205,40 +205,19 @@ def test_parts_on_two_servers(job, two):
     assert any(isinstance(future.exception(SOON), InvalidRequest) for future in futures[1::2])
 
 
+BY_IDS = Reduction("sum", WHOLE, (0,), form="rows")
+OTHER_SHAPE = Reduction("sum", TensorSpec("float32", (5, 2)), (0,), form="keys")
+SQUARED = replace(adding(WHOLE), nodes=(Node("multiply", (0, 0)), Node("add", (2, 1))), assigns=((0, 3),))
 BAD_PLANS = {
     "whole": (lambda v: replace(by_keys(v), reductions=(Reduction("sum", WHOLE, (0,)),)), ProgramError, "'users'"),
-    "by ids": (
-        lambda v: replace(by_keys(v), reductions=(Reduction("sum", WHOLE, (0,), form="rows"),)),
-        ProgramError,
-        "dynamic table 'users' cannot run on",
-    ),
-    "returned": (
-        lambda v: by_keys(v, returned=(Ref("reduction", 0),)),
-        InvalidRequest,
-        "rows by keys cannot be returned",
-    ),
-    "of another shape": (
-        lambda v: Plan((Reduction("sum", TensorSpec("float32", (5, 2)), (0,), form="keys"),)),
-        InvalidRequest,
-        "must have a table's shape",
-    ),
+    "by ids": (lambda v: replace(by_keys(v), reductions=(BY_IDS,)), ProgramError, "table 'users' cannot run on"),
+    "returned": (lambda v: by_keys(v, returned=(Ref("reduction", 0),)), InvalidRequest, "keys cannot be returned"),
+    "of another shape": (lambda v: Plan((OTHER_SHAPE,)), InvalidRequest, "must have a table's shape"),
     "cut to one row": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1),)), InvalidRequest, "cannot be shrunk"),
     "cut to many rows": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1 << 40),)), InvalidRequest, "cannot be shrunk"),
     "of two tables": (lambda v: momentum_of(v, replace(v, id=v.id + 2)), ProgramError, "only one dynamic table"),
     "cuts an array": (lambda v: Plan(trims=(Trim(v.id + 1, (0,), 0),)), InvalidRequest, "only dynamic tables"),
-    "momentum": (
-        lambda v: by_keys(
-            v,
-            program=Program(
-                (Input("variable", WHOLE), Input("value", WHOLE)),
-                (Node("multiply", (0, 0)), Node("add", (2, 1))),
-                ((0, 3),),
-                (),
-            ),
-        ),
-        ProgramError,
-        "cannot run on the rows of one gradient",
-    ),
+    "momentum": (lambda v: by_keys(v, program=SQUARED), ProgramError, "cannot run on the rows of one gradient"),
 }
 
 

@@ -15,35 +15,26 @@ from pswire.checkpoint.reader import SavedCheckpoint, open_saved
 from pswire.checkpoint.safetensors_stream import read_header
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, VariableMismatch
+from pswire.model import tables
 from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import ShardOf
-from pswire.model.tables import (
-    LFU,
-    LRU,
-    MIN_CAPACITY,
-    CBFFilter,
-    CounterFilter,
-    GlobalStepEvict,
-    L2WeightEvict,
-    Normal,
-    ProbabilityFilter,
-    TableSpec,
-    TimeToLive,
-)
 from pswire.model.tensor import TensorSpec
 from tests.kit.storage import write_checkpoint
 from tests.kit.tables import NAME, SLOTS, Servers
 
-COUNTING = TableSpec((2,), admission=CounterFilter(2), eviction=GlobalStepEvict(9), initializer=Normal())
+BLOOM = tables.CBFFilter(2, 50_000, 0.05, decay=13)
+COUNTING = tables.TableSpec(
+    (2,), admission=tables.CounterFilter(2), eviction=tables.GlobalStepEvict(9), initializer=tables.Normal()
+)
 SPECS = {
     "counter": COUNTING,
-    "bloom": TableSpec(
-        (2,), "float64", "uint64", admission=CBFFilter(2, 50_000, 0.05, decay=13), eviction=TimeToLive(9.0)
+    "bloom": tables.TableSpec((2,), "float64", "uint64", admission=BLOOM, eviction=tables.TimeToLive(9.0)),
+    "lru": tables.TableSpec((2,), capacity=tables.MIN_CAPACITY, eviction=tables.LRU(), hash_seed=5),
+    "lfu": tables.TableSpec(
+        (2,), capacity=tables.MIN_CAPACITY, eviction=tables.LFU(0.95), admission=tables.ProbabilityFilter(0.7)
     ),
-    "lru": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LRU(), hash_seed=5),
-    "lfu": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LFU(0.95), admission=ProbabilityFilter(0.7)),
-    "norm": TableSpec((2,), capacity=MIN_CAPACITY, eviction=L2WeightEvict(6.0)),
+    "norm": tables.TableSpec((2,), capacity=tables.MIN_CAPACITY, eviction=tables.L2WeightEvict(6.0)),
 }
 
 
@@ -100,7 +91,7 @@ def test_safetensors_alone_reads_it(tmp_path, rng):
 
 def test_a_delta_is_small(tmp_path):
     """It has the rows that have changed and the keys that were dropped, and no others."""
-    job = Servers.made(tmp_path, TableSpec((2,)))
+    job = Servers.made(tmp_path, tables.TableSpec((2,)))
     job.step(np.arange(20_000))
     whole = job.save("a")
     job.step(np.arange(200))
@@ -147,7 +138,7 @@ def test_parts_of_which_nothing_is_there(tmp_path):
 
 def test_tensors_that_one_of_both_does_not_have(tmp_path, rng):
     """What a checkpoint lacks, or what is not asked for, begins with its first value; also what a base lacks."""
-    job = Servers.made(tmp_path, TableSpec((2,)), 1, SLOTS[:1])
+    job = Servers.made(tmp_path, tables.TableSpec((2,)), 1, SLOTS[:1])
     job.step(np.arange(100))
     job.save("a")
     job.parts[0].put_beside(SLOTS[1])
@@ -243,7 +234,7 @@ def test_a_damaged_base_damages_the_delta(tmp_path):
 
 def test_what_is_left_of_a_base_is_checked(tmp_path):
     """Also where its first row is replaced by a delta: whoever merges the two finds that another row is damaged."""
-    job = Servers.made(tmp_path, TableSpec((2,)))
+    job = Servers.made(tmp_path, tables.TableSpec((2,)))
     job.step(np.arange(2000))
     job.save("a")
     job.step(job.state().keys[:1])
@@ -324,7 +315,7 @@ def test_an_array_becomes_a_table(tmp_path, rng):
         "v": rng.normal(size=(3000, 2)).astype("float32"),
     }
     write_checkpoint(tmp_path / "old", values)
-    job = Servers.made(tmp_path, TableSpec((2,)))
+    job = Servers.made(tmp_path, tables.TableSpec((2,)))
     for count in (1, 3):
         found = job.restored("old", count, saved="static", beside={SLOTS[0].name: "m", SLOTS[1].name: "v"})
         state = found.state()
@@ -339,7 +330,7 @@ def test_an_array_becomes_a_table(tmp_path, rng):
 
 def test_a_table_becomes_an_array(tmp_path, rng):
     """Rows without a key are as they begin; also of deltas, in parts, and cast."""
-    job = Servers.made(tmp_path, TableSpec((2,), initializer=Normal()), 2)
+    job = Servers.made(tmp_path, tables.TableSpec((2,), initializer=tables.Normal()), 2)
     job.step(rng.integers(0, 1000, 500))
     job.save("a")
     job.step(rng.integers(0, 1000, 500))
@@ -395,7 +386,7 @@ def test_a_table_is_cast_and_has_other_policies(tmp_path, rng):
     job = Servers.made(tmp_path, COUNTING)
     job.train(rng)
     job.save("a")
-    spec = TableSpec((2,), "float64", capacity=MIN_CAPACITY, seed=5)
+    spec = tables.TableSpec((2,), "float64", capacity=tables.MIN_CAPACITY, seed=5)
     found = job.restored("a", 2, spec, cast=True)
     state = job.state()
     assert found.state().keys.tolist() == state.keys.tolist()

@@ -14,18 +14,7 @@ from psserver.effects import Work
 from pstesting.clock import Clock
 from pswire.api import ApproveRequest, Contribution
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
-from pswire.model.log import (
-    Approved,
-    Done,
-    Generation,
-    GenerationClosed,
-    Gone,
-    JobStarted,
-    Member,
-    Return,
-    Snapshotted,
-    Start,
-)
+from pswire.model import log
 from pswire.model.plan import SnapshotOrder, Turn
 from pswire.model.program import Node
 from pswire.model.status import Pace
@@ -148,13 +137,13 @@ def test_an_answer_may_ask_again(job, late):
     asked = []
     one.push(plan, [1]).add_done_callback(lambda _: asked.append(job.verbs[0].status().round))
     two.push(plan, [1])
-    job.append(Approved(plan))
+    job.append(log.Approved(plan))
     late.run()
     assert asked == [0]
     said = Contribution(one.session, one.generation, 1, wrong.id, (1.0,))
     refused = job.verbs[0].push(said, Payload.pack([np.zeros(1)]))
     refused.add_done_callback(lambda _: asked.append(job.verbs[0].status().log))
-    job.append(Approved(wrong))
+    job.append(log.Approved(wrong))
     assert isinstance(refused.exception(rig.SOON), InvalidRequest)
     assert len(asked) == 2
 
@@ -187,7 +176,7 @@ def test_the_end_comes_once(job):
     """However often it is said; one that was let in a moment before, and creates a variable a moment after, undoes no
     end."""
     (one,) = job.join(A)
-    job.append(Done())
+    job.append(log.Done())
     job.variable(one, np.zeros(3))
     for _ in range(2):
         job.verbs[0].leave(job.opened.session, "")
@@ -247,7 +236,9 @@ VALUE = TensorSpec("float32", (2,))
 def begin(server, incarnation):
     """Begins a job of three servers whose variables have copies; the first one is this, or one that was lost."""
     addresses = ("a:1", "b:2", "c:3")
-    server.approve(server.machine.members.token, 0, [JobStarted(7, (incarnation, 201, 301), "", addresses, (1, 2, 0))])
+    server.approve(
+        server.machine.members.token, 0, [log.JobStarted(7, (incarnation, 201, 301), "", addresses, (1, 2, 0))]
+    )
 
 
 def append(server, *entries):
@@ -255,8 +246,10 @@ def append(server, *entries):
 
 
 def back(server, incarnation, round):
-    generation = Generation(1, (Member(A, 1, 1),), "step", returns=Return(server, incarnation, 1, True, round))
-    return GenerationClosed(generation)
+    generation = log.Generation(
+        1, (log.Member(A, 1, 1),), "step", returns=log.Return(server, incarnation, 1, True, round)
+    )
+    return log.GenerationClosed(generation)
 
 
 @pytest.fixture
@@ -270,7 +263,7 @@ def server():
 def test_who_is_back_waits_for_those_who_do_not_know_yet(server):
     """It has read in the log that it is: the others read the same a little later, and must not send it away."""
     begin(server, 100)
-    append(server, Gone(2, "was lost"))
+    append(server, log.Gone(2, "was lost"))
     with pytest.raises(Unreachable, match="does not know yet"):
         server.introduce(2, 302)
     with pytest.raises(ServerGone, match="without this server"):
@@ -284,10 +277,14 @@ def test_who_is_back_waits_for_those_who_do_not_know_yet(server):
 def test_who_is_back_makes_no_round_of_before(server):
     """Others tell it of rounds that were under way when a third one was lost; all of them are over."""
     begin(server, 99)
-    append(server, Gone(0, "was lost"), Gone(2, "was lost"))
+    append(server, log.Gone(0, "was lost"), log.Gone(2, "was lost"))
     plan, rounds = rig.reduce_only(VALUE), server.machine.job.rounds
     vote = votes.Vote(rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
-    append(server, Approved(plan), GenerationClosed(Generation(1, (Member(A, 1, 1),), start=Start(1, 0))))
+    append(
+        server,
+        log.Approved(plan),
+        log.GenerationClosed(log.Generation(1, (log.Member(A, 1, 1),), start=log.Start(1, 0))),
+    )
     server.hear(1, votes.Testimony(vote.job, 2, (vote,), 0))
     assert [open.round for open in rounds.waiting()] == [3]
     append(server, back(0, 100, 5))
@@ -299,9 +296,9 @@ def test_what_is_read_for_a_job_that_is_over_is_not_the_next_ones(server):
     """A server that is back reads its variables while another job begins, whose variables have the same numbers."""
     begin(server, 99)
     saving = replace(rig.reduce_only(VALUE), snapshot=SnapshotOrder("x", (0, 1, 2), returns=1))
-    append(server, Gone(0, "was lost"), Approved(saving), back(0, 100, 5))
+    append(server, log.Gone(0, "was lost"), log.Approved(saving), back(0, 100, 5))
     machine = server.machine
-    asked = ApproveRequest(machine.members.token, server.status().log, [Snapshotted(saving.id, 4, "x")])
+    asked = ApproveRequest(machine.members.token, server.status().log, [log.Snapshotted(saving.id, 4, "x")])
     effects = [*machine.approve(0.0, asked, {})[1], *machine.progress(0.0)]
     (reading,) = (effect for effect in effects if isinstance(effect, Work))
     begin(server, 100)

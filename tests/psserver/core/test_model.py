@@ -499,15 +499,9 @@ class Model(RuleBasedStateMachine):
         self.own = OwnRounds(0, 0)
 
     @initialize(
-        servers=st.integers(1, 3),
-        workers=st.integers(1, 3),
-        datasets=st.booleans(),
-        rounds=st.integers(2, 9),
-        warm=st.integers(0, 12),
-        streams=st.booleans(),
-        refuses=st.booleans(),
-        data=st.data(),
-    )
+        servers=st.integers(1, 3), workers=st.integers(1, 3), datasets=st.booleans(), rounds=st.integers(2, 9),
+        warm=st.integers(0, 12), streams=st.booleans(), refuses=st.booleans(), data=st.data(),
+    )  # fmt: skip
     def begin(
         self,
         servers: int,
@@ -564,20 +558,12 @@ class Model(RuleBasedStateMachine):
         one, at = (Node("pow", (1, 1)), 2) if self.refuses else (Node("negative", (1,)), 1)
         nodes = (one, Node("add", (0, at)))
         counting = Program((Input("variable", VALUE), Input("operand", VALUE)), nodes, ((0, 3),), ())
-        return Plan(
-            reductions=tuple(Reduction("sum", VALUE, (server,), f"section {index}") for server in (*where, *where)),
-            operands=(Operand(VALUE, where),),
-            programs=(adding(VALUE), counting),
-            applies=(
-                *(Apply(0, (s,), (Ref("variable", s), Ref("reduction", i))) for i, s in enumerate(where)),
-                *(Apply(1, (s,), (Ref("variable", servers + s), Ref("operand", 0))) for s in where),
-                *(
-                    Apply(0, (s,), (Ref("variable", 2 * servers + s), Ref("reduction", i)))
-                    for i, s in enumerate(where, len(where))
-                ),
-            ),
-            returned=tuple(Ref("reduction", i) for i in range(2 * len(where))),
-        )
+        reductions = tuple(Reduction("sum", VALUE, (server,), f"section {index}") for server in (*where, *where))
+        returned, last = tuple(Ref("reduction", i) for i in range(2 * len(where))), len(where)
+        applies = [Apply(0, (s,), (Ref("variable", s), returned[i])) for i, s in enumerate(where)]
+        applies += [Apply(1, (s,), (Ref("variable", servers + s), Ref("operand", 0))) for s in where]
+        applies += [Apply(0, (s,), (Ref("variable", 2 * servers + s), returned[i])) for i, s in enumerate(where, last)]
+        return Plan(reductions, (Operand(VALUE, where),), (adding(VALUE), counting), tuple(applies), returned)
 
     def section(self, index: int) -> Outgoing:
         """What one process sends in a section: numbers whose sums tell whose they are, and now and then none."""

@@ -50,14 +50,9 @@ class Steps:
             self._add(adam_alone if alone else adam, refs, [spec, spec, NUMBER], [spec], alone)
             reductions.append(Reduction(op, spec, (0,)))
             self.values |= {first: random(size, 99), first + 1: random(size, 98)}
-        self.plan = Plan(
-            tuple(reductions),
-            tuple(Operand(spec_of(array), (0,)) for array in self.operands),
-            tuple(self._programs),
-            tuple(self._applies),
-            (Ref("reduction", 0),),
-        )
-        self.sizes = sizes
+        operands = tuple(Operand(spec_of(array), (0,)) for array in self.operands)
+        parts = tuple(reductions), operands, tuple(self._programs), tuple(self._applies)
+        self.plan, self.sizes = Plan(*parts, (Ref("reduction", 0),)), sizes
 
     def _add(self, fn, refs, variables, values, optional=False):
         program, met = traced(fn, variables, values)

@@ -183,13 +183,8 @@ def test_rows_lie_where_a_payload_has_them(reductions, data):
 
 
 TABLE = TensorSpec("float32", (9, 2))
-ROW_PLAN = Plan(
-    (
-        Reduction("sum", TABLE, (0,), "", "rows"),
-        Reduction("sum", TABLE, (0,)),
-        Reduction("sum", TABLE, (0,), "", "rows"),
-    )
-)
+ROWS = Reduction("sum", TABLE, (0,), "", "rows")
+ROW_PLAN = Plan((ROWS, Reduction("sum", TABLE, (0,)), ROWS))
 SAID = said_of(ROW_PLAN, (1.0, 1.0, 1.0), (3, 0))
 
 
@@ -226,10 +221,7 @@ def test_who_only_looks_sends_no_rows():
 
 
 THREE = TensorSpec("float32", (3,))
-VARIABLES = {
-    0: PlacedVariable(0, VariableSpec("vee", THREE), (0,)),
-    1: PlacedVariable(1, VariableSpec("uu", THREE), (0,)),
-}
+VARIABLES = {n: PlacedVariable(n, VariableSpec(name, THREE), (0,)) for n, name in enumerate(("vee", "uu"))}
 
 
 def section(fn, values=(THREE,), variables=(THREE,)):
@@ -237,11 +229,7 @@ def section(fn, values=(THREE,), variables=(THREE,)):
 
 
 BASE = section(lambda v, g: v.assign(v - g))
-
-
-def other_server():
-    (reduction,) = BASE.reductions
-    return replace(BASE, reductions=(replace(reduction, servers=(1,)),))
+ELSEWHERE = replace(BASE, reductions=(replace(BASE.reductions[0], servers=(1,)),))
 
 
 def one_update_more():
@@ -271,7 +259,7 @@ DIFFERENT = {
         "takes operand 0, float32[3], as #2",
     ),
     "an update more": (one_update_more(), "nothing", "update 1 of variable 'uu' on /job:ps/task:0 takes variable"),
-    "another server": (other_server(), "on /job:ps/task:0", "on /job:ps/task:1"),
+    "another server": (ELSEWHERE, "on /job:ps/task:0", "on /job:ps/task:1"),
     "something given back": (replace(BASE, returned=(Ref("reduction", 0),)), "nothing", "reduction 0 is returned"),
     "another checkpoint": (replace(BASE, snapshot=SnapshotOrder("x", (0,), 7)), "nothing", "'x' of round 7"),
 }
@@ -291,9 +279,8 @@ def test_sections_that_differ_are_told_apart(name):
 
 
 def test_attributes_are_told_apart():
-    one, two = (
-        section(lambda v, g, axis=axis: np.sum(g, axis=axis), [TensorSpec("float32", (3, 3))]) for axis in (0, 1)
-    )
+    square = [TensorSpec("float32", (3, 3))]
+    one, two = (section(lambda v, g, axis=axis: np.sum(g, axis=axis), square) for axis in (0, 1))
     told = compared([PlanText(one, VARIABLES), PlanText(two, VARIABLES)])
     assert ["axis=0" in told[0], "axis=1" in told[1]] == [True, True]
 

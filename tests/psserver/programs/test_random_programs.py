@@ -142,15 +142,9 @@ WORDS = [*DTYPES, "", "0", "object", "axis", "float33"]
 SMALL = 1 << 20
 
 integers = st.sampled_from(INTEGERS)
-attributes = st.one_of(
-    st.none(),
-    st.booleans(),
-    integers,
-    st.floats() | st.sampled_from([math.nan, math.inf]),
-    st.sampled_from(WORDS),
-    st.lists(integers, max_size=4).map(tuple),
-    st.sampled_from([*SHAPES, (0, 1), (1, 1), (1,) * 40]),
-)
+shapes = st.lists(integers, max_size=4).map(tuple) | st.sampled_from([*SHAPES, (0, 1), (1, 1), (1,) * 40])
+floats = st.floats() | st.sampled_from([math.nan, math.inf])
+attributes = st.one_of(st.none(), st.booleans(), integers, floats, st.sampled_from(WORDS), shapes)
 
 
 @st.composite

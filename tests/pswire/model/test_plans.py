@@ -122,7 +122,7 @@ def test_equal_plans_and_only_they_have_equal_ids(data):
 
 
 TWO = Program(
-    (Input("variable", TABLE), Input("value", TABLE), Input("value", TABLE)),
+    (Input("variable", TABLE), *[Input("value", TABLE)] * 2),
     (Node("multiply", (1, 2)), Node("add", (0, 3))),
     ((0, 4),),
     (),

@@ -42,12 +42,8 @@ def shared(ring: int | None = None) -> tuple[SharedArena, SharedView, list[int],
     ours, theirs = segment()
     freed: list[int] = []
     more = () if ring is None else (ring,)
-    return (
-        SharedArena(ours.memory, *more),
-        SharedView(theirs.memory, lambda place, size: freed.append(place), *more),
-        freed,
-        ours.memory,
-    )
+    view = SharedView(theirs.memory, lambda place, size: freed.append(place), *more)
+    return SharedArena(ours.memory, *more), view, freed, ours.memory
 
 
 # ---- Segments ----

@@ -51,18 +51,14 @@ def plain(message: sockets.Message) -> tuple[sockets.MessageKind, int, bytes, in
 
 NUMBERS = st.integers(0, (1 << 64) - 1)
 DATA = st.one_of(st.binary(max_size=100), st.integers(SCRATCH - 2, SCRATCH + 2).map(bytes))
+HEADS = st.tuples(st.sampled_from([*sockets.MessageKind]), NUMBERS, st.binary(max_size=100), NUMBERS)
 MESSAGES = st.builds(
-    lambda kind, call, header, offset, data, place: (
-        sockets.Message(kind, call, header, offset, len(data), sockets.INLINE, memoryview(data) if data else None)
+    lambda head, data, place: (
+        sockets.Message(*head, len(data), sockets.INLINE, memoryview(data) if data else None)
         if place is None
-        else sockets.Message(kind, call, header, offset, len(data), place)
+        else sockets.Message(*head, len(data), place)
     ),
-    st.sampled_from([*sockets.MessageKind]),
-    NUMBERS,
-    st.binary(max_size=100),
-    NUMBERS,
-    DATA,
-    st.one_of(st.none(), st.integers(0, sockets.INLINE - 1)),
+    *(HEADS, DATA, st.one_of(st.none(), st.integers(0, sockets.INLINE - 1))),
 )
 
 
