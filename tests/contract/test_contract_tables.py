@@ -205,13 +205,13 @@ def test_parts_on_two_servers(job, two):
     assert any(isinstance(future.exception(SOON), InvalidRequest) for future in futures[1::2])
 
 
-BY_IDS = Reduction("sum", WHOLE, (0,), form="rows")
+IDS, GIVEN = Reduction("sum", WHOLE, (0,), form="rows"), Ref("reduction", 0)
 OTHER_SHAPE = Reduction("sum", TensorSpec("float32", (5, 2)), (0,), form="keys")
 SQUARED = replace(adding(WHOLE), nodes=(Node("multiply", (0, 0)), Node("add", (2, 1))), assigns=((0, 3),))
 BAD_PLANS = {
     "whole": (lambda v: replace(by_keys(v), reductions=(Reduction("sum", WHOLE, (0,)),)), ProgramError, "'users'"),
-    "by ids": (lambda v: replace(by_keys(v), reductions=(BY_IDS,)), ProgramError, "table 'users' cannot run on"),
-    "returned": (lambda v: by_keys(v, returned=(Ref("reduction", 0),)), InvalidRequest, "keys cannot be returned"),
+    "by ids": (lambda v: replace(by_keys(v), reductions=(IDS,)), ProgramError, "dynamic table 'users' cannot run on"),
+    "returned": (lambda v: by_keys(v, returned=(GIVEN,)), InvalidRequest, "rows by keys cannot be returned"),
     "of another shape": (lambda v: Plan((OTHER_SHAPE,)), InvalidRequest, "must have a table's shape"),
     "cut to one row": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1),)), InvalidRequest, "cannot be shrunk"),
     "cut to many rows": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1 << 40),)), InvalidRequest, "cannot be shrunk"),

@@ -114,7 +114,7 @@ def test_a_program_that_is_said_to_keep_rows_keeps_them(program, seed):
     assert not (moved & finite).any()
 
 
-F, NUMBER = TensorSpec("float32", SHAPE), TensorSpec("float32", ())
+F, THREE, NUMBER = (TensorSpec("float32", shape) for shape in (SHAPE, (3,), ()))
 
 
 def nothing(*assigned):
@@ -153,16 +153,11 @@ def test_what_is_known_to_keep_rows(name):
 REFUSED = {
     "a sum": (lambda w, g: w.assign_add(g * np.sum(g)), [F], [F], "sum works neither elementwise"),
     "a number": (lambda w, g: w.assign_add(np.float32(1)), [NUMBER], [F], "only tables of one shape"),
-    "two shapes": (lambda w, u, g: w.assign_add(g * u), [F, TensorSpec("float32", (3,))], [F], "tables of one shape"),
+    "two shapes": (lambda w, u, g: w.assign_add(g * u), [F, THREE], [F], "only tables of one shape"),
     "an output": (lambda w, g: g + w.assign_add(g).value(), [F], [F], "cannot return results"),
     "an array": (lambda w, g: w.assign_add(g * np.ones(SHAPE, "float32")), [F], [F], "only tables and rows"),
     "a whole beside rows": (lambda w, g, h: w.assign_add(g * h), [F], [F, F], "cannot mix rows with whole arrays"),
-    "a scalar": (
-        lambda w, s, g: nothing(w.assign_add(g), s.assign_add(np.float32(1))),
-        [F, NUMBER],
-        [F],
-        "not scalars",
-    ),
+    "scalar": (lambda w, s, g: nothing(w.assign_add(g), s.assign_add(np.float32(1))), [F, NUMBER], [F], "not scalars"),
 }
 
 
