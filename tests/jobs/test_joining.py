@@ -98,6 +98,7 @@ def members(job, count):
     return generation is not None and len(generation.members) == count
 
 
+@pytest.mark.usefixtures("compiled_rounds")
 def test_two_become_four_and_then_one(tmp_path):
     """In the middle of a pass: each example comes once, and each step has the loss that it has where nobody comes."""
     gates = {GROW: "grow", SHRINK: "shrink"}

@@ -145,6 +145,7 @@ def problems(job):
 
 
 @pytest.mark.ci  # sim/test_returning_servers.py has it in simulated time
+@pytest.mark.usefixtures("compiled_rounds")
 def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_path):
     """One bit of a copy: within a span of rounds both servers name it, and all go on exactly without the other one.
 
@@ -177,6 +178,7 @@ def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_
         assert [line.count("have different values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
 
 
+@pytest.mark.usefixtures("compiled_rounds")
 def test_a_server_without_copies_that_is_replaced(tmp_path):
     """Its successor refuses the old sessions at once. Everyone started again goes on from the checkpoint.
 

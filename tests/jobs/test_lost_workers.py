@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 
 import psclient as ps
 from pstesting import faults
@@ -67,6 +68,7 @@ def after_the_lease(job, task, round, began):
     assert time.monotonic() - began < LEASE + MARGIN
 
 
+@pytest.mark.usefixtures("compiled_rounds")
 def test_workers_are_lost_one_after_another(tmp_path):
     """One leaves early, which nobody waits for; one is killed, and one is stopped: the others go on within a lease.
 

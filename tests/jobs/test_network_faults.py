@@ -69,6 +69,7 @@ ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "l
         pytest.param("grpc", {fault: 2 * rate for fault, rate in ALL.items()}, id="twice", marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.usefixtures("compiled_rounds")
 def test_the_variable_is_the_exact_sum(tmp_path, transport, rates):
     """2 rounds a step, 2 servers, 3 workers, integers: the exact sum after each round, whatever the network does."""
     rounds, counts, rates = 14, [], dict(rates)

@@ -158,6 +158,7 @@ class Losses:
     ("lags", "deaths"),
     [pytest.param(0, 4, id="each way once"), pytest.param(1, 50, id="often", marks=pytest.mark.soak)],
 )
+@pytest.mark.usefixtures("compiled_rounds")
 def test_no_round_is_torn(tmp_path, lags, deaths):
     """A worker is lost, in each of these ways, when one server has all of its push, and the other nothing."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}

@@ -8,6 +8,7 @@ Worlds
     workers          workers in threads of this process, a coordinator's too; the script `learn` of real processes
     simulated        whole jobs in simulated time, which a test makes fail
     transports       one server behind a transport, and networks that break
+    small_kernels    servers that compile rounds of small arrays, imported by processes that are forked
     faulty_servers   processes that die at a point of a save, flip a bit, or hold a read back
     shell            commands as a user types them; terminals; other hosts; what may be left behind
     storage          disks, an object store, checkpoints that were written by other means

@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 
+from pstesting import forks
+from pswire.variables import EXECS
 from tests.kit import strategies
 
 
@@ -114,3 +116,21 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
 def leaves_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher in this process waits for no server to leave: each waits for a job, and none begins."""
     monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)
+
+
+COMPILED_ROUNDS = "TESTS_COMPILED_ROUNDS"
+"""Names a file to which servers add a byte for each compiled round; see `small_kernels`."""
+
+
+@pytest.fixture
+def compiled_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Servers of the test's clusters compile rounds of small arrays, too; fails if none has run a compiled round.
+
+    Where processes are not forked (`PS_TESTS_EXEC`), servers compile as they do for users.
+    """
+    file = tmp_path / "compiled-rounds"
+    file.touch()
+    monkeypatch.setenv(COMPILED_ROUNDS, str(file))
+    with forks.having("tests.kit.small_kernels"):
+        yield
+    assert file.stat().st_size or os.environ.get(EXECS), "no round was compiled, as most of a real job are"
