@@ -215,9 +215,8 @@ class Rounds:
     def lacks(self, said: Contribution, place: Place) -> bool:
         """Returns True if the round of a contribution waits for others of its members, whatever else has happened."""
         generation, sequence = place[0], self.sequences.get(place[2])
-        if sequence is None or generation is None or generation.leaves_out or self.fenced:
-            return False
-        return sequence.lacks(said.round)
+        all_count = generation is not None and not (generation.leaves_out or self.fenced)
+        return all_count and sequence is not None and sequence.lacks(said.round)
 
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
         """Takes in which closures are over: the answers to their rounds are needed no more."""
@@ -398,9 +397,7 @@ class Rounds:
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
-        if not job.late:
-            return []
-        sent = self.sequences[job.sequence].open[job.round].sent
+        sent = self.sequences[job.sequence].open[job.round].sent if job.late else ()
         return [Run(part.payload.discard) for part in sent if part.said.session not in job.sessions]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
