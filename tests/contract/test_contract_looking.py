@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -79,8 +81,10 @@ def test_a_checkpoint_that_is_written_is_told(job: Job, worker: Worker):
 
 
 @pytest.mark.parametrize("serve", ["grpc", "tcp", "shm"], indirect=True)
-def test_a_process_tells_of_itself(job: Job, request: pytest.FixtureRequest):
-    """Its clock, its memory, what is installed, its port; and which transport each session uses."""
+def test_a_process_tells_of_itself(job: Job, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Its clock, its memory (0 where the system reports none), what is installed, its port; and which transport each
+    session uses.
+    """
     (worker,) = job.join(W0)
     v = job.variable(worker, np.zeros(2))
     transport = request.node.callspec.params["serve"]
@@ -92,6 +96,10 @@ def test_a_process_tells_of_itself(job: Job, request: pytest.FixtureRequest):
     assert process.data_port > 0
     assert process.transports.get(worker.session, "grpc") == transport
     assert process.traffic[f"{transport} sent"] >= 16
+    monkeypatch.setattr("psserver.network.process.STATM", Path("no such file"))
+    process = job.verbs[0].status().process
+    assert process is not None
+    assert process.resident == 0
 
 
 # ---- What a server was told last ----
