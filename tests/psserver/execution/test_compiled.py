@@ -1,5 +1,5 @@
 """A round compiled: it has the same bits as without, and computes numbers once. What else rounds that repeat meet, such
-as NaN or other weights, `core/test_repeated_rounds.py` shows."""
+as other weights, `core/test_repeated_rounds.py` shows."""
 
 from dataclasses import replace
 
@@ -137,6 +137,17 @@ def test_what_is_left_out_counts_no_step(kernels):
     assert all(same_bits(values[id], expected[id]) for id in values)
     assert [float(values[100 + place]) for place in range(len(SIZES))] == [5.0, 3.0, 5.0]
     assert [type(each) for each in job.prepared.compiled.values()] == [CompiledRound, type(None)]
+
+
+def test_nan_is_found_and_its_sender_named(kernels):
+    """As without: which variables have it, and who has sent it."""
+    steps, given = Steps(), sent()
+    job, values = warmed(kernels, steps), steps.fresh()
+    given[1][2][4] = np.nan
+    poisoned = replace(job_of(steps.plan, given, steps.operands), prepared=job.prepared)
+    found = run(poisoned, kernels, values, frozenset(values)).found
+    assert found.contributions == [(2, poisoned.parts[1].member.task)]
+    assert set(found.variables) == {FIRST + 2, FIRST + 3}
 
 
 def test_numbers_of_a_variable_that_was_assigned_since_are_computed_anew():
