@@ -138,10 +138,8 @@ class Core(ParameterServer):
             except PSError as error:
                 self.stimuli.refused(now, name, args, error)
                 raise
-            if answer is not None or effects:
-                refusal = _refusal(answer, effects, args)
-                if refusal is not None:
-                    self.stimuli.refused(now, name, args, refusal)
+            if (refusal := _refusal(answer, effects, args)) is not None:
+                self.stimuli.refused(now, name, args, refusal)
             return answer, [] if effects is UNCHANGED else effects + self.machine.progress(now)
 
     def _carry_out(self, effects: list[Effect]) -> Work | None:

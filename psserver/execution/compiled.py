@@ -199,7 +199,7 @@ class CompiledRound:
         if self._numbers:
             variables.assign(self._compute(known, counts))
         bases = [address_of(np.frombuffer(each, np.uint8)) if len(each) else 0 for each in sent]
-        given = [self._value(*one, sent, known) for one in self._given] if self._given else []
+        given = [self._value(*one, sent, known) for one in self._given]
         variables.assign({id: variables.before[id] for id in self._written})
         flags: list[tuple[int, int]] = []
         for table in self._tables:  # at last: what may fail comes before anything is written

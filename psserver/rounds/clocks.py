@@ -103,11 +103,6 @@ class Clocks:
         """All sessions that are known here."""
         return tuple(self._members)
 
-    @property
-    def counts(self) -> bool:
-        """True if any session has a clock."""
-        return bool(self._members)
-
     def begins(self, session: int, round: int) -> bool:
         """Returns whether a round may be applied: the answer of the round before it need not wait."""
         return self.answers(session, round - 1)

@@ -58,7 +58,7 @@ class LateAnswers:
 
     def hold(self, record: Record, waiters: list[Waiter]) -> list[Waiter]:
         """Holds back the answers of a round that have to wait for other workers; returns those that may go."""
-        if not self._rounds.clocks.counts:
+        if not self._rounds.clocks.sessions:
             return waiters
         late = [waiter for waiter in waiters if not self._may_go(waiter[0])]
         for said, future in late:

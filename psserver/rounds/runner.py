@@ -312,8 +312,7 @@ class Runner:
 
     def _end(self, running: Running, error: PSError | None, now: float) -> list[Effect]:
         """Ends a round that was applied, or has failed."""
-        execution = running.execution
-        job = execution.job
+        execution, job = running.execution, running.job
         self._store.end_loan()
         if job.put_off:
             self._phase = None

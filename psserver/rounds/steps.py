@@ -102,8 +102,7 @@ class StepRunner:
 
     def go_on(self, running: Running, follows: bool = False) -> list[Effect]:
         """Returns the next step, or the payload it has to wait for."""
-        execution = running.execution
-        job = execution.job
+        execution, job = running.execution, running.job
         running.awaits = execution.awaits()
         if running.awaits is not None:
             return [running.awaits]
@@ -162,8 +161,7 @@ class StepRunner:
         error: PSError | None,
         now: float,
     ) -> list[Effect]:
-        execution = running.execution
-        job = execution.job
+        execution, job = running.execution, running.job
         over = error is not None or execution.done
         if over and error is None:
             try:

@@ -253,7 +253,7 @@ def _varying(said: Contribution) -> bytes:
 class PushEncoder:
     """Encodes the headers of pushes: what a push says as the last one of its plan did, once. Used by any thread.
 
-    What varies comes last: what is before it is the same bytes from round to round.
+    The fields that vary come last. The bytes before them stay the same from round to round.
     """
 
     def __init__(self) -> None:

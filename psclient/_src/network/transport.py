@@ -91,7 +91,7 @@ class Offer:
 
 
 class CallOwner(Protocol):
-    """What has made a call, and may make it in another way. Its methods are called by any thread, and do not wait."""
+    """The maker of a call, which may make it in another way. Any thread calls its methods, and they do not wait."""
 
     def lost(self, call: TransportCall[Any], transport: Transport) -> None:
         """A transport is lost on which a call was under way."""
