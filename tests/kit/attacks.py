@@ -44,6 +44,9 @@ STRANGER = Task("worker", 7)
 SOON = 60.0
 """Seconds within which an attack is answered, where its verb does not wait: far longer than it takes."""
 
+MAX_SPOILT_BYTES = 1 << 18
+"""Bytes of a repeated field of messages. Without a bound, 5,000 messages of 5,000 words each take minutes."""
+
 PATIENCE = 0.03
 """Seconds for which an attack waits where its verb does."""
 
@@ -111,8 +114,8 @@ def _spoil(draw: Any, message: Message, field: Any) -> None:
     if draw(st.integers(0, 9)) == 0:
         message.ClearField(field.name)
     elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-        held = field.message_type.fields_by_name["value"]
-        getattr(message, field.name)[draw(st.sampled_from(WORDS))] = _value(draw, held)
+        key, held = (_value(draw, field.message_type.fields_by_name[half]) for half in ("key", "value"))
+        getattr(message, field.name)[key] = held
     elif field.is_repeated:
         _spoil_many(draw, getattr(message, field.name), field)
     elif field.message_type is not None:
@@ -135,7 +138,7 @@ def _spoil_many(draw: Any, items: Any, field: Any) -> None:
         if items and draw(st.booleans()):
             new.CopyFrom(items[0])
         spoil(draw, new)
-        items.extend([new] * many)
+        items.extend([new] * min(many, 1 + MAX_SPOILT_BYTES // (1 + new.ByteSize())))
 
 
 def _value(draw: Any, field: Any) -> Any:
