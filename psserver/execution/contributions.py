@@ -68,6 +68,7 @@ class MemberInput:
         self.task = part.member.task
         self.gone = False
         self.places = plan.layout(part.said)
+        self._ids: dict[int, Array] = {}  # that were asked for
 
     @cached_property
     def _left(self) -> deque[tuple[int, int]]:
@@ -142,11 +143,11 @@ class MemberInput:
 
         Of one by keys (2, n): the keys, and how often each came.
         """
-        place = self.places.rows.get(index)
-        if place is None:
-            return None
-        spec = TensorSpec("int64", (2, place[2]) if keyed else (place[2],))
-        return join(self.part.payload.pieces(place[0], spec), spec)
+        found, place = self._ids.get(index), self.places.rows.get(index)
+        if found is None and place is not None:
+            spec = TensorSpec("int64", (2, place[2]) if keyed else (place[2],))
+            found = self._ids[index] = join(self.part.payload.pieces(place[0], spec), spec)
+        return found
 
     def reached(self, reductions: Numbers) -> int:
         """Returns how many of these contributions, from the first on, have arrived, or are not waited for any more."""

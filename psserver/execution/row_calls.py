@@ -39,6 +39,7 @@ class RowsCall:
     Attributes:
         use: the argument.
         numbers: as a range.
+        assigned: numbers of the variables that it assigns.
         rows: the rows of all members, one behind another.
         reduction: number of the reduction that they are of.
     """
@@ -56,6 +57,7 @@ class RowsCall:
         on_trial: bool = False,
     ) -> None:
         self.numbers = range(number, number + 1)
+        self.assigned: Set[int] = frozenset(application.assigned)
         self.reduction = use.reduction
         size: int | None = None
         if found is not None:
@@ -83,11 +85,6 @@ class RowsCall:
         """The rows that it updates, each once."""
         return self._update.ids
 
-    @property
-    def assigned(self) -> set[int]:
-        """Numbers of the variables that it assigns."""
-        return set(self._application.assigned)
-
     def reserve(self, own: Set[int], keeps_old: bool) -> None:
         """Decides where it writes; takes memory for the variables that it cannot write in place.
 
@@ -96,10 +93,11 @@ class RowsCall:
             keeps_old: True if a later part of the round may fail.
         """
         self._own, self._keeps_old = own | set(self.use.tables), keeps_old or self._on_trial
-        specs = {id: (dtype, shape) for id, dtype, shape in self._application.variables}
-        xp = self._kernels.device.xp
-        with self._kernels.device.scope():
-            self._new = {id: xp.empty(specs[id][1], dtype=specs[id][0]) for id in self.assigned - self._own}
+        new = self.assigned - self._own
+        if new:
+            xp, variables = self._kernels.device.xp, self._application.variables
+            with self._kernels.device.scope():
+                self._new = {id: xp.empty(shape, dtype=dtype) for id, dtype, shape in variables if id in new}
 
     @property
     def may_fail(self) -> bool:

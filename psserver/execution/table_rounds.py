@@ -70,7 +70,7 @@ class TableRounds:
                 reductions.setdefault(self._table(application), {})[application.rows.reduction] = None
         try:
             for stored, needs in reductions.items():
-                before = stored.table.in_memory
+                before = 0 if room < 0 else stored.table.in_memory
                 self._begin(stored, list(needs), room)
                 room = room if room < 0 else max(room + before - stored.table.in_memory, 0)
         except BaseException:
@@ -90,9 +90,11 @@ class TableRounds:
         sizes = [each.shape[1] for part in parts for each in part]
         opened = table.begin(table.round + 1, stored.keys(keys), times, room, sizes)
         self._begun.append(stored)
-        counts = [sum(each.shape[1] for each in part) for part in parts]
-        cut = np.cumsum(counts)[:-1]
-        self._slots |= {n: (stored, slots) for n, slots in zip(reductions, np.split(opened.slots, cut), strict=True)}
+        at = 0
+        for number, part in zip(reductions, parts, strict=True):
+            count = sum([each.shape[1] for each in part])
+            self._slots[number] = stored, opened.slots[at : at + count]
+            at += count
         if stored.deferred is not None:
             stored.deferred.begin(opened.new, len(table.arrays[0]))
 

@@ -81,7 +81,7 @@ class Form:
         """Arguments of `cupy.ElementwiseKernel`: inputs, outputs, operation, preamble."""
         return (*cuda_source(self), CUDA_PREAMBLE)
 
-    @property
+    @cached_property
     def targets(self) -> frozenset[int]:
         """Inputs that are assigned."""
         return frozenset(target for target, _ in self.program.assigns)

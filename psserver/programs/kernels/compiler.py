@@ -26,7 +26,7 @@ from psserver.programs.kernels import functions, intrinsics, machine_code, row_g
 from psserver.programs.kernels.background import Background
 from psserver.programs.kernels.codegen import HALVES, Form, Parameter, parameters
 from psserver.programs.kernels.kept import KeptCode, kept_in
-from psserver.programs.kernels.row_codegen import RowForm, bits, rooms
+from psserver.programs.kernels.row_codegen import RowForm, bits
 from psserver.programs.kernels.row_groups import ARRAYS, NUMBERS, grouping
 from pswire.model.tensor import DTYPES
 
@@ -95,6 +95,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._asked: dict[object, int] = {}  # guarded by the lock, as all below
         self._kernels: dict[object, Future[Any]] = {}
+        self._made: dict[object, Any] = {}  # those that are done: they are asked for in each round
         self._late = set[object]()  # waited for in vain: a round may request one for each variable
         self._told = False
 
@@ -113,7 +114,7 @@ class Compiler:
     def rows(self, form: RowForm) -> NumbaKernel | None:
         """Returns the kernel of a form for rows of tables in host memory; None while there is none."""
         index = Parameter("array", 0, "int64")
-        return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + rooms(form))
+        return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + form.rooms)
 
     def replay(self, form: RowForm) -> NumbaKernel | None:
         """Returns the kernel that makes up updates which rows have missed; None while there is none."""
@@ -126,7 +127,7 @@ class Compiler:
     def _replayed(self, form: RowForm, text: str) -> NumbaKernel | None:
         taken = [p for p in parameters(form) if p.role != "part"]
         index = Parameter("array", 0, "int64")
-        return self._pointed(text, 5, [index] * 2 + taken + rooms(form, replayed=True) + bits(form))
+        return self._pointed(text, 5, [index] * 2 + taken + form.replay_rooms + bits(form))
 
     def groups(self) -> NumbaKernel | None:
         """Returns `row_groups.grouping`, compiled; None while it is not."""
@@ -231,13 +232,19 @@ class Compiler:
         self._background.close(STOP_SECONDS)
 
     def _get(self, key: object, build: Callable[[], Any], now: bool = False) -> Any | None:
+        made = self._made.get(key)
+        if made is not None:
+            return made
         with self._lock:
             if key not in self._kernels:
                 self._ask(key, build, 1 if now else self._patience)
             found = self._kernels.get(key)
         if found is not None and now and key not in self._late and wait([found], WAIT_SECONDS).not_done:
             self._late.add(key)
-        return found.result() if found and found.done() and not found.cancelled() else None
+        made = found.result() if found and found.done() and not found.cancelled() else None
+        if made is not None:
+            self._made[key] = made
+        return made
 
     def _ask(self, key: object, build: Callable[[], Any], patience: int) -> None:
         if len(self._asked) >= MAX_KERNELS:

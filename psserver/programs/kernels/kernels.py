@@ -16,7 +16,7 @@ from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from psserver.programs.kernels.fusion import Step, split, whole
 from psserver.programs.kernels.launch import Crew
 from psserver.programs.kernels.row_codegen import RowForm
-from psserver.programs.kernels.row_steps import split_rows
+from psserver.programs.kernels.row_steps import RowSteps
 from pswire.model.program import Program
 
 MAX_KNOWN = 10_000
@@ -149,7 +149,7 @@ class Kernels:
         # all else here. What is remembered holds them, so that no number is used twice.
         self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self._wholes: dict[int, tuple[Program, Step]] = {}
-        self._row_steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
+        self._row_steps: dict[int, tuple[Program, RowSteps]] = {}
         self._known: dict[object, _Known] = {}
         self._stages: dict[object, tuple[Program, tuple[Stage, ...]]] = {}
         self._asked: dict[int, tuple[Program, int]] = {}
@@ -216,9 +216,9 @@ class Kernels:
         """Returns a program as one step, which is interpreted."""
         return self._made(self._wholes, program, whole)
 
-    def row_steps(self, program: Program) -> tuple[Step, ...]:
-        """Returns the steps of a program that updates rows of tables: see `split_rows`."""
-        return self._made(self._row_steps, program, split_rows)
+    def row_steps(self, program: Program) -> RowSteps:
+        """Returns the steps of a program that updates rows of tables; raises `ProgramError` for another one."""
+        return self._made(self._row_steps, program, RowSteps.of)
 
     def _made(self, kept: dict[int, tuple[Program, K]], program: Program, make: Callable[[Program], K]) -> K:
         found = kept.get(id(program))

@@ -21,7 +21,7 @@ from psserver.programs.kernels.fusion import Step
 from psserver.programs.kernels.kernels import Kernels, RowKernel
 from psserver.programs.kernels.row_codegen import bits
 from psserver.programs.kernels.row_steps import split_rows
-from psserver.programs.kernels.rows import resized, rooms_for, row_step, table_shape
+from psserver.programs.kernels.rows import resized, rooms_for
 from pswire.model.program import Program
 from pswire.model.row_updates import row_shape
 from pswire.model.rows import Int64s
@@ -57,7 +57,8 @@ class Replay:
     def __init__(self, kernels: Kernels, program: Program, closed: bool = False) -> None:
         self._kernels, self.closed = kernels, closed
         self.xp = kernels.device.xp
-        shape, step = table_shape(program), row_step(kernels, program)
+        steps = kernels.row_steps(program)
+        shape, step = steps.shape, steps.last
         inputs = list(enumerate(step.program.inputs))
         own = [n for n, item in inputs if item.kind == "variable" and item.spec.shape]
         own.sort(key=lambda n: step.args[n])

@@ -78,6 +78,18 @@ class RowForm(Form):
         return resting(self.program, self.sums)
 
     @cached_property
+    def rooms(self) -> list[Parameter]:
+        """The arrays that an update takes for one row and `functions.DEPTH` elements, for one call at a time."""
+        sums = [p for p in parameters(self) if p.role == "part"]
+        return [*(Parameter("room", p.value, p.dtype, written=True) for p in sums), *self.replay_rooms]
+
+    @cached_property
+    def replay_rooms(self) -> list[Parameter]:
+        """The arrays that updates that rows have missed take, as `rooms`."""
+        specs = self.program.specs
+        return [Parameter("kept", n, NUMBA.types[specs[n].dtype], written=True) for n in self.kept]
+
+    @cached_property
     def nodes(self) -> dict[int, Node]:
         """The nodes by number."""
         return dict(enumerate(self.program.nodes, len(self.program.inputs)))
@@ -151,16 +163,6 @@ def tables(form: RowForm) -> list[Parameter]:
     return [p for p in parameters(form) if p.role == "array"]
 
 
-def rooms(form: RowForm, replayed: bool = False) -> list[Parameter]:
-    """Returns the arrays that a kernel takes for one row and `functions.DEPTH` elements, for one call at a time."""
-    sums = [] if replayed else [p for p in parameters(form) if p.role == "part"]
-    specs = form.program.specs
-    return [
-        *(Parameter("room", p.value, p.dtype, written=True) for p in sums),
-        *(Parameter("kept", n, NUMBA.types[specs[n].dtype], written=True) for n in form.kept),
-    ]
-
-
 def bits(form: RowForm) -> list[Parameter]:
     """Returns the tables that may be zero in a row that no update changes, as parameters of unsigned numbers."""
     sizes = {n: DTYPES[form.program.inputs[n].spec.dtype].itemsize for n in form.rested}
@@ -193,7 +195,7 @@ def rows_source(form: RowForm) -> str:
     table meets the sum of the rows `order[starts[r]:starts[r + 1]]` of each of those inputs, which have `count` rows of
     `width` elements. Wide tables have `size` elements.
     """
-    taken, own = parameters(form), rooms(form)
+    taken, own = parameters(form), form.rooms
     rows = [p for p in taken if p.role == "part"]
     pointers = ", ".join(f"p_{p.name}" for p in (*taken, *own))
     lines = [f"def kernel(n, width, size, count, p_ids, p_starts, p_order, {pointers}):"]
@@ -221,7 +223,7 @@ def replay_source(form: RowForm, once: bool = False) -> str:
     update, number `first[r]`.
     """
     taken = [p for p in parameters(form) if p.role != "part"]
-    own, zero = rooms(form, replayed=True), bits(form)
+    own, zero = form.replay_rooms, bits(form)
     pointers = ", ".join(f"p_{p.name}" for p in (*taken, *own, *zero))
     lines = [f"def kernel(n, width, size, count, kept, p_ids, p_first, {pointers}):"]
     lines += ["    ids, first = carray(p_ids, n), carray(p_first, n)"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from psserver.programs.kernels.codegen import HALVES
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, MAX_FUSED, Shape, Step, whole
+from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
-from pswire.model.row_updates import ALONG_ROWS, table_shape
+from pswire.model.row_updates import ALONG_ROWS, refusal, table_shape
 from pswire.model.tensor import DTYPES
 
 ROW_DTYPES = KERNEL_DTYPES | frozenset(HALVES)
@@ -15,6 +17,34 @@ ROW_DTYPES = KERNEL_DTYPES | frozenset(HALVES)
 
 REDUCED = {"sum": "biufV", "mean": "fV", "max": "iufV", "min": "iufV"}
 """Kinds of dtypes that kernels reduce along rows. NumPy makes the mean of integers of pieces, as float64."""
+
+
+@dataclass(frozen=True)
+class RowSteps:
+    """An update of rows, as it is split.
+
+    Attributes:
+        shape: shape of the tables.
+        numbers: the steps before the last one.
+        last: the step that takes rows: the last one if a kernel can run it, else the whole program.
+        scalars: numbers of the values that the last step takes as scalars.
+    """
+
+    shape: Shape
+    numbers: tuple[Step, ...]
+    last: Step
+    scalars: tuple[int, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> RowSteps:
+        """Splits a program; raises `ProgramError` for one that cannot run on rows."""
+        why = refusal(program, [number for number, item in enumerate(program.inputs) if item.kind == "value"])
+        if why is not None:
+            raise ProgramError(why)
+        *numbers, last = split_rows(program)
+        taken = zip(last.args, last.program.inputs, strict=True)
+        scalars = tuple(number for number, item in taken if not item.spec.shape)
+        return cls(table_shape(program), tuple(numbers), last, scalars)
 
 
 def split_rows(program: Program) -> tuple[Step, ...]:

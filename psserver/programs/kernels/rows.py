@@ -7,7 +7,6 @@ rows are given; rows for the same place are summed first, in order of arrival.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,14 +14,13 @@ import numpy as np
 
 from psserver.programs import interpreter
 from psserver.programs.kernels.functions import DEPTH
-from psserver.programs.kernels.fusion import Shape, Step
+from psserver.programs.kernels.fusion import Shape
 from psserver.programs.kernels.kernels import Kernels, RowKernel
-from psserver.programs.kernels.row_codegen import rooms
 from psserver.programs.kernels.row_groups import RowGroups
+from psserver.programs.kernels.row_steps import RowSteps
 from pswire.errors import ProgramError
 from pswire.model import row_updates
 from pswire.model.program import Input, Node, Program
-from pswire.model.row_updates import refusal
 from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, spec_of
 
 RUN = 1024
@@ -42,7 +40,7 @@ class RowUpdate:
     Attributes:
         may_fail: True if it may fail for want of memory when it runs.
         ids: int64[k], the places, in increasing order, each once.
-        scalars: once it has run, the scalars that `row_step` takes, in the order of its inputs.
+        scalars: once it has run, the scalars that the last of its steps takes, in order.
 
     Raises:
         ProgramError: the program is of another kind.
@@ -51,12 +49,13 @@ class RowUpdate:
 
     def __init__(self, kernels: Kernels, program: Program, ids: Array, size: int | None = None) -> None:
         self._kernels, self._program = kernels, program
-        shape = table_shape(program)
+        self._steps = kernels.row_steps(program)
+        shape = self._steps.shape
         self._shape = shape if size is None else (size, *shape[1:])
         self._groups = RowGroups.of(ids, self._shape[0], kernels.compiler.groups())
         self.ids = self._groups.ids
         self.scalars: list[Any] = []
-        self._kernel = kernel_of(kernels, program)
+        self._kernel = _kernel(kernels, self._steps)
         self.may_fail = self._kernel is None
         self._rooms = rooms_for(self._kernel, self._shape, -(-len(self.ids) // RUN)) if self._kernel else []
 
@@ -71,23 +70,21 @@ class RowUpdate:
             ProgramError: an input is of another kind. Nothing has changed then.
         """
         _check_inputs(self._program, inputs, (len(self._groups.order), *self._shape[1:]), self._shape[0])
-        *numbers, step = self._kernels.row_steps(self._program)
         values = dict(enumerate(inputs))
-        for before in numbers:
+        for before in self._steps.numbers:
             _, results = interpreter.run(
                 before.program, [values[number] for number in before.args], self._kernels.device.xp
             )
             values.update(zip(before.results, results, strict=True))
-        taken = zip(step.args, step.program.inputs, strict=True)
-        self.scalars = [values[number] for number, item in taken if not item.spec.shape]
+        self.scalars = [values[number] for number in self._steps.scalars]
         if self._kernel is None:
             _interpret(self._kernels, self._program, inputs, self._groups)
         else:
-            self._compute(self._kernel, step, values)
+            self._compute(self._kernel, values)
 
-    def _compute(self, kernel: RowKernel, last: Step, values: Mapping[int, Any]) -> None:
-        kernels, groups, shape = self._kernels, self._groups, self._shape
-        arrays = [np.ascontiguousarray(values[last.args[p.value]]) for p in kernel.parameters]
+    def _compute(self, kernel: RowKernel, values: Mapping[int, Any]) -> None:
+        kernels, groups, shape, args = self._kernels, self._groups, self._shape, self._steps.last.args
+        arrays = [np.ascontiguousarray(values[args[p.value]]) for p in kernel.parameters]
         sizes = prod(shape[1:]), prod(shape), len(groups.order)
         ids, starts, *tables = (address_of(array) for array in (groups.ids, groups.starts, groups.order, *arrays))
         calls = [
@@ -102,26 +99,25 @@ def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: A
     RowUpdate(kernels, program, ids).run(inputs)
 
 
-def row_step(kernels: Kernels, program: Program) -> Step:
-    """Returns the step of a program that takes rows: its last one if a kernel can run it, else the whole program."""
-    return kernels.row_steps(program)[-1]
-
-
 def kernel_of(kernels: Kernels, program: Program) -> RowKernel | None:
     """Returns the kernel that runs a program on rows; None if the interpreter does, maybe until it is compiled."""
-    step = row_step(kernels, program)
-    return kernels.rows(step) if kernels.device.gpu is None and step.shape is not None else None
+    return _kernel(kernels, kernels.row_steps(program))
+
+
+def _kernel(kernels: Kernels, steps: RowSteps) -> RowKernel | None:
+    return kernels.rows(steps.last) if kernels.device.gpu is None and steps.last.shape is not None else None
 
 
 def rooms_for(kernel: RowKernel, shape: Shape, calls: int, replayed: bool = False) -> list[Array]:
     """Returns the memory that calls of a kernel take for a row: for each of its rooms an array with a row for each."""
     size = prod(shape[1:]) + DEPTH
-    return [np.empty((calls, size), DTYPES[p.dtype]) for p in rooms(kernel.form, replayed)]
+    rooms = kernel.form.replay_rooms if replayed else kernel.form.rooms
+    return [np.empty((calls, size), DTYPES[p.dtype]) for p in rooms]
 
 
 def is_settled(kernels: Kernels, program: Program) -> bool:
     """Returns True if a program that can run on rows runs in the same way from now on."""
-    fused = kernels.device.gpu is None and row_step(kernels, program).shape is not None
+    fused = kernels.device.gpu is None and kernels.row_steps(program).last.shape is not None
     return not fused or kernel_of(kernels, program) is not None
 
 
@@ -142,23 +138,17 @@ def divided(program: Program, value: int) -> Program:
     )
 
 
-def table_shape(program: Program) -> Shape:
-    """Returns the shape of a program's tables; raises `ProgramError` for a program that cannot run on rows."""
-    given = [number for number, item in enumerate(program.inputs) if item.kind == "value"]
-    why = refusal(program, given)
-    if why is not None:
-        raise ProgramError(why)
-    return row_updates.table_shape(program)
-
-
 def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape, size: int) -> None:
     """Checks dtypes, shapes and contiguity of the inputs, since kernels see addresses only."""
     for index, (item, array) in enumerate(zip(program.inputs, inputs, strict=True)):
-        table = (size, *item.spec.shape[1:]) if item.spec.shape else ()
-        spec = replace(item.spec, shape=rows if item.kind == "value" and table else table)
-        if spec_of(array) != spec or not (array.flags.c_contiguous or item.kind != "variable"):
+        spec = item.spec
+        table = (size, *spec.shape[1:]) if spec.shape else ()
+        shape = rows if item.kind == "value" and table else table
+        contiguous = array.flags.c_contiguous or item.kind != "variable"
+        if array.dtype != DTYPES[spec.dtype] or array.shape != shape or not contiguous:
+            wanted = TensorSpec(spec.dtype, shape)
             raise ProgramError(
-                f"input {index} of an update of rows must be a contiguous {spec}, but got {spec_of(array)}"
+                f"input {index} of an update of rows must be a contiguous {wanted}, but got {spec_of(array)}"
             )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from psserver.programs.kernels.closed_forms import closed_form
 from psserver.programs.kernels.replay import MANY, Replay
-from psserver.programs.kernels.rows import RowUpdate, row_step
+from psserver.programs.kernels.rows import RowUpdate
 from pswire.model.tensor import TensorSpec
 from tests.kit.programs import kept_kernels, same_bits, traced
 
@@ -208,7 +208,7 @@ def one_for_each_row(w, m, s, g):
 def form_of(kernels, fn, dtype, tables, width=WIDTH):
     """The closed form of a function of tables, of which the last one has another width, and a gradient."""
     specs = [TensorSpec(dtype, (ROWS, WIDTH))] * (tables - 1) + [TensorSpec(dtype, (ROWS, width))]
-    program = row_step(kernels, traced(fn, specs, specs[:1])[0]).program
+    program = kernels.row_steps(traced(fn, specs, specs[:1])[0]).last.program
     return closed_form(program, [tables], range(tables))
 
 

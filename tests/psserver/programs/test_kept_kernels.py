@@ -22,7 +22,6 @@ from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import split
 from psserver.programs.kernels.kept import KeptCode
 from psserver.programs.kernels.kernels import row_form
-from psserver.programs.kernels.row_codegen import rooms
 from psserver.programs.kernels.row_steps import split_rows
 from pstesting import forks
 from pswire.model.tensor import TensorSpec
@@ -84,7 +83,7 @@ def test_kernels_of_rows_are_kept_too():
     """What sorts received rows, and what computes on rows of tables: all that servers compile for the CPU."""
     half = TensorSpec("float16", (5, 300))
     form = row_form(split_rows(traced(in_a_ball, [half], [half])[0])[-1])
-    taken = ["int64"] * 3 + [p.dtype for p in (*parameters(form), *rooms(form))]
+    taken = ["int64"] * 3 + [p.dtype for p in (*parameters(form), *form.rooms)]
     of_rows, code = (
         machine_code.object_code(compile_numba(kernel, sizes, dtypes).compiled.inspect_llvm(), sizes, len(dtypes))
         for kernel, sizes, dtypes in (

@@ -11,7 +11,7 @@ from psserver.programs.kernels.replay import Replay
 from psserver.programs.kernels.row_codegen import LOOK
 from psserver.programs.kernels.row_groups import RowGroups
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
-from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized, row_step
+from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
@@ -33,7 +33,7 @@ def kernels():
 
 
 def compiled(kernels, program, replayed=False):
-    step, make = row_step(kernels, program), kernels.replay if replayed else kernels.rows
+    step, make = kernels.row_steps(program).last, kernels.replay if replayed else kernels.rows
     if step.shape is None:
         return False
     make(step)
