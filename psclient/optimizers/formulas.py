@@ -50,8 +50,8 @@ def proximal_descent(o: Any, v: Value, g: Value, t: Value) -> None:
 # ---- By moments of the gradient ----
 
 
-def adam(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most: Value) -> None:
-    """Keras, TensorFlow 1: the paper's "epsilon hat" is added to the root of a moment that is not corrected."""
+def adam(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most: Value = None) -> None:
+    """Keras, TensorFlow 1, PyTorch's SparseAdam: the paper's "epsilon hat" is added to a root that is not corrected."""
     first, second = _corrections(o, t)
     rate = (o.learning_rate * np.sqrt(second) / first).astype(g.dtype)
     _move(o, g, m, s)
@@ -63,8 +63,7 @@ def adam(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most: Value) 
 def adam_of_torch(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most: Value) -> None:
     """PyTorch: epsilon is added to the corrected root."""
     t = t.astype(np.float64)
-    m.assign_add((1 - o.beta_1) * (g - m))
-    s.assign(o.beta_2 * s + (1 - o.beta_2) * g * g)
+    _move_of_torch(o, g, m, s)
     if most is not None:
         most.assign(np.maximum(most, s))
         s = most
@@ -75,15 +74,54 @@ def adam_of_torch(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, most
 
 def adam_of_optax(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value) -> None:
     """optax: as PyTorch, with corrections in the gradient's precision, where 1 - 0.999 has an error of 1e-5."""
-    t = t.astype(g.dtype)
+    first, size = _corrected_of_optax(o, g, t.astype(g.dtype), m, s)
+    step = first / size
+    if o._decaying:  # a step of its own would be rounded twice, each time alike
+        step = step + o.weight_decay * v.astype(g.dtype)
+    v.assign_sub(o.learning_rate * step)
+
+
+def _corrected_of_optax(o: Any, g: Value, t: Value, m: Value, s: Value) -> tuple[Value, Value]:
+    """Moves both moments, and returns the first one and the root of the second one, corrected."""
     m.assign(o.b1 * m + (1 - o.b1) * g)
     s.assign(o.b2 * s + (1 - o.b2) * g * g)
     now, next, second = 1 - o.b1**t, 1 - o.b1 ** (t + 1), 1 - o.b2**t
     first = o.b1 * m / next + (1 - o.b1) * g / now if o.nesterov else m / now
-    step = first / (np.sqrt(s / second + o.eps_root) + o.eps)
-    if o._decaying:  # a step of its own would be rounded twice, each time alike
-        step = step + o.weight_decay * v.astype(g.dtype)
-    v.assign_sub(o.learning_rate * step)
+    return first, np.sqrt(s / second + o.eps_root) + o.eps
+
+
+def radam_of_torch(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value) -> None:
+    """PyTorch: epsilon is added to the root of a moment that is not corrected."""
+    first, second = _corrections(o, t)
+    length, factor = _rectification(o.beta_2, t.astype(np.float64), 5.0)
+    _move_of_torch(o, g, m, s)
+    known = length > 5.0
+    rate = o.learning_rate / first * np.where(known, factor * np.sqrt(second), 1.0)
+    v.assign_sub(rate.astype(g.dtype) * (m / np.where(known, np.sqrt(s) + o.epsilon, 1.0)))
+
+
+def radam_of_optax(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value) -> None:
+    """optax: with the corrections of its Adam."""
+    t = t.astype(g.dtype)
+    length, factor = _rectification(o.b2, t, o.threshold)
+    first, size = _corrected_of_optax(o, g, t, m, s)
+    v.assign_sub(o.learning_rate * np.where(length >= o.threshold, factor * first / size, first))
+
+
+def _rectification(beta_2: Value, t: Value, least: Value) -> tuple[Value, Value]:
+    """Returns of how many gradients the second moment is a mean, and the factor of a step that is divided by its root.
+
+    Source: Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond", 2020.
+
+    Args:
+        beta_2: decay of the second moment.
+        t: number of steps, in the precision of the computation.
+        least: the number of gradients from which on the factor is used.
+    """
+    power, limit = beta_2**t, 2 / (1 - beta_2) - 1
+    length = limit - 2 * t * power / (1 - power)
+    most, now = np.maximum(limit, least), np.maximum(length, least)  # else a factor that is not used may be no number
+    return length, np.sqrt((now - 4) * (now - 2) * most / ((most - 4) * (most - 2) * now))
 
 
 def adamax(o: Any, v: Value, g: Value, t: Value, m: Value, u: Value) -> None:
@@ -92,6 +130,21 @@ def adamax(o: Any, v: Value, g: Value, t: Value, m: Value, u: Value) -> None:
     m.assign_add((1 - o.beta_1) * (g - m))
     u.assign(np.maximum(o.beta_2 * u, np.abs(g)))
     v.assign_sub(rate * m / (u + o.epsilon))
+
+
+def adamax_of_torch(o: Any, v: Value, g: Value, t: Value, m: Value, u: Value) -> None:
+    """PyTorch: epsilon is added to each gradient's size."""
+    rate = (o.learning_rate / _corrections(o, t)[0]).astype(g.dtype)
+    m.assign_add((1 - o.beta_1) * (g - m))
+    u.assign(np.maximum(o.beta_2 * u, np.abs(g) + o.epsilon))
+    v.assign_sub(rate * (m / u))
+
+
+def adamax_of_optax(o: Any, v: Value, g: Value, t: Value, m: Value, u: Value) -> None:
+    """optax: as PyTorch, with the correction in the gradient's precision."""
+    m.assign(o.b1 * m + (1 - o.b1) * g)
+    u.assign(np.maximum(o.b2 * u, np.abs(g) + o.eps))
+    v.assign_sub(o.learning_rate * (m / (1 - o.b1 ** t.astype(g.dtype)) / u))
 
 
 def nadam(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, product: Value) -> None:
@@ -112,6 +165,22 @@ def nadam_product(o: Any, product: Value, t: Value) -> Value:
 
 def _nadam_momentum(o: Any, step: Value) -> Value:
     return o.beta_1 * (1 - 0.5 * 0.96**step)
+
+
+def nadam_of_torch(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value, product: Value) -> None:
+    """PyTorch: momenta change more slowly; `nadam_product_of_torch` has moved their product."""
+    step = t.astype(np.float64)
+    now, next = _nadam_momentum(o, step * o.momentum_decay), _nadam_momentum(o, (step + 1) * o.momentum_decay)
+    of_m, of_g = o.learning_rate * next / (1 - product * next), o.learning_rate * (1 - now) / (1 - product)
+    _move_of_torch(o, g, m, s)
+    size = np.sqrt(s / _corrections(o, t)[1].astype(g.dtype)) + o.epsilon
+    v.assign_sub(of_g.astype(g.dtype) * (g / size))
+    v.assign_sub(of_m.astype(g.dtype) * (m / size))
+
+
+def nadam_product_of_torch(o: Any, product: Value, t: Value) -> Value:
+    """Returns the product of the momenta of all steps, this one included."""
+    return product * _nadam_momentum(o, t.astype(np.float64) * o.momentum_decay)
 
 
 def lamb(o: Any, v: Value, g: Value, t: Value, m: Value, s: Value) -> None:
@@ -165,9 +234,18 @@ def proximal_adagrad(o: Any, v: Value, g: Value, t: Value, total: Value) -> None
 
 
 def adadelta(o: Any, v: Value, g: Value, t: Value, gradients: Value, steps: Value) -> None:
-    """Keras, TensorFlow 1."""
+    """Keras, TensorFlow 1, PyTorch."""
+    _adadelta(o, v, g, o.epsilon, gradients, steps)
+
+
+def adadelta_of_optax(o: Any, v: Value, g: Value, t: Value, gradients: Value, steps: Value) -> None:
+    """optax: weights decay by the gradient."""
+    _adadelta(o, v, g + o.weight_decay * v.astype(g.dtype) if o._decaying else g, o.eps, gradients, steps)
+
+
+def _adadelta(o: Any, v: Value, g: Value, epsilon: Value, gradients: Value, steps: Value) -> None:
     gradients.assign(o.rho * gradients + (1 - o.rho) * g * g)
-    step = np.sqrt(steps + o.epsilon) / np.sqrt(gradients + o.epsilon) * g
+    step = np.sqrt(steps + epsilon) / np.sqrt(gradients + epsilon) * g
     steps.assign(o.rho * steps + (1 - o.rho) * step * step)
     v.assign_sub(o.learning_rate * step)
 
@@ -216,6 +294,12 @@ def _move(o: Any, g: Value, m: Value, s: Value) -> None:
     """Moves both moments towards the gradient and its square."""
     m.assign_add((1 - o.beta_1) * (g - m))
     s.assign_add((1 - o.beta_2) * (g * g - s))
+
+
+def _move_of_torch(o: Any, g: Value, m: Value, s: Value) -> None:
+    """As `_move`, with PyTorch's operations for the second moment."""
+    m.assign_add((1 - o.beta_1) * (g - m))
+    s.assign(o.beta_2 * s + (1 - o.beta_2) * g * g)
 
 
 def _corrections(o: Any, t: Value) -> tuple[Value, Value]:

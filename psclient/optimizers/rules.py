@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from psclient.optimizers.ranges import (
     Range,
     check_number,
 )
+from psclient.optimizers.state import Needs
 from pswire.model.tensor import Array
 
 STEP = "step"
@@ -56,6 +57,7 @@ class Rule:
         by_row: True if it computes each row by itself, so that it may run beside the shards of a partitioned variable.
         decays: True if the formula itself makes the weight decay.
         advance: moves the last slot once for each step, if that is a number that goes by steps alone.
+        of_rows: True if it is for gradients of rows, and leaves rows without a gradient as they are by default.
     """
 
     formula: Callable[..., None]
@@ -64,6 +66,7 @@ class Rule:
     by_row: bool = True
     decays: bool = False
     advance: Callable[..., Value] | None = None
+    of_rows: bool = False
 
 
 class RuleOptimizer(Optimizer):
@@ -84,7 +87,7 @@ class RuleOptimizer(Optimizer):
 
     def __init__(self, learning_rate: Any, **given: Any) -> None:
         numbers = {name: given.pop(name) for name in self._rule.numbers}
-        super().__init__(learning_rate, **given)
+        super().__init__(learning_rate, **({"sparse": "lazy"} if self._rule.of_rows else {}) | given)
         for name, value in numbers.items():
             setattr(self, name, value)
         if (slots := self._needed()) != tuple([slot.name for slot in self._rule.slots]):
@@ -129,6 +132,11 @@ class RuleOptimizer(Optimizer):
             whole = whole[tuple(slice(None) if axis == 0 else slice(0, 1) for axis in range(whole.ndim))]
         return np.full_like(whole, first)
 
+    def _needs(self, v: Variable) -> Needs:
+        # Where the steps of one variable are counted, `update` moves the number that goes by them.
+        needs = super()._needs(v)
+        return replace(needs, running=False) if STEP in needs.slots else needs
+
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         """Applies a step of the rule's formula."""
         names = [slot.name for slot in self._rule.slots if slot.name in self.slots]
@@ -139,6 +147,8 @@ class RuleOptimizer(Optimizer):
         if count is not None:
             t = count + 1
             count.assign(t)
+            if self._rule.advance:
+                own[names[-1]].assign(self._advanced(own[names[-1]], t))
         step = self._descending(v, gradient)
         rest = [slot for slot in self._rule.slots if slot.name != STEP]
         self._rule.formula(self, v, step, t, *(own.get(slot.name) if self._has(slot, {}) else None for slot in rest))
@@ -160,7 +170,7 @@ class TorchRule(RuleOptimizer):
     """
 
     maximize: bool
-    penalty: float
+    penalty: float = 0.0
     decoupled: bool = False
 
     def _descending(self, v: Value, gradient: Value) -> Value:
@@ -202,14 +212,15 @@ _FTRL = {
     "beta": AT_LEAST_0,
 }
 _M, _V, _FIRST = Slot("m"), Slot("v"), "initial_accumulator_value"
-_TORCH_MOMENTS = (
-    *(Slot(STEP, first=0, shape="number"), Slot("exp_avg"), Slot("exp_avg_sq")),
-    Slot("max_exp_avg_sq", ("amsgrad",)),
+_TORCH_FIRST = Slot(STEP, first=0, shape="number"), Slot("exp_avg")
+_TORCH_MOMENTS = *_TORCH_FIRST, Slot("exp_avg_sq")
+_TORCH_BETAS: Mapping[str, Range | None] = {**dict.fromkeys(("beta_1", "beta_2", "epsilon"), FINITE), "maximize": None}
+_TORCH_DECAY = {**_TORCH_BETAS, "penalty": FINITE, "decoupled": None}
+_TORCH_ADAM = Rule(
+    f.adam_of_torch, (*_TORCH_MOMENTS, Slot("max_exp_avg_sq", ("amsgrad",))), {**_TORCH_DECAY, "amsgrad": None}
 )
-_TORCH_ADAM: Mapping[str, Range | None] = {
-    **dict.fromkeys(("beta_1", "beta_2", "epsilon", "penalty"), FINITE),
-    **dict.fromkeys(("amsgrad", "maximize", "decoupled")),
-}
+_OPTAX_MOMENTS = dict.fromkeys(("b1", "b2"), LESS_THAN_1) | {"eps": AT_LEAST_0}
+_OPTAX_ADAM: Mapping[str, Range | None] = {**_OPTAX_MOMENTS, "eps_root": AT_LEAST_0, "nesterov": None}
 _ABOVE_0 = Range("more than 0 and at most 1; SGD has none", lambda x: 0 < x <= 1)
 
 KERAS = {
@@ -242,11 +253,11 @@ TENSORFLOW = {
 
 OPTAX = {
     "Sgd": Rule(f.heavy_ball, (Slot("trace", ("momentum",)),), _MOMENTUM),
-    "Adam": Rule(
-        f.adam_of_optax,
-        (Slot("mu"), Slot("nu")),
-        {"b1": LESS_THAN_1, "b2": LESS_THAN_1, "eps": AT_LEAST_0, "eps_root": AT_LEAST_0, "nesterov": None},
-        decays=True,
+    "Adam": Rule(f.adam_of_optax, (Slot("mu"), Slot("nu")), _OPTAX_ADAM, decays=True),
+    "Radam": Rule(f.radam_of_optax, (Slot("mu"), Slot("nu")), {**_OPTAX_ADAM, "threshold": FINITE}),
+    "Adamax": Rule(f.adamax_of_optax, (Slot("mu"), Slot("nu")), _OPTAX_MOMENTS),
+    "Adadelta": Rule(
+        f.adadelta_of_optax, (Slot("e_g"), Slot("e_x")), {"rho": FROM_0_TO_1, "eps": AT_LEAST_0}, decays=True
     ),
     "Adagrad": Rule(
         f.adagrad_of_optax, (Slot("sum_of_squares", first=_FIRST),), {_FIRST: AT_LEAST_0, "eps": AT_LEAST_0}
@@ -259,8 +270,17 @@ TORCH = {
         (Slot(STEP, ("momentum", "dampening"), 0, "number"), Slot("momentum_buffer", ("momentum",))),
         {"momentum": FINITE, "dampening": FINITE, "penalty": FINITE, "nesterov": None, "maximize": None},
     ),
-    "Adam": Rule(f.adam_of_torch, _TORCH_MOMENTS, _TORCH_ADAM),
-    "AdamW": Rule(f.adam_of_torch, _TORCH_MOMENTS, _TORCH_ADAM),
+    "Adam": _TORCH_ADAM,
+    "AdamW": _TORCH_ADAM,
+    "SparseAdam": Rule(f.adam, _TORCH_MOMENTS, _TORCH_BETAS, of_rows=True),
+    "NAdam": Rule(
+        f.nadam_of_torch,
+        (*_TORCH_MOMENTS, Slot("mu_product", first=1.0, shape="number")),
+        {**_TORCH_DECAY, "momentum_decay": FINITE},
+        advance=f.nadam_product_of_torch,
+    ),
+    "RAdam": Rule(f.radam_of_torch, _TORCH_MOMENTS, _TORCH_DECAY),
+    "Adamax": Rule(f.adamax_of_torch, (*_TORCH_FIRST, Slot("exp_inf")), {**_TORCH_BETAS, "penalty": FINITE}),
     "Adagrad": Rule(
         f.adagrad_of_torch,
         (Slot(STEP, ("lr_decay",), 0, "number"), Slot("sum", first=_FIRST)),
@@ -273,6 +293,11 @@ TORCH = {
             **dict.fromkeys(("alpha", "epsilon", "penalty", "momentum"), FINITE),
             **dict.fromkeys(("centered", "maximize")),
         },
+    ),
+    "Adadelta": Rule(
+        f.adadelta,
+        (Slot("square_avg"), Slot("acc_delta")),
+        {**dict.fromkeys(("rho", "epsilon", "penalty"), FINITE), "maximize": None},
     ),
 }
 """By the names of the classes of `torch.optim`, which checks numbers itself; `TorchRule` says what `penalty` is."""

@@ -155,10 +155,12 @@ class ParameterGroups(Configured):
     # ---- For the driver ----
 
     def _needs(self, v: Variable) -> Needs:
-        found = self.of(v)._needs(v)
+        rule = self.of(v)
+        found = rule._needs(v)
         if id(v) not in self._by_rows:
             return found
-        return replace(found, slots={name: value for name, value in found.slots.items() if name != STEP})
+        slots = {name: value for name, value in found.slots.items() if name != STEP}
+        return replace(found, slots=slots, running=rule._running)
 
     def _decays(self, v: Variable) -> bool:
         return self.of(v)._decays(v)
@@ -182,6 +184,11 @@ def keys_of(rule: Optimizer) -> Mapping[str, str]:
     numbers = {name for name, value in config.items() if isinstance(value, bool | int | float)} | {"weight_decay"}
     theirs = _SHOWN if {"beta_1", "beta_2"} <= numbers else {}  # so that torch's schedulers find betas
     return {LR: "learning_rate", **{theirs.get(name, name): name for name in sorted(numbers - _OF_A_STEP)}}
+
+
+def needs_rows(rule: Optimizer) -> bool:
+    """Returns whether a rule takes sparse gradients alone."""
+    return isinstance(rule, RuleOptimizer) and rule._rule.of_rows
 
 
 _SHOWN = {

@@ -24,7 +24,7 @@ from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers
 from psclient.torch.embeddings import LookupModule, lookups_of
-from psclient.torch.groups import ParameterGroups, rule_of
+from psclient.torch.groups import ParameterGroups, needs_rows, rule_of
 from psclient.torch.parameters import Gate, Trained, check_parameter, limited_of, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps
@@ -200,6 +200,12 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
                     "the module first"
                 )
             check_parameter(name, p)
+            if needs_rows(self.rule) and id(p) not in self._sparse:
+                raise InvalidArgument(
+                    f"the gradient of parameter {name!r} is dense, but {type(self.rule).__name__} takes sparse "
+                    "gradients alone; leave it out with params=[...], and train it with another optimizer, such as "
+                    "torch.optim.Adam"
+                )
             if id(p) in self._limited and self.strategy.num_replicas_in_sync > 1:
                 raise InvalidArgument(
                     f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, with which forward() "

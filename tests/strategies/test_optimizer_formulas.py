@@ -54,6 +54,16 @@ FRONT_ENDS = {
         -1.415676044,
         1.904484156,
     ],
+    "torch('SparseAdam', 0.1, **C)": [0.72360457, -1.881394672, 3.142311535],
+    "torch('NAdam', 0.1, **C, penalty=0.05, momentum_decay=0.02)": [0.7539823914, -1.917531517, 3.005231293],
+    "torch('NAdam', 0.1, **C, penalty=0.2, momentum_decay=0.02, decoupled=True, maximize=True)": [
+        0.7754494071,
+        -1.29294103,
+        1.895941235,
+    ],
+    "torch('RAdam', 0.1, **C, penalty=0.2, decoupled=True, maximize=True)": [0.8175878551, -1.532074409, 1.796915864],
+    "torch('RAdam', 0.1, **C | {'beta_2': 0.6})": [0.7735346451, -1.752573604, 3.370498928],
+    "torch('Adamax', 0.1, **C, penalty=0.05, maximize=True)": [1.162986442, -1.973040431, 2.790278981],
     "torch('Adagrad', 0.1, lr_decay=0.05, penalty=0.01, initial_accumulator_value=0.2, epsilon=1e-3)": [
         0.8889697863,
         -1.941260786,
@@ -64,6 +74,11 @@ FRONT_ENDS = {
         -1.856758983,
         3.235654099,
     ],
+    "torch('Adadelta', 1.0, rho=0.9, epsilon=1e-3, penalty=0.05, maximize=True)": [
+        1.002480245,
+        -1.771473618,
+        2.771102862,
+    ],
     "optax('Sgd', 0.1, momentum=0.9)": [0.2726285403, -0.737008177, 3.605344224],
     "optax('Adam', 0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4)": [0.7227758919, -1.882235831, 3.142493198],
     "optax('Adam', 0.1, b1=0.8, b2=0.95, eps=1e-3, nesterov=True, weight_decay=0.2)": [
@@ -71,6 +86,14 @@ FRONT_ENDS = {
         -1.295892023,
         2.113543625,
     ],
+    "optax('Radam', 0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, threshold=6.0, nesterov=True)": [
+        0.8039706831,
+        -1.777693128,
+        3.279632972,
+    ],
+    "optax('Radam', 0.1, b1=0.9, b2=0.999, eps=1e-3, threshold=5.0)": [0.751483978, -1.710638444, 3.379738039],
+    "optax('Adamax', 0.1, b1=0.8, b2=0.95, eps=1e-3)": [0.7403000957, -1.945350994, 3.130302079],
+    "optax('Adadelta', 1.0, rho=0.9, eps=1e-3, weight_decay=0.05)": [0.794387221, -1.953615898, 3.02117982],
     "optax('Adagrad', 0.1, initial_accumulator_value=0.1, eps=1e-3)": [0.8892797134, -1.970684768, 3.068909021],
 }
 """What PyTorch 2.13.0 and optax 0.2.8 make of them, in float64."""

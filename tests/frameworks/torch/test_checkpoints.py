@@ -115,11 +115,13 @@ def test_a_restore_is_in_the_parameters_at_once(tmp_path):
     assert job(work, 2, 2, tmp_path) == [True, True]
 
 
-def test_a_table_is_saved_with_its_module(strategy):
-    """Its rows are restored by keys, with what the optimizer keeps of each."""
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam], ids=lambda kind: kind.__name__)
+def test_a_table_is_saved_with_its_module(strategy, kind):
+    """Its rows are restored by keys, with what the optimizer keeps of each, and of the table."""
     with strategy.scope():
-        module = pst.Embedding(ps.dynamic_embedding.get_variable("users", 2, initializer=0.0))
-    optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.5, strategy=strategy)
+        table = ps.dynamic_embedding.get_variable(f"users of {kind.__name__}", 2, initializer=0.0)
+    module = pst.Embedding(table)
+    optimizer = pst.Optimizer(module, kind, lr=0.5, strategy=strategy)
     checkpoint = ps.train.Checkpoint(optimizer=optimizer)
 
     def go():

@@ -13,6 +13,7 @@ import torch
 
 import psclient as ps
 import psclient.torch as pst
+from psclient.optimizers.rules import TORCH
 from tests.kit.modules import apart, job
 
 SIZE, DIM = 20, 4
@@ -209,6 +210,28 @@ def test_sparse_gradients_of_torch_are_rows(strategy):
         sent.append(strategy.bytes_transferred[0] - before)
     assert apart(module, [alone(ids(10, (2,)), optimizer=torch.optim.Adagrad, lr=0.1, sparse=True)]) < 1e-10
     assert max(sent[1:]) < FIRST.nbytes / 2
+
+
+T = torch.optim
+SPARSE = {kind: kind in (T.SGD, T.Adagrad, T.SparseAdam) for kind in map(T.__dict__.get, TORCH)}
+"""The classes that servers run, and whether they take sparse gradients in torch, where others get dense ones."""
+
+
+@pytest.mark.parametrize("table", ["parameter", "static", "dynamic"])
+@pytest.mark.parametrize("kind", SPARSE, ids=lambda kind: kind.__name__)
+def test_rows_are_trained_as_torch_trains_them(strategy, kind, table):
+    """Also rows that a batch does not have: as by dense gradients, but for SparseAdam, which leaves them alone."""
+    if table == "parameter":
+        module = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, sparse=True)
+    else:
+        made = {"static": static, "dynamic": dynamic}[table]
+        module = pst.Embedding(made(strategy, f"{table} for {kind.__name__}"))
+    if table == "dynamic":
+        module.table.scatter_update(ps.IndexedSlices(FIRST.numpy(), np.arange(SIZE)))
+    train(module, pst.Optimizer(module, kind, lr=0.1, strategy=strategy), ids(10, (2,)))
+    expected = alone(ids(10, (2,)), optimizer=kind, lr=0.1, sparse=SPARSE[kind])
+    with torch.no_grad():  # torch keeps the product of NAdam's momenta in single precision
+        assert apart([module(torch.arange(SIZE))], [expected]) < (1e-7 if kind is T.NAdam else 1e-10)
 
 
 def test_tables_of_a_group_are_one(strategy):

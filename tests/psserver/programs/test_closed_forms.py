@@ -44,6 +44,15 @@ def adam_of_torch(w, m, s, g, one, two, rate, epsilon, smaller, correction):
     w.assign_sub(rate * (m / (np.sqrt(s) / correction + epsilon)))
 
 
+def nadam_of_torch(w, m, s, g, one, two, of_gradient, of_mean, correction, epsilon):
+    """NAdam, as torch has it, which changes weights by a gradient and by a mean of gradients."""
+    m.assign_add(one * (g - m))
+    s.assign(two * s + (1 - two) * g * g)
+    size = np.sqrt(s / correction) + epsilon
+    w.assign_sub(of_gradient * (g / size))
+    w.assign_sub(of_mean * (m / size))
+
+
 def rms(w, m, s, g, rho, rate, epsilon, decay):
     """RMSprop with momentum, as Keras has it."""
     s.assign(rho * s + (1 - rho) * np.square(g))
@@ -60,6 +69,7 @@ CASES = {
     "adam without epsilon": (adam, 3, (0.1, 0.001, SCHEDULE, 0.0)),
     "adam of another sight": (adam, 3, (0.05, 0.001, SCHEDULE, 1e-3)),
     "adam of torch": (adam_of_torch, 3, (0.1, 0.999, SCHEDULE, 1e-8, 0.999, CORRECTION)),
+    "nadam of torch": (nadam_of_torch, 3, (0.1, 0.999, SCHEDULE, SCHEDULE, CORRECTION**2, 1e-8)),
     "rms": (rms, 3, (0.9, SCHEDULE, 1e-7, 0.9)),
 }
 
