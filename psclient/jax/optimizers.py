@@ -22,7 +22,7 @@ from pswire.errors import InvalidArgument, InvalidType
 Rate = float | LearningRateSchedule | Callable[[Any], Any]
 """A number, a schedule of `ps.optimizers`, or a function of the number of steps before, such as optax's schedules."""
 
-NAMES = ("adagrad", "adam", "adamw", "sgd")
+NAMES = ("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "sgd")
 
 
 class _OptaxRule(RuleOptimizer):
@@ -166,6 +166,136 @@ def adamw(
     return made
 
 
+def nadam(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: None = None,
+    *,
+    nesterov: bool = True,
+    **options: Any,
+) -> Optimizer:
+    """Adam with Nesterov momentum.
+
+    Source: `optax.nadam`; Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
+
+    Args:
+        learning_rate: as in `adam`.
+        b1: as in `adam`.
+        b2: as in `adam`.
+        eps: as in `adam`.
+        eps_root: as in `adam`.
+        mu_dtype: as in `adam`.
+        nesterov: as in `adam`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
+
+    Raises:
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
+    """
+    named = {"name": "nadam", **options}
+    return adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov, **named)
+
+
+def radam(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    threshold: float = 5.0,
+    *,
+    nesterov: bool = False,
+    **options: Unpack[Options],
+) -> Optimizer:
+    """Adam that divides by the second moment only once that is known well enough.
+
+    With `b2=0.999` in float32, rounding changes the first of these steps by up to 1 %, as in optax.
+
+    Source: `optax.radam`; Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond", 2020.
+
+    Args:
+        learning_rate: as in `adam`.
+        b1: as in `adam`.
+        b2: as in `adam`.
+        eps: as in `adam`.
+        eps_root: as in `adam`.
+        threshold: the number of gradients in the second moment's mean from which on it is known well enough.
+        nesterov: as in `adam`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
+
+    Raises:
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
+    """
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "threshold": threshold}
+    return _made("Radam", learning_rate, nesterov=nesterov, **numbers, **options)
+
+
+def adamax(
+    learning_rate: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, **options: Unpack[Options]
+) -> Optimizer:
+    """Adam with the largest decayed gradient instead of the second moment.
+
+    Source: `optax.adamax`; Kingma and Ba, 2015, section 7.1.
+
+    Args:
+        learning_rate: as in `adam`.
+        b1: as in `adam`.
+        b2: decay of the largest gradient.
+        eps: added to the size of each gradient.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
+
+    Raises:
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
+    """
+    return _made("Adamax", learning_rate, b1=b1, b2=b2, eps=eps, **options)
+
+
+def adadelta(
+    learning_rate: Rate | None = None,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+    **options: Any,
+) -> Optimizer:
+    """Divides gradients by the size of recent gradients, and multiplies them by that of recent steps.
+
+    Source: `optax.adadelta`; Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
+
+    Args:
+        learning_rate: as in `sgd`. None, with which optax ascends, raises an error.
+        rho: decay of both sizes.
+        eps: small number against division by zero.
+        weight_decay: fraction of the parameters that is added to their gradients.
+        weight_decay_mask: as `mask` of `adamw`.
+        options: as in `sgd`.
+
+    Returns:
+        The optimizer, for `TrainState.create`.
+
+    Raises:
+        TypeError: as `sgd`.
+        ValueError: as `sgd`.
+    """
+    made = _made("Adadelta", learning_rate, rho=rho, eps=eps, weight_decay=weight_decay, **options)
+    made.mask = weight_decay_mask
+    return made
+
+
 def adagrad(
     learning_rate: Rate, initial_accumulator_value: float = 0.1, eps: float = 1e-7, **options: Unpack[Options]
 ) -> Optimizer:
@@ -190,7 +320,7 @@ def adagrad(
     return _made("Adagrad", learning_rate, **first, **options)
 
 
-def _made(rule: str, learning_rate: Rate, **given: Any) -> _OptaxRule:
+def _made(rule: str, learning_rate: Rate | None, **given: Any) -> _OptaxRule:
     return cast(_OptaxRule, kind_of(OPTAX[rule], rule, _OptaxRule)(learning_rate, **given))
 
 
@@ -216,5 +346,5 @@ def check_transformation(tx: object) -> None:
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
         f"psj.optimizers has no {name!r}; available are {', '.join(NAMES)}, with optax's formulas. "
-        "ps.optimizers has more, with Keras's formulas, such as Adamax, Lamb, Lion, Nadam and RMSprop"
+        "ps.optimizers has more, with Keras's formulas, such as Ftrl, Lamb, Lion and RMSprop"
     )

@@ -71,6 +71,11 @@ CASES = [
     ("adamw", {"learning_rate": 1e-3, "nesterov": True}),
     ("adamw", {"learning_rate": 1e-3, "weight_decay": 0.5, "mask": decays}),
     ("adamw", {"learning_rate": 1e-3, "weight_decay": 0.5, "mask": decays(PARAMS)}),
+    ("nadam", {"learning_rate": 0.01}),
+    ("radam", {"learning_rate": 0.01, "b1": 0.8, "b2": 0.95, "eps_root": 1e-4, "threshold": 6.0, "nesterov": True}),
+    ("adamax", {"learning_rate": 0.01}),
+    ("adadelta", {"learning_rate": 1.0}),
+    ("adadelta", {"learning_rate": 1.0, "rho": 0.8, "weight_decay": 0.1, "weight_decay_mask": decays}),
     ("adagrad", {"learning_rate": 0.05}),
     ("adagrad", {"learning_rate": 0.05, "initial_accumulator_value": 0.0, "eps": 0.0}),
 ]
@@ -108,13 +113,13 @@ def test_clipping_is_an_option_and_chains_are_refused(strategy):
     assert_near(on_servers(strategy, psj.optimizers.adam(1e-2, global_clipnorm=0.1)), expected)
     mask = psj.optimizers.adamw(1e-3, mask={"dense": decays(PARAMS)["dense"]})
     refused(ValueError, "the leaves of mask lack params/out", lambda: on_servers(strategy, mask))
-    words = r"is an optax transformation.*use psj\.optimizers\.adagrad.*psj\.optimizers\.sgd with"
+    words = r"is an optax transformation.*use psj\.optimizers\.adadelta.*psj\.optimizers\.sgd with"
     refused(TypeError, words, lambda: on_servers(strategy, optax.adam(1e-3)))
 
 
 def test_names_and_defaults_are_those_of_optax():
     """So that a script changes its import; what is more are options that servers know."""
-    for name in ("sgd", "adam", "adamw", "adagrad"):
+    for name in psj.optimizers.NAMES:
         ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (psj.optimizers, optax))
         assert [(p.name, p.default, p.kind) for p in ours.values()][:-1] == [
             (p.name, p.default, p.kind) for p in theirs.values()

@@ -46,7 +46,11 @@ PARAMETERS = [
     ("reduction is 'max'; use 'mean' or 'sum'", ValueError, lambda s: created(s, reduction="max")),
     (DTYPE, ValueError, lambda s: psj.optimizers.adam(1e-3, mu_dtype="bfloat16")),
     (DTYPE, ValueError, lambda s: psj.optimizers.sgd(1e-3, 0.9, False, "bfloat16")),
-    (r"has no 'lamb'; available are adagrad, adam, adamw, sgd, with", AttributeError, lambda s: psj.optimizers.lamb),
+    (
+        r"has no 'lamb'; available are adadelta, adagrad, adam, adamax, adamw, nadam, radam, sgd, with",
+        AttributeError,
+        lambda s: psj.optimizers.lamb,
+    ),
     ("b1 is 1, and must be at least 0 and less than 1", ValueError, lambda s: psj.optimizers.adam(1e-3, b1=1)),
     (r"tx is the Adam 'adam.*' of another TrainState.*create one optimizer for each", ValueError, twice),
 ]
