@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from psserver.devices import ServerDevice
 from psserver.execution import execution
 from psserver.execution.compiled import CompiledRound, compiled
 from psserver.plans.prepared import PreparedPlan
@@ -37,7 +38,7 @@ from pswire.network.payload import Payload
 from pswire.telemetry.metrics import Histogram
 from tests.kit.cases import EXAMPLES
 from tests.kit.contributions import packed
-from tests.kit.programs import kept_kernels, traced
+from tests.kit.programs import job_of, kept_kernels, run, traced
 from tests.kit.rig import WORKERS, Deferred, Job, Servers, Worker, checkpoint, compiler_of, core, create, manifest_of
 
 NUMBER = TensorSpec("float32", ())
@@ -54,7 +55,7 @@ VARIABLES = {
     "table momentum": TensorSpec("float32", (6, 2)), "counts": TensorSpec("int64", (4,)),
     "large": TensorSpec("float64", (200,)),
 }  # fmt: skip
-NAMES = [*VARIABLES]
+NAMES, COUNTS = [*VARIABLES], ("steps", "more steps")
 
 
 def sgd(v, g):
@@ -69,6 +70,11 @@ def momentum(v, m, g):
 def adam(v, m, t, g):
     m.assign(0.9 * m + 0.1 * g)
     v.assign_sub(0.01 * m / (1 - 0.9**t))
+
+
+def adam_alone(v, m, t, g):
+    """As `adam`, with a count of steps of its own."""
+    adam(v, m, t.assign_add(1.0), g)
 
 
 def toward(v, other, g):
@@ -94,7 +100,8 @@ def of(fn: Callable[..., object] | None, *names: str, **how: Any) -> Update:
 def planned(*updates: Update, mean: bool = True, **about: Any) -> tuple[Plan, list[Any]]:
     """A plan, which gives back the `mean` of a number, as a loss is; and its operands."""
     reductions = [Reduction("mean", NUMBER, (0,))] * mean
-    returned, numbers, programs, applies = [Ref("reduction", 0)] * mean, list[Any](), list[Program](), list[Apply]()
+    returned, programs, applies = [Ref("reduction", 0)] * mean, list[Program](), list[Apply]()
+    numbers = dict[tuple[str, bytes], Any]()  # by their bits: programs share what is equal
     for fn, names, how in updates:
         spec, op, reduced = VARIABLES[names[0]], how.get("op", "sum"), Ref("reduction", len(reductions))
         if fn is None:
@@ -104,7 +111,9 @@ def planned(*updates: Update, mean: bool = True, **about: Any) -> tuple[Plan, li
         reduces, form = how.get("reduces", True), how.get("form", "dense")
         program, met = traced(fn, [VARIABLES[name] for name in names], [spec] * reduces)
         own = iter([Ref("variable", NAMES.index(name)) for name in names])
-        operands = (Ref("operand", n) for n in count(len(numbers)))
+        keys = [(each.dtype.str, each.tobytes()) for each in met]
+        numbers |= dict(zip(keys, met, strict=True))
+        operands = iter([Ref("operand", [*numbers].index(key)) for key in keys])
         taken: dict[str, Iterator[Ref]] = {"variable": own, "operand": operands, "value": iter([reduced])}
         sparse: Sparse = "exact" if form == "rows" else "dense"
         args = tuple(next(taken[item.kind]) for item in program.inputs)
@@ -113,10 +122,10 @@ def planned(*updates: Update, mean: bool = True, **about: Any) -> tuple[Plan, li
             reductions.append(Reduction(op, spec, (0,), names[0], form))
         if how.get("gives"):  # the first that returns anything
             returned += [Ref("result", n) for n in range(len(program.outputs))]
-        numbers += met
         programs.append(program)
-    placed = tuple(Operand(spec_of(np.asarray(each)), (0,), "rate") for each in numbers)
-    return Plan(tuple(reductions), placed, tuple(programs), tuple(applies), tuple(returned), **about), numbers
+    placed = tuple(Operand(spec_of(each), (0,), "rate") for each in numbers.values())
+    plan = Plan(tuple(reductions), placed, tuple(programs), tuple(applies), tuple(returned), **about)
+    return plan, [*numbers.values()]
 
 
 @cache
@@ -129,10 +138,14 @@ def plans() -> dict[str, tuple[Plan, list[Any]]]:
         "sgd": planned(of(sgd, "w", op="mean")),
         "loss": planned(of(None, "w"), of(None, "b", op="first"), of(None, "u", op="mean")),
         "momentum": planned(of(momentum, "u", "u momentum")),
-        "adam": planned(of(tick, "steps", gives=True, reduces=False), *both),
+        "adam": planned(both[0], of(tick, "steps", gives=True, reduces=False), both[1]),
         "adam alone": planned(*ticks, *both, of(adam, "c", "c moment", "more steps", op="mean")),
         "both": planned(of(sgd, "w"), of(momentum, "u", "u momentum"), nonfinite="skip"),
-        "optional": planned(of(sgd, "w", optional=True), of(sgd, "b", optional=True), nonfinite="raise"),
+        "optional": planned(
+            *(of(sgd, "w", optional=True), of(adam_alone, "b", "b moment", "steps", optional=True)),
+            of(adam_alone, "c", "c moment", "more steps", optional=True),
+            nonfinite="raise",
+        ),
         "reads": planned(of(toward, "b", "b moment"), of(sgd, "w")),
         "rows": planned(of(momentum, *tables, form="rows")),
         "whole table": planned(of(momentum, *tables)),
@@ -557,3 +570,36 @@ def test_a_core_that_compiles_rounds_and_one_that_does_not_are_the_same(examples
 
     same()
     assert sum(map(bool, made)) > 0.8 * examples
+
+
+def test_numbers_that_variables_need_alike_are_computed_once(both):
+    """In each compiled round: the counts of steps, and the corrections of each count."""
+    side = Side(both[0], "memory://once")
+    for name, numbers in ("adam alone", 2 + 2), ("adam", 1 + 2):
+        side.meet("rounds", name, 4, 1, {})
+        before = side.kernels.interpretations
+        side.meet("rounds", name, 3, 5, {})
+        assert side.kernels.interpretations - before == 3 * numbers
+
+
+def test_what_is_left_out_counts_no_step(both):
+    """Where each variable has a count of its own: the others count on."""
+    side = Side(both[0], "memory://left-out")
+    side.meet("lose", 1)
+    side.meet("rounds", "optional", 4, 1, {})
+    side.meet("rounds", "optional", 3, 5, {"who": 0, "without": 2})
+    assert [float(side.core.machine.job.store.find(NAMES.index(name)).array) for name in COUNTS] == [4.0, 7.0]
+
+
+def test_numbers_of_a_variable_that_was_assigned_since_are_computed_anew():
+    """Not those that were computed of its value of before."""
+    plan, operands = plans()["adam"]
+    luck = np.random.default_rng(0)
+    values = {NAMES.index(name): luck.normal(size=spec.shape).astype("float32") for name, spec in VARIABLES.items()}
+    values[NAMES.index("steps")] = np.float32(1).reshape(())
+    sent = [np.float32(0).reshape(()), *(luck.normal(size=VARIABLES[name].shape).astype("float32") for name in "ab")]
+    found = run(job_of(plan, [sent], operands), Kernels(ServerDevice()), values).assigned
+    f = np.float32
+    for name, g, t in ("a", sent[1], f(1)), ("b", sent[2], f(2)):
+        v, m = values[NAMES.index(name)], f(0.9) * values[NAMES.index(f"{name} moment")] + f(0.1) * g
+        assert found[NAMES.index(name)].tolist() == (v - f(0.01) * m / (f(1) - f(0.9) ** t)).tolist()
