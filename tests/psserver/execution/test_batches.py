@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 
@@ -33,9 +32,13 @@ def descent(size):
     return Program(inputs, (Node("multiply", (1, 2)), Node("subtract", (0, 3))), ((0, 4),), ())
 
 
-def descents(sizes, op="sum"):
-    """A plan that updates a variable of each size alike."""
-    return updates(*map(descent, sizes), op=op)
+def descents(sizes, op="sum", own=False):
+    """A plan that updates a variable of each size alike, with one operand, or one of its `own` for each."""
+    plan = updates(*map(descent, sizes), op=op)
+    if not own:
+        return plan
+    applies = tuple(replace(a, args=(*a.args[:2], Ref("operand", n))) for n, a in enumerate(plan.applies))
+    return replace(plan, operands=plan.operands * len(sizes), applies=applies)
 
 
 def arrays(sizes, seed=0):
@@ -44,7 +47,7 @@ def arrays(sizes, seed=0):
 
 
 def job_for(plan, contributions, part_bytes=1 << 20):
-    return job_of(plan, contributions, [np.float32(0.1)], part_bytes)
+    return job_of(plan, contributions, [np.float32(0.1 * 10**n) for n in range(len(plan.operands))], part_bytes)
 
 
 def warm(kernels, job, values):
@@ -75,24 +78,21 @@ def check(kernels, job, sizes, in_place=True):
     st.sampled_from(["sum", "mean"]),
     st.integers(1, 4),
     st.sampled_from([2 * ALIGN, 4 * ALIGN, 1 << 20]),
+    st.booleans(),
+    st.sets(st.integers(0, 5)),
+    st.integers(1, 4),
 )
-def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, part_bytes):
-    """Whatever the sizes, however many contribute, wherever their contributions are cut."""
-    plan = descents(sizes, op)
-    job = job_for(plan, [arrays(sizes, seed) for seed in range(members)], part_bytes)
-    assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
-    assert len(check(kernels, job, sizes)) == len(sizes)
-
-
-def test_a_batch_ends_at_what_is_excluded(kernels):
-    """What nobody contributes to stays as it is, and is the same array; all others are made in two batches."""
-    sizes = [8, 9, 10, 11, 12]
-    plan = descents(sizes)
+def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, part_bytes, own, absent, without):
+    """Whatever the sizes, however many contribute, wherever their contributions are cut, with an operand for all or one
+    for each. Some variables some members do not contribute to; one to which nobody does stays as it is."""
+    plan = descents(sizes, op, own)
     plan = replace(plan, applies=tuple(replace(apply, optional=True) for apply in plan.applies))
-    sent = [[None if number == 2 else array for number, array in enumerate(arrays(sizes, seed))] for seed in (0, 1)]
-    job = job_for(plan, sent)
+    sent = [arrays(sizes, seed) for seed in range(members)]
+    given = [[None if n in absent and m < without else a for n, a in enumerate(each)] for m, each in enumerate(sent)]
+    job = job_for(plan, given, part_bytes)
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
-    assert sorted(check(kernels, job, sizes)) == [0, 1, 3, 4]
+    excluded = absent if members <= without else set()
+    assert set(check(kernels, job, sizes, in_place=not absent)) == set(range(len(sizes))) - excluded
 
 
 def test_threads_share_a_batch_evenly(monkeypatch):
@@ -100,26 +100,11 @@ def test_threads_share_a_batch_evenly(monkeypatch):
     monkeypatch.setattr(launch, "RUN", 16)
     kernels = kept_kernels(2, patience=1, smallest=0)
     sizes, calls, own = [50, 3, 0, 33], [], kernels.crew.run
-    job = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
+    job = job_for(descents(sizes, "mean", own=True), [arrays(sizes, 1), arrays(sizes, 2)])
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
     monkeypatch.setattr(kernels.crew, "run", lambda kernel, made: calls.extend(made) or own(kernel, made))
     check(kernels, job, sizes)
     assert [size for size, *_ in calls] == [16, 16, 16, 2, 3, 16, 16, 1]
-    kernels.close()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_each_variable_has_the_operand_that_its_application_names(threads):
-    """One for all of them, or one of its own for each."""
-    kernels, sizes = kept_kernels(threads, patience=1, smallest=0), [8, 9, 10]
-    shared = descents(sizes)
-    applies = tuple(replace(a, args=(*a.args[:2], Ref("operand", n))) for n, a in enumerate(shared.applies))
-    rates = [np.float32(rate) for rate in (0.1, 10.0, -3.0)]
-    own = replace(shared, operands=shared.operands * 3, applies=applies)
-    for plan, operands in ((shared, rates[:1]), (own, rates)):
-        job = job_of(plan, [arrays(sizes, 1), arrays(sizes, 2)], operands)
-        assert warm(kernels, job, fresh(sizes)) == {0, 1, 2}
-        check(kernels, job, sizes)
     kernels.close()
 
 
@@ -139,18 +124,6 @@ def test_a_batch_is_one_call(kernels, monkeypatch):
         assert [found[id] is values[id] for id in values] == [id in lent for id in values]
         assert 1 in lent or same_bits(values[1], fresh(sizes)[1])
     assert calls[0][1] == 5
-
-
-def test_who_contributes_nothing_is_excluded(kernels):
-    """A weight of 0 on one of the reductions: the others have both contributions, that one has one."""
-    sizes = [8, 9]
-    whole = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
-    warm(kernels, whole, fresh(sizes))
-    first, second = whole.parts
-    said = replace(second.said, weights=(0.0, 2.0))
-    short = Payload.pack([np.float32(0.1), arrays(sizes, 2)[1]])
-    job = replace(whole, parts=(first, replace(second, said=said, payload=short)))
-    assert len(check(kernels, job, sizes, in_place=False)) == 2
 
 
 def test_one_variable_twice_is_no_batch(kernels):
