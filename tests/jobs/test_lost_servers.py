@@ -1,15 +1,9 @@
-"""Servers are lost, end in good order, or have other values than their copies, and are started again.
-
-With copies the job goes on meanwhile, bit for bit; without, every process ends and names the server.
-"""
+"""Servers are lost: with copies the job goes on, bit for bit; without, every process ends and names the server."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import re
-import signal
 import sys
 import time
 
@@ -20,12 +14,10 @@ import psclient as ps
 from psserver.state.sessions import DEPUTY_HEARTBEATS
 from pstesting import forks
 from pstesting.in_process import InProcessCluster
-from pstesting.network import Relay
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
-from tests.kit.faulty_servers import dies, fail, flips
-from tests.kit.internals import DIGEST_ROUNDS as ROUNDS
-from tests.kit.internals import OUTLIVED, SERVER_LOST
+from tests.kit.faulty_servers import dies
+from tests.kit.internals import SERVER_LOST
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication_factor": 2, "timeouts": CALM, "gates": ["go 20"]}
 OTHER = {PS0: PS1, PS1: PS0}
@@ -113,17 +105,6 @@ def await_variables(job, server):
         job.until(lambda: (s := there.status()).incarnation in s.incarnations and not s.recovering)
 
 
-def replace(job, server):
-    """Ends a server in good order, and starts it again; returns once all go on with it, and it has its variables."""
-    job.kill(server, signal.SIGTERM)
-    for task in (CHIEF, W0, W1):
-        job.hear_error(task, f"goes on without {server}")
-    assert job.exited(server) == 0  # it has said so before, and listens until then
-    job.start(server)
-    all_go_on_with(job, server)
-    await_variables(job, server)
-
-
 def enough(job, directory, *servers):
     """Ends the job; what both workers have learnt is what the steps that they say make."""
     (directory / "enough").touch()
@@ -142,40 +123,6 @@ def problems(job):
 
 
 # ---- Servers that are started again ----
-
-
-@pytest.mark.ci  # sim/test_returning_servers.py has it in simulated time
-@pytest.mark.usefixtures("compiled_rounds")
-def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_path):
-    """One bit of a copy: within a span of rounds both servers name it, and all go on exactly without the other one.
-
-    Then the servers are started anew, one after the other, as in an upgrade: each ends by SIGTERM, one of them twice;
-    training goes on, and each step counts once.
-    """
-    home, failing = PS0, PS1
-    environ = flips(tmp_path, failing.index)
-    with ProcessCluster(learn, tmp_path, (None, [20]), servers_environ=environ, **KEYS) as job:
-        with job.server(PS0) as server:
-            for task in (W0, W1):
-                job.hear(task, "at", 20)
-            fail(tmp_path, "v")
-            last = server.status().round
-        job.open("go 20")
-        said = job.hear_error(failing, f"{failing} and its copy on {home} have different values of ")
-        found = int(re.search(r"after round (\d+)", said).group(1))
-        assert last < found <= last + 1 + ROUNDS
-        assert "'v'" in said
-        job.hear_error(CHIEF, f"goes on without {failing}: had different values from {home} after round {found}")
-        assert job.exited(failing) == OUTLIVED
-        job.start(failing)
-        all_go_on_with(job, failing)
-        await_variables(job, failing)
-        assert not [key for key in problems(job) if key[0] == "differs"]
-        for server in (home, failing, home):
-            replace(job, server)
-        enough(job, tmp_path)
-        job.finish()
-        assert [line.count("have different values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
 
 
 @pytest.mark.usefixtures("compiled_rounds")
@@ -270,36 +217,3 @@ def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
         ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=consistency)
     assert "PS_REPLICATION_FACTOR=2 needs rounds with the same gradients on all servers" in str(refused.value)
     assert "use consistency=ps.Sync(), or set PS_REPLICATION_FACTOR=1" in str(refused.value)
-
-
-# ---- Servers that do not reach one another ----
-
-
-@pytest.mark.ci  # sim/test_lost_servers.py has the machine
-def test_servers_that_are_cut_off_for_a_while(tmp_path, stack):
-    """Rounds wait, `psctl status` says why, and once the servers reach each other again all go on."""
-    host = "127.0.0.2"  # no server listens there, and so no transport: servers that are told it vote over gRPC
-    relays = [Relay(stack, host), Relay(stack, host)]
-    # What is cut is found when a call has ended; and nobody is lost on a machine that others use.
-    timeouts = dataclasses.replace(QUICK, server_timeout=SECONDS)
-    keys = {**KEYS, "replication_factor": 1, "timeouts": timeouts, "gates": ["go 3"]}
-    with ProcessCluster(learn, tmp_path, (8, [3]), between=[relay.address for relay in relays], **keys) as job:
-        for relay, server in zip(relays, (PS0, PS1), strict=True):
-            relay.lead_to(job.cluster.addresses[server])
-        for task in (W0, W1):
-            job.hear(task, "at", 3)
-        for relay in relays:
-            relay.cut()
-        job.open("go 3")
-        with job.server(PS0) as one, job.server(PS1) as other:
-            job.until(lambda: all(server.status().missed for server in (one, other)))
-            assert [each.server for each in one.status().missed] == [1]
-            waits = one.status().round
-            assert f"it has not reached {PS1} for " in problems(job)["cut_off", str(PS0)]
-            assert one.status().round == waits
-        assert not job.said(W0, "is")
-        for relay in relays:
-            relay.mend()
-        for task in (W0, W1):
-            assert job.hear(task, "is") == values(8)
-        job.finish()

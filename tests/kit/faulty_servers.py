@@ -1,4 +1,4 @@
-"""Processes that fail where a test says: they die at a point of a save, flip a bit, or hold a read back.
+"""Processes that fail where a test says: they die at a point of a save, or hold a read back.
 
 Run as a program: `faulty_servers.py POINT server|chief ...`; nothing but the point differs from `psserver`, or from a
 chief without a script.
@@ -87,61 +87,11 @@ if __name__ == "__main__":
     main(*sys.argv[1:])
 
 
-BIT = 1 << 20
-"""The bit of a float32: not the last, which the next addition may round away."""
-
-FLIPPING = """
-import os
-import sys
-
-args = sys.orig_argv
-if "psserver" in args and args[args.index("--task") + 1] == "{server}":
-    from psserver.state.variables import Store
-    from psserver.values.dense import Dense
-
-    commit = Store.commit
-
-    def failing(self, values):
-        commit(self, values)
-        for id in values:
-            name = self.variables[id].spec.name
-            mark = os.path.join("{directory}", name.replace("/", "-"))
-            if os.path.exists(mark):
-                value = self._values[id].array.copy()
-                self._values[id] = Dense(value)
-                if {always}:
-                    value.reshape(-1)[0] *= 1.001
-                else:
-                    value.reshape(-1).view("uint32")[0] ^= {bit}
-                    os.unlink(mark)
-
-    Store.commit = failing
-"""
-
-
-def flips(directory: Path, server: int, always: bool = False) -> dict[str, str]:
-    """Returns what the environment of servers has to have so that a variable of one of them can fail.
-
-    Args:
-        directory: where `fail` marks variables.
-        server: the number of the server.
-        always: True if each value that a round assigns is a thousandth too large; False if the next one has another
-            bit, and all others are right.
-    """
-    place = directory / "failing"
-    return _beginning_with(place, FLIPPING.format(server=server, directory=place, bit=BIT, always=always))
-
-
 def _beginning_with(place: Path, code: str) -> dict[str, str]:
     """Returns what the environment of processes has to have so that each of them runs some code first."""
     place.mkdir(parents=True)
     (place / "sitecustomize.py").write_text(code, encoding="utf-8")
     return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
-
-
-def fail(directory: Path, name: str) -> None:
-    """Has a variable fail with the next round that assigns it."""
-    (directory / "failing" / name.replace("/", "-")).touch()
 
 
 DYING = """
