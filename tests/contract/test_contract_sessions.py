@@ -107,18 +107,6 @@ def test_an_unknown_session_is_refused(job, server):
     job.verbs[0].leave(77, "")
 
 
-def test_who_waits_does_not_live_by_that(job):
-    """A process that was killed while it waited in a round is found out, whatever else happens meanwhile."""
-    dead, late = job.join(A, B)
-    plan = job.approve(reduce_only(NUMBER), dead)
-    waiting = dead.push(plan, [1])
-    job.arrived(dead)
-    job.servers.spend(12, late.session, job.opened.session)
-    assert states(job) == {dead.session: "lost", late.session: "open"}
-    with pytest.raises(inside.Fenced, match="sent no heartbeat"):
-        waiting.result(SOON)
-
-
 def test_an_generation_fences_whom_it_leaves_out(job):
     """On every server, in every verb; its waiting push is told, its contribution counts."""
     out, stays = job.join(A, B)

@@ -18,12 +18,6 @@ def total(*pushes):
     return [[sum(count * 1000.0**worker for worker, count in enumerate(pushes))] * 4] * 3
 
 
-def of_each_kind(*names):
-    """A synchronous variable, and asynchronous ones beside it."""
-    own = {"consistency": ps.Async()}
-    return [ps.Variable(np.zeros(4), name=name, **(own if number else {})) for number, name in enumerate(names)]
-
-
 def test_a_step_does_not_wait_for_others_where_it_need_not():
     """While one worker stands before its step, the other's asynchronous part is applied, and its own to be read; the
     synchronous part waits for both."""
@@ -31,7 +25,8 @@ def test_a_step_does_not_wait_for_others_where_it_need_not():
 
     def push(strategy, worker):
         with strategy.scope():
-            w, t, u = of_each_kind("w", "t", "u")
+            w = ps.Variable(np.zeros(4), name="w")
+            t, u = (ps.Variable(np.zeros(4), name=name, consistency=ps.Async()) for name in "tu")
         mine = np.full(4, 1000.0**worker)
         for number in range(5):
             if (worker, number) == (1, 3):
@@ -129,22 +124,3 @@ def test_processes_that_differ_are_told():
         told.set()
 
     in_threads(create, servers=1)
-
-
-def test_a_job_that_changes_its_consistency():
-    """At a change everybody has all that was added, to variables of both kinds; so it is after the way back."""
-
-    def change(strategy, worker):
-        with strategy.scope():
-            w, t = of_each_kind("w", "t")
-        mine, seen = np.full(4, 1000.0**worker), []
-        for consistency in (ps.Async(), ps.Sync(), ps.Async(), ps.Sync()):
-            for _ in range(5):
-                strategy.run(lambda: add_all([(t, mine), (w, mine)]))
-            strategy.set_consistency(consistency)
-            seen.append([v.numpy().tolist() for v in (w, t)])
-            # Where all wait for each other, nobody adds before all have read; else the other may have gone on already.
-            float(strategy.reduce("sum", 1.0, axis=None))
-        return seen[1::2], strategy.round
-
-    assert in_threads(change) == [([[[5005.0 * k] * 4] * 2 for k in (2, 4)], 24)] * 2

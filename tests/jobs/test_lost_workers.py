@@ -1,4 +1,4 @@
-"""Workers that die, stop, or come back: rounds go on, and every contribution counts once and whole, or not at all."""
+"""Workers that die or stop: rounds go on, and every contribution counts once and whole, or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting import faults
 from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
-from pstesting.script import DIRECTORY, ME, add_all, gate, say
+from pstesting.script import ME, add_all, gate, say
 from tests.kit.internals import Task
 from tests.kit.shell import sockets_of
 from tests.kit.transports import ON_ONE_TRANSPORT, mappings
@@ -147,82 +147,3 @@ def test_a_worker_killed_in_the_middle_of_a_push_on_a_transport(tmp_path, name):
             assert f"round 5 of server 0 is complete without {W1}" in job.errors(task)
             assert job.exited(task) == 0
     assert not path.exists()
-
-
-def learn(rows, batch, stops):
-    """Adds up all rows of a dataset, each once; says which rows it took for which round. Saves after two rounds.
-
-    Stops are (worker, round, gate); at the gate "never" it has taken its rows.
-    """
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(3), name="v")
-    checkpoint = ps.train.Checkpoint(v=v)
-    if (DIRECTORY / "checkpoints").exists():
-        say("restored", checkpoint.restore("run").restored)
-    dataset = ps.ArrayDataset((np.arange(rows), np.arange(3.0 * rows).reshape(rows, 3))).shuffle(3).batch(batch)
-    gates = {(round, name == "never"): name for who, round, name in stops if who == ME}
-    say("open", float(v.read_value()[0]))
-    for numbers, values in strategy.experimental_distribute_dataset(dataset):
-        for took in (False, True):
-            if took:
-                say("took", [strategy.round, numbers])
-            if (strategy.round, took) in gates:
-                say("at", strategy.round)
-                gate(gates[strategy.round, took])
-        strategy.run(lambda values=values: add_all([(v, values.sum(axis=0))]))
-        say("value", [strategy.round - 1, v.numpy()])
-        if strategy.round == 2:
-            checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
-    say("sums", v.numpy())
-
-
-def rows_taken(job, *tasks):
-    return [row for task in tasks for _, rows in job.said(task, "took") for row in rows]
-
-
-def exact(rows):
-    return [float(sum(3 * row + column for row in rows)) for column in range(3)]
-
-
-def test_workers_die_and_come_back(tmp_path):
-    """First one of them, then all: training goes on from the live variables and the data's position.
-
-    A worker that comes back joins at a round boundary with the current values, at the group's place in the data. Every
-    row counts once, but for those of the rounds that say that they were completed without it. It calls `restore` like
-    the others did, which restores nothing: the variables are newer.
-    """
-    stops = [[1, 3, "never"], [0, 6, "one"], [0, 10, "all"], [1, 10, "all"]]
-    keys = {"workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["never", "one", "all"]}
-    with ProcessCluster(learn, tmp_path, (96, 6, stops), **keys) as job, job.server(PS0) as server:
-
-        def starts(*tasks):
-            for task in tasks:
-                job.start(task)
-                job.hear(task, "open")
-            job.until(lambda: len(server.status().generation.members) == len(job.runners))
-
-        job.hear(W1, "at", 3)
-        job.kill(W1)
-        lost = set(job.said(W1, "took")[-1][1])
-        job.hear(W0, "at", 6)
-        job.until(lambda: len(server.status().generation.members) == len(job.runners) - 1)
-        starts(W1)
-        job.open("one")
-        for task in (W0, W1):
-            job.hear(task, "at", 10)
-        for task in (W0, W1):
-            job.kill(task)
-        starts(W0, W1)
-        job.open("all")
-        for task in job.runners:
-            assert job.hear(task, "sums") == exact(set(range(96)) - lost)
-        assert sorted(rows_taken(job, *job.runners)) == list(range(96))
-        assert lost
-        # What it sees after a round is what the others see, also right after it has come back.
-        seen = dict(job.said(W0, "value"))
-        assert all(seen[round] == value for round, value in job.said(W1, "value"))
-        assert job.said(W1, "value")[-1][0] == max(seen)
-        for task in (*job.runners, PS0):
-            assert job.exited(task) == 0
-        assert [job.said(task, "restored") for task in (W0, W1)] == [[False], [False] * 2]

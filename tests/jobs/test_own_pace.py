@@ -1,18 +1,14 @@
-"""Workers of their own pace: asynchronous ones wait for nobody, with bounded staleness none is too far ahead.
-
-Every push counts once, whoever dies.
-"""
+"""Workers of their own pace: asynchronous ones wait for nobody, and every push counts once, whoever dies."""
 
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import MARGIN, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import add_all
 from tests.kit import references
 from tests.kit.rig import SOON
@@ -77,23 +73,6 @@ def test_who_is_killed_goes_on_where_it_was_and_who_was_thought_dead_is_told(tmp
         assert job.exited(W0) == 0
 
 
-def test_local_replicas_make_a_push_together():
-    """In one process: replicas are counted from 0, a mean is over theirs, and reads see what was pushed."""
-    with ps.ParameterServerStrategy(["cpu:0", "cpu:1"], consistency=ps.Async()) as strategy:
-        with strategy.scope():
-            v = ps.Variable(np.zeros(2), name="v")
-
-        def step():
-            mine = 1.0 + ps.get_replica_context().replica_id_in_sync_group
-            add_all([(v, np.full(2, mine))])
-            return mine, v.numpy()
-
-        for turn in range(1, 4):
-            mine, after = strategy.run(step)
-            assert {tuple(seen) for seen in strategy.experimental_local_results(after)} == {(3.0 * turn, 3.0 * turn)}
-        assert float(strategy.reduce("mean", mine, None)) == 1.5
-
-
 # ---- Rows: a row misses updates by the count that its table keeps of all ----
 
 ROWS, WIDTH, STEPS = 12, 2, 12
@@ -152,37 +131,3 @@ def test_rows_have_the_steps_that_others_made(kind, workers):
     for _, own in found:
         for one, other in zip(own, (w, slots["m"], slots["v"]), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-# ---- Bounded staleness ----
-
-
-def test_a_killed_straggler_releases_the_others_and_comes_back(tmp_path):
-    """The others stand k rounds ahead of it, go on within its lease, and its next process begins where they are."""
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go0", "go1", "end"], "timeouts": QUICK}
-    stops = [[1, 4, "go1"], [0, 15, "go0"]]
-    with (
-        ProcessCluster(learn, tmp_path, (25, "ps.BoundedStaleness(2)", stops), **keys) as job,
-        job.server(PS0) as first,
-    ):
-        job.hear(W1, "at", 4)
-        job.hear(W0, "did", 5)
-        job.until(lambda: any(one.missing == (W1,) for one in first.status().waiting))
-        assert job.said(W0, "did") == list(range(6))
-        assert first.status().gap == 3  # one push more is applied, whose answer is held
-        began = time.monotonic()
-        job.kill(W1)
-        job.hear(W0, "at", 15)
-        assert time.monotonic() - began < 2 * QUICK.session_timeout + MARGIN
-        job.open("go1")
-        job.start(W1)
-        # It begins where the other is, and gets two rounds ahead of it.
-        job.hear(W1, "did", 16)
-        assert job.said(W1, "did") == [*range(4), 15, 16]
-        job.open("go0")
-        job.hear(W0, "done", 25)
-        job.hear(W1, "done", 25)
-        job.open("end")
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == total(25, 4 + 10)
-        job.finish()

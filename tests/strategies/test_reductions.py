@@ -96,6 +96,7 @@ def test_any_split_of_a_batch_gives_the_same(strategy, sizes, op, seed):
     np.testing.assert_allclose(found, oracle(op, whole, "float64"), atol=1e-12)
 
 
+@kinds("default", "mirrored-1", "mirrored-2", "servers-2x2", "async-2x2", soak=KINDS)
 @pytest.mark.parametrize("op", OPS)
 def test_any_axis(strategy, op):
     """It is reduced within each replica's array, and then over the replicas; several at once, or none. MEAN divides by

@@ -127,7 +127,7 @@ def test_in_cross_replica_context_an_assignment_is_an_update(strategy, aggregati
     assert shown(v) == [5.0] * 3
 
 
-@pairwise(strategy=USUAL, aggregation=COMBINING, how=["assign", "assign_add", "assign_sub"])
+@pairwise(strategy=(*USUAL, "async-2x2"), aggregation=COMBINING, how=["assign", "assign_add", "assign_sub"])
 def test_in_replica_context_values_are_aggregated_first(strategy, aggregation, how):
     """Then they are assigned once: each replica sees the same new value, and gets the variable back. What replicas
     share, a literal or an array, is used once; with SUM several are told that nobody knows how often it counts."""
