@@ -193,13 +193,17 @@ def test_a_table_that_cannot_be_held_is_not_in_the_way(tmp_path: Path) -> None:
     two.round()
 
 
-def test_a_session_is_of_the_task_that_the_generation_says(two: Two) -> None:
-    """On a server that does not give the numbers, who opens a member's first contributes nothing in its name."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_session_is_of_the_task_that_the_generation_says(two: Two, begun: bool) -> None:
+    """On a server that does not give the numbers, who opens a member's first contributes nothing in its name; also
+    where the generation has begun by then."""
     late, server = WORKERS[2], two.cores[1]
     session = two.cores[0].open(late, 1, 99, False).session
-    server.open(STRANGER, 1, session, False)
     members = (*(worker.member for worker in two.members), inside.Member(late, session, 1))
-    two.job.close(members)
+    steps = [lambda: server.open(STRANGER, 1, session, False), lambda: two.job.close(members)]
+    for step in steps[:: -1 if begun else 1]:
+        step()
+        server.heartbeat(two.members[0].session, -1, b"")
     with pytest.raises(inside.Forbidden, match=f"session {session} belongs to {late}, but {STRANGER} has opened it"):
         server.heartbeat(session, -1, b"")
     server.open(late, 1, session, False)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +18,6 @@ import psclient as ps
 from psclient._src.network.transport import TransportCall
 from psclient._src.processes import process
 from psclient.psctl.certificate_authority import Authority
-from pstesting import forks
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import say  # in the programs below, which are sources
@@ -156,20 +152,6 @@ def test_a_server_that_cannot_be_secure_does_not_start(certificates: Certificate
 
 
 SPEC = inside.VariableSpec("mine", inside.TensorSpec("float32", (4,)))
-AHEAD = 8
-"""How many of the numbers that come next a thief takes."""
-
-PROGRAM = """
-import numpy as np
-import psclient as ps
-
-strategy = ps.ParameterServerStrategy()
-with strategy.scope():
-    v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
-for _ in range(3):
-    strategy.run(lambda: (v.assign_add(np.ones(4)), u.assign_add(np.ones(4))))
-print("ended with", float(v[0]), float(u[0]), flush=True)
-"""
 
 
 class Job:
@@ -227,24 +209,3 @@ def test_an_incarnation_is_a_servers(job: Job, certificates: Certificates) -> No
         call(request.SerializeToString(), timeout=SECONDS, metadata=((inside.TOKEN_KEY, inside.bearer(shown.token)),))
     with pytest.raises(inside.Forbidden):
         thief.heartbeat(incarnation, -1, b"")
-
-
-def test_a_job_trains_though_a_member_has_taken_its_numbers(
-    job: Job, certificates: Certificates, tmp_path: Path
-) -> None:
-    """A worker computes the numbers that come next, and opens them on the other server before anybody does."""
-    first = job.connect("worker-1", PS0)
-    own = first.open(W1, 1, 1, False).session
-    first.leave(own, "")
-    thief = job.connect("worker-1", PS1)
-    for task in (W0, inside.Task("chief", 0)):
-        for ahead in range(1, AHEAD + 1):
-            thief.open(W1, 1, inside.number_for(task, own, inside.count_of(own) + ahead), False)
-    cluster = {"ps": job.addresses, "worker": ["127.0.0.1:0"]}
-    environ = os.environ | options(certificates.out).variables()
-    environ |= {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})}
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "psclient", str(script)]
-    ended = forks.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert "ended with 3.0 3.0" in ended.stdout, ended.stderr

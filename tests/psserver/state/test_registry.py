@@ -76,22 +76,6 @@ def test_a_server_for_years_remembers_so_many(registry):
     assert len(registry._sessions) == len(registry._past) == REMEMBERED
 
 
-def test_the_generation_says_whose_its_members_are(registry):
-    """Whoever opened them before; also where the session is opened after the generation has begun."""
-    generation = Generation(1, (Member(A, 7, 1), Member(B, 8, 1)))
-    registry.enter(7, A)
-    registry.check(7, generation)
-    registry.enter(8, A)
-    with pytest.raises(
-        Forbidden, match=r"session 8 belongs to /job:worker/task:1, but /job:worker/task:0 has opened it"
-    ):
-        registry.check(8, generation)
-    registry.check(7, generation)
-    registry.check(8, Generation(2, (Member(A, 8, 1),)))
-    with pytest.raises(Fenced, match="was not opened on this server"):
-        registry.check(9, generation)
-
-
 def test_a_number_is_of_the_task_that_it_was_made_for():
     """All servers see that in it; it is long enough that hardly any is another task's as well, and is never another."""
     made = [number_for(task, (7 << 60) + 5, count) for task in WORKERS for count in range(1, 200)]
