@@ -18,7 +18,7 @@ import pytest
 
 import psclient as ps
 from pstesting import forks
-from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
+from pstesting.processes import CALM, CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
 from pswire.cluster import Task
 from tests.kit.shell import shown, terminal, waiting
@@ -85,11 +85,9 @@ def run(paused, psctl_of):
     return psctl_of(paused)
 
 
-def train(rounds, stop, mode="sync", drives=True):
+def train(rounds, stop):
     """Both workers add to three variables; worker 1 stops before a round until it is let go on."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async() if mode == "async" else ps.Sync())
-    if not drives:
-        strategy._session.drive = lambda: None  # as a worker that may not
+    strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros((2, 3), "float32"), name="dense/kernel")
         u = ps.Variable(np.zeros(4), name="dense/bias")
@@ -178,58 +176,6 @@ def test_variables_are_listed_and_read(run, tmp_path):
     code, text = run("read", "dense/bia")
     assert code == 2
     assert "did you mean dense/bias?" in text
-
-
-def test_asynchronous_workers_have_their_own_rounds(psctl_of, tmp_path):
-    """Each stands where it is, and nobody waits for anybody."""
-    with ProcessCluster(train, tmp_path, (8, 5, "async"), **KEYS) as job:
-        job.hear(W1, "at", 5)
-        job.hear(W0, "done")
-        code, said = psctl_of(job).json("status")
-        assert (code, said["mode"], said["problems"]) == (0, "async", [])
-        tasks = by_task(said["tasks"])
-        assert [(tasks[str(task)]["round"], tasks[str(task)]["lag"]) for task in (W0, W1)] == [(7, 0), (4, 3)]
-        assert [tasks[str(task)]["waits_for"] for task in (W0, W1)] == [[], []]
-        job.open("go1")
-        job.open("end")
-        job.finish()
-
-
-def test_who_is_lost_is_named(psctl_of, tmp_path):
-    """A worker whose lease ended, a chief that is gone, a server that is silent: one line for each, and exit code 1.
-
-    A server that was started anew is no part of the job: its variables are gone, which it cannot say itself.
-    """
-    with ProcessCluster(train, tmp_path, (8, 5, "sync", False), timeouts=QUICK, **KEYS) as job:
-        run = psctl_of(job)
-        job.hear(W1, "at", 5)
-        job.kill(W1)
-        code, said = run.until(lambda said: said["problems"])
-        assert code == 1
-        assert [(each["kind"], each["task"]) for each in said["problems"]] == [("lost", str(W1))]
-        assert "it sent no heartbeat" in said["problems"][0]["message"]
-        job.kill(CHIEF)
-        code, said = run.until(lambda said: len(said["problems"]) > 1)
-        assert [(each["kind"], each["task"]) for each in said["problems"]] == [
-            *(("no_chief", str(CHIEF)), ("lost", str(W1)))
-        ]
-        job.kill(PS1)
-        code, text = run("status", "--timeout", "1")
-        assert code == 1
-        assert "! ps-1: no answer at" in text
-        assert "nothing listens there" in text
-        code, said = run.json("read", "dense/kernel", "--timeout", "1")
-        servers = {each["name"]: each["servers"] for each in run.json("vars", "--timeout", "1")[1]["variables"]}
-        assert code == (2 if servers["dense/kernel"] == [str(PS1)] else 0)
-        job.start(PS1)
-        code, said = run.until(lambda said: said["servers"][1]["state"] == "up")
-        assert code == 1
-        assert ("replaced", str(PS1)) in [(each["kind"], each["task"]) for each in said["problems"]]
-        job.kill(PS1)
-        job.kill(PS0)
-        code, said = run.json("vars", "--timeout", "0.5")
-        assert (code, said["error"]["type"], said["error"]["task"]) == (2, "Unreachable", str(PS0))
-        assert [server["serving"] for server in run.json("health", "--timeout", "1")[1]["servers"]] == [False, False]
 
 
 def test_top_is_live_and_ends_with_ctrl_c(run):

@@ -131,6 +131,34 @@ def test_who_does_not_fit_is_told(serve):
     assert ("failed", "worker-0") not in kinds(seen)
 
 
+def test_who_is_lost_is_told(serve):
+    """A worker whose lease ended, a chief that is gone, and a server that was started anew: its variables are gone."""
+    job, fresh = Job(serve()), core(1, 777)
+    one, _ = job.join(W0, W1)
+    job.servers.spend(12, one.session, job.opened.session)
+    seen = view(*job.verbs)
+    assert (kinds(seen), "it sent no heartbeat" in seen.problems[0].message) == ([("lost", "worker-1")], True)
+    job.servers.spend(12, one.session)
+    assert kinds(view(*job.verbs)) == [("no_chief", "chief-0"), ("lost", "worker-1")]
+    with remote(fresh) as again:
+        assert ("replaced", "ps-1") in kinds(view(job.verbs[0], again))
+    fresh.close()
+
+
+def test_asynchronous_workers_have_their_own_rounds(serve):
+    """Each stands where it is, and nobody waits for anybody."""
+    job = Job(serve())
+    workers = job.join(W0, W1, mode="async")
+    _, plan = job.adder(workers[0])
+    for worker, rounds in zip(workers, (8, 5), strict=True):
+        for _ in range(rounds):
+            worker.make(plan, [1])
+    seen = view(*job.verbs)
+    assert (seen.mode, kinds(seen)) == ("async", [])
+    tasks = [each for each in seen.tasks if not each.drives]
+    assert [(each.round, each.lag, list(each.waits_for)) for each in tasks] == [(7, 0, []), (4, 3, [])]
+
+
 TASKS = st.sampled_from([CHIEF, W0, W1])
 ROUNDS = st.integers(-1, 5)
 MEMBERS = st.builds(Member, TASKS, st.integers(1, 4), st.integers(0, 2), st.sampled_from([SYNC, ASYNC]))
