@@ -12,16 +12,20 @@ from pstesting import forks
 from tests.kit.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ("--ratings", "60000")
+SMALL = {"recommender_torch": ("--ratings", "60000"), "dlrm": ("--examples", "30000")}
 SECONDS = 600.0
-NEEDS = {"digits_torch": "torch", "recommender_torch": "torch", "digits_jax": "jax", "keras_jax": "keras"}
+NEEDS = {
+    **dict.fromkeys(("digits_torch", "recommender_torch", "dlrm"), "torch"),
+    "digits_jax": "jax",
+    "keras_jax": "keras",
+}
 IMPORTS = {
     "torch": ("psclient.torch", "sklearn.datasets", "sklearn.metrics"),
     **dict.fromkeys(("jax", "keras"), ("psclient.jax", "sklearn.datasets", "keras")),
 }
 """Modules that examples import, by framework: a new import costs each process four seconds or more."""
 
-STEPS = {"recommender_torch": 27}
+STEPS = {"recommender_torch": 27, "dlrm": 14}
 """Steps of one epoch; of the others 23, for 1440 scans in batches of 64."""
 
 SOAK = pytest.mark.soak
@@ -59,7 +63,7 @@ def run(cwd, name, epochs, options):
         Of the last epoch the figure that grows, and its loss, or 0 if that is not said.
     """
     python = ["psworker", "--standalone", "--ps", "2", "--workers", "2"] if "cluster" in options else ["python"]
-    more = [*(SMALL if "recommender" in name else ()), *(["--resume"] if "resume" in options else [])]
+    more = [*SMALL.get(name, ()), *(["--resume"] if "resume" in options else [])]
     done = shell([*python, str(EXAMPLES / f"{name}.py"), "--epochs", str(epochs), *more], cwd, SECONDS)
     assert done.code == 0, done.err
     assert not done.left
@@ -81,6 +85,7 @@ ALONE, RESUMES, CLUSTER, GOES_ON = (), ("resume",), ("cluster",), ("cluster", "r
     [
         ("digits_torch", [(1, ALONE), (2, GOES_ON)], 0.9),
         ("recommender_torch", [(2, CLUSTER)], 0.65),
+        ("dlrm", [(1, CLUSTER)], 0.6),
         ("digits_jax", [(1, ALONE), (1, CLUSTER), (2, RESUMES)], 0.8),
         ("keras_jax", [(1, ALONE), (2, GOES_ON)], 0.8),
         pytest.param("digits_torch", [(1, CLUSTER), (2, RESUMES)], 0.9, marks=SOAK),
