@@ -158,8 +158,10 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	$(BIN)/python benchmarks/hosts.py $(ARGS)
 	$(BIN)/python benchmarks/predictions.py $(ARGS)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
-	if $(BIN)/python -c 'import torch' 2>/dev/null; then $(BIN)/python benchmarks/frameworks.py $(ARGS) $(PEERS:%=--python %); \
-	  else echo "benchmarks/frameworks.py is left out: .venv has no torch, which make .venv/frameworks installs" >&2; fi
+	if $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	  $(BIN)/python benchmarks/frameworks.py $(ARGS) $(PEERS:%=--python %) && \
+	  $(BIN)/python benchmarks/recommenders.py $(ARGS) $(PEERS:%=--python %); \
+	  else echo "benchmarks of psclient.torch are left out: .venv has no torch, which make .venv/frameworks installs" >&2; fi
 
 soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times
 	$(BIN)/python -m pytest -q --run soak -m soak

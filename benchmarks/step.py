@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ from typing import Any
 import click
 import numpy as np
 from figures import machine
-from measures import Cost, Failed, check_exit
+from measures import Failed, Watch, run_cluster, run_program
 from rich.console import Console
 from rich.table import Table
 
@@ -47,10 +45,6 @@ sys.path.append(str(HERE.parent / "examples"))
 import digits  # noqa: E402
 
 import psclient as ps  # noqa: E402
-from psclient._src.config import child_environ  # noqa: E402
-from psclient._src.launch.cluster import Cluster  # noqa: E402
-from psclient._src.processes.output import Line  # noqa: E402
-from psclient._src.processes.process import send, spawn  # noqa: E402
 
 FORMAT = 1
 BATCH, RATE, SEED = 64, 0.002, 0
@@ -212,74 +206,29 @@ def train_numpy(steps: tuple[int, int]) -> None:
 # ---- In the launcher ----
 
 
-class Watch:
-    """Looks at the processes of a system when its first worker says that the measured steps begin, and end."""
-
-    def __init__(self, steps: int) -> None:
-        self.pids: dict[str, int] = {}
-        self._steps = steps
-        self._before: dict[str, Cost] = {}
-        self._used: dict[str, float] = {}
-        self._said: dict[str, Any] = {}
-
-    def hear(self, text: str) -> None:
-        """Takes a line of what is printed; passes over all but those of `tell`."""
-        with suppress(json.JSONDecodeError):
-            said = json.loads(text)
-            self.pids |= said.get("pids", {})
-            if said.get("now") == "begin":
-                self._before = {name: Cost.of(pid) for name, pid in self.pids.items()}
-            if said.get("now") == "end":
-                self._said = said
-                self._used = {name: Cost.of(self.pids[name]).since(cost).seconds for name, cost in self._before.items()}
-
-    def add_to(self, row: Row) -> None:
-        """Adds what was measured; raises `Failed` if the end was not heard."""
-        if not self._said:
-            raise Failed("its first worker said nothing of its end")
-        row.rate.append(self._steps / self._said["seconds"])
-        for kind, into in (("worker", row.worker_cpu), ("server", row.server_cpu)):
-            into.append([used / self._steps for name, used in self._used.items() if name.startswith(kind)])
-        row.waits.append(self._said["waits"])
-        row.loss.append(self._said["loss"])
+def add_to(row: Row, watch: Watch) -> None:
+    """Adds what was heard of a system; raises `Failed` if the end was not heard."""
+    used = watch.used_per_step()
+    row.rate.append(watch.steps / watch.said["seconds"])
+    for kind, into in (("worker", row.worker_cpu), ("server", row.server_cpu)):
+        into.append([seconds for name, seconds in used.items() if name.startswith(kind)])
+    row.waits.append(watch.said["waits"])
+    row.loss.append(watch.said["loss"])
 
 
 def run_ours(workers: int, servers: int, steps: tuple[int, int]) -> Watch:
     """Has a cluster of ours train."""
     watch = Watch(steps[1])
 
-    def hear(line: Line) -> None:
-        kinds = {"ps": "server", "worker": "worker"}
-        watch.pids = {f"{kinds[task.job]} {task.index}": each.pid for task, each in cluster.processes.items()}
-        if line.task.job == "worker" and line.task.index == 0 and not line.error:
-            watch.hear(line.text)
-
     args = ("--as-worker", "ours", "--steps", str(steps[1]), "--warm", str(steps[0]))
-    cluster = Cluster(sink=hear, ps=servers, workers=workers, chief="none", script=__file__, args=args)
-    with cluster:
-        outcome = cluster.wait(SECONDS)
-    if outcome.code:
-        raise Failed(str(outcome.report))
+    run_cluster(watch, SECONDS, ps=servers, workers=workers, script=__file__, args=args)
     return watch
 
 
-def run_program(command: Sequence[str], steps: tuple[int, int]) -> Watch:
-    """Has another program train, which says the numbers of its processes."""
+def run_peer(command: Sequence[str], steps: tuple[int, int]) -> Watch:
+    """Has another program train."""
     watch = Watch(steps[1])
-    with tempfile.TemporaryFile() as errors:
-        process = spawn(list(command), child_environ(PROCESSES, None), subprocess.DEVNULL, errors.fileno())
-        deadline = time.monotonic() + SECONDS
-        try:
-            assert process.stdout
-            for line in process.stdout:
-                watch.hear(line.decode())
-                if time.monotonic() > deadline:
-                    raise Failed(f"took more than {SECONDS} s")
-            process.wait(SECONDS)
-        finally:
-            send(process, signal.SIGKILL)
-            process.wait()
-        check_exit(process, errors)
+    run_program(watch, command, PROCESSES, SECONDS)
     return watch
 
 
@@ -293,7 +242,7 @@ def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | 
         return run_ours(*OURS[system], steps)
     numbers = ("--steps", str(steps[1]), "--warm", str(steps[0]))
     if system == NUMPY:
-        return run_program([sys.executable, __file__, "--as-worker", "numpy", *numbers], steps)
+        return run_peer([sys.executable, __file__, "--as-worker", "numpy", *numbers], steps)
     found = [python for python in pythons if not subprocess.run([python, "-c", HAS_TORCH], check=False).returncode]
     if not found:
         return (
@@ -304,7 +253,7 @@ def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | 
         (images, targets), _ = digits.load_data()
         data = Path(directory) / "digits.npz"
         np.savez(data, images=images, labels=targets.argmax(axis=1))
-        return run_program([found[0], str(HERE / "peers" / "torch_step.py"), str(data), *numbers], steps)
+        return run_peer([found[0], str(HERE / "peers" / "torch_step.py"), str(data), *numbers], steps)
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -362,7 +311,7 @@ def main(
                     if isinstance(watch, str):
                         excluded[system] = watch
                     else:
-                        watch.add_to(rows.setdefault(system, Row()))
+                        add_to(rows.setdefault(system, Row()), watch)
                 except Failed as error:
                     excluded[system], failed = f"failed, {error}", True
     report = [row.report(system) for system, row in rows.items() if row.rate]
