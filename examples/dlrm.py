@@ -1,7 +1,8 @@
 """Clicks by PyTorch: DLRM over 26 dynamic tables on parameter servers, and made data in the shape of Criteo's.
 
-python examples/dlrm.py --alone                              one process, its server, and then torch alone beside it
-psworker --standalone --ps 1 --workers 2 examples/dlrm.py    a whole cluster on this machine"""
+    python examples/dlrm.py --alone                              one process, its server, and then torch alone beside it
+    psworker --standalone --ps 1 --workers 2 examples/dlrm.py    a whole cluster on this machine
+"""
 
 import argparse
 import time
