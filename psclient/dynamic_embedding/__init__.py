@@ -14,6 +14,7 @@ A `Reader` looks up rows in checkpoints, without servers:
 Names are those of TensorFlow Recommenders Addons and of DeepRec.
 
 tables      `get_variable`, `group`
+hashing     `hash_keys`: keys from texts and bytes
 options     parts, storage, times to live
 reader      `Reader`: rows of checkpoints, without servers
 views       the rows of one table, with all its deltas
@@ -22,6 +23,7 @@ mapped      the rows of a table in one checkpoint
 
 from psclient._src.variables.table_views import TableGroup, TableView
 from psclient._src.variables.tables import TableVariable as Variable
+from psclient.dynamic_embedding.hashing import hash_keys
 from psclient.dynamic_embedding.options import TTL, HashPartitioner, StorageOption
 from psclient.dynamic_embedding.reader import Reader, TableReader
 from psclient.dynamic_embedding.tables import get_variable, group
@@ -53,4 +55,5 @@ __all__ = [
     "Variable",
     "get_variable",
     "group",
+    "hash_keys",
 ]

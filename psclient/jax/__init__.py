@@ -11,6 +11,7 @@ state       `TrainState`, with the face of flax's
 parameters  the leaves of a pytree as variables: reads, steps, assignments
 optimizers  sgd, adam, adamw, adagrad by optax's formulas
 rows        rows of embedding tables, in few shapes
+bags        bags of these rows
 loading     batches, shared among all workers
 modules     modules of Flax NNX
 trees       names, dtypes and structures of pytrees
@@ -18,9 +19,10 @@ arrays      between NumPy and JAX: what is copied
 """
 
 from psclient.jax import optimizers
+from psclient.jax.bags import embedding, embedding_bag
 from psclient.jax.loading import Loader
 from psclient.jax.modules import Optimizer
 from psclient.jax.rows import JoinedRows, lookup
 from psclient.jax.state import TrainState
 
-__all__ = ["JoinedRows", "Loader", "Optimizer", "TrainState", "lookup", "optimizers"]
+__all__ = ["JoinedRows", "Loader", "Optimizer", "TrainState", "embedding", "embedding_bag", "lookup", "optimizers"]

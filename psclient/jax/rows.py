@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from psclient._src.arrays.devices import to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable
+from psclient._src.variables.table_views import TableGroup
 from psclient.jax.arrays import empty, to_host, to_jax
 from psclient.jax.trees import is_traced
 from pswire.errors import InvalidArgument, InvalidType
@@ -33,14 +35,15 @@ class JoinedRows:
 
     Attributes:
         values: (P, *row shape), the rows, each once; from row `count` on zeros, which no index refers to.
-        inverse: int32 of the shape of the ids: the index of each id's row in `values`.
+        inverse: int32 of the shape of the ids: the index of each id's row in `values`. Of a group of tables a dict of
+            them, by the names of the tables.
         found: the rows as they were looked up, on the host.
     """
 
     _nest_leaf: ClassVar[bool] = True
 
     values: jax.Array
-    inverse: jax.Array
+    inverse: Any
     found: LookedUpRows = field(repr=False)
 
     @property
@@ -87,8 +90,9 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> JoinedRows:
     """Looks up rows of a table by their ids, as JAX arrays. In replica and cross-replica context.
 
     Args:
-        table: a variable, a sharded variable, a dynamic table or one of a group.
-        ids: integers of any shape, of NumPy or JAX; may repeat.
+        table: a variable, a sharded variable, a dynamic table or one of a group; or a group, whose tables are looked up
+            together: the ids of all are made unique once, and there is one array of rows to differentiate by.
+        ids: integers of any shape, of NumPy or JAX; may repeat. For a group a dict of them, by the names of tables.
         pad: True to pad the rows with zeros to one of a few sizes, 16 and then each 1.25 times the one before, so that
             compiled functions see few shapes. False for exactly the number of different ids.
 
@@ -96,22 +100,46 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> JoinedRows:
         The rows.
 
     Raises:
-        TypeError: `table` is not a table; or the ids are not integers, or traced.
+        TypeError: `table` is not a table; or the ids are not integers, or traced; or those of a group are not a dict.
         ValueError: an id is not a row of the table.
+        KeyError: a group has no table of a name.
         RuntimeError: called in an update function.
     """
-    if not isinstance(table, RowReadable):
+    if isinstance(table, TableGroup):
+        if not isinstance(ids, Mapping):
+            raise InvalidType(
+                f"the ids for the tables of {table.table.name!r} are a {type(ids).__name__}; pass a dict of ids by the "
+                "names of tables"
+            )
+        given = {name: _untraced(table[name], own) for name, own in ids.items()}
+        asked = {name: table[name]._checked_ids(own) for name, own in given.items()}
+        found = table.table.lookup(np.concatenate([own.ravel() for own in asked.values()] or [np.empty(0, np.int64)]))
+        ends = np.cumsum([own.size for own in asked.values()])
+        places = zip(asked.items(), np.split(found.places, ends[:-1]), strict=True) if asked else ()
+        inverse: Any = {name: _indices(own.reshape(of.shape)) for (name, of), own in places}
+    elif isinstance(table, RowReadable):
+        found = table.lookup(_untraced(table, ids))
+        inverse = _indices(found.places)
+    else:
         raise InvalidType(f"rows can be looked up in a variable or a table, not in a {type(table).__name__}")
+    values = to_numpy(found.values)
+    return JoinedRows(to_jax(_padded(values) if pad else values), inverse, found)
+
+
+def _untraced(table: RowReadable, ids: Any) -> Any:
+    """Returns ids; raises `TypeError` if they are traced."""
     if is_traced(ids):
         raise InvalidType(
             f"the row ids of {table.name!r} are traced, but a lookup sends a request to a server; look rows "
             "up before, and pass rows.values and rows.inverse to the compiled function"
         )
-    found = table.lookup(ids)
-    values = to_numpy(found.values)
-    inverse = empty(found.places.shape, np.dtype(np.int32))
-    inverse[...] = found.places
-    return JoinedRows(to_jax(_padded(values) if pad else values), to_jax(inverse), found)
+    return ids
+
+
+def _indices(places: Array) -> jax.Array:
+    made = empty(places.shape, np.dtype(np.int32))
+    made[...] = places
+    return to_jax(made)
 
 
 def _padded(values: Array) -> Array:

@@ -202,6 +202,9 @@ class Optimizer(Described):
     def _divided(self, v: Value, gradient: Value) -> Value:
         return gradient
 
+    def _shorten(self, v: Any) -> None:
+        """Shortens rows that may not exceed a norm; here none."""
+
     def _advanced(self, number: Value, iterations: Value) -> Value:
         """Returns what the last slot, if it is `_running`, is in a step; runs on the server, once for each variable.
 

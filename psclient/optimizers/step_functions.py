@@ -15,7 +15,7 @@ through.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -60,6 +60,9 @@ class OptimizerView(Protocol):
 
     def _divided(self, v: Value, gradient: Value) -> Value:
         """Returns the gradient that is meant, where more than the loss scale is in it."""
+
+    def _shorten(self, v: Any) -> None:
+        """Shortens rows of a variable that may not exceed a norm, before its update."""
 
     def _advanced(self, number: Value, iterations: Value) -> Value:
         """Returns what the slot `_running` is in a step."""
@@ -237,14 +240,17 @@ def apply(
             else None.
         of_rows: True if this call's gradient is of some rows; else all rows have one.
     """
-    own, optimizer = _unscaled(v, optimizer, gradient, begun.get("scale")), optimizer._chosen
+    shorten, own = optimizer._shorten, _unscaled(v, optimizer, gradient, begun.get("scale"))
+    optimizer = optimizer._chosen
     if "go" not in begun:
+        shorten(v)
         _change(v, optimizer, _clipped(optimizer, own, norm), begun, average, decays, slots, number)
         return
     changing = [v, *slots] if average is None else [v, *slots, average]
     before = [x.value() for x in changing]
     with np.errstate(all="ignore"):  # What is not finite is left out.
         whole = _whole(optimizer, own, accumulator)
+        shorten(v)
         _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots, number)
         marked = None if marks is None else _marked(marks, own, of_rows)
         changes = begun["go"] if marked is None else np.logical_and(begun["go"], marked.astype(bool))

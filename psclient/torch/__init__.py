@@ -14,7 +14,15 @@ collections  such modules by TorchRec's names
 loader       `Loader`: shares batches, and names the next one's ids
 """
 
-from psclient.torch.collections import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+from psclient.torch.collections import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 from psclient.torch.embeddings import Embedding, EmbeddingBag
 from psclient.torch.loader import Loader
 from psclient.torch.optimizer import Optimizer
@@ -25,7 +33,10 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "GradScaler",
+    "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "Loader",

@@ -1,35 +1,41 @@
-"""`EmbeddingBagCollection`: tables by TorchRec's names, whose features are looked up together."""
+"""Collections of tables by TorchRec's names, whose features are looked up together."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from psclient._src import context
 from psclient._src.arrays.conversions import on_host
+from psclient._src.variables.lookup import RowReadable
+from psclient._src.variables.partitioners import FixedShardsPartitioner
+from psclient._src.variables.table_views import StackedRows
 from psclient._src.variables.variable import Variable
-from psclient.dynamic_embedding import get_variable
-from psclient.torch.embeddings import LookupModule, TableRows
+from psclient.dynamic_embedding import get_variable, group
+from psclient.torch.embeddings import LookupModule, TableRows, checked_ids
 from psclient.torch.parameters import DTYPES
-from pswire.errors import InvalidArgument, UnknownName
+from pswire.errors import InvalidArgument, InvalidType, UnknownName
 from pswire.model.tensor import Array
 
 
 @dataclass
-class EmbeddingBagConfig:
-    """The configuration of a table, with TorchRec's names; TorchRec's own `EmbeddingBagConfig` may be used as well.
+class EmbeddingConfig:
+    """The configuration of a table, with TorchRec's names; TorchRec's own `EmbeddingConfig` may be used as well.
 
     Attributes:
         name: the table's name.
         embedding_dim: the size of a row.
-        feature_names: the features with ids of this table.
-        num_embeddings: number of rows; 0 for a dynamic table, which takes any 64-bit number as an id.
-        pooling: "SUM" or "MEAN" of the rows of a bag.
+        feature_names: the features with ids of this table; none for one of the table's name.
+        num_embeddings: number of rows; 0 for a dynamic table, whose ids are any 64-bit numbers, or from 0 to 2**48 - 1
+            if the collection has other dynamic tables of the same dimension and data type.
         data_type: "FP32", "FP16", "BF16" or "FP64": the dtype of the table.
         init_fn: for a table with a number of rows, sets initial values: changes the given tensor, or returns another.
         weight_init_min: lower bound of uniform initial values; None for `-1 / sqrt(num_embeddings)`.
@@ -41,12 +47,75 @@ class EmbeddingBagConfig:
     embedding_dim: int
     feature_names: list[str] = field(default_factory=list)
     num_embeddings: int = 0
-    pooling: Any = "SUM"
     data_type: Any = "FP32"
     init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     weight_init_min: float | None = None
     weight_init_max: float | None = None
     table: Any = None
+
+
+@dataclass
+class EmbeddingBagConfig(EmbeddingConfig):
+    """The configuration of a table of bags, as TorchRec's class of this name.
+
+    Attributes:
+        pooling: "SUM" or "MEAN" of the rows of a bag.
+    """
+
+    pooling: Any = "SUM"
+
+
+class JaggedTensor:
+    """The rows, or ids, of one feature, one example after another, as TorchRec's class of this name.
+
+    Args:
+        values: all rows, (N, ...).
+        lengths: how many of them each example has, (B,).
+        weights: one for each row; None for none.
+    """
+
+    def __init__(self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        self._values, self._lengths, self._weights = values, lengths, weights
+
+    def values(self) -> torch.Tensor:
+        """All rows."""
+        return self._values
+
+    def lengths(self) -> torch.Tensor:
+        """Number of rows of each example."""
+        return self._lengths
+
+    def offsets(self) -> torch.Tensor:
+        """Where the rows of each example begin, and where those of the last one end."""
+        return functional.pad(self._lengths.cumsum(0), (1, 0))
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """One for each row, if there are any."""
+        return self._weights
+
+    def weights(self) -> torch.Tensor:
+        """One for each row; raises `ValueError` if there are none."""
+        if self._weights is None:
+            raise InvalidArgument("this JaggedTensor has no weights; call weights_or_none()")
+        return self._weights
+
+    def to_dense(self) -> list[torch.Tensor]:
+        """The rows of each example."""
+        return list(self._values.split(self._lengths.tolist()))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> torch.Tensor:
+        """The rows of all examples in one tensor, (B, length, ...), shortened or padded.
+
+        Args:
+            desired_length: rows of an example; None for those of the longest one.
+            padding_value: value of the rows that are not there.
+        """
+        own = self.to_dense()
+        size = max(map(len, own), default=0) if desired_length is None else desired_length
+        found = self._values.new_full((len(own), size, *self._values.shape[1:]), padding_value)
+        for place, rows in zip(found, own, strict=True):
+            place[: len(rows)] = rows[:size]
+        return found
 
 
 class KeyedJaggedTensor:
@@ -63,6 +132,20 @@ class KeyedJaggedTensor:
         self, keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
     ) -> None:
         self._keys, self._values, self._lengths, self._weights = list(keys), values, lengths, weights
+
+    @classmethod
+    def from_lengths_sync(
+        cls, keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """Makes one from lengths, as the constructor."""
+        return cls(keys, values, lengths, weights)
+
+    @classmethod
+    def from_offsets_sync(
+        cls, keys: Sequence[str], values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """Makes one from the index at which each bag begins, and the end."""
+        return cls(keys, values, offsets.diff(), weights)
 
     def keys(self) -> list[str]:
         """Names of the features."""
@@ -112,7 +195,114 @@ class KeyedTensor:
         return self._parts[key]
 
 
-class EmbeddingBagCollection(LookupModule):
+class _Feature(NamedTuple):
+    """A feature with ids of a table.
+
+    Attributes:
+        name: its name among the ids.
+        shown: its name among the results.
+        table: the table.
+        config: the configuration of the table.
+    """
+
+    name: str
+    shown: str
+    table: RowReadable
+    config: Any
+
+
+class _Stack:
+    """Tables that are stored as one: their ids are looked up together, and their gradients are one.
+
+    Args:
+        table: what stores their rows.
+        features: the features of all of them.
+    """
+
+    def __init__(self, table: Any, features: Sequence[_Feature]) -> None:
+        self.rows, self.features = TableRows.of(table), features
+
+    def bags(self, bags: _Bags) -> list[_Bag]:
+        """Returns the bags of its features."""
+        return [bags.of(each.name) for each in self.features]
+
+    def ids(self, bags: _Bags) -> Array:
+        """Returns the ids of its features as the one table has them, one feature after another, on the host."""
+        return np.concatenate(
+            [_stored(each.table, own.ids) for each, own in zip(self.features, self.bags(bags), strict=True)]
+        )
+
+
+def _stored(table: RowReadable, ids: torch.Tensor) -> Array:
+    """Returns ids of a table as those of the table that has its rows."""
+    own = on_host(checked_ids(table, ids).reshape(-1))
+    return own if table._stored_in is table else table._checked_ids(own)
+
+
+class _Collection(LookupModule):
+    """Base of collections of tables, with the arguments and methods that they share.
+
+    Args:
+        tables: the configurations of the tables.
+        device: None.
+    """
+
+    def __init__(self, tables: Sequence[Any], device: None) -> None:
+        super().__init__()
+        if device is not None:
+            raise InvalidType(
+                f"{type(self).__name__} does not support device={device!r}: rows come to the device of the ids; "
+                "leave it out"
+            )
+        self._configs = list(tables)
+        _check_names(self._configs)
+        self._tables = _tables(self._configs)
+        owners = [(config, name) for config in self._configs for name in _features_of(config)]
+        counts = Counter(name for _, name in owners)
+        features = [
+            _Feature(name, f"{name}@{config.name}" if counts[name] > 1 else name, self._tables[config.name], config)
+            for config, name in owners
+        ]
+        by_store: dict[int, list[_Feature]] = {}
+        for feature in features:
+            by_store.setdefault(id(feature.table._stored_in), []).append(feature)
+        self._stacks = [_Stack(of[0].table._stored_in, of) for of in by_store.values()]
+        self._shown = [feature.shown for feature in features]
+        for number, stack in enumerate(self._stacks):
+            self.register_parameter(f"gate_{number}", stack.rows.gate)
+
+    @property
+    def tables(self) -> Mapping[str, Any]:
+        """Its tables by their names, for lookups and exports."""
+        return dict(self._tables)
+
+    @property
+    def rows(self) -> list[TableRows]:
+        """The looked-up rows of what stores its tables."""
+        return [stack.rows for stack in self._stacks]
+
+    def prefetch(self, *features: Any) -> None:
+        """Requests the rows of the features that are looked up next, together with the next round; see `Loader`."""
+        batches = [_Bags(each) for each in features]
+        for stack in self._stacks:
+            stack.rows.table.prefetch(*[stack.ids(each) for each in batches])
+
+    def prefetch_hint(self, *features: Any) -> None:
+        """Announces the features that are looked up after the next ones, so that servers read their rows from disk."""
+        batches = [_Bags(each) for each in features]
+        for stack in self._stacks:
+            stack.rows.table.prefetch_hint(*[stack.ids(each) for each in batches])
+
+    def _look_up(self, features: Any) -> Iterator[tuple[_Stack, list[_Bag], torch.Tensor, torch.Tensor]]:
+        """Yields each stack with the bags of its features, rows, and the places of all their ids among the rows."""
+        bags = _Bags(features)
+        for stack in self._stacks:
+            own = stack.bags(bags)
+            rows, places = stack.rows.look_up_on(own[0].ids.device, stack.ids(bags))
+            yield stack, own, rows, places
+
+
+class EmbeddingBagCollection(_Collection):
     """Bags of several features with tables on servers, with the API of TorchRec's module of this name.
 
         tables = [EmbeddingBagConfig(name="users", embedding_dim=64, feature_names=["user"])]
@@ -122,55 +312,32 @@ class EmbeddingBagCollection(LookupModule):
     Create it in `strategy.scope()`, in the same way on every worker: it creates its tables. `features` is TorchRec's
     `KeyedJaggedTensor`, this package's, or any object with `keys()`, `values()` and `lengths()`.
 
+    Tables of the same dimension and data type are stored as one, named after the first of them: `<name>_group`, a group
+    of dynamic tables or a variable that is cut over all servers. Their ids are made unique, looked up and updated
+    together.
+
     Args:
         tables: the configurations of the tables.
         is_weighted: True if ids have weights, by which rows are multiplied.
+        device: None: rows come to the device of the ids.
 
     Raises:
         ValueError: a name is repeated, the pooling or data type is not known, or a dynamic table has an `init_fn`.
+        TypeError: a device is given.
     """
 
-    def __init__(self, tables: Sequence[Any], is_weighted: bool = False) -> None:
-        super().__init__()
-        if len({config.name for config in tables}) < len(tables):
-            raise InvalidArgument(
-                "two tables of a collection have the same name; use one table for all its features, or another name"
-            )
-        self._configs = list(tables)
-        self._modes = [_pooling(config) for config in tables]
-        self._tables = [TableRows.of(_table(config)) for config in tables]
-        for number, rows in enumerate(self._tables):
-            self.register_parameter(f"gate_{number}", rows.gate)
+    def __init__(self, tables: Sequence[Any], is_weighted: bool = False, device: None = None) -> None:
+        self._modes = {config.name: _pooling(config) for config in tables}
+        super().__init__(tables, device)
         self._weighted = is_weighted
-        features = [feature for config in tables for feature in config.feature_names]
-        self._names = [
-            [f"{f}@{config.name}" if features.count(f) > 1 else f for f in config.feature_names] for config in tables
-        ]
-
-    @property
-    def rows(self) -> list[TableRows]:
-        """The looked-up rows of its tables."""
-        return self._tables
 
     def embedding_bag_configs(self) -> list[Any]:
         """The configurations of its tables."""
         return self._configs
 
-    def prefetch(self, *features: Any) -> None:
-        """Requests the rows of the features that are looked up next, together with the next round; see `Loader`."""
-        for rows, ids in self._ids(features):
-            rows.table.prefetch(*ids)
-
-    def prefetch_hint(self, *features: Any) -> None:
-        """Announces the features that are looked up after the next ones, so that servers read their rows from disk."""
-        for rows, ids in self._ids(features):
-            rows.table.prefetch_hint(*ids)
-
-    def _ids(self, features: Sequence[Any]) -> Iterator[tuple[TableRows, list[Any]]]:
-        """Yields each table with the ids that it looks up for some batches."""
-        bags = [_Bags(each) for each in features]
-        for config, rows in zip(self._configs, self._tables, strict=True):
-            yield rows, [each.ids(config.feature_names).cpu().numpy() for each in bags]
+    def is_weighted(self) -> bool:
+        """True if ids have weights."""
+        return self._weighted
 
     def forward(self, features: Any) -> KeyedTensor:
         """Returns the bags of each feature.
@@ -178,26 +345,82 @@ class EmbeddingBagCollection(LookupModule):
         Args:
             features: the ids.
         """
-        bags = _Bags(features)
-        parts = [part for number in range(len(self._tables)) for part in self._of_table(number, bags)]
-        return KeyedTensor([name for names in self._names for name in names], parts)
+        found = self._bags(features)
+        return KeyedTensor(self._shown, [found[name] for name in self._shown])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-    def _of_table(self, number: int, bags: _Bags) -> list[torch.Tensor]:
-        names = self._configs[number].feature_names
-        rows, places = self._tables[number].look_up(bags.ids(names))
-        own = places.split([len(bags.of(name).ids) for name in names])
-        return [self._pooled(number, rows, of, bags.of(name)) for name, of in zip(names, own, strict=True)]
+    def _bags(self, features: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        for stack, own, rows, places in self._look_up(features):
+            pooled = functional.embedding_bag(
+                places,
+                rows,
+                functional.pad(torch.cat([each.lengths for each in own]).cumsum(0), (1, 0)),
+                mode="sum",
+                per_sample_weights=_weights(own, rows.dtype) if self._weighted else None,
+                include_last_offset=True,
+            )
+            parts = pooled.split([len(each.lengths) for each in own])
+            for feature, bags, part in zip(stack.features, own, parts, strict=True):
+                means = self._modes[feature.config.name] == "mean"
+                found[feature.shown] = part / bags.lengths.clamp(min=1)[:, None].to(part.dtype) if means else part
+        return found
 
-    def _pooled(self, number: int, rows: torch.Tensor, places: torch.Tensor, own: _Bag) -> torch.Tensor:
-        weights = own.weights if self._weighted else None
-        bags = functional.embedding_bag(
-            places, rows, own.offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
-        )
-        if self._modes[number] == "mean":
-            counts = own.offsets.diff().clamp(min=1).to(bags.dtype)
-            bags = bags / counts[:, None]
-        return bags
+
+class EmbeddingCollection(_Collection):
+    """Rows of several features with tables on servers, with the API of TorchRec's module of this name.
+
+        tables = [EmbeddingConfig(name="items", embedding_dim=64, feature_names=["seen"])]
+        rows = pst.EmbeddingCollection(tables)(features)  # in strategy.scope(), the first time
+        rows["seen"].values()                             # (number of ids, 64)
+
+    Features and tables are as in `EmbeddingBagCollection`, also how tables are stored.
+
+    Args:
+        tables: the configurations of the tables, of one dimension.
+        device: None: rows come to the device of the ids.
+        need_indices: True if results have the ids as weights.
+
+    Raises:
+        ValueError: tables have different dimensions; as `EmbeddingBagCollection`.
+        TypeError: a device is given.
+    """
+
+    def __init__(self, tables: Sequence[Any], device: None = None, need_indices: bool = False) -> None:
+        if len(dims := {config.embedding_dim for config in tables}) > 1:
+            raise InvalidArgument(
+                f"the tables of an EmbeddingCollection have dimensions {', '.join(map(str, sorted(dims)))}; use one "
+                "collection for each dimension"
+            )
+        super().__init__(tables, device)
+        self._need_indices = need_indices
+
+    def embedding_configs(self) -> list[Any]:
+        """The configurations of its tables."""
+        return self._configs
+
+    def embedding_dim(self) -> int:
+        """The size of a row."""
+        dim: int = self._configs[0].embedding_dim
+        return dim
+
+    def need_indices(self) -> bool:
+        """True if results have the ids as weights."""
+        return self._need_indices
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def forward(self, features: Any) -> dict[str, JaggedTensor]:
+        """Returns the row of each id, by feature.
+
+        Args:
+            features: the ids.
+        """
+        found = {}
+        for stack, own, rows, places in self._look_up(features):
+            parts = functional.embedding(places, rows).split([len(each.ids) for each in own])
+            for feature, bags, part in zip(stack.features, own, parts, strict=True):
+                found[feature.shown] = JaggedTensor(part, bags.lengths, bags.ids if self._need_indices else None)
+        return {name: found[name] for name in self._shown}
 
 
 class _Bag(NamedTuple):
@@ -205,12 +428,12 @@ class _Bag(NamedTuple):
 
     Attributes:
         ids: their ids, one bag behind another.
-        offsets: where each bag begins, and where the last one ends.
+        lengths: number of ids of each bag.
         weights: of the ids.
     """
 
     ids: torch.Tensor
-    offsets: torch.Tensor
+    lengths: torch.Tensor
     weights: torch.Tensor | None
 
 
@@ -218,17 +441,18 @@ class _Bags:
     """Features by their names."""
 
     def __init__(self, features: Any) -> None:
+        if not all(callable(getattr(features, name, None)) for name in ("keys", "values", "lengths")):
+            raise InvalidType(
+                f"features are a {type(features).__name__}; pass a KeyedJaggedTensor, of TorchRec or of this package"
+            )
         keys = list(features.keys())
-        self._values, flat = features.values(), features.lengths().reshape(-1)
+        values, flat = features.values(), features.lengths().reshape(-1)
         weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
-        _check_lengths(keys, self._values, flat, weights)
+        _check_lengths(keys, values, flat, weights)
         lengths = flat.reshape(len(keys), -1)
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.sum(dim=1).cpu().cumsum(0)]).tolist()
-        self._of: dict[str, _Bag] = {}
-        for number, key in enumerate(keys):
-            own = slice(ends[number], ends[number + 1])
-            offsets = functional.pad(lengths[number].cumsum(0), (1, 0))
-            self._of[key] = _Bag(self._values[own], offsets, None if weights is None else weights[own])
+        sizes = lengths.sum(dim=1).tolist()
+        ids, own = values.split(sizes), [None] * len(keys) if weights is None else weights.split(sizes)
+        self._of = {key: _Bag(*each) for key, *each in zip(keys, ids, lengths, own, strict=True)}
 
     def of(self, name: str) -> _Bag:
         """Returns a feature; raises `KeyError` where the features lack it."""
@@ -236,16 +460,22 @@ class _Bags:
             raise UnknownName(f"feature {name!r} is not among {', '.join(self._of)}")
         return self._of[name]
 
-    def ids(self, names: Sequence[str]) -> torch.Tensor:
-        """Returns the ids of some features, one behind another."""
-        return torch.cat([self.of(name).ids for name in names]) if names else self._values[:0]
+
+def _weights(bags: Sequence[_Bag], dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weights of the ids of some features, one feature after another."""
+    found = [each.weights for each in bags if each.weights is not None]
+    if len(found) < len(bags):
+        raise InvalidArgument("the collection has is_weighted=True, but the features have no weights; pass weights")
+    return torch.cat(found).to(dtype)
 
 
 def _check_lengths(
     keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
 ) -> None:
-    """Raises `ValueError` if the lengths of bags, or weights, are not those of the values."""
+    """Raises `ValueError` if names repeat, or the lengths of bags, or weights, are not those of the values."""
     count, whole = len(values), int(lengths.sum())
+    if repeated := [key for key, times in Counter(keys).items() if times > 1]:
+        raise InvalidArgument(f"two features are named {repeated[0]!r}; give each another name")
     if not keys or len(lengths) % len(keys):
         raise InvalidArgument(
             f"features with {len(keys)} keys have {len(lengths)} lengths; pass one length for each feature "
@@ -281,32 +511,77 @@ def _word(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def _table(config: Any) -> Any:
-    """Returns the table of a configuration, which is created unless it is there."""
-    found = getattr(config, "table", None)
-    if found is not None:
-        return found
-    word, init = _word(getattr(config, "data_type", "FP32")), getattr(config, "init_fn", None)
-    dtype = DATA_TYPES.get(word)
-    if dtype is None:
+def _features_of(config: Any) -> list[str]:
+    return list(config.feature_names) or [config.name]
+
+
+def _check_names(configs: Sequence[Any]) -> None:
+    """Raises `ValueError` if two tables have one name, or two features of a table."""
+    if len({config.name for config in configs}) < len(configs):
+        raise InvalidArgument(
+            "two tables of a collection have the same name; use one table for all its features, or another name"
+        )
+    for config in configs:
+        if repeated := [name for name, times in Counter(_features_of(config)).items() if times > 1]:
+            raise InvalidArgument(f"two features of table {config.name!r} are named {repeated[0]!r}; name it once")
+
+
+def _tables(configs: Sequence[Any]) -> dict[str, RowReadable]:
+    """Returns the table of each configuration, by its name; those that are alike are created as one."""
+    found: dict[str, RowReadable] = {}
+    alike: dict[tuple[bool, int, torch.dtype], list[Any]] = {}
+    for config in configs:
+        given = getattr(config, "table", None)
+        if given is None:
+            alike.setdefault((not config.num_embeddings, config.embedding_dim, _dtype(config)), []).append(config)
+        else:
+            found[config.name] = TableRows.of(given).table
+    for (dynamic, dim, dtype), some in alike.items():
+        found |= (_dynamic_tables if dynamic else _static_tables)(some, dim, dtype)
+    return found
+
+
+def _dtype(config: Any) -> torch.dtype:
+    word = _word(getattr(config, "data_type", "FP32"))
+    if word not in DATA_TYPES:
         raise InvalidArgument(f"table {config.name!r} has data_type {word}; use one of {', '.join(DATA_TYPES)}")
-    if not config.num_embeddings:
-        if init is not None:
+    return DATA_TYPES[word]
+
+
+def _dynamic_tables(configs: Sequence[Any], dim: int, dtype: torch.dtype) -> dict[str, RowReadable]:
+    for config in configs:
+        if getattr(config, "init_fn", None) is not None:
             raise InvalidArgument(
                 f"table {config.name!r} has an init_fn but no size, so its rows are created on the servers; "
                 "pass table=... from ps.dynamic_embedding.get_variable, with one of ps.initializers"
             )
-        return get_variable(config.name, config.embedding_dim, value_dtype=DTYPES[dtype])
+    names = [config.name for config in configs]
+    if len(names) == 1:
+        return {names[0]: get_variable(names[0], dim, value_dtype=DTYPES[dtype])}
+    return {**group(names, dim, name=f"{names[0]}_group", value_dtype=DTYPES[dtype])}
+
+
+def _static_tables(configs: Sequence[Any], dim: int, dtype: torch.dtype) -> dict[str, RowReadable]:
+    names, sizes = [config.name for config in configs], [config.num_embeddings for config in configs]
+
+    def first() -> Array:
+        return on_host(torch.cat([_first_values(config, dim, dtype) for config in configs]))
+
+    if len(names) == 1:
+        return {names[0]: Variable(first, name=names[0])}
+    servers = len(context.get_strategy().extended.parameter_devices)
+    table = Variable(first, name=f"{names[0]}_group", partitioner=FixedShardsPartitioner(servers))
+    starts = accumulate(sizes, initial=0)
+    return {name: StackedRows(table, name, *place) for name, *place in zip(names, starts, sizes, strict=False)}
+
+
+def _first_values(config: Any, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the first values of a table with a size."""
     most = 1 / math.sqrt(config.num_embeddings)
     low = -most if config.weight_init_min is None else config.weight_init_min
     high = most if config.weight_init_max is None else config.weight_init_max
-    shape = config.num_embeddings, config.embedding_dim
-
-    def first() -> Array:
-        values = torch.from_numpy(np.random.default_rng().uniform(low, high, shape)).to(dtype)
-        if init is not None:
-            made = init(values)
-            values = values if made is None else made
-        return on_host(values.to(dtype).contiguous())
-
-    return Variable(first, name=config.name)
+    shape = config.num_embeddings, dim
+    values = torch.from_numpy(np.random.default_rng().uniform(low, high, shape)).to(dtype)
+    init = getattr(config, "init_fn", None)
+    made = None if init is None else init(values)
+    return (values if made is None else made).to(dtype).contiguous()

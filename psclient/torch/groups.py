@@ -19,6 +19,7 @@ from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State, state_of
 from psclient.optimizers.step_driver import StepDriver
 from psclient.optimizers.step_functions import state_dtype
+from psclient.torch.embeddings import LIMIT_EPSILON, Limit
 from pswire.errors import InvalidArgument, InvalidType
 
 LR = "lr"
@@ -36,11 +37,13 @@ class ParameterGroups(Configured):
 
     Attributes:
         chosen: the number of the group that an update is of, as a word: each has an update function's trace of its own.
+        limit: the norm that rows may not exceed and its p, as words, or an empty one.
         divisor, half_divisor: by what the sum of all workers' gradients is divided, and that of gradients in float16;
             None for nothing.
     """
 
     chosen = "0"
+    limit = ""
     divisor: float | None = None
     half_divisor: float | None = None
 
@@ -50,6 +53,7 @@ class ParameterGroups(Configured):
         self._of: dict[int, int] = {}
         self._entered: list[tuple[Variable, int]] = []
         self._by_rows: set[int] = set()
+        self._limits: dict[int, str] = {}
         self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
         given = (self.state, first._check_variables, self._needs, self._decays, self._decaying)
         self.driver = StepDriver(first, *given, self._settings, self._settings_of, optional=True)
@@ -80,7 +84,20 @@ class ParameterGroups(Configured):
         return getattr(self, f"rule_{self.chosen}")
 
     def _settings_of(self, v: Variable) -> Settings:
-        return self._settings_with(chosen=str(self._of[id(v)]))
+        return self._settings_with(chosen=str(self._of[id(v)]), limit=self._limits.get(id(v), ""))
+
+    def _shorten(self, v: Any) -> None:
+        if not self.limit:
+            return
+        max_norm, p = map(float, self.limit.split())
+        rows = v.astype(state_dtype(v.dtype))
+        if p == np.inf:
+            norms = np.max(np.abs(rows), axis=1, keepdims=True)
+        elif p == 2:
+            norms = np.sqrt(np.sum(np.square(rows), axis=1, keepdims=True))
+        else:
+            norms = np.sum(np.abs(rows) ** p, axis=1, keepdims=True) ** (1 / p)
+        v.assign(np.where(norms > max_norm, rows * (max_norm / (norms + LIMIT_EPSILON)), rows).astype(v.dtype))
 
     # ---- What a step is ----
 
@@ -111,14 +128,17 @@ class ParameterGroups(Configured):
         setattr(self, f"rule_{number}", made)
         self._made[number] = made
 
-    def enter(self, v: Variable, group: int, by_rows: bool) -> None:
+    def enter(self, v: Variable, group: int, by_rows: bool, limit: Limit | None = None) -> None:
         """Puts a variable into a group.
 
         Args:
             v: the variable.
             group: the number of the group.
             by_rows: True if its gradients are rows: then its steps are not counted one by one.
+            limit: the norm that its rows may not exceed; None for any.
         """
+        if limit is not None:
+            self._limits[id(v)] = f"{limit.max_norm!r} {limit.norm_type!r}"
         self._of[id(v)] = group
         self._entered.append((v, group))
         if by_rows:

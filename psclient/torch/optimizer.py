@@ -247,7 +247,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
     def _enter_rows(self, module: LookupModule, group: int) -> None:
         for rows in module.rows:
             if rows not in self._steps.tables:
-                self._groups.enter(table_of(rows.table), group, by_rows=True)
+                self._groups.enter(table_of(rows.table), group, by_rows=True, limit=rows.limit)
                 self._steps.tables.append(rows)
                 self._steps.gradients.watch_rows(rows)
 

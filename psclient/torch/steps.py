@@ -20,7 +20,8 @@ from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.kinds import ServerVariable
-from psclient._src.variables.table_views import join_views, table_of
+from psclient._src.variables.lookup import gradient_of_all
+from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.step_driver import Extra, StepContribution
 from psclient.torch.buffers import ModuleBuffers
@@ -202,16 +203,16 @@ class Steps:
             )
 
     def _rows(self) -> list[tuple[Any, Any]]:
-        """Returns the tables, and the gradient of each; those of a group of tables are one."""
+        """Returns the tables, and the gradient of each; those of tables that are stored as one are one."""
         some: dict[int, list[TableRows]] = {}
         for rows in self.tables:
             some.setdefault(id(table_of(rows.table)), []).append(rows)
         found = []
         for of_one in some.values():
-            own = [rows.take_gradient(self._factor(rows.table)) for rows in of_one]
-            whole = [rows.table._no_rows() if each is None else each for rows, each in zip(of_one, own, strict=True)]
-            (gradient,), (table,) = join_views(whole, [rows.table for rows in of_one])
-            found.append((table, Absent(gradient) if all(each is None for each in own) else gradient))
+            table = table_of(of_one[0].table)
+            came = [each for rows in of_one for each in rows.gradients(self._factor(table))]
+            gradient = gradient_of_all(*zip(*came, strict=True)) if came else Absent(table._no_rows())
+            found.append((table, gradient))
         return found
 
     def _factor(self, table: Any) -> float:

@@ -116,13 +116,13 @@ def gradient_of_all(lookups: Sequence[LookedUpRows], gradients: Sequence[AnyArra
     """Returns the gradient of a variable of which rows were looked up several times: of each place the sum.
 
     Args:
-        lookups: of one variable, at least one; none of them clipped.
+        lookups: of one variable or of tables that it stores, at least one; none of them clipped.
         gradients: of each lookup the gradient by its `values`.
     """
     if len(lookups) == 1:
         return lookups[0].gradient(gradients[0])
-    v = lookups[0].variable
-    ids = v._check(np.concatenate([each.ids for each in lookups]), place_of(v))
+    v = lookups[0].variable._stored_in
+    ids = np.concatenate([each.variable._check(each.ids, place_of(each.variable)) for each in lookups])
     counts = np.concatenate([each._counts() for each in lookups])
     order, starts = v._group(ids)
     values = add_groups(concatenate(list(map(as_array, gradients))), order, starts)
@@ -146,6 +146,11 @@ class RowReadable(Readable):
     strategy: Any
     _named: tuple[tuple[Int64s, Int64s, Int64s], ...] = ()
     """The ids that were named last, and those before, each in an array of their own, and how they are grouped."""
+
+    @property
+    def _stored_in(self) -> RowReadable:
+        """The variable that has the rows: itself, or one that has the rows of several tables."""
+        return self
 
     def lookup(self, ids: Nest) -> LookedUpRows:
         """Reads the rows of some ids, each once. In replica and cross-replica context.

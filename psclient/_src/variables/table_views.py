@@ -1,4 +1,4 @@
-"""Many small tables in one: views, each with keys of its own, and the group of all of them."""
+"""Many small tables in one: views, each with keys or row numbers of its own, and the group of all of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
 
-from psclient._src.arrays.devices import AnyArray, Value
+from psclient._src.arrays.devices import AnyArray, Value, to_numpy
 from psclient._src.arrays.nest import Nest
 from psclient._src.arrays.rows import concatenate
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
-from psclient._src.variables.lookup import LookedUpRows
+from psclient._src.variables.lookup import LookedUpRows, RowReadable
 from psclient._src.variables.tables import RowsByKeys, TableVariable
-from pswire.model.rows import Int64s
-from pswire.model.tensor import Array
+from psclient._src.variables.variable import Variable
+from pswire.model.rows import Int64s, check_ids
+from pswire.model.tensor import Array, TensorSpec
 
 KEY_BITS = 48
 """Bits of a view's keys: above them the table has the view's number."""
@@ -80,6 +81,10 @@ class TableView(RowsByKeys):
 
     # ---- Rows by keys ----
 
+    @property
+    def _stored_in(self) -> RowReadable:
+        return self.table
+
     def _check(self, ids: Array, where: str) -> Int64s:
         keys = ids.astype(np.int64, copy=False)  # a uint64 above those of int64 becomes negative
         wrong = (keys < 0) | (keys > _KEYS)
@@ -87,8 +92,8 @@ class TableView(RowsByKeys):
             bad = int(np.argmax(wrong))
             raise ValueError(
                 f"{where}: key {ids[bad]} at position {bad} is not from 0 to 2**{KEY_BITS} - 1, as the "
-                "tables of a group require; create the table outside of the group, or shorten keys, for "
-                f"example key % 2**{KEY_BITS}"
+                "tables of a group require; create the table outside of the group, or shorten keys with key % "
+                f"2**{KEY_BITS} or hash_keys(..., bits={KEY_BITS})"
             )
         return keys | self._base
 
@@ -121,6 +126,63 @@ class TableView(RowsByKeys):
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
         self.table._scatter_here(how, slices)
         return self
+
+
+class StackedRows(RowReadable):
+    """One of several tables of a fixed size that are stored as one variable, one behind another.
+
+    It is read like a variable of its own. Gradients of its rows are gradients of the variable.
+
+    Args:
+        table: the variable that stores the rows of all tables.
+        name: its name.
+        first: its first row in the variable.
+        count: number of its rows.
+
+    Attributes:
+        name: its name.
+        table: the variable.
+        strategy: the strategy that owns the variable.
+    """
+
+    _kind = "table"
+
+    def __init__(self, table: Variable, name: str, first: int, count: int) -> None:
+        self.table = table
+        self.name = name
+        self.strategy = table.strategy
+        self.spec = TensorSpec(table.spec.dtype, (count, *table.shape[1:]))
+        self._first = first
+
+    def __repr__(self) -> str:
+        return f"<{self.name!r}, rows {self._first} to {self._first + len(self) - 1} of {self.table!r}>"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _fetch(self) -> Array:
+        return to_numpy(self._take_rows(np.arange(self._first, self._first + len(self))))
+
+    # ---- Rows by their places ----
+
+    @property
+    def _stored_in(self) -> RowReadable:
+        return self.table
+
+    def _check(self, ids: Array, where: str) -> Int64s:
+        return check_ids(ids, len(self), where) + self._first
+
+    def _group(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        return self.table._group(ids)
+
+    def _shown(self, ids: Int64s) -> Any:
+        return ids - self._first
+
+    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> IndexedSlices:
+        return self.table._slices(shown + self._first, counts, values)
+
+    def _take_rows(self, ids: Int64s) -> AnyArray:
+        return self.table._take_rows(ids)
 
 
 class TableGroup(Mapping[str, TableView]):
@@ -281,8 +343,8 @@ def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
 
 
 def table_of(variable: Any) -> Any:
-    """Returns the table of a group, or of one of its views; of anything else itself."""
-    return variable.table if isinstance(variable, TableView | TableGroup) else variable
+    """Returns what stores the rows of a group, or of one of several tables in one; of anything else itself."""
+    return variable.table if isinstance(variable, TableView | StackedRows | TableGroup) else variable
 
 
 def without_views(variables: Sequence[Any]) -> list[Any]:

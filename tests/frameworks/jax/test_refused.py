@@ -125,6 +125,17 @@ def rows(given):
     return step
 
 
+PLACES, VALUES = jnp.zeros((2, 3), "int32"), jnp.ones((4, DIM))
+
+
+def of_two(strategy, ids):
+    return psj.lookup(ps.dynamic_embedding.group(["one", "two"], DIM, name="of two"), ids)
+
+
+def weighted(weights, **options):
+    return psj.embedding_bag(PLACES, VALUES, per_sample_weights=weights, **options)
+
+
 ROWS = [
     (r"a key of rows is a ServerVariable; use rows=\{rows: d\}", TypeError, rows(lambda found, d, t: {t: d})),
     (r"rows of 'table.*' has shape \(2, 3\), but .* \(16, 3\)", ValueError, rows(lambda found, d, t: {found: d[:2]})),
@@ -134,6 +145,14 @@ ROWS = [
         rows(lambda found, d, t: {found: d, psj.lookup(t, [3]): d}),
     ),
     ("in a variable or a table, not in a ndarray", TypeError, lambda s: psj.lookup(np.ones((2, 2)), [1])),
+    ("ids for the tables of 'of two' are a list; pass a dict of ids", TypeError, lambda s: of_two(s, [1])),
+    ("'third'", KeyError, lambda s: of_two(s, {"third": [1]})),
+    ("'one'.*key -1 at position 0 is not from 0", ValueError, lambda s: of_two(s, {"two": [1], "one": [-1]})),
+    ("mode is 'least'", ValueError, lambda s: psj.embedding_bag(PLACES, VALUES, mode="least")),
+    (r"per_sample_weights of shape \(2, 3\) with mode 'mean'", ValueError, lambda s: weighted(jnp.ones((2, 3)))),
+    (r"of shape \(3,\) with mode 'sum', for ids of shape", ValueError, lambda s: weighted(jnp.ones(3), mode="sum")),
+    (r"ids of bags have shape \(2, 3\); pass", ValueError, lambda s: psj.embedding_bag(PLACES, VALUES, jnp.array([0]))),
+    ("max_norm is 0 and norm_type 2.0; use pos", ValueError, lambda s: psj.embedding(PLACES, VALUES, 0)),
     ("id 50 at index 0 is not a row of 50", ValueError, rows(lambda found, d, t: psj.lookup(t, [SIZE]))),
 ]
 

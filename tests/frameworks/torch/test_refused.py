@@ -84,14 +84,63 @@ def bags(lengths=(), weights=3, keys=("a", "b"), **options):
     return pst.EmbeddingBagCollection([config], is_weighted=True)(jagged)
 
 
+DOUBLE = pst.EmbeddingBagConfig("t", 2, ["a", "a"])
+APART = [pst.EmbeddingConfig("t", 2, ["a"]), pst.EmbeddingConfig("u", 3, ["b"])]
+
+
+def unweighted():
+    config = pst.EmbeddingBagConfig("t", 2, ["a"])
+    jagged = pst.KeyedJaggedTensor(["a"], torch.tensor([1]), torch.tensor([1]))
+    return pst.EmbeddingBagCollection([config], is_weighted=True)(jagged)
+
+
+def floats():
+    made = pst.EmbeddingCollection([pst.EmbeddingConfig(name, 2, [name], num_embeddings=4) for name in "ab"])
+    return made(pst.KeyedJaggedTensor(["a", "b"], torch.tensor([1.0, 2.0]), torch.tensor([1, 1])))
+
+
 TWO = [pst.EmbeddingBagConfig("t", 2, ["a"])] * 2
-SIZES = r"takes a table instead of sizes.*ps\.Variable"
+SIZES = r"takes either num_embeddings and embedding_dim, or a table.*ps\.Variable"
+DEVICE = "does not support device.*: rows come to the device of the ids"
+AGAIN = r"max_norm or norm_type; use one for all"
+
+
+def limited(max_norm):
+    """A table of which one module has a norm already."""
+    rows = pst.Embedding(10, 4, max_norm=1.0)
+    return pst.Embedding(rows.table, max_norm=max_norm)
+
+
+def of_group(**options):
+    tables = ps.dynamic_embedding.group(["one", "two"], 2)
+    return pst.Embedding(tables["one"], **options)
+
+
+def collected(kind=pst.EmbeddingBagCollection, lengths=(1, 1, 1, 0), weights=None, **sizes):
+    """What a collection of two tables of one dimension makes of three ids, of which one is large."""
+    made = kind([pst.EmbeddingBagConfig(f"{sizes} {name}", 2, [name], **sizes) for name in "ab"])
+    return made(pst.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 2**50]), torch.tensor(lengths), weights))
+
+
 LIST = r"ids of 'table.*' are a list; pass a tensor"
 ROWS = [
-    (SIZES, TypeError, lambda: pst.Embedding(10, 4)),
-    (SIZES, TypeError, lambda: pst.Embedding(num_embeddings=10, embedding_dim=4)),
-    (SIZES, TypeError, lambda: pst.EmbeddingBag(10, 4, mode="sum")),
-    (SIZES, TypeError, lambda: pst.EmbeddingBag(num_embeddings=10, embedding_dim=4)),
+    (SIZES, TypeError, pst.Embedding),
+    (SIZES, TypeError, lambda: pst.Embedding(10, 4, table=table())),
+    (SIZES + "|without embedding_dim", TypeError, lambda: pst.Embedding(table(), 4)),
+    ("alone, without dtype", TypeError, lambda: pst.EmbeddingBag(table(), dtype=torch.float16)),
+    (r"Embedding\(0, 4\).*at least 1", ValueError, lambda: pst.Embedding(0, 4)),
+    (r"EmbeddingBag\(4, None\).*at least 1", ValueError, lambda: pst.EmbeddingBag(4)),
+    (DEVICE, TypeError, lambda: pst.Embedding(10, 4, device="cpu")),
+    (DEVICE, TypeError, lambda: pst.EmbeddingBagCollection([], device="cpu")),
+    ("Embedding does not support sizes=...: remove it", TypeError, lambda: pst.Embedding(10, 4, sizes=3)),
+    ("_weight.*use from_pretrained", TypeError, lambda: pst.EmbeddingBag(10, 4, _weight=torch.zeros(10, 4))),
+    ("padding_idx is 10, which is not a row of 10", ValueError, lambda: pst.Embedding(10, 4, 10)),
+    ("max_norm is -1.0; use a positive number", ValueError, lambda: pst.Embedding(10, 4, max_norm=-1.0)),
+    ("norm_type is True; use", ValueError, lambda: pst.Embedding(10, 4, norm_type=True)),
+    (AGAIN, ValueError, lambda: limited(2.0)),
+    ("max_norm needs a table of vectors with a variable", ValueError, lambda: of_group(max_norm=1.0)),
+    ("scale_grad_by_freq is not", ValueError, lambda: pst.EmbeddingBag(9, 4, scale_grad_by_freq=True, mode="max")),
+    ("embeddings must be a tensor of two dim", ValueError, lambda: pst.Embedding.from_pretrained(torch.zeros(3))),
     ("rows of a Tensor cannot be looked up", TypeError, lambda: pst.Embedding(torch.zeros(3, 2))),
     (
         "table 'n.*' is of int64; only floating dtypes can be",
@@ -109,6 +158,14 @@ ROWS = [
     ("lengths of 'a', 'b' add up to 2, but there are 3 values", ValueError, lambda: bags([1, 1])),
     ("add up to 4, but there are 3 values", ValueError, lambda: bags([2, 2])),
     ("at least 0", ValueError, lambda: bags([4, -1])),
+    ("two features are named 'a'", ValueError, lambda: bags([1, 2], keys=["a", "a"])),
+    ("features of table 't' are named 'a'", ValueError, lambda: pst.EmbeddingBagCollection([DOUBLE])),
+    ("is_weighted=True, but the features have no weights", ValueError, unweighted),
+    ("features are a dict; pass a KeyedJaggedTensor", TypeError, lambda: pst.EmbeddingBagCollection([])({})),
+    ("id 1125899906842624 at index 0 is not a row of 8", ValueError, lambda: collected(num_embeddings=8)),
+    (r"' b'.*1125899906842624 at position 0 is not from 0 to 2\*\*48 - 1.*bits=48", ValueError, collected),
+    ("ids of .* must be integers|ids .* must be integers, not float", TypeError, floats),
+    ("have dimensions 2, 3; use one", ValueError, lambda: pst.EmbeddingCollection(APART)),
     ("2 keys have 3 lengths", ValueError, lambda: bags([1, 1, 1])),
     ("2 weights for 3 values", ValueError, lambda: bags([2, 1], weights=2)),
 ]

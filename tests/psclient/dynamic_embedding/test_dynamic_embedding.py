@@ -229,3 +229,59 @@ def test_zeros_for_what_is_refused(tmp_path):
         found = de.Reader(str(tmp_path / instead))[NAME].lookup([5])
         assert found.tolist() == job.parts[0].lookup(np.array([5])).tolist()
         assert (found == 0).all() == (instead == "zeros")
+
+
+# ---- Keys of texts ----
+
+# XXH64 of "" and "abc" without a seed, as published with xxHash; "Nobody inspects the spammish repetition" is pyhash's.
+VECTORS = {
+    "": 0xEF46DB3751D8E999,
+    "abc": 0x44BC2CF5AD770999,
+    "Nobody inspects the spammish repetition": 0xFBCEA83C8A378BF1,
+}
+
+
+@pytest.mark.parametrize(
+    "made", [list, np.array, lambda keys: np.array(keys, object), lambda keys: np.array(keys, "S")]
+)
+def test_keys_of_texts_are_their_xxh64(made):
+    """Of texts in UTF-8 and of bytes, in lists and arrays of any shape."""
+    found = de.hash_keys(made(list(VECTORS)))
+    assert found.dtype == np.int64
+    assert found.view(np.uint64).tolist() == list(VECTORS.values())
+    assert de.hash_keys([["ü"], [b"\xc3\xbc"]]).tolist() == [[de.hash_keys("ü")]] * 2
+    assert de.hash_keys(made([])).shape == (0,)
+
+
+def test_keys_of_texts_have_as_many_bits_as_asked_for():
+    """48 of them are the low ones, from 0 on, as tables of a group take them. Another seed is another hash."""
+    keys = [f"user-{n}" for n in range(2000)]
+    whole = de.hash_keys(keys)
+    assert len(set(whole.tolist())) == 2000
+    assert (whole < 0).any()
+    assert np.array_equal(de.hash_keys(keys, bits=48), whole % 2**48)
+    assert not (de.hash_keys(keys, seed=2**64 - 1) == whole).any()
+
+
+@pytest.mark.parametrize(("n", "bits"), [(1000, 20), (3000, 24)])
+def test_so_many_texts_collide_as_the_documents_say(n, bits):
+    """n * n / 2**(bits + 1) pairs, within four standard deviations of that."""
+    expected = n * n / 2 ** (bits + 1)
+    found = [
+        n - len(set(de.hash_keys([f"{k}" for k in range(n)], bits=bits, seed=seed).tolist())) for seed in range(40)
+    ]
+    assert abs(np.mean(found) - expected) < 4 * (expected / 40) ** 0.5 + 0.02
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: de.hash_keys(["a", 3]), "key 3 at position 1 is a int"),
+        (lambda: de.hash_keys(np.array(["a", None])), "key None at position 1 is a NoneType"),
+        (lambda: de.hash_keys(np.array([1.0])), "texts or bytes, not float64; use integers as they are"),
+        (lambda: de.hash_keys("a", bits=65), "bits is 65; use 1 to 64"),
+        (lambda: de.hash_keys("a", seed=-1), "seed is -1; use a number from 0"),
+    ],
+)
+def test_what_is_no_text_has_no_key(call, says):
+    refused((TypeError, ValueError), says, call)
