@@ -9,6 +9,7 @@ buffers      of a module: each worker's own, or means
 groups       of parameters, with hyperparameters of their own
 state        `state_dict`, fetched and assigned
 scaler       `GradScaler`: an overflow is one for all workers
+rows         of tables, as tensors whose gradients go to the servers
 embeddings   modules whose rows are on servers
 collections  such modules by TorchRec's names
 loader       `Loader`: shares batches, and names the next one's ids

@@ -20,8 +20,9 @@ from psclient._src.variables.partitioners import FixedShardsPartitioner
 from psclient._src.variables.table_views import StackedRows
 from psclient._src.variables.variable import Variable
 from psclient.dynamic_embedding import get_variable, group
-from psclient.torch.embeddings import LookupModule, TableRows, checked_ids
+from psclient.torch.embeddings import LookupModule
 from psclient.torch.parameters import DTYPES
+from psclient.torch.rows import TableRows, checked_ids
 from pswire.errors import InvalidArgument, InvalidType, UnknownName
 from pswire.model.tensor import Array
 

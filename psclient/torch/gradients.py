@@ -17,8 +17,8 @@ from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
-from psclient.torch.embeddings import TableRows
 from psclient.torch.parameters import Trained
+from psclient.torch.rows import TableRows
 from pswire.model.tensor import Array, address_of
 
 CHANGED = (

@@ -19,7 +19,7 @@ from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State, state_of
 from psclient.optimizers.step_driver import StepDriver
 from psclient.optimizers.step_functions import state_dtype
-from psclient.torch.embeddings import LIMIT_EPSILON, Limit
+from psclient.torch.rows import LIMIT_EPSILON, Limit
 from pswire.errors import InvalidArgument, InvalidType
 
 LR = "lr"

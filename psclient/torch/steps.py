@@ -26,10 +26,10 @@ from psclient._src.variables.variable import Variable
 from psclient.optimizers.step_driver import Extra, StepContribution
 from psclient.torch.buffers import ModuleBuffers
 from psclient.torch.changes import Changes
-from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
 from psclient.torch.groups import ParameterGroups
 from psclient.torch.parameters import Trained, copy_together, names_of
+from psclient.torch.rows import TableRows
 from pswire.errors import InvalidArgument, InvalidCall, PSError
 from pswire.limits import PART_BYTES
 
