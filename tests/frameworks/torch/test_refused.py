@@ -163,7 +163,7 @@ ROWS = [
     ("is_weighted=True, but the features have no weights", ValueError, unweighted),
     ("features are a dict; pass a KeyedJaggedTensor", TypeError, lambda: pst.EmbeddingBagCollection([])({})),
     ("id 1125899906842624 at index 0 is not a row of 8", ValueError, lambda: collected(num_embeddings=8)),
-    (r"' b'.*1125899906842624 at position 0 is not from 0 to 2\*\*48 - 1.*bits=48", ValueError, collected),
+    (r"b'.*1125899906842624 at position 0 is not from 0 to 2\*\*48 - 1.*bits=48", ValueError, collected),
     ("ids of .* must be integers|ids .* must be integers, not float", TypeError, floats),
     ("have dimensions 2, 3; use one", ValueError, lambda: pst.EmbeddingCollection(APART)),
     ("2 keys have 3 lengths", ValueError, lambda: bags([1, 1, 1])),
