@@ -28,10 +28,6 @@ MAX_DELETIONS = 1 << 20
 """Deletions that are remembered for deltas; a table that has more since its last checkpoint is saved whole."""
 
 
-_NO_HASHES: Hashes = np.empty(0, np.uint64)
-_NO_ENTRIES: Int64s = np.empty(0, np.int64)
-
-
 class Contents:
     """All that a part of a table has. Used by one thread at a time.
 
@@ -96,7 +92,7 @@ class Contents:
         functions = native.index() if isinstance(self.index, SortedIndex) else None
         if functions is not None:
             hashes, entries = self.all()
-            index = CellIndex(functions, self.salt, self.buckets)
+            index = CellIndex(functions, self.salt)
             index.reserve(in_buckets(hashes))
             index.put(hashes, entries)
             self.index = index
@@ -161,11 +157,6 @@ class Contents:
         self.changes += hashes.size > 0
         with self._noting(hashes, before):
             self.index.remove(hashes)
-
-    def grow_ahead(self) -> None:
-        """See `Index.grow_ahead`."""
-        with self._noting(_NO_HASHES, _NO_ENTRIES):
-            self.index.grow_ahead()
 
     def create(self, hashes: Hashes, before: Int64s) -> Int64s:
         """Makes rows, in which nothing is written but their hashes.

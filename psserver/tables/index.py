@@ -37,7 +37,11 @@ class Index(Protocol):
         """Returns the entry of each hash."""
 
     def put(self, hashes: Hashes, entries: Int64s) -> None:
-        """Sets the entries of some hashes, each given once; makes those that are not there."""
+        """Sets the entries of some hashes, each given once; makes those that are not there.
+
+        Raises:
+            MemoryError: there is no memory. Some of them are set then.
+        """
 
     def remove(self, hashes: Hashes) -> None:
         """Removes the entries of some hashes; passes over those that have none."""
@@ -64,8 +68,12 @@ class Index(Protocol):
             entries: int64[n, width], 0 behind the last one that there is.
         """
 
-    def grow_ahead(self) -> None:
-        """Does some of the growth that is to come, if there is any, so that little is left for one round."""
+    def reserve(self, counts: Int64s) -> None:
+        """Makes room for numbers of entries in each bucket, int64[BUCKETS], so that they come without growth.
+
+        Raises:
+            MemoryError: there is no memory.
+        """
         return
 
 

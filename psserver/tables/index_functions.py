@@ -2,7 +2,8 @@
 
 A bucket is a block of cells of two words: a hash, and an entry, which is 0 in an empty cell. The block's occupied cells
 are in increasing order of their hashes, none before its home, and with nothing empty between its home and itself. The
-last cell is never occupied.
+last `END` cells are never occupied. All buckets without entries share one block of so many cells, which is never
+written.
 
 Blocks lie anywhere. A function takes null pointers for all memory, and unsigned places of words: an address divided
 by 8. Numba counts signed ones from an array's end if they are negative, and tests each for that.
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from psserver.programs.kernels.compiler import Tools
-from pswire.model.hashing import BUCKETS, LOW_BITS, mixing
+from pswire.model.hashing import BUCKETS, GOLDEN, LOW_BITS, mixing
 
 PLACES = 3
 """Words for each bucket in the table of places: its block's place, its homes, its cells."""
@@ -31,8 +32,22 @@ SHIFT = LOW_BITS - FRACTION_BITS
 EVERYWHERE = 1 << 60
 """Words of an array that stands for all memory."""
 
-LOAD = 3, 5
-"""The largest part of a bucket's homes that are occupied, 3 of 5."""
+LOAD = 4, 5
+"""The largest part of a bucket's homes that are occupied, 4 of 5."""
+
+FIRST_HOMES, GROWTH = 16, 1.25
+"""Homes of the smallest bucket, and how many times as many a bucket has with each step of its growth. The first sizes
+of the buckets are spread evenly over one step, so that they do not grow together."""
+
+END = 4
+"""Cells at the end of a block that are never occupied, so that a search may look at as many at once."""
+
+SPARE = 16 + END
+"""Cells of a block behind its homes, for entries that are displaced beyond the last home. Of a thousand buckets that are
+as full as they may be one has more of these, and gets a longer block."""
+
+STATE = 3
+"""Words of what is known of an index as a whole."""
 
 
 def homing(tools: Tools) -> Any:
@@ -48,10 +63,28 @@ def homing(tools: Tools) -> Any:
     return tools.njit(home)
 
 
+def seeking(tools: Tools) -> Any:
+    """Returns the function that computes the place of the first cell from a home on that has a hash or a greater one.
+
+    It counts how many of the next cells have less, all at once: a loop would end in another way for each hash, and the
+    processor cannot guess how.
+    """
+    home = homing(tools)
+    two, four, six, eight = np.uint64(2), np.uint64(4), np.uint64(6), np.uint64(2 * END)
+
+    def seek(h: Any, places: Any, words: Any) -> Any:
+        at = home(h, places)
+        while words[at + six] < h:
+            at += eight
+        return at + two * (np.uint64(words[at] < h) + np.uint64(words[at + two] < h) + np.uint64(words[at + four] < h))
+
+    return tools.njit(seek)
+
+
 def finding(tools: Tools) -> Callable[..., None]:
     """Returns `find(n, salt, has_keys, keys, hashes, places, words, entries, found)`."""
-    carray, fetch, mix, home = tools.carray, tools.fetch, mixing(tools), homing(tools)
-    one, two, none = np.uint64(1), np.uint64(2), np.int64(0)
+    carray, fetch, mix, home, seek = tools.carray, tools.fetch, mixing(tools), homing(tools), seeking(tools)
+    one, none = np.uint64(1), np.int64(0)
 
     def find(
         n: Any, salt: Any, has_keys: Any, p_keys: Any, p_hashes: Any, p_places: Any, p_words: Any, p_entries: Any,
@@ -70,58 +103,165 @@ def finding(tools: Tools) -> Callable[..., None]:
             if i + AHEAD < n:
                 fetch(words, home(hashes[i + AHEAD], places))
             h = hashes[i]
-            at = home(h, places)
-            while words[at] < h:
-                at += two
+            at = seek(h, places, words)
             found[i] = entries[at + one] if words[at] == h else none
 
     return find
 
 
-def putting(tools: Tools) -> Callable[..., None]:
-    """Returns `put(n, first, hashes, values, places, used, words, entries, stopped)`."""
-    carray, fetch, home = tools.carray, tools.fetch, homing(tools)
-    one, two, three, low = np.uint64(1), np.uint64(2), np.uint64(PLACES), np.uint64(LOW_BITS)
+def growing(tools: Tools) -> Any:
+    """Returns the function that moves a bucket into a block with homes for a number of entries, or into a longer one.
+
+    It returns False if there is no memory for that; then nothing has changed.
+    """
+    malloc, free, fill = tools.malloc, tools.free, filling(tools)
+    one, two, three, eight, sixteen, spare, shared = (np.uint64(n) for n in (1, 2, PLACES, 8, 16, SPARE, END))
     part, whole = np.uint64(LOAD[0]), np.uint64(LOAD[1])
+    golden, eleven, unit, spread = np.uint64(GOLDEN), np.uint64(11), 2.0**-53, GROWTH - 1.0
+
+    def grow(bucket: Any, count: Any, places: Any, words: Any, entries: Any, state: Any) -> Any:
+        at = three * bucket
+        old, old_homes, old_cells = places[at], places[at + one], places[at + two]
+        wide = FIRST_HOMES * (1.0 + spread * (np.float64((bucket * golden) >> eleven) * unit))
+        homes = np.uint64(wide)
+        while homes < old_homes or whole * count > part * homes:
+            wide *= GROWTH
+            homes = np.uint64(wide)
+        cells = homes + spare
+        if homes == old_homes:  # it is full only behind the last home
+            cells = old_cells + (old_cells >> one) + one
+        while True:
+            block = malloc(sixteen * cells)
+            if block == np.uint64(0):
+                return False
+            if fill(block // eight, homes, cells, old, old_cells, words, entries):
+                break
+            free(block)
+            cells += (cells >> one) + one
+        places[at], places[at + one], places[at + two] = block // eight, homes, cells
+        state[1] += sixteen * cells
+        if old_cells > shared:
+            free(old * eight)
+            state[1] -= sixteen * old_cells
+        return True
+
+    return tools.njit(grow)
+
+
+def filling(tools: Tools) -> Any:
+    """Returns the function that copies a bucket's entries into a new block; False if that is too short."""
+    one, two, shift, spare = np.uint64(1), np.uint64(2), np.uint64(SHIFT), np.uint64(END)
+    fraction, bits = np.uint64((1 << FRACTION_BITS) - 1), np.uint64(FRACTION_BITS)
+    empty = np.uint64((1 << 64) - 1)
+
+    def fill(base: Any, homes: Any, cells: Any, old: Any, old_cells: Any, words: Any, entries: Any) -> Any:
+        old_end, end, free = old + two * old_cells, base + two * cells, base
+        while old < old_end:
+            h, entry = words[old], entries[old + one]
+            old += two
+            if entry == 0:
+                continue
+            at = max(base + two * ((((h >> shift) & fraction) * homes) >> bits), free)
+            if at >= end - two * spare:
+                return False
+            while free < at:
+                words[free], entries[free + one] = empty, 0
+                free += two
+            words[at], entries[at + one] = h, entry
+            free = at + two
+        while free < end:
+            words[free], entries[free + one] = empty, 0
+            free += two
+        return True
+
+    return tools.njit(fill)
+
+
+def putting(tools: Tools) -> Callable[..., None]:
+    """Returns `put(n, hashes, values, places, used, words, entries, state)`.
+
+    `state` has the number of the hashes that are put, fewer only if there is no memory, then the bytes of all blocks,
+    and the number of times that a bucket grew.
+    """
+    carray, fetch, home, seek, grow = tools.carray, tools.fetch, homing(tools), seeking(tools), growing(tools)
+    one, two, three, low = np.uint64(1), np.uint64(2), np.uint64(PLACES), np.uint64(LOW_BITS)
+    part, whole, spare = np.uint64(LOAD[0]), np.uint64(LOAD[1]), np.uint64(END)
 
     def put(
-        n: Any, first: Any, p_hashes: Any, p_values: Any, p_places: Any, p_used: Any, p_words: Any, p_entries: Any,
-        p_stopped: Any,
-    ) -> None:  # fmt: skip
-        hashes, values, stopped = carray(p_hashes, n), carray(p_values, n), carray(p_stopped, 1)
+        n: Any, p_hashes: Any, p_values: Any, p_places: Any, p_used: Any, p_words: Any, p_entries: Any, p_state: Any
+    ) -> None:
+        hashes, values, state = carray(p_hashes, n), carray(p_values, n), carray(p_state, STATE)
         places, used = carray(p_places, PLACES * BUCKETS), carray(p_used, BUCKETS)
         words, entries = carray(p_words, EVERYWHERE), carray(p_entries, EVERYWHERE)
-        stopped[0] = n
-        for i in range(first, n):
+        for i in range(n):
             if i + AHEAD < n:
                 fetch(words, home(hashes[i + AHEAD], places))
             h = hashes[i]
             bucket = h >> low
-            at = home(h, places)
-            while words[at] < h:
-                at += two
-            if words[at] == h and entries[at + one] != 0:
-                entries[at + one] = values[i]
-                continue
-            last = places[three * bucket] + two * places[three * bucket + two] - two
-            end = at
-            while entries[end + one] != 0:
-                end += two
-            if end >= last or whole * (used[bucket] + one) > part * places[three * bucket + one]:
-                stopped[0] = i
-                return
-            while end > at:
-                words[end], entries[end + one] = words[end - two], entries[end - one]
-                end -= two
-            words[at], entries[at + one] = h, values[i]
-            used[bucket] += one
+            while True:
+                at = seek(h, places, words)
+                if words[at] == h and entries[at + one] != 0:
+                    entries[at + one] = values[i]
+                    break
+                last = places[three * bucket] + two * (places[three * bucket + two] - spare)
+                end = at
+                while entries[end + one] != 0:
+                    end += two
+                if end < last and whole * (used[bucket] + one) <= part * places[three * bucket + one]:
+                    while end > at:
+                        words[end], entries[end + one] = words[end - two], entries[end - one]
+                        end -= two
+                    words[at], entries[at + one] = h, values[i]
+                    used[bucket] += one
+                    break
+                if not grow(bucket, used[bucket] + one, places, words, entries, state):
+                    state[0] = i
+                    return
+                state[2] += one
+        state[0] = n
 
     return put
 
 
+def reserving(tools: Tools) -> Callable[..., None]:
+    """Returns `reserve(n, counts, places, words, entries, state)`: `state[0]` is less than n without memory."""
+    carray, grow = tools.carray, growing(tools)
+    one, three = np.uint64(1), np.uint64(PLACES)
+    part, whole = np.uint64(LOAD[0]), np.uint64(LOAD[1])
+
+    def reserve(n: Any, p_counts: Any, p_places: Any, p_words: Any, p_entries: Any, p_state: Any) -> None:
+        counts, places, state = carray(p_counts, n), carray(p_places, PLACES * BUCKETS), carray(p_state, STATE)
+        words, entries = carray(p_words, EVERYWHERE), carray(p_entries, EVERYWHERE)
+        for i in range(n):
+            bucket = np.uint64(i)
+            if whole * counts[i] > part * places[three * bucket + one] and not grow(
+                bucket, counts[i], places, words, entries, state
+            ):
+                state[0] = i
+                return
+        state[0] = n
+
+    return reserve
+
+
+def releasing(tools: Tools) -> Callable[..., None]:
+    """Returns `release(n, places)`, which frees all blocks; the index is of no use then."""
+    carray, free = tools.carray, tools.free
+    two, three, eight, shared = np.uint64(2), np.uint64(PLACES), np.uint64(8), np.uint64(END)
+
+    def release(n: Any, p_places: Any) -> None:
+        places = carray(p_places, PLACES * n)
+        for i in range(n):
+            at = three * np.uint64(i)
+            if places[at + two] > shared:
+                free(places[at] * eight)
+
+    return release
+
+
 def removing(tools: Tools) -> Callable[..., None]:
     """Returns `remove(n, hashes, places, used, words, entries)`."""
-    carray, home = tools.carray, homing(tools)
+    carray, home, seek = tools.carray, homing(tools), seeking(tools)
     one, two, low, empty = np.uint64(1), np.uint64(2), np.uint64(LOW_BITS), np.uint64((1 << 64) - 1)
 
     def remove(n: Any, p_hashes: Any, p_places: Any, p_used: Any, p_words: Any, p_entries: Any) -> None:
@@ -129,9 +269,7 @@ def removing(tools: Tools) -> Callable[..., None]:
         words, entries = carray(p_words, EVERYWHERE), carray(p_entries, EVERYWHERE)
         for i in range(n):
             h = hashes[i]
-            at = home(h, places)
-            while words[at] < h:
-                at += two
+            at = seek(h, places, words)
             if words[at] != h or entries[at + one] == 0:
                 continue
             after = at + two
@@ -142,47 +280,6 @@ def removing(tools: Tools) -> Callable[..., None]:
             used[h >> low] -= one
 
     return remove
-
-
-def rebuilding(tools: Tools) -> Callable[..., None]:
-    """Returns `rebuild(n, jobs, words, entries, placed)`.
-
-    A job is the place and the cells of an old block, and homes, cells and place of a new one.
-    """
-    carray = tools.carray
-    one, two, shift = np.uint64(1), np.uint64(2), np.uint64(SHIFT)
-    fraction, bits = np.uint64((1 << FRACTION_BITS) - 1), np.uint64(FRACTION_BITS)
-    empty = np.uint64((1 << 64) - 1)
-
-    def rebuild(n: Any, p_jobs: Any, p_words: Any, p_entries: Any, p_placed: Any) -> None:
-        jobs, placed = carray(p_jobs, 5 * n), carray(p_placed, n)
-        words, entries = carray(p_words, EVERYWHERE), carray(p_entries, EVERYWHERE)
-        for i in range(n):
-            old, homes, base = jobs[5 * i], jobs[5 * i + 2], jobs[5 * i + 4]
-            old_end, end = old + two * jobs[5 * i + 1], base + two * jobs[5 * i + 3] - two
-            free = base
-            placed[i] = 1
-            while old < old_end:
-                h, entry = words[old], entries[old + one]
-                old += two
-                if entry == 0:
-                    continue
-                at = base + two * ((((h >> shift) & fraction) * homes) >> bits)
-                if at < free:
-                    at = free
-                while free < at and free <= end:
-                    words[free], entries[free + one] = empty, 0
-                    free += two
-                if at >= end:
-                    placed[i] = 0
-                    break
-                words[at], entries[at + one] = h, entry
-                free = at + two
-            while free <= end:
-                words[free], entries[free + one] = empty, 0
-                free += two
-
-    return rebuild
 
 
 def scanning(tools: Tools) -> Callable[..., None]:

@@ -21,9 +21,10 @@ _ANYWHERE = ("uint64", "uint64", "int64")
 
 INDEX: dict[str, Signature] = {
     "find": (index_functions.finding, 3, ("uint64", "uint64", *_ANYWHERE, "int64")),
-    "put": (index_functions.putting, 2, ("uint64", "int64", "uint64", "uint64", "uint64", "int64", "int64")),
+    "put": (index_functions.putting, 1, ("uint64", "int64", "uint64", "uint64", "uint64", "int64", "uint64")),
     "remove": (index_functions.removing, 1, ("uint64", "uint64", "uint64", "uint64", "int64")),
-    "rebuild": (index_functions.rebuilding, 1, ("uint64", "uint64", "int64", "int64")),
+    "reserve": (index_functions.reserving, 1, ("uint64", *_ANYWHERE, "uint64")),
+    "release": (index_functions.releasing, 1, ("uint64",)),
     "scan": (index_functions.scanning, 2, ("uint64", "uint64", *_ANYWHERE, "uint64", "int64", "int64")),
     "follow": (index_functions.following, 5, ("uint64", *_ANYWHERE, "uint32", "uint64", "int64")),
 }
@@ -48,7 +49,8 @@ class IndexFunctions:
     find: NumbaKernel
     put: NumbaKernel
     remove: NumbaKernel
-    rebuild: NumbaKernel
+    reserve: NumbaKernel
+    release: NumbaKernel
     scan: NumbaKernel
     follow: NumbaKernel
 

@@ -373,8 +373,6 @@ class Table:
             self._shrink(1)
         if self.counted and self.limited:
             self._shrink(-1)
-        if made.slots.size:
-            contents.grow_ahead()
         evicted = before - len(self)
         self.evicted += evicted
         return evicted

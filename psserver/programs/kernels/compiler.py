@@ -60,15 +60,19 @@ class Tools:
 
     Attributes:
         carray: Numba's `carray`.
-        njit: makes a function callable from others.
+        njit: makes a function callable from others, which it becomes a part of: one that may fail could not be kept.
         fetch: `fetch(array, index)` prefetches an element into the first-level cache.
         bits: `bits(number)` returns the bits of a float64 as an int64.
+        malloc: `malloc(bytes)`, of the C library, returns an address as a uint64; 0 if there is no memory.
+        free: `free(address)`, of the C library.
     """
 
     carray: Any
     njit: Callable[[Callable[..., Any]], Any]
     fetch: Any
     bits: Any
+    malloc: Any
+    free: Any
 
 
 class Compiler:
@@ -332,8 +336,11 @@ class _WithTools:
 
     def __call__(self, carray: Any) -> Callable[..., None]:
         numba: Any = import_module("numba")
-        njit = numba.njit(error_model="numpy")
-        return self._definition(Tools(carray, njit, intrinsics.prefetch(to_write=0, near=3), intrinsics.bits()))
+        types, njit = numba.types, numba.njit(error_model="numpy", forceinline=True)
+        fetch, bits = intrinsics.prefetch(to_write=0, near=3), intrinsics.bits()
+        malloc = types.ExternalFunction("malloc", types.uint64(types.uint64))
+        free = types.ExternalFunction("free", types.void(types.uint64))
+        return self._definition(Tools(carray, njit, fetch, bits, malloc, free))
 
 
 def _defined(text: str, numba: Any) -> Callable[..., None]:

@@ -24,7 +24,7 @@ ENTRY = "paramserver_kernel"
 LOOP = "paramserver_loop"
 """The name of the function beside it that calls a kernel once for each row of a table."""
 
-LIBRARY = {name + suffix for name in ("sqrt", "floor", "ceil", "rint") for suffix in ("", "f")}
+LIBRARY = {name + suffix for name in ("sqrt", "floor", "ceil", "rint") for suffix in ("", "f")} | {"malloc", "free"}
 """Functions that machine code may call: every C library has them."""
 
 NUMBA_WRAPPER = "cfunc."
