@@ -38,6 +38,8 @@ def native() -> Native:
     found = Native(compiler)
     found.index()
     found.first_values("float32")
+    found.mark()
+    found.count()
     compiler.wait()
     assert found.index() is not None
     return found

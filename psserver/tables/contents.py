@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -97,6 +97,13 @@ class Contents:
             index.put(hashes, entries)
             self.index = index
 
+    def reserve(self, hashes: Hashes) -> None:
+        """Makes room for the entries of hashes, before there are any; raises `MemoryLimit` if there is no memory."""
+        try:
+            self.index.reserve(in_buckets(hashes))
+        except MemoryError:
+            raise _no_keys(hashes) from None
+
     def find(self, keys: Array) -> tuple[Hashes, Int64s]:
         """Returns hashes and entries of keys.
 
@@ -158,12 +165,15 @@ class Contents:
         with self._noting(hashes, before):
             self.index.remove(hashes)
 
-    def create(self, hashes: Hashes, before: Int64s) -> Int64s:
-        """Makes rows, in which nothing is written but their hashes.
+    def create(
+        self, hashes: Hashes, before: Int64s, begin: Callable[[Int64s], object] = lambda slots: None
+    ) -> Int64s:
+        """Makes rows, in which their hashes are written, and what `begin` writes.
 
         Args:
             hashes: uint64[n], each once; none has a row.
             before: int64[n], their entries.
+            begin: called with the slots.
 
         Returns:
             int64[n], the slots.
@@ -182,9 +192,10 @@ class Contents:
         self.counts += in_buckets(hashes)
         try:
             self.put(hashes, slots + 1, before)
+            begin(slots)
         except MemoryError:
             self.uncreate(hashes, before, slots)
-            raise MemoryLimit(f"out of memory for {hashes.size} more keys of a table") from None
+            raise _no_keys(hashes) from None
         self.rows.hashes[slots] = hashes
         return slots
 
@@ -204,6 +215,10 @@ class Contents:
         self.rows.release(entries[has_row] - 1)
         self.counts -= in_buckets(gone)
         self.deletions.add(self.round, gone)
+
+
+def _no_keys(hashes: Hashes) -> MemoryLimit:
+    return MemoryLimit(f"out of memory for {hashes.size} more keys of a table")
 
 
 def _missing(error: MemoryError, what: str) -> MemoryLimit:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psserver.tables.frozen import NEEDLESS, PIECE_BYTES, Bools, FrozenRows, Shown
-from psserver.tables.rows import CHANGED, HASH, WORDS, RowTensors
+from psserver.tables.rows import HASH, LAST, WORDS, RowTensors
 from psserver.tiers.mapped import Use
 from pswire.model.hashing import Hashes
 from pswire.model.rows import Int64s
@@ -60,7 +60,7 @@ class FrozenTensors(FrozenRows):
     def _is_needed(self, rows: Int64s, read: int) -> Bools:
         if self._ranks is None:
             assert self._books is not None
-            return np.asarray(self._books[rows, CHANGED] > self._after)
+            return np.asarray(self._books[rows, LAST] > self._after)
         ranks = self._ranks[rows]
         return np.asarray((ranks != NEEDLESS) & (ranks >= read))
 
@@ -91,7 +91,7 @@ class FrozenTensors(FrozenRows):
             assert self._books is not None
             assert kept is not None
             places = self._places[first : first + PIECE_SLOTS]
-            is_wanted = (self._books[first : first + PIECE_SLOTS, CHANGED] > self._after) & (places == 0)
+            is_wanted = (self._books[first : first + PIECE_SLOTS, LAST] > self._after) & (places == 0)
             there, aside = np.flatnonzero(is_wanted), np.flatnonzero((places != 0) & (places != NEEDLESS))
             slots = np.concatenate([there, aside])
             return first + slots, np.concatenate([self._books[first + there], kept.array[places[aside] - 1]])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from psserver.programs.kernels.compiler import NumbaKernel, Tools
-from psserver.tables.rows import CHANGED, COUNT, LAST, WORDS
+from psserver.tables.rows import COUNT, LAST, WORDS
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array, address_of
 
@@ -32,7 +32,7 @@ def mark(books: Array, round: int, slots: Int64s, times: Int64s, function: Numba
     if function is None:
         saved: Array = books.take(slots, axis=0)
         np.add.at(books[:, COUNT].view(np.float32), slots, times.astype(np.float32))
-        books[slots, LAST] = books[slots, CHANGED] = round
+        books[slots, LAST] = round
         return saved
     saved = np.empty((slots.size, WORDS), np.uint32)
     given = map(address_of, (slots, np.ascontiguousarray(times), books, books, saved))
@@ -43,7 +43,7 @@ def mark(books: Array, round: int, slots: Int64s, times: Int64s, function: Numba
 def marking(tools: Tools) -> Callable[..., None]:
     """Returns `mark(n, size, round, slots, times, books, counts, saved)` for Numba: the same as `mark`."""
     carray, fetch = tools.carray, tools.fetch
-    words, last, changed, count = WORDS, LAST, CHANGED, COUNT
+    words, last, count = WORDS, LAST, COUNT
 
     def mark(
         n: Any, size: Any, round: Any, p_slots: Any, p_times: Any, p_books: Any, p_counts: Any, p_saved: Any
@@ -63,6 +63,5 @@ def marking(tools: Tools) -> Callable[..., None]:
             at = slots[i] * words
             counts[at + count] += np.float32(times[i])
             books[at + last] = now
-            books[at + changed] = now
 
     return mark

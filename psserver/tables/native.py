@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from psserver.programs.kernels.compiler import Compiler, NumbaKernel, Tools
-from psserver.tables import first_values, index_functions, marks
+from psserver.tables import first_values, index_functions, marks, new_keys
 from psserver.tiers.tier import Tier
 from pswire.model import first_values as first_values_by_numpy
 from pswire.model import hashing
@@ -39,7 +39,10 @@ FIRST_VALUES: dict[str, Signature] = {
 MARK: Signature = (marks.marking, 3, ("int64", "int64", "uint32", "float32", "uint32"))
 """The function that marks the rows of a round."""
 
-_SOURCES: tuple[ModuleType, ...] = (hashing, index_functions, first_values, first_values_by_numpy, marks)
+COUNT: Signature = (new_keys.counting, 2, ("uint64", "int64", "int64"))
+"""The function that finds out which of a round's new keys are the same."""
+
+_SOURCES: tuple[ModuleType, ...] = (hashing, index_functions, first_values, first_values_by_numpy, marks, new_keys)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Native:
         self._index: IndexFunctions | None = None
         self._first: dict[str, NumbaKernel] = {}
         self._mark: NumbaKernel | None = None
+        self._count: NumbaKernel | None = None
 
     def index(self) -> IndexFunctions | None:
         """Returns the functions of an index; None until all are compiled."""
@@ -85,6 +89,11 @@ class Native:
         """Returns the function that marks rows; None until it is compiled."""
         self._mark = self._mark or self._get(MARK)
         return self._mark
+
+    def count(self) -> NumbaKernel | None:
+        """Returns the function that finds out which new keys are the same; None until it is compiled."""
+        self._count = self._count or self._get(COUNT)
+        return self._count
 
     def first_values(self, dtype: str) -> NumbaKernel | None:
         """Returns the function that writes first values of a dtype of `FIRST_VALUES`; None until it is compiled."""

@@ -43,7 +43,7 @@ FINENESS = 1024
 LINE = 64
 """Counters of a `CBFFilter` that are set aside together."""
 
-INDEX_BYTES = 44
+INDEX_BYTES = 28
 """Most bytes of the index for each entry, as a bucket has them after it has grown."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from pswire.model.tensor import DTYPES, Array
 SPARE = 1 << 16
 """Rows reserved beyond twice a table's limit: those that a round makes before others are evicted."""
 
-WORDS = 6
-"""Words of 4 bytes that are known of each row beside its tensors: a hash, last, changed, count, and one that is free.
+WORDS = 4
+"""Words of 4 bytes that are known of each row beside its tensors: a hash, of two of them, last, and count.
 
 They lie together, as one round needs all of them.
 """
 
-HASH, LAST, CHANGED, COUNT = slice(0, 2), 2, 3, 4
+HASH, LAST, COUNT = slice(0, 2), 2, 3
 """Where they are."""
 
 BOOK_BYTES = 4 * WORDS
@@ -80,13 +80,8 @@ class RowTensors:
 
     @property
     def last(self) -> Array:
-        """uint32 of each slot: the round of the last gradient."""
+        """uint32 of each slot: the round of the last gradient, which changed the row last; 0 in a free slot."""
         return self._books.array[:, LAST]
-
-    @property
-    def changed(self) -> Array:
-        """uint32 of each slot: the round that changed the row last, or made it; 0 in a free slot."""
-        return self._books.array[:, CHANGED]
 
     @property
     def count(self) -> Array:
@@ -164,17 +159,27 @@ class RowTensors:
         self.used += count
         return np.concatenate([reused, np.arange(top, top + missing)])
 
-    def begin(self, slots: Int64s, values: Array) -> None:
-        """Writes the first values of some slots' rows, and of the tensors beside them."""
+    def begin(self, slots: Int64s, write: Callable[[Array | None], Array]) -> None:
+        """Writes the first values of some slots' rows, and of the tensors beside them.
+
+        Args:
+            slots: int64[n], as `allocate` has returned them.
+            write: writes the values (n, *row shape) into an array, which it returns; into a new one for None.
+        """
         self.touch(slots, Use.UPDATE)
-        self.tensors[0].array[slots] = values
+        weights = self.tensors[0].array
+        rows = _together(slots)
+        if isinstance(rows, slice):
+            write(weights[rows])
+        else:
+            weights[rows] = write(None)
         for tensor, value in zip(self.tensors[1:], self._values, strict=True):
-            tensor.array[slots] = value
+            tensor.array[rows] = value
 
     def release(self, slots: Int64s) -> None:
         """Gives slots back; gives memory back to the system if many at the end are free."""
         self.set_aside(slots)
-        self.changed[slots] = 0
+        self.last[slots] = 0
         self.used -= slots.size
         had, have = self._free.size, self._free.size + slots.size
         if have > self._room.size:  # to copy all of them for each round would take long where many are free
@@ -203,3 +208,10 @@ class RowTensors:
         self.views = Views()
         self._free = self._room = np.empty(0, np.int64)
         self.used = 0
+
+
+def _together(slots: Int64s) -> Int64s | slice:
+    """Returns slots as a range, if they are one: to write to it takes half as long."""
+    first = int(slots[0]) if slots.size else 0
+    is_range = bool((slots == np.arange(first, first + slots.size)).all())
+    return slice(first, first + slots.size) if is_range else slots

@@ -11,7 +11,7 @@ from psserver.tables.eviction import in_buckets
 from psserver.tables.frozen_tensors import Flush, FrozenTensors
 from psserver.tables.native import Native
 from psserver.tables.policies import Counter, Sketch
-from psserver.tables.rows import CHANGED, COUNT, LAST
+from psserver.tables.rows import COUNT, LAST
 from pswire.errors import InvalidRequest
 from pswire.model.hashing import Hashes, hashes_of
 from pswire.model.rows import Int64s
@@ -73,7 +73,7 @@ class FrozenState:
             tensors=(),
             count=books[:, COUNT].copy().view(np.float32),
             last=books[:, LAST].copy(),
-            changed=books[:, CHANGED].copy(),
+            changed=books[:, LAST].copy(),
             counted_offsets=_offsets(contents, counted),
             counted_keys=contents.keys_of(counted),
             counted=-entries,
@@ -113,6 +113,7 @@ def place(contents: Contents, state: TableState, native: Native) -> Int64s:
     contents.clear()
     contents.use_compiled(native)
     hashes = hashes_of(state.keys, state.salt)
+    contents.reserve(hashes)
     slots = contents.create(hashes, np.zeros(hashes.size, np.int64))
     _write_books(contents, slots, state)
     _put_rest(contents, state)
@@ -127,8 +128,7 @@ def _check(contents: Contents, state: TableState) -> None:
 
 
 def _write_books(contents: Contents, slots: Int64s, state: TableState) -> None:
-    contents.rows.count[slots] = state.count
-    contents.rows.last[slots], contents.rows.changed[slots] = state.last, state.changed
+    contents.rows.count[slots], contents.rows.last[slots] = state.count, state.last  # which `changed` equals
 
 
 def _put_rest(contents: Contents, state: TableState) -> None:

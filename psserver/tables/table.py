@@ -19,6 +19,7 @@ from psserver.tables.index import bucket_bounds
 from psserver.tables.located import LocatedKeys
 from psserver.tables.marks import mark
 from psserver.tables.native import Native
+from psserver.tables.new_keys import each_once
 from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
 from psserver.tables.saving import FrozenState, place
 from psserver.tiers.mapped import Use
@@ -269,15 +270,15 @@ class Table:
         contents, rows = self._contents, self._contents.rows
         contents.use_compiled(self._native)
         hashes, entries = self._located.locate(keys, sizes)
-        unknown = np.flatnonzero(entries <= 0)
+        is_known = entries > 0
         if times is None:
             times = np.ones(keys.size, np.int64)
-        if not unknown.size:
+        if is_known.all():
             known, often, made = entries - 1, times, _NOTHING
             self._check_limit(known, 0)
         else:
-            known, often = np.delete(entries, unknown) - 1, np.delete(times, unknown)
-            made = self._make(round, keys, times, hashes, entries, unknown, known, room)
+            known, often = entries[is_known] - 1, times[is_known]
+            made = self._make(round, keys, times, hashes, entries, np.flatnonzero(~is_known), known, room)
         rows.touch(known, Use.UPDATE)
         rows.set_aside(known)
         if contents.judge.decay != 1:
@@ -309,22 +310,24 @@ class Table:
             known: slots of the rows of the others.
         """
         contents, rows = self._contents, self._contents.rows
-        new, at, inverse = np.unique(hashes[unknown], return_index=True, return_inverse=True)
-        counts = np.bincount(inverse, times[unknown], new.size).astype(np.int64)
-        old = entries[unknown][at]
+        first, counts, numbers = each_once(hashes[unknown], times[unknown], self._native.count())
+        first = unknown[first]
+        new, old = hashes[first], entries[first]
         decision = contents.filter.decide(round, new, old, counts)
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
         row = rows.row_bytes + INDEX_BYTES
         _check_room("a round that makes", int(np.count_nonzero(admitted | kept)), row, room)
-        values = self._first.rows(keys[unknown][at][admitted])
-        slots = contents.create(new[admitted], old[admitted])
-        rows.begin(slots, values)
-        rows.last[slots] = rows.changed[slots] = round
-        rows.count[slots] = decision.counts[admitted]
+        keys = keys[first[admitted]]
+        slots = contents.create(
+            new[admitted],
+            old[admitted],
+            lambda slots: rows.begin(slots, lambda into: self._first.rows(keys, into)),
+        )
+        rows.last[slots], rows.count[slots] = round, decision.counts[admitted]
         given = np.zeros(new.size, np.int64)
         given[admitted] = slots + 1
-        entries[unknown] = given[inverse]
+        entries[unknown] = given[numbers]
         counted = new[kept], decision.entries[kept], old[kept]
         return _Made(new[admitted], old[admitted], slots, *counted, int(counts[~admitted].sum()))
 

@@ -73,19 +73,22 @@ class RowInitializer:
         self._seed = combined(spec.seed)
         self._random = _random(spec)
 
-    def rows(self, keys: Array) -> Array:
-        """Returns the first values of some keys' rows as a new array.
+    def rows(self, keys: Array, into: Array | None = None) -> Array:
+        """Returns the first values of some keys' rows.
 
         Args:
             keys: int64 or uint64, [n].
+            into: an array of what is returned, contiguous, in which they are written; None for a new one.
 
         Returns:
             An array (n, *row shape) of the table's dtype.
         """
-        shape = (keys.size, *self._spec.shape)
+        if into is None:
+            into = np.empty((keys.size, *self._spec.shape), self._dtype)
         if self._random is None:
             item = self._spec.initializer
-            return np.full(shape, item.value if isinstance(item, Constant) else 0, self._dtype)
+            into[...] = item.value if isinstance(item, Constant) else 0
+            return into
         dtype = self._spec.dtype if self._spec.dtype in COMPUTED else COMPUTED[0]
         words, width = as_words(keys), self._spec.row.size
         function = self._compiled(dtype)
@@ -93,12 +96,14 @@ class RowInitializer:
             found = computed(words, width, self._seed, *self._random).astype(dtype)
         else:
             kind, *numbers = self._random
-            found = np.empty((words.size, width), dtype)
+            found = into if self._dtype == dtype else np.empty((words.size, width), dtype)
             given = np.array(numbers)
             seed = np.uint64(self._seed).astype(np.int64).item()
             addresses = map(address_of, (words, given, quantiles(), np.empty(width), found))
             function(words.size, width, kind, seed, *addresses)
-        return found.astype(self._dtype, copy=False).reshape(shape)
+        if found is not into:
+            into[...] = found.reshape(into.shape)
+        return into
 
     def unknown(self, keys: Array) -> Array:
         """Returns what a lookup of keys without a row gives, as `rows` does: zeros if the spec says so."""

@@ -112,6 +112,7 @@ def compiled() -> Native:
     for dtype in ("float32", "float64"):
         found.first_values(dtype)
     found.mark()
+    found.count()
     compiler.wait()
     assert compiler.failed == 0
     assert found.index() is not None

@@ -165,10 +165,10 @@ def test_limits_are_divided_among_buckets():
         assert len(shares) == BUCKETS
     spec = tables.TableSpec((8,), memory_limit=1 << 30)
     plain = limit_of(spec, ())
-    assert plain == (1 << 30) // (32 + 24 + 44)
-    assert limit_of(spec, (tables.SlotTensor("a", "float32", (8,)),)) == (1 << 30) // (64 + 24 + 44)
+    assert plain == (1 << 30) // (32 + 16 + 28)
+    assert limit_of(spec, (tables.SlotTensor("a", "float32", (8,)),)) == (1 << 30) // (64 + 16 + 28)
     counted = tables.TableSpec((8,), memory_limit=1 << 30, admission=tables.CounterFilter(2))
-    assert limit_of(counted, ()) == (1 << 30) // (32 + 24 + 88)
+    assert limit_of(counted, ()) == (1 << 30) // (32 + 16 + 56)
     bloom = tables.TableSpec((8,), memory_limit=1 << 30, admission=tables.CBFFilter(2))
     assert limit_of(bloom, ()) < 0.9 * plain
     assert limit_of(tables.TableSpec((8,), capacity=20_000, memory_limit=1 << 30, eviction=tables.LRU()), ()) == 20_000

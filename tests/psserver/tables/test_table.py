@@ -324,20 +324,26 @@ def test_memory_that_is_not_there(monkeypatch):
         raise MemoryError
 
     contents = table._contents
-    assert isinstance(contents.index, CellIndex)
+    index = contents.index
+    assert isinstance(index, CellIndex)
+
+    def fails_halfway(hashes: np.ndarray, entries: np.ndarray) -> None:
+        CellIndex.put(index, hashes[:20_000], entries[:20_000])
+        if hashes.size > 20_000:
+            raise MemoryError
+
     beside = SlotTensor("large", "float32", ())
-    for owner, name, work, told in (
-        (
-            contents.rows.tensors[0],
-            "resize",
-            lambda: table.begin(2, np.arange(50_000)),
-            r"out of memory for \d+ more rows",
-        ),
-        (contents.index, "_rebuild", lambda: table.begin(2, np.arange(50_000)), r"out of memory for \d+ more keys"),
-        (contents.rows, "put_beside", lambda: table.put_beside(beside), "large"),
+    def many() -> None:
+        table.begin(2, np.arange(50_000))
+
+    for owner, name, fault, work, told in (
+        (contents.rows.tensors[0], "resize", fails, many, r"out of memory for \d+ more rows"),
+        (index, "put", fails_halfway, many, r"out of memory for \d+ more keys"),
+        (contents.rows, "begin", fails, many, r"out of memory for \d+ more keys"),
+        (contents.rows, "put_beside", fails, lambda: table.put_beside(beside), "large"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fails)
+            patch.setattr(owner, name, fault)
             with pytest.raises(MemoryLimit, match=told):
                 work()
         assert table.state().equals(old)
