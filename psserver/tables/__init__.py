@@ -10,6 +10,7 @@ deletions     the rows that were dropped lately
 policies      who gets a row, and who loses it
 eviction      the choice of rows to evict
 rows          the rows, in slots
+new_keys      the keys of a round that have no row, each once
 located       where keys were found that were looked up
 marks         what a round does to what is known of its rows
 reserved      arrays that grow without moving, in memory or in a file of a tier

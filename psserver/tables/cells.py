@@ -44,6 +44,7 @@ class CellIndex(Index):
         self._places[:] = address_of(_EMPTY) // 8, 1, END
         self._used = np.zeros(BUCKETS, np.uint64)
         self._state = np.zeros(STATE, np.uint64)
+        self._table, self._uses, self._told = map(address_of, (self._places, self._used, self._state))
         weakref.finalize(self, _release, functions, self._places).atexit = False
 
     @property
@@ -77,14 +78,14 @@ class CellIndex(Index):
     def put(self, hashes: Hashes, entries: Int64s) -> None:
         hashes, entries = np.ascontiguousarray(hashes), np.ascontiguousarray(entries)
         self._functions.put(
-            hashes.size, address_of(hashes), address_of(entries), self._table, address_of(self._used), ANYWHERE,
-            ANYWHERE, address_of(self._state),
+            hashes.size, address_of(hashes), address_of(entries), self._table, self._uses, ANYWHERE, ANYWHERE,
+            self._told,
         )  # fmt: skip
         self._check_memory(hashes.size)
 
     def remove(self, hashes: Hashes) -> None:
         hashes = np.ascontiguousarray(hashes)
-        self._functions.remove(hashes.size, address_of(hashes), self._table, address_of(self._used), ANYWHERE, ANYWHERE)
+        self._functions.remove(hashes.size, address_of(hashes), self._table, self._uses, ANYWHERE, ANYWHERE)
 
     def scan(self, lows: Hashes, highs: Hashes) -> tuple[Hashes, Int64s]:
         lows, highs = np.ascontiguousarray(lows), np.ascontiguousarray(highs)
@@ -110,18 +111,12 @@ class CellIndex(Index):
 
     def reserve(self, counts: Int64s) -> None:
         counts = counts.astype(np.uint64)
-        self._functions.reserve(
-            BUCKETS, address_of(counts), self._table, ANYWHERE, ANYWHERE, address_of(self._state)
-        )  # fmt: skip
+        self._functions.reserve(BUCKETS, address_of(counts), self._table, ANYWHERE, ANYWHERE, self._told)
         self._check_memory(BUCKETS)
 
     def _check_memory(self, asked: int) -> None:
         if self._state[0] < asked:
             raise MemoryError
-
-    @property
-    def _table(self) -> int:
-        return address_of(self._places)
 
 
 def _release(functions: IndexFunctions, places: Hashes) -> None:

@@ -155,19 +155,19 @@ class Contents:
 
     def put(self, hashes: Hashes, entries: Int64s, before: Int64s) -> None:
         """Sets the entries of hashes, each given once, which were `before`."""
-        self.changes += hashes.size > 0
-        with self._noting(hashes, before):
-            self.index.put(hashes, entries)
+        if hashes.size:
+            self.changes += 1
+            with self._noting(hashes, before):
+                self.index.put(hashes, entries)
 
     def remove(self, hashes: Hashes, before: Int64s) -> None:
         """Removes the entries of hashes, each given once, which were `before`."""
-        self.changes += hashes.size > 0
-        with self._noting(hashes, before):
-            self.index.remove(hashes)
+        if hashes.size:
+            self.changes += 1
+            with self._noting(hashes, before):
+                self.index.remove(hashes)
 
-    def create(
-        self, hashes: Hashes, before: Int64s, begin: Callable[[Int64s], object] = lambda slots: None
-    ) -> Int64s:
+    def create(self, hashes: Hashes, before: Int64s, begin: Callable[[Int64s], object] = lambda slots: None) -> Int64s:
         """Makes rows, in which their hashes are written, and what `begin` writes.
 
         Args:

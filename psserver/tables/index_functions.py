@@ -43,8 +43,8 @@ END = 4
 """Cells at the end of a block that are never occupied, so that a search may look at as many at once."""
 
 SPARE = 16 + END
-"""Cells of a block behind its homes, for entries that are displaced beyond the last home. Of a thousand buckets that are
-as full as they may be one has more of these, and gets a longer block."""
+"""Cells of a block behind its homes, for entries that are displaced beyond the last home. Of a thousand buckets that
+are as full as they may be one has more of these, and gets a longer block."""
 
 STATE = 3
 """Words of what is known of an index as a whole."""

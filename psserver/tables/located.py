@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -49,10 +50,11 @@ class LocatedKeys:
         known, self._known = self._known, []
         if not known or not len(sizes) or self._changes != self._contents.changes:
             return self._contents.find(keys)
-        parts = np.split(keys, np.cumsum(sizes)[:-1])
+        parts = [keys[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
         found = [_known_of(part, known) or self._contents.find(part) for part in parts]
         return np.concatenate([hashes for hashes, _ in found]), np.concatenate([entries for _, entries in found])
 
 
 def _known_of(keys: Array, known: Sequence[tuple[Array, Found]]) -> Found | None:
-    return next((found for others, found in known if np.array_equal(others, keys)), None)
+    same = (found for others, found in known if others.size == keys.size and (others == keys).all())
+    return next(same, None)

@@ -274,11 +274,13 @@ class Table:
         if times is None:
             times = np.ones(keys.size, np.int64)
         if is_known.all():
-            known, often, made = entries - 1, times, _NOTHING
+            known = slots = entries - 1
+            often, made = times, _NOTHING
             self._check_limit(known, 0)
         else:
             known, often = entries[is_known] - 1, times[is_known]
             made = self._make(round, keys, times, hashes, entries, np.flatnonzero(~is_known), known, room)
+            slots = np.maximum(entries, 0) - 1
         rows.touch(known, Use.UPDATE)
         rows.set_aside(known)
         if contents.judge.decay != 1:
@@ -288,7 +290,7 @@ class Table:
         else:
             books = mark(rows.books, round, known, often, self._native.mark())
         self._running = _Round(round, made, known, books)
-        return OpenedTable(np.maximum(entries, 0) - 1, made.slots)
+        return OpenedTable(slots, made.slots)
 
     def _make(
         self,
@@ -374,7 +376,7 @@ class Table:
             contents.drop(*condemned(*of, in_buckets(made.hashes), settle))
         if self.limited:
             self._shrink(1)
-        if self.counted and self.limited:
+        if self.limited and self.counted:
             self._shrink(-1)
         evicted = before - len(self)
         self.evicted += evicted

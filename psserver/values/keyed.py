@@ -206,20 +206,18 @@ class Keyed(Value):
     @property
     def number(self) -> int:
         """The number of the tensor in its table, which gives it a place beside the rows where it has none yet."""
+        return self.take_place(-1)
+
+    def take_place(self, room: int) -> int:
+        """Returns the same; raises `MemoryLimit` if its place needs more bytes than `room`, -1 for no limit."""
         if self.slot is None:
             return 0
-        number = self.stored.table.put_beside(self.slot)
+        number = self.stored.table.put_beside(self.slot, room)
         if self.begins is not None:
             begins, self.begins = self.begins, None
             self.stored.flush()
             self.stored.table.assign(number, begins.keys, begins.rows)
         return number
-
-    def take_place(self, room: int) -> None:
-        """Takes a place beside the rows; raises `MemoryLimit` if that needs more bytes than `room`, -1 for no limit."""
-        if self.slot is not None:
-            self.stored.table.put_beside(self.slot, room)
-        _ = self.number  # with the rows that it begins with
 
     @property
     def array(self) -> Array:

@@ -120,7 +120,7 @@ BENCHES: dict[str, tuple[str, str, Check | None]] = {
     "staleness": ("staleness.py --quick --k 2", "rows", check_staleness),
     "step": (f"step.py --quick {OF_PYTHONS}", "steps", check_step),
     "table checkpoints": ("table_checkpoints.py --rows 200000 --laps 2 --directory {disk}", "figures", None),
-    "tables": ("tables.py --keys 5000 --laps 3", "tables", None),
+    "tables": ("tables.py --part sizes --part new --keys 5000 --laps 3", "tables", None),
     "tier": ("tier.py --path {disk} --rows 60000 --share 2 --rounds 3", "tiers", None),
     "tier of a job": (f"tier_job.py --path {{disk}} --rows 100000 --share 1 {TIERED}", "tiers", None),
     "update": ("update.py --quick", "ratios", None),

@@ -333,6 +333,7 @@ def test_memory_that_is_not_there(monkeypatch):
             raise MemoryError
 
     beside = SlotTensor("large", "float32", ())
+
     def many() -> None:
         table.begin(2, np.arange(50_000))
 
