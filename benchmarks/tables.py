@@ -175,10 +175,10 @@ def program(optimizer: str, dim: int) -> Program:
     table, number = TensorSpec("float32", (ROWS, dim)), TensorSpec("float32", ())
     value, rate = Input("value", table), Input("operand", number)
     if optimizer == "sgd":
-        nodes = (Node("multiply", (1, 2)), Node("subtract", (0, 3)))
-        return Program((Input("variable", table), value, rate), nodes, ((0, 4),), ())
-    nodes = (Node("square", (2,)), Node("add", (1, 4)), Node("sqrt", (5,)), Node("divide", (2, 6)))
-    nodes += (Node("multiply", (7, 3)), Node("subtract", (0, 8)))
+        moved = (Node("multiply", (1, 2)), Node("subtract", (0, 3)))
+        return Program((Input("variable", table), value, rate), moved, ((0, 4),), ())
+    scaled = (Node("square", (2,)), Node("add", (1, 4)), Node("sqrt", (5,)), Node("divide", (2, 6)))
+    nodes = (*scaled, Node("multiply", (7, 3)), Node("subtract", (0, 8)))
     return Program((*[Input("variable", table)] * 2, value, rate), nodes, ((1, 5), (0, 9)), ())
 
 

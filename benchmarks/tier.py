@@ -33,6 +33,8 @@ import click
 import numpy as np
 from tables import native
 
+from psserver.devices import ServerDevice
+from psserver.programs.kernels.kernels import Kernels
 from psserver.tables.table import Table
 from psserver.tiers import paging
 from psserver.tiers.paging import PAGE
@@ -111,7 +113,7 @@ def used() -> dict[str, int]:
 def measure(work: Work, path: str, rounds: int) -> dict[str, Any]:
     """Measures one table in memory, and one in a file."""
     tier = Tier(path, work.rows * DIM * 4 // work.share)
-    functions, spec = native(), TableSpec((DIM,))
+    functions, spec = native(Kernels(ServerDevice(), patience=1)), TableSpec((DIM,))
     below = copy(functions)
     below.tier = tier
     tables = {"memory": Table(spec, native=functions), "tier": Table(spec, native=below)}

@@ -142,7 +142,7 @@ def test_a_slot_takes_its_place_where_there_is_room(job, two):
 
 def test_tables_of_one_round_share_the_room(serve):
     """What each of them alone would have is not there for both: none of them grows, whichever was first."""
-    job = Job(serve(1, memory_limit=6 << 20))
+    job = Job(serve(1, memory_limit=5 << 20))
     (worker,) = job.join(A)
     tables = [create_part(job, worker, part_of(n, SPEC, name=f"t{n}", table=f"t{n}")) for n in range(2)]
     plan, keys = job.approve(by_keys(*tables), worker), list(range(60_000))
