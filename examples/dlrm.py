@@ -2,7 +2,8 @@
 
     python examples/dlrm.py --alone                              one process, its server, and then torch alone beside it
     psworker --standalone --ps 1 --workers 2 examples/dlrm.py    a whole cluster on this machine
-"""
+
+The rows of the next batch come with the round of this one."""
 
 import argparse
 import time
