@@ -64,8 +64,9 @@ class MappedFile:
     def __init__(self, directory: str, room: int) -> None:
         self._directory = directory
         self._file = _opened(directory)
+        self._room = -(-room // PAGE) * PAGE  # its last page is a whole one, also where less of it is mapped
         try:
-            os.ftruncate(self._file, room)
+            os.ftruncate(self._file, self._room)
             self.memory = mmap.mmap(self._file, room, flags=mmap.MAP_SHARED)
         except BaseException:
             os.close(self._file)
@@ -93,7 +94,7 @@ class MappedFile:
             return
         exact = -(-nbytes // PAGE) * PAGE
         try:
-            end = self._allocated(min(-(-nbytes // STEP) * STEP, len(self.memory)), exact)
+            end = self._allocated(min(-(-nbytes // STEP) * STEP, self._room), exact)
         except OSError as error:
             raise DiskFull(
                 f"{human(exact - self.reserved)} more in {self._directory} ({error.strerror}); free disk space "

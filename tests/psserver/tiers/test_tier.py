@@ -233,6 +233,17 @@ def test_an_array_without_room_moves_into_another_file(tier, monkeypatch):
     assert len(tier.files()) == 1
 
 
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_file_may_end_within_a_page(tier, monkeypatch, rows):
+    """So it does where the process has no address space for more; rows of 1,200 bytes."""
+    monkeypatch.setattr(reserved, "ROOM_OF_ALL", reserved._space.taken + 7000)
+    array = array_of(tier, rows)
+    array.touch(np.arange(rows), Use.UPDATE)
+    array.array[:] = 7
+    assert tier.resident == PAGE * -(-rows * 1200 // PAGE)
+    assert (array.array == 7).all()
+
+
 # ---- What may be wrong ----
 
 
