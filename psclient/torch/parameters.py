@@ -132,7 +132,7 @@ def copy_together(device: torch.device, tensors: Sequence[torch.Tensor], values:
         for value, place in zip(pack, places, strict=True):
             memory[place] = as_bytes(value)
         there = host.to(device, non_blocking=on_cuda)
-        some = tensors[at : at + len(pack)]
+        some = list(tensors[at : at + len(pack)])
         views = [there[place].view(t.dtype).view(t.shape) for t, place in zip(some, places, strict=True)]
         with torch.no_grad():
             torch._foreach_copy_(some, views)
