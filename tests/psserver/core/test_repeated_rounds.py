@@ -554,7 +554,11 @@ def test_a_core_that_compiles_rounds_and_one_that_does_not_are_the_same(examples
 
     monkeypatch.setattr(CompiledRound, "run", counted)
 
-    @settings(max_examples=examples, derandomize=examples == FEW and settings().derandomize)
+    same_again = examples == FEW and settings().derandomize
+    if examples == FEW and not same_again:
+        examples //= 2  # of other examples, since no test may cost more than 20 s
+
+    @settings(max_examples=examples, derandomize=same_again)
     @given(st.binary(min_size=8, max_size=8), st.integers(2, 6))
     def same(seed: bytes, length: int) -> None:
         made.append(0)
