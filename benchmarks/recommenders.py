@@ -154,7 +154,7 @@ def train(said: str) -> None:
 
 @dataclass
 class Row:
-    """What was measured of one system.
+    """The figures of one system.
 
     Attributes:
         rates: examples in a second, for each lap.

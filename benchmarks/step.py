@@ -71,7 +71,7 @@ HAS_TORCH = "import sys; from importlib.util import find_spec; sys.exit(find_spe
 
 @dataclass
 class Row:
-    """What was measured of one system, once for each lap.
+    """The figures of one system, once for each lap.
 
     Attributes:
         rate: steps in a second.

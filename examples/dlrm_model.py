@@ -18,7 +18,7 @@ except ModuleNotFoundError:
 
 RULE = torch.optim.Adagrad
 OPTIONS: dict[str, Any] = {"lr": 0.02, "eps": 1e-8}
-"""Of the rule, which servers run or torch alone."""
+"""The rule's numbers, the same on servers and by torch alone."""
 
 
 class DLRM(nn.Module):

@@ -37,7 +37,7 @@ KINDS = ("train", "test")
 
 @dataclass(frozen=True)
 class Work:
-    """What every system trains.
+    """The work, which is the same for every system.
 
     Attributes:
         model: the name of its network.

@@ -98,7 +98,7 @@ OURS = "ours"
 
 @dataclass
 class Row:
-    """What was measured of one system.
+    """The figures of one system.
 
     Attributes:
         name: for people.

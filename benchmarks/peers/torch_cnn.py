@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from rounds import run_together
 from torch import nn
 from torch.distributed import rpc
+from torch_rpc import Calls
 
 WORKERS = SERVERS = 2
 
@@ -44,30 +44,23 @@ def places() -> list[int]:
 
 
 class Server:
-    """Some parameters, their optimizer, and the calls that wait for another worker. Called in several threads."""
+    """Some parameters, and their optimizer.
+
+    Attributes:
+        calls: those with gradients, whose answers have the new values.
+    """
 
     def __init__(self, index: int, rate: float) -> None:
         every = zip(make_model().parameters(), places(), strict=True)
         self._parameters = [p for p, place in every if place == index]
         self._optimizer = torch.optim.AdamW(self._parameters, rate, weight_decay=0.01)
-        self._lock = threading.Lock()  # guards what waits
-        self._waiting: list[tuple[list[torch.Tensor], Any]] = []
+        self.calls = Calls(WORKERS, self._answers)
 
-    def take(self, gradients: list[torch.Tensor]) -> Any:
-        """Keeps a worker's gradients; the last worker's make the update."""
-        answer: Any = torch.futures.Future()
-        with self._lock:
-            self._waiting.append((gradients, answer))
-            calls = self._waiting if len(self._waiting) == WORKERS else []
-            if calls:
-                self._waiting = []
-        if calls:
-            for parameter, *given in zip(self._parameters, *(each for each, _ in calls), strict=True):
-                parameter.grad = sum(given[1:], given[0]) / WORKERS
-            self._optimizer.step()
-            for _, each in calls:
-                each.set_result([parameter.detach() for parameter in self._parameters])
-        return answer
+    def _answers(self, pushed: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        for parameter, *given in zip(self._parameters, *pushed, strict=True):
+            parameter.grad = sum(given[1:], given[0]) / WORKERS
+        self._optimizer.step()
+        return [[parameter.detach() for parameter in self._parameters]] * len(pushed)
 
 
 _servers: list[Server] = []
@@ -77,7 +70,7 @@ _servers: list[Server] = []
 @rpc.functions.async_execution
 def exchange(gradients: list[torch.Tensor]) -> Any:
     """What workers call: the answer waits for all workers without holding a thread."""
-    return _servers[0].take(gradients)
+    return _servers[0].calls.take(gradients)
 
 
 def begin(name: str, rank: int, store: str) -> None:

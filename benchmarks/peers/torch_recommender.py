@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +24,31 @@ from rounds import WORKERS, run_together
 from torch import nn
 from torch.distributed import rpc
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch_rpc import begin
+from torch_rpc import Calls, begin
 
 Pushed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Ids, the gradients of their rows, those of the network, and the ids of the next batch."""
 
 
 class Server:
-    """Rows, the network's parameters, and the calls that wait for another worker. Called in several threads."""
+    """Rows, and the network's parameters.
+
+    Attributes:
+        table: the rows of all tables.
+        dense: the parameters as one vector.
+        calls: those with gradients, whose answers have the rows of the next batch and the parameters.
+    """
 
     def __init__(self, work: Work) -> None:
         self._rate = work.rate
         self.table = torch.empty(sum(work.sizes), work.dim).uniform_(-BOUND, BOUND)
         self.dense = parameters_to_vector(work.network().parameters()).detach()
         self._row_sums, self._sums = torch.zeros_like(self.table), torch.zeros_like(self.dense)
-        self._lock = threading.Lock()  # guards what waits
-        self._waiting: list[tuple[Pushed, Any]] = []
+        self.calls = Calls(WORKERS, self._answers)
 
-    def take(self, pushed: Pushed) -> Any:
-        """Keeps a worker's gradients; the last worker's make the update."""
-        answer: Any = torch.futures.Future()
-        with self._lock:
-            self._waiting.append((pushed, answer))
-            calls = self._waiting if len(self._waiting) == WORKERS else []
-            if calls:
-                self._waiting = []
-        if calls:
-            self._update([each for each, _ in calls])
-            for (*_, ahead), each in calls:
-                each.set_result((self.table[ahead], self.dense))
-        return answer
+    def _answers(self, pushed: list[Pushed]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self._update(pushed)
+        return [(self.table[ahead], self.dense) for *_, ahead in pushed]
 
     def _update(self, pushed: list[Pushed]) -> None:
         ids, rows = torch.cat([each[0] for each in pushed]), torch.cat([each[1] for each in pushed])
@@ -74,8 +68,8 @@ _servers: list[Server] = []
 
 @rpc.functions.async_execution
 def exchange(pushed: Pushed) -> Any:
-    """What workers call: the answer waits for all workers without holding a thread."""
-    return _servers[0].take(pushed)
+    """Workers call it: the answer waits for all workers without holding a thread."""
+    return _servers[0].calls.take(pushed)
 
 
 def look_up(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,28 @@ import torch
 from rounds import run_together
 from row_steps import EPSILON, INITIAL, Ids, Work, check, measure
 from torch.distributed import rpc
-from torch_rpc import begin
+from torch_rpc import Calls, begin
 
 Pushed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Ids, rows, and the ids of the next batch."""
 
 
 class Server:
-    """The table, and the calls that wait for another worker's. Called in several threads."""
+    """The table.
+
+    Attributes:
+        calls: those with gradients, whose answers have the rows of the next batch.
+    """
 
     def __init__(self, work: Work, optimizer: str) -> None:
         self._work, self._adagrad = work, optimizer == "adagrad"
         self.table = torch.zeros(work["rows"], work["width"])
         self._sums = torch.full_like(self.table, INITIAL) if self._adagrad else None
-        self._lock = threading.Lock()  # guards what waits
-        self._waiting: list[tuple[Pushed, Any]] = []
+        self.calls = Calls(work["workers"], self._answers)
 
-    def take(self, pushed: Pushed) -> Any:
-        """Keeps a worker's gradients; the last worker's make the update."""
-        answer: Any = torch.futures.Future()
-        with self._lock:
-            self._waiting.append((pushed, answer))
-            calls = self._waiting if len(self._waiting) == self._work["workers"] else []
-            if calls:
-                self._waiting = []
-        if calls:
-            self._update([each for each, _ in calls])
-            for (_, _, ahead), each in calls:
-                each.set_result(None if ahead is None else self.table[ahead])
-        return answer
+    def _answers(self, pushed: list[Pushed]) -> list[torch.Tensor | None]:
+        self._update(pushed)
+        return [None if ahead is None else self.table[ahead] for *_, ahead in pushed]
 
     def _update(self, pushed: list[Pushed]) -> None:
         rate = self._work["rate"]
@@ -68,7 +60,7 @@ _servers: list[Server] = []
 @rpc.functions.async_execution
 def exchange(pushed: Pushed) -> Any:
     """What workers call: the answer waits for all workers without holding a thread."""
-    return _servers[0].take(pushed)
+    return _servers[0].calls.take(pushed)
 
 
 def total() -> float:

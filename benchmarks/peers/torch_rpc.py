@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,36 +29,52 @@ CHANNELS = {"uv": ["basic"], "shm": ["cma", "basic"]}
 Gradients = list[torch.Tensor]
 
 
-class Server:
-    """The variables of one model, and the calls that wait for another worker's. Called in several threads."""
+class Calls:
+    """The calls of one kind, each of which waits for those of all workers. Made in several threads.
 
-    def __init__(self, work: Work) -> None:
-        self._variables = [torch.from_numpy(value) for value in work.zeros()]
+    Args:
+        workers: how many workers make a call.
+        answer: returns the answer to each call by what these gave, in the order in which they came.
+    """
+
+    def __init__(self, workers: int, answer: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self._workers, self._answer = workers, answer
         self._lock = threading.Lock()  # guards what waits
-        self._waiting: dict[int, list[tuple[Gradients, Any]]] = {}
+        self._waiting: list[tuple[Any, Any]] = []
 
-    def take(self, first: int, gradients: Gradients) -> Any:
-        """Keeps a worker's gradients of the variables from `first` on; the last worker's make the update."""
-        answer: Any = torch.futures.Future()
+    def take(self, given: Any) -> Any:
+        """Keeps what a worker gives, and returns the future of its answer; the last worker's call makes all answers."""
+        future: Any = torch.futures.Future()
         with self._lock:
-            calls = self._waiting.setdefault(first, [])
-            calls.append((gradients, answer))
-            complete = len(calls) == WORKERS
-            if complete:
-                del self._waiting[first]
-        if complete:
-            variables = self._update(first, [gradients for gradients, _ in calls])
-            for _, each in calls:
-                each.set_result(variables)
-        return answer
+            self._waiting.append((given, future))
+            calls = self._waiting if len(self._waiting) == self._workers else []
+            if calls:
+                self._waiting = []
+        if calls:
+            answers = self._answer([each for each, _ in calls])
+            for (_, each), answer in zip(calls, answers, strict=True):
+                each.set_result(answer)
+        return future
 
-    def _update(self, first: int, pushed: list[Gradients]) -> list[torch.Tensor]:
+
+class Server:
+    """The variables of one model, of which each part is updated by itself.
+
+    Attributes:
+        calls: those with gradients of a part, by the number of its first variable.
+    """
+
+    def __init__(self, work: Work, parts: Sequence[slice]) -> None:
+        self._variables = [torch.from_numpy(value) for value in work.zeros()]
+        self.calls = {part.start: Calls(WORKERS, partial(self._update, part.start)) for part in parts}
+
+    def _update(self, first: int, pushed: list[Gradients]) -> list[list[torch.Tensor]]:
         total, *others = pushed
         for gradients in others:
             torch._foreach_add_(total, gradients)
         variables = self._variables[first : first + len(total)]
         torch._foreach_add_(variables, total, alpha=-RATE)
-        return variables
+        return [variables] * len(pushed)
 
 
 Key = tuple[str, int]
@@ -70,7 +87,7 @@ _servers: dict[Key, Server] = {}
 @rpc.functions.async_execution
 def exchange(key: Key, first: int, gradients: Gradients) -> Any:
     """What workers call on the server: the answer waits for all workers without holding a thread."""
-    return _servers[key].take(first, gradients)
+    return _servers[key].calls[first].take(gradients)
 
 
 def divisions(work: Work) -> list[list[slice]]:
@@ -106,7 +123,7 @@ def begin(name: str, rank: int, transport: str, store: str) -> None:
 
 def serve(transport: str, store: str, works: list[Work]) -> None:
     """The server's process."""
-    _servers.update(((work.size, len(parts)), Server(work)) for work in works for parts in divisions(work))
+    _servers.update(((work.size, len(parts)), Server(work, parts)) for work in works for parts in divisions(work))
     begin("server", WORKERS, transport, store)
     rpc.shutdown()
 

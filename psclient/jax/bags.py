@@ -49,7 +49,7 @@ def embedding_bag(
     Args:
         inverse: `rows.inverse` of a lookup: (B, n) for bags of n, or (N,) with offsets.
         values: `rows.values` of the lookup.
-        offsets: (B,), the index in `inverse` at which each bag begins. What is behind the last bag belongs to it.
+        offsets: (B,), the index in `inverse` at which each bag begins. The last bag goes on to the end of `inverse`.
         max_norm: as in `embedding`.
         norm_type: as in `embedding`.
         mode: "sum", "mean", "max" or "sqrtn"; zeros for an empty bag. "mean" divides by the number of ids, "sqrtn" by

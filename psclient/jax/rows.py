@@ -35,7 +35,7 @@ class JoinedRows:
 
     Attributes:
         values: (P, *row shape), the rows, each once; from row `count` on zeros, which no index refers to.
-        inverse: int32 of the shape of the ids: the index of each id's row in `values`. Of a group of tables a dict of
+        inverse: int32 of the shape of the ids: the index of each id's row in `values`; for a group of tables a dict of
             them, by the names of the tables.
         found: the rows as they were looked up, on the host.
     """
@@ -105,18 +105,9 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> JoinedRows:
         KeyError: a group has no table of a name.
         RuntimeError: called in an update function.
     """
+    inverse: jax.Array | dict[str, jax.Array]
     if isinstance(table, TableGroup):
-        if not isinstance(ids, Mapping):
-            raise InvalidType(
-                f"the ids for the tables of {table.table.name!r} are a {type(ids).__name__}; pass a dict of ids by the "
-                "names of tables"
-            )
-        given = {name: _untraced(table[name], own) for name, own in ids.items()}
-        asked = {name: table[name]._checked_ids(own) for name, own in given.items()}
-        found = table.table.lookup(np.concatenate([own.ravel() for own in asked.values()] or [np.empty(0, np.int64)]))
-        ends = np.cumsum([own.size for own in asked.values()])
-        places = zip(asked.items(), np.split(found.places, ends[:-1]), strict=True) if asked else ()
-        inverse: Any = {name: _indices(own.reshape(of.shape)) for (name, of), own in places}
+        found, inverse = _of_group(table, ids)
     elif isinstance(table, RowReadable):
         found = table.lookup(_untraced(table, ids))
         inverse = _indices(found.places)
@@ -124,6 +115,22 @@ def lookup(table: Any, ids: Nest, pad: bool = True) -> JoinedRows:
         raise InvalidType(f"rows can be looked up in a variable or a table, not in a {type(table).__name__}")
     values = to_numpy(found.values)
     return JoinedRows(to_jax(_padded(values) if pad else values), inverse, found)
+
+
+def _of_group(group: TableGroup, ids: Any) -> tuple[LookedUpRows, dict[str, jax.Array]]:
+    """Looks up rows of several tables of a group together; returns them, and by the table's name each id's index."""
+    if not isinstance(ids, Mapping):
+        raise InvalidType(
+            f"the ids for the tables of {group.table.name!r} are a {type(ids).__name__}; pass a dict of ids by the "
+            "names of tables"
+        )
+    keys = {name: group[name]._checked_ids(_untraced(group[name], own)) for name, own in ids.items()}
+    found = group.table.lookup(np.concatenate([np.empty(0, np.int64), *(own.ravel() for own in keys.values())]))
+    indices, end = dict[str, jax.Array](), 0
+    for name, own in keys.items():
+        begin, end = end, end + own.size
+        indices[name] = _indices(found.places[begin:end].reshape(own.shape))
+    return found, indices
 
 
 def _untraced(table: RowReadable, ids: Any) -> Any:

@@ -64,7 +64,7 @@ REFUSED = {
     "_freeze": "use from_pretrained(weight, freeze=...)",
     "device": "rows come to the device of the ids; leave it out",
 }
-"""What to do instead, by arguments of torch's constructors that have no meaning here."""
+"""Arguments of torch's constructors that have no meaning here, each with the remedy."""
 
 
 class OfOneTable(LookupModule):

@@ -79,9 +79,7 @@ _SUMS_OF_ROWS = {("sum", "zero"), ("any", "zero"), ("all", "true")}
 
 def table_shape(program: Program) -> tuple[int, ...]:
     """Returns the shape of the largest tables of an update of rows; () if it has none."""
-    return max(
-        dict.fromkeys([spec.shape for spec in program.specs]), key=lambda shape: (len(shape), shape[1:]), default=()
-    )
+    return max((spec.shape for spec in program.specs), key=lambda shape: (len(shape), shape[1:]), default=())
 
 
 def row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -96,10 +96,10 @@ class Compiler:
         self.compiled = self.loaded = self.failed = 0  # written by the background's thread alone, as the seconds are
         self.seconds = 0.0
         self._background = Background("kernels")
+        self._made: dict[object, Any] = {}  # kernels that are done: each round asks for them, without the lock
         self._lock = threading.Lock()
         self._asked: dict[object, int] = {}  # guarded by the lock, as all below
         self._kernels: dict[object, Future[Any]] = {}
-        self._made: dict[object, Any] = {}  # those that are done: they are asked for in each round
         self._late = set[object]()  # waited for in vain: a round may request one for each variable
         self._told = False
 
