@@ -1,4 +1,4 @@
-"""What all tests share: compiled kernels, how long hypothesis searches, how a test is interrupted, and two fixtures."""
+"""What all tests share: compiled kernels, how long hypothesis searches, how a test is interrupted, and fixtures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -171,6 +172,14 @@ def stack() -> Iterator[ExitStack]:
     """Ends what a test enters into it."""
     with ExitStack() as found:
         yield found
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Takes no warnings of calls from threads of tests before: these may still retry when their cluster has ended."""
+    before = set(threading.enumerate()) - {threading.current_thread()}
+    with caplog.filtering(lambda record: record.name != "psclient.calls" or threading.current_thread() not in before):
+        yield caplog
 
 
 @pytest.fixture(scope="session")
