@@ -1,7 +1,7 @@
-"""What a step of `psclient.torch` costs beside the same round without torch, and a job beside torch RPC.
+"""What a step of `psclient.torch` costs beside the same round without torch, and jobs beside torch RPC and DDP.
 
     python benchmarks/frameworks.py                                all that torch is there for
-    python benchmarks/frameworks.py --python peers/bin/python      and torch RPC, in turns, where that Python has torch
+    python benchmarks/frameworks.py --python peers/bin/python      torch RPC and DDP as well, in turns
     python benchmarks/frameworks.py --quick                        a few steps of each
 
 Needs torch in the Python that runs it (`make test-frameworks` installs it). All are real processes on this machine.
@@ -16,6 +16,8 @@ Needs torch in the Python that runs it (`make test-frameworks` installs it). All
 - **cnn**: the network of examples/digits_torch.py, batches of 64 over two workers, AdamW on two servers, a look at the
   loss in each step; torch RPC makes the same steps, with the answer of the slower worker's call, in lock step. Both
   take their examples out of arrays by index, and are measured after 600 steps, when updates have their kernels.
+- **wide**: the same with dense layers of a million parameters and SGD on one server, beside `DistributedDataParallel`
+  over gloo, which has no servers.
 
 `--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/lab/performance.md says what is in it.
 """
@@ -26,7 +28,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,30 +38,32 @@ from typing import Any
 import click
 import numpy as np
 from figures import machine
-from measures import Failed, check_exit, spread
+from measures import Failed, spread
 from rich.console import Console
 from rich.table import Table
+from step import run_torch
 
 import psclient as ps
-from psclient._src.config import child_environ
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
-from psclient._src.processes.process import spawn
 from pswire.cluster import Task
 from pswire.network.traffic import TRANSPORTS
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "examples"))
+sys.path += [str(HERE.parent / "examples"), str(HERE / "peers")]
 
 FORMAT = 1
 SECONDS = 300
-RATE, BATCH = 3e-3, 64
-FIRST = Task("worker", 0)
+BATCH = 64
+WORKERS, FIRST = 2, Task("worker", 0)
 MEASURED = "measured"
 SHAPES = {"step": (20, (64, 64)), "large": (50, (512, 1024))}
 """Of each work the number of parameters, and the shape of one, float32."""
 
-WORKS = [*SHAPES, "trace", "cnn"]
+JOBS = {"cnn": (2, 3e-3, "torch_step.py", "torch RPC"), "wide": (1, 0.3, "torch_ddp.py", "DDP")}
+"""Networks of `peers.torch_step.MODELS` that two workers train: servers, rate, and the peer that does the same."""
+
+WORKS = [*SHAPES, "trace", *JOBS]
 
 TURNS = 10
 """Of each work's ways, in a run."""
@@ -70,8 +73,6 @@ WARM = 600
 
 LEAVES, BACKWARD, STEP = "first gradient leaves", "backward ends", "step ends"
 """What a trace has, in this order."""
-
-CNN, RPC = "cnn, psclient.torch", "cnn, torch RPC"
 
 # ---- In a worker of ours ----
 
@@ -171,21 +172,20 @@ def trace(steps: int) -> None:
     print(MEASURED, json.dumps(found), flush=True)
 
 
-def train_cnn(steps: int, warm: int) -> None:
-    """Trains the network of the example; worker 0 tells how long a step took."""
+def train_job(work: str, steps: int, warm: int) -> None:
+    """Trains a network; worker 0 tells how long a step took."""
     import torch
     from digits import load_data
-    from torch import nn
+    from torch_step import MODELS
 
     import psclient.torch as pst
 
     torch.manual_seed(0)
     strategy = ps.ParameterServerStrategy(["cpu:0"])
-    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
-    for inputs, outputs in ((1, 16), (16, 32)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
-    optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=RATE, weight_decay=0.01, strategy=strategy)
+    make, rule = MODELS[work]
+    net, rate = make(), JOBS[work][1]
+    settings = getattr(rule, "keywords", {})
+    optimizer = pst.Optimizer(net, getattr(rule, "func", rule), lr=rate, strategy=strategy, **settings)
     (images, targets), _ = load_data()
     data = ps.ArrayDataset((images, targets.argmax(axis=1))).shuffle(0).batch(BATCH, drop_remainder=True)
     batches, losses, began = pst.Loader(data, optimizer), list[float](), 0.0
@@ -194,19 +194,20 @@ def train_cnn(steps: int, warm: int) -> None:
             if len(losses) == warm:
                 began = time.perf_counter()
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(net(x), y)
+            loss = torch.nn.functional.cross_entropy(net(x), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
             if len(losses) == warm + steps and strategy.task == FIRST:
                 took = (time.perf_counter() - began) / steps
-                print(MEASURED, json.dumps({CNN: [took], "loss": float(np.mean(losses[-20:]))}), flush=True)
+                found = {f"{work}, psclient.torch": [took], "loss": float(np.mean(losses[-20:]))}
+                print(MEASURED, json.dumps(found), flush=True)
 
 
 def work_on(work: str, steps: int, warm: int) -> None:
     """Measures one work, in a worker."""
-    if work == "cnn":
-        train_cnn(steps, warm)
+    if work in JOBS:
+        train_job(work, steps, warm)
     elif work == "trace":
         trace(steps)
     else:
@@ -224,11 +225,10 @@ def run_ours(work: str, transport: str, steps: int, warm: int) -> dict[str, list
         if line.task == FIRST and not line.error and line.text.startswith(MEASURED):
             found.update(json.loads(line.text.removeprefix(MEASURED)))
 
-    size = 2 if work == "cnn" else 1
     with Cluster(
         sink=hear,
-        ps=size,
-        workers=size,
+        ps=JOBS[work][0] if work in JOBS else 1,
+        workers=WORKERS if work in JOBS else 1,
         chief="none",
         transport=transport,
         script=__file__,
@@ -248,26 +248,13 @@ def check_loss(found: dict[str, Any]) -> None:
         raise Failed(f"the network has learned nothing: its loss is {loss:.2f}")
 
 
-def run_rpc(python: str, steps: int, warm: int) -> dict[str, list[float]]:
-    """Has torch RPC train the network."""
-    from digits import load_data
-
-    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as errors:
-        (images, targets), _ = load_data()
-        data = Path(directory) / "digits.npz"
-        np.savez(data, images=images, labels=targets.argmax(axis=1))
-        numbers = ("--rate", RATE, "--batch", BATCH, "--warm", warm, "--steps", steps)
-        command = [python, str(HERE / "peers" / "torch_cnn.py"), str(data), *map(str, numbers)]
-        process = spawn(command, child_environ(4, None), subprocess.PIPE, errors.fileno())
-        try:
-            out, _ = process.communicate(timeout=SECONDS)
-        finally:
-            process.kill()
-            process.wait()
-        check_exit(process, errors)
-    said = json.loads(out.decode().splitlines()[-1])
+def run_other(work: str, python: str, steps: int, warm: int) -> dict[str, list[float]]:
+    """Has a peer train the network of a job."""
+    servers, rate, program, name = JOBS[work]
+    numbers = {"rate": rate, "batch": BATCH, "warm": warm, "steps": steps, "workers": WORKERS, "servers": servers}
+    said = run_torch(program, python, model=work, **numbers).said
     check_loss(said)
-    return {RPC: [said["seconds"] / steps]}
+    return {f"{work}, {name}": [said["seconds"] / steps]}
 
 
 def has_torch(python: str) -> bool:
@@ -279,7 +266,7 @@ def has_torch(python: str) -> bool:
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--work", "works", multiple=True, type=click.Choice(WORKS), default=WORKS)
 @click.option("--transport", type=click.Choice(TRANSPORTS), default="shm", show_default=True)
-@click.option("--python", "pythons", multiple=True, help="A Python that has torch, for torch RPC [default: this one].")
+@click.option("--python", "pythons", multiple=True, help="A Python with torch for peers [default: this one].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
 @click.option("--quick", is_flag=True, help="A few steps only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -304,15 +291,15 @@ def main(
     if find_spec("torch") is None:
         raise click.ClickException("this Python has no torch; `make test-frameworks` installs it into .venv")
     python = next(filter(has_torch, (*pythons, sys.executable)))
-    counts, warm = {"step": 500, "large": 30, "trace": 30, "cnn": 300}, 30 if quick else WARM
+    counts, warm = {"step": 500, "large": 30, "trace": 30, **dict.fromkeys(JOBS, 300)}, 30 if quick else WARM
     laps: dict[tuple[str, str], list[list[float]]] = {}
     excluded = []
     for _ in range(repeats or (1 if quick else 3)):
         for work in works:
             count = max(counts[work] // (10 if quick else 1), TURNS)
             runs: list[Callable[[], dict[str, list[float]]]] = [partial(run_ours, work, transport, count, warm)]
-            if work == "cnn":
-                runs.append(partial(run_rpc, python, count, warm))
+            if work in JOBS:
+                runs.append(partial(run_other, work, python, count, warm))
             for run in runs:
                 try:
                     found = run()

@@ -57,13 +57,14 @@ SECONDS = 300
 """How long one system may take."""
 
 PROCESSES = 2
-"""Among which the others share the cores, as our smallest cluster does: BLAS spins in threads that have none."""
+"""Among which the loop in NumPy shares the cores: BLAS spins in threads that have none."""
 
+NUMPY = "NumPy loop"
 OURS = {"ours, 1 + 1": (1, 1), "ours, 2 + 2": (2, 2)}
-"""Workers and servers of each of our clusters."""
+TORCH = {"torch RPC, 1 + 1": (1, 1), "torch RPC, 2 + 2": (2, 2)}
+"""Workers and servers of each cluster."""
 
-NUMPY, TORCH = "NumPy loop", "torch RPC, 1 + 1"
-SYSTEMS = {"numpy": NUMPY, "ours-1": "ours, 1 + 1", "ours-2": "ours, 2 + 2", "torch": TORCH}
+SYSTEMS = {"numpy": NUMPY, **dict(zip(("ours-1", "ours-2", "torch-1", "torch-2"), (*OURS, *TORCH), strict=True))}
 """Names on the command line, and for people."""
 
 HAS_TORCH = "import sys; from importlib.util import find_spec; sys.exit(find_spec('torch') is None)"
@@ -133,17 +134,22 @@ def tell(**said: Any) -> None:
     print(json.dumps(said), flush=True)
 
 
-def endless(dataset: ps.ArrayDataset) -> Iterator[Any]:
+def dataset(train: Any) -> ps.ArrayDataset:
+    """The batches of all workers, each of the same size, as torch's loop has them."""
+    return ps.ArrayDataset(train).shuffle(SEED).batch(BATCH, drop_remainder=True)
+
+
+def endless(batches: ps.ArrayDataset) -> Iterator[Any]:
     """The batches of one epoch after the other."""
     while True:
-        yield from dataset
+        yield from batches
 
 
 def train_ours(steps: tuple[int, int]) -> None:
     """A worker: the loop of the example. The first one tells of it."""
     train, _ = digits.load_data()
     strategy = ps.ParameterServerStrategy(["cpu:0"])
-    batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(train).shuffle(SEED).batch(BATCH))
+    batches = strategy.experimental_distribute_dataset(dataset(train))
     with strategy.scope():
         layers = digits.make_layers(SEED)
         variables = [variable for layer in layers for variable in layer]
@@ -164,15 +170,11 @@ def train_ours(steps: tuple[int, int]) -> None:
                 yield from batches
 
         if strategy.task.index == 0:
-            measure(step, rounds(), steps, lambda: _number(getattr(strategy, "waits", None)))
+            measure(step, rounds(), steps, lambda: strategy.blocking_waits)
         else:
             each = rounds()
             for _ in range(sum(steps)):
                 step(next(each))
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
 
 
 def train_numpy(steps: tuple[int, int]) -> None:
@@ -198,9 +200,8 @@ def train_numpy(steps: tuple[int, int]) -> None:
             variable -= rate * first / (np.sqrt(second) + np.float32(1e-7))
         return float(losses.mean())
 
-    dataset = ps.ArrayDataset(train).shuffle(SEED).batch(BATCH)
     tell(pids={"worker 0": os.getpid()})
-    measure(step, endless(dataset), steps, lambda: None)
+    measure(step, endless(dataset(train)), steps, lambda: None)
 
 
 # ---- In the launcher ----
@@ -225,11 +226,27 @@ def run_ours(workers: int, servers: int, steps: tuple[int, int]) -> Watch:
     return watch
 
 
-def run_peer(command: Sequence[str], steps: tuple[int, int]) -> Watch:
-    """Has another program train."""
+def run_peer(command: Sequence[str], processes: int, steps: tuple[int, int]) -> Watch:
+    """Has another program train, whose processes share the cores."""
     watch = Watch(steps[1])
-    run_program(watch, command, PROCESSES, SECONDS)
+    run_program(watch, command, processes, SECONDS)
     return watch
+
+
+def run_torch(program: str, python: str, **job: Any) -> Watch:
+    """Has a program of peers/ train with the digits.
+
+    Args:
+        program: its name.
+        python: a Python that has torch.
+        job: the fields of `peers.torch_step.Job` but for the data.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        (images, targets), _ = digits.load_data()
+        data = Path(directory) / "digits.npz"
+        np.savez(data, images=images, labels=targets.argmax(axis=1))
+        command = [python, str(HERE / "peers" / program), json.dumps({**job, "data": str(data)})]
+        return run_peer(command, job["workers"] + job["servers"], (job["warm"], job["steps"]))
 
 
 def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | str:
@@ -242,18 +259,25 @@ def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | 
         return run_ours(*OURS[system], steps)
     numbers = ("--steps", str(steps[1]), "--warm", str(steps[0]))
     if system == NUMPY:
-        return run_peer([sys.executable, __file__, "--as-worker", "numpy", *numbers], steps)
+        return run_peer([sys.executable, __file__, "--as-worker", "numpy", *numbers], PROCESSES, steps)
     found = [python for python in pythons if not subprocess.run([python, "-c", HAS_TORCH], check=False).returncode]
     if not found:
         return (
             f"skipped, torch is not installed for {' or '.join(pythons)}; pip install numpy torch --index-url "
             "https://download.pytorch.org/whl/cpu into an environment of its own, and give its Python with --python"
         )
-    with tempfile.TemporaryDirectory() as directory:
-        (images, targets), _ = digits.load_data()
-        data = Path(directory) / "digits.npz"
-        np.savez(data, images=images, labels=targets.argmax(axis=1))
-        return run_peer([found[0], str(HERE / "peers" / "torch_step.py"), str(data), *numbers], steps)
+    workers, servers = TORCH[system]
+    return run_torch(
+        "torch_step.py",
+        found[0],
+        model="digits",
+        rate=RATE,
+        batch=BATCH,
+        warm=steps[0],
+        steps=steps[1],
+        workers=workers,
+        servers=servers,
+    )
 
 
 def table(found: dict[str, Any]) -> Table:
