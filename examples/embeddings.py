@@ -176,8 +176,7 @@ def main(args: argparse.Namespace) -> None:
         manager = ps.train.CheckpointManager(checkpoint, args.checkpoint, max_to_keep=2)
         if args.resume and manager.restore_or_initialize() is None:
             say(strategy, f"no checkpoint in {args.checkpoint!r} yet: starts anew")
-        lookups = {names: lambda batch: batch["name"], others: lambda batch: batch["others"]}
-        batches = strategy.experimental_distribute_dataset(dataset, ps.InputOptions(prefetch=lookups))
+        batches = strategy.experimental_distribute_dataset(dataset)
 
         def step(batch: Any) -> Any:  # runs on each replica, with its slice
             u, v = names.lookup(batch["name"]), others.lookup(batch["others"])

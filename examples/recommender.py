@@ -128,8 +128,7 @@ def train_on_servers(
                 checkpoint.restore(args.checkpoint).assert_consumed()
             except ps.errors.NoCheckpoint:
                 say(strategy, f"no checkpoint in {args.checkpoint!r} yet: starts anew")
-        lookups = {users: lambda batch: batch["user"], items: lambda batch: batch["item"]}
-        batches = strategy.experimental_distribute_dataset(dataset, ps.InputOptions(prefetch=lookups))
+        batches = strategy.experimental_distribute_dataset(dataset)
 
         def step(batch: Any) -> Any:  # runs on each replica, with its slice
             u, v = users.lookup(batch["user"]), items.lookup(batch["item"])

@@ -65,8 +65,9 @@ class InputOptions:
             NumPy arrays.
         auto_shard_policy: how `experimental_distribute_dataset` shares batches; a dataset from a function is never
             sharded.
-        prefetch: maps each variable whose rows a step looks up to a function that takes one replica's batch and returns
-            the ids. The rows for the next batch are then fetched together with the round of the current one.
+        prefetch: the rows for the next batch are fetched together with the round of the current one. A mapping of each
+            variable whose rows a step looks up to a function that takes one replica's batch and returns the ids; {} to
+            fetch none ahead. None finds out by itself which arrays of the batches, or columns of one, are ids.
 
     Raises:
         ValueError: `auto_shard_policy` is not one of `AutoShardPolicy`.
@@ -77,11 +78,11 @@ class InputOptions:
 
     experimental_prefetch_to_device: bool = True
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
-    prefetch: Mapping[Any, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
+    prefetch: Mapping[Any, Callable[[Any], Any]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
-        for variable, ids in self.prefetch.items():
+        for variable, ids in (self.prefetch or {}).items():
             if not (hasattr(variable, "prefetch") and callable(ids)):
                 raise TypeError(f"prefetch maps {variable!r} to {ids!r}; pass a function of a batch for each variable")
 

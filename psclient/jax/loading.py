@@ -21,7 +21,8 @@ class Loader(BaseLoader):
         data: an iterable of global batches, nests of arrays, that starts again each time it is iterated: a
             `ps.ArrayDataset`, grain's datasets, a PyTorch `DataLoader`, a list of batches.
         prefetch: maps each table whose rows a step looks up to a function that takes this worker's batch and returns
-            the ids. The rows for the next batch are then fetched together with the round of the current one.
+            the ids. The rows for the next batch are then fetched together with the round of the current one. None finds
+            out by itself which arrays of the batches, or columns of one, are ids; {} prefetches nothing.
         strategy: the strategy; None for that of the tables, or of the scope.
 
     Raises:
@@ -49,6 +50,6 @@ class Loader(BaseLoader):
     def __init__(
         self, data: object, prefetch: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
     ) -> None:
-        tables = InputOptions(prefetch=dict(prefetch or {})).prefetch
-        given = next((table.strategy for table in tables), None) if strategy is None else strategy
-        super().__init__(strategy_of(given), data, tables)
+        InputOptions(prefetch=prefetch)  # checks it
+        given = next((table.strategy for table in prefetch or ()), None) if strategy is None else strategy
+        super().__init__(strategy_of(given), data, prefetch)

@@ -125,7 +125,9 @@ def _of_group(group: TableGroup, ids: Any) -> tuple[LookedUpRows, dict[str, jax.
             "names of tables"
         )
     keys = {name: group[name]._checked_ids(_untraced(group[name], own)) for name, own in ids.items()}
-    found = group.table.lookup(np.concatenate([np.empty(0, np.int64), *(own.ravel() for own in keys.values())]))
+    for name, own in ids.items():
+        group[name]._tell_lookup(own)
+    found = group.table._look_up(np.concatenate([np.empty(0, np.int64), *(own.ravel() for own in keys.values())]))
     indices, end = dict[str, jax.Array](), 0
     for name, own in keys.items():
         begin, end = end, end + own.size

@@ -229,15 +229,43 @@ class _Stack:
 
     def ids(self, bags: _Bags) -> Array:
         """Returns the ids of its features as the one table has them, one feature after another, on the host."""
-        return np.concatenate(
-            [_stored(each.table, own.ids) for each, own in zip(self.features, self.bags(bags), strict=True)]
-        )
+        return self._join(list(enumerate(self._arrays(bags))))
+
+    @property
+    def _takes_hints(self) -> bool:
+        return self.rows.table._takes_hints
+
+    def prefetch(self, *ids: Any) -> None:
+        """Requests the rows of the next lookup; ids are as `ids` returns them."""
+        self.rows.table.prefetch(*ids)
+
+    def prefetch_hint(self, *ids: Any) -> None:
+        """Announces the rows of the lookup after the next one."""
+        self.rows.table.prefetch_hint(*ids)
+
+    def look_up(self, bags: _Bags) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of its features' ids, each once, and the places of all these ids among them."""
+        arrays = self._arrays(bags)
+        lookups = self.rows.table.strategy.backend.group.lookups
+        if lookups is not None:
+            lookups.looked_up(self, lambda: arrays)
+        return self.rows.look_up_on(self.bags(bags)[0].ids.device, self._join(list(enumerate(arrays))))
+
+    def _arrays(self, bags: _Bags) -> list[Array]:
+        """Returns the ids of each feature, on the host."""
+        return [
+            on_host(checked_ids(each.table, own.ids).reshape(-1))
+            for each, own in zip(self.features, self.bags(bags), strict=True)
+        ]
+
+    def _join(self, arrays: Sequence[tuple[int, Array]]) -> Array:
+        """Returns ids as the one table has them, of arrays and the number of the feature of each."""
+        return np.concatenate([_stored(self.features[number].table, ids.ravel()) for number, ids in arrays])
 
 
-def _stored(table: RowReadable, ids: torch.Tensor) -> Array:
+def _stored(table: RowReadable, ids: Array) -> Array:
     """Returns ids of a table as those of the table that has its rows."""
-    own = on_host(checked_ids(table, ids).reshape(-1))
-    return own if table._stored_in is table else table._checked_ids(own)
+    return ids if table._stored_in is table else table._checked_ids(ids)
 
 
 class _Collection(LookupModule):
@@ -286,21 +314,19 @@ class _Collection(LookupModule):
         """Requests the rows of the features that are looked up next, together with the next round; see `Loader`."""
         batches = [_Bags(each) for each in features]
         for stack in self._stacks:
-            stack.rows.table.prefetch(*[stack.ids(each) for each in batches])
+            stack.prefetch(*[stack.ids(each) for each in batches])
 
     def prefetch_hint(self, *features: Any) -> None:
         """Announces the features that are looked up after the next ones, so that servers read their rows from disk."""
         batches = [_Bags(each) for each in features]
         for stack in self._stacks:
-            stack.rows.table.prefetch_hint(*[stack.ids(each) for each in batches])
+            stack.prefetch_hint(*[stack.ids(each) for each in batches])
 
     def _look_up(self, features: Any) -> Iterator[tuple[_Stack, list[_Bag], torch.Tensor, torch.Tensor]]:
         """Yields each stack with the bags of its features, rows, and the places of all their ids among the rows."""
         bags = _Bags(features)
         for stack in self._stacks:
-            own = stack.bags(bags)
-            rows, places = stack.rows.look_up_on(own[0].ids.device, stack.ids(bags))
-            yield stack, own, rows, places
+            yield stack, stack.bags(bags), *stack.look_up(bags)
 
 
 class EmbeddingBagCollection(_Collection):

@@ -35,7 +35,8 @@ class Loader(BaseLoader):
             raises `Diverged`.
         optimizer: the optimizer that makes steps with the batches; or several.
         prefetch: maps modules of this package with rows to functions that take a batch of the loop and return the
-            module's input.
+            module's input. None finds out by itself which tensors of the batches, or columns of one, are ids; {}
+            prefetches nothing.
 
     Raises:
         TypeError: the loader can be iterated only once; an optimizer is not one of this package; or a key of `prefetch`
@@ -94,7 +95,7 @@ class Loader(BaseLoader):
         (strategy,) = strategies.values()
         self._loader = loader
         named = {module: partial(_named, ids) for module, ids in (prefetch or {}).items()}
-        super().__init__(strategy, loader, named)
+        super().__init__(strategy, loader, None if prefetch is None else named)
 
     def __len__(self) -> int:
         """The number of batches of an epoch, if the loader knows it."""

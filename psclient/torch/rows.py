@@ -124,11 +124,12 @@ class TableRows:
             ValueError: an id is no row of the table.
         """
         own = on_host(checked_ids(self.table, ids))
+        self.table._tell_lookup(own)
         return self.look_up_on(ids.device, own)
 
     def look_up_on(self, device: torch.device, ids: Array) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `look_up`, with ids on the host and results on a device."""
-        found = self.table.lookup(ids)
+        """As `look_up`, with ids on the host and results on a device; no dataset is told."""
+        found = self.table._look_up(ids)
         rows = to_torch(np.array(to_numpy(found.values))).to(device)
         if self.limit is not None:
             self.limit.apply(rows)

@@ -185,8 +185,8 @@ class RowsOfTorch:
         self.module.w = self.torch.nn.Parameter(self.torch.ones(3))
         self.optimizer = self.pst.Optimizer(self.module, rule, strategy=strategy)
 
-    def batches(self, data: Any, named: bool) -> Any:
-        return self.pst.Loader(data, self.optimizer, {self.module[0]: lambda ids: ids} if named else None)
+    def batches(self, data: Any, prefetch: Callable[[Any], Any]) -> Any:
+        return self.pst.Loader(data, self.optimizer, prefetch(self.module[0]))
 
     def step(self, ids: Any) -> None:
         self.optimizer.zero_grad()
@@ -236,8 +236,8 @@ class RowsOfJax:
         given = {"params": {"w": np.ones(3, "f4")}, "tx": rule, "tables": [getattr(table, "table", table)]}
         self.state = self.psj.TrainState.create(apply_fn=None, strategy=strategy, **given)
 
-    def batches(self, data: Any, named: bool) -> Any:
-        return self.psj.Loader(data, {self.table: lambda ids: ids} if named else None, self.strategy)
+    def batches(self, data: Any, prefetch: Callable[[Any], Any]) -> Any:
+        return self.psj.Loader(data, prefetch(self.table), self.strategy)
 
     def step(self, ids: Any) -> None:
         rows = self.psj.lookup(self.table, ids)

@@ -63,9 +63,18 @@ def test_a_step_of_rows_is_a_step_of_the_whole(rows_of, kind, rule):
         np.testing.assert_allclose(found, whole(rule), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_the_rows_of_the_next_batch_come_with_the_round(rows_of, named):
-    """A step waits once. If the loader is told of lookups, there is no pull but the first; else each step has one."""
+@pytest.mark.parametrize(
+    ("prefetch", "pulls"),
+    [
+        (lambda where: {where: lambda ids: ids}, [False] * 4),
+        (lambda where: None, [True, False, False, False]),
+        (lambda where: {}, [True] * 4),
+    ],
+    ids=["named", "found out", "none"],
+)
+def test_the_rows_of_the_next_batch_come_with_the_round(rows_of, prefetch, pulls):
+    """A step waits once. Where a loader knows of lookups there is no pull behind its first batch, behind the second one
+    where it finds them out; else each step has one."""
     calls = Counter()
     with InProcessCluster(2) as cluster:
         for core in cluster.cores:
@@ -74,8 +83,8 @@ def test_the_rows_of_the_next_batch_come_with_the_round(rows_of, named):
             with strategy.scope():
                 table = ps.Variable(FIRST, name="table")
             model, seen = rows_of(strategy, table, ps.optimizers.SGD(0.1)), []
-            for ids in model.batches(ps.ArrayDataset(IDS).batch(8), named):
+            for ids in model.batches(ps.ArrayDataset(IDS).batch(8), prefetch):
                 before = calls["pull"], strategy.blocking_waits
                 model.step(ids)
                 seen.append((calls["pull"] > before[0], strategy.blocking_waits - before[1]))
-            assert seen[1:] == [(not named, 1)] * 4
+            assert seen[1:] == [(pulled, 1) for pulled in pulls]

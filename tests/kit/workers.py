@@ -48,7 +48,8 @@ class Worker:
         self.fraction: Fraction | None = None
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
-        self.leaves_out = False
+        self.leaves_out = self.has_servers = False
+        self.lookups = None
         self.late = self.behind = self.coordinated = False
         self.dealt: tuple[Examples, ...] = ()
 

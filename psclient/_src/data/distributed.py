@@ -26,6 +26,7 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, GlobalBatch, source_of
 from psclient._src.data.group import Passes, ReplicaGroup
 from psclient._src.data.iterators import DistributedIterator
+from psclient._src.data.learned import LearnedLookups
 from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
@@ -85,6 +86,7 @@ class _Distributed(Unpicklable):
         self._number = number
         self._passes = passes or Passes()
         self._options = options or InputOptions()
+        self._learned = LearnedLookups()
         self._next = 0
         self._under_way = -1
         self._seen: Position | None = None
@@ -160,6 +162,7 @@ class _Distributed(Unpicklable):
         self._saved = int(state["dataset"])
 
     def _pass(self, epoch: int) -> Iterator[Nest]:
+        around = self._group.lookups  # of the pass in whose step this one stands
         try:
             index = self._enter(epoch)
             if index is None:
@@ -172,11 +175,16 @@ class _Distributed(Unpicklable):
             if self._under_way == epoch:
                 self._group.finish(self._number)
             raise
+        finally:
+            self._group.lookups = around
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         for step in self._steps(epoch, index):
             if self._options.prefetch:
                 self._prefetch(*step.ahead)
+            elif self._options.prefetch is None and self._group.has_servers:
+                self._group.lookups = self._learned
+                self._learned.begin_batch(step.parts, step.ahead)
             self._tell(step)
             yield self._place(step.parts)
         self._tell(DatasetStep(epoch + 1, 0, False))
@@ -308,7 +316,7 @@ class _Distributed(Unpicklable):
     @property
     def _depth(self) -> int:
         """Batches that are read ahead of the one in use: two where their rows are worth a hint, else one."""
-        return 1 + any(_takes_hints(variable) for variable in self._options.prefetch)
+        return 1 + (self._learned.takes_hints or any(map(_takes_hints, self._options.prefetch or ())))
 
     def _prefetch(self, *ahead: Sequence[Nest]) -> None:
         """Names the rows that the next batch will look up, and hints at those of the one behind it.
@@ -316,7 +324,7 @@ class _Distributed(Unpicklable):
         Args:
             ahead: the batches ahead, as far as they are known, at most two: of each those of the replicas.
         """
-        for variable, ids in self._options.prefetch.items():
+        for variable, ids in (self._options.prefetch or {}).items():
             if ahead and ahead[0]:
                 variable.prefetch(*map(ids, ahead[0]))
             if len(ahead) > 1 and ahead[1] and _takes_hints(variable):

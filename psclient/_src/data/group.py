@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from psclient._src.arrays.devices import Device
 from psclient._src.data.assigned import ChunkCalls
+from psclient._src.data.learned import LearnedLookups
 from psclient._src.data.progress import Progress
 from pswire.model.log import Examples
 
@@ -25,6 +26,8 @@ class ReplicaGroup(Progress):
         coordinated: True once this process schedules closures, or runs what is scheduled: each process has all batches
             of a dataset.
         leaves_out: True if a round of updates may be made without workers that live; else nobody is late.
+        has_servers: True if rows are fetched from servers, and may be fetched ahead.
+        lookups: learns from the batch in use what is looked up; None without one.
         chunk_calls: asks for batches that are assigned; None where all make rounds together, and each has a part of
             every batch.
     """
@@ -32,6 +35,8 @@ class ReplicaGroup(Progress):
     alone = False
     coordinated = False
     leaves_out = False
+    has_servers = False
+    lookups: LearnedLookups | None = None
     chunk_calls: ChunkCalls | None = None
 
     def __init__(self, devices: tuple[Device, ...]) -> None:

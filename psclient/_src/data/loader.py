@@ -15,13 +15,14 @@ class BaseLoader:
     Args:
         strategy: the strategy that distributes them.
         data: as `experimental_distribute_dataset` takes it.
-        prefetch: functions of a batch that return the ids to be looked up next, by where they are looked up.
+        prefetch: functions of a batch that return the ids to be looked up next, by where they are looked up; None to
+            find them out.
     """
 
     _saved_by_name_alone: ClassVar[bool] = True
 
-    def __init__(self, strategy: Any, data: object, prefetch: Mapping[Any, Callable[[Any], Any]]) -> None:
-        options = InputOptions(experimental_prefetch_to_device=False, prefetch=dict(prefetch))
+    def __init__(self, strategy: Any, data: object, prefetch: Mapping[Any, Callable[[Any], Any]] | None) -> None:
+        options = InputOptions(experimental_prefetch_to_device=False, prefetch=prefetch)
         self._batches: DistributedDataset = strategy.experimental_distribute_dataset(data, options)
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class Group(ReplicaGroup):
         notice: whether this process was told to end.
     """
 
+    has_servers = True
+
     def __init__(
         self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = (), notice: Notice = NOTICE
     ) -> None:

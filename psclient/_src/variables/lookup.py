@@ -168,6 +168,21 @@ class RowReadable(Readable):
                 first); or the variable has no rows.
             RuntimeError: called in an update function.
         """
+        self._tell_lookup(ids)
+        return self._look_up(ids)
+
+    def _tell_lookup(self, ids: Nest) -> None:
+        """Tells the dataset whose batch is in use what is looked up, so that it may learn what to prefetch."""
+        lookups = self.strategy.backend.group.lookups
+        if lookups is not None:
+            lookups.looked_up(self, lambda: [_integers(self, read(ids))])
+
+    def _join(self, arrays: Sequence[tuple[int, Array]]) -> Array:
+        """Returns the ids of several lookups as those of one."""
+        return np.concatenate([ids.ravel() for _, ids in arrays])
+
+    def _look_up(self, ids: Nest) -> LookedUpRows:
+        """Does as `lookup`, but tells no dataset."""
         asked = self._checked_ids(ids)
         found, places = self._grouped(asked)
         return LookedUpRows(self, self._shown(found), self._take_rows(found), places)

@@ -227,6 +227,8 @@ class TableGroup(Mapping[str, TableView]):
             RuntimeError: as `TableView.lookup`.
         """
         views = sorted((self[name] for name in ids), key=lambda view: view.number)
+        for view in views:
+            view._tell_lookup(ids[view.name])
         found = [view._grouped(view._checked_ids(ids[view.name])) for view in views]
         pieces = self.table.sharding.space.pieces([keys for keys, _ in found])
         rows = self.table._take_rows(np.concatenate([found[n][0][at] for n, at in pieces])) if pieces else None
