@@ -79,12 +79,13 @@ class _Learned:
         places: of each array of a lookup the places that had its ids in all batches so far.
         learning: batches in which this is still looked at.
         used: True if the table was looked up in the batch in use.
+        lost: True once its ids were in no place of a batch, or it is not looked up any more.
     """
 
     def __init__(self, table: LooksUp) -> None:
         self.table = table
         self.places: list[set[Place]] = []
-        self.learning, self.used = LEARNING, False
+        self.learning, self.used, self.lost = LEARNING, False, False
         self._now: list[set[Place]] = []
 
     def look(self, arrays: Sequence[Array], parts: Sequence[Nest]) -> None:
@@ -93,14 +94,13 @@ class _Learned:
         if len(found) == len(arrays):  # without examples there is nothing to be learned
             self._now = [a | b for a, b in zip(self._now, found, strict=True)] if self._now else found
 
-    def end_batch(self) -> bool:
-        """Takes what the batch in use has shown; returns False once there is nothing to prefetch by."""
+    def end_batch(self) -> None:
+        """Takes what the batch in use has shown."""
         if self._now:
             self.places = [a & b for a, b in zip(self.places, self._now, strict=True)] if self.places else self._now
             self.learning, self._now = self.learning - 1, []
-        kept = (self.used or self.learning > 0) and all(self.places)
+        self.lost |= not (all(self.places) and (self.used or self.learning > 0))
         self.used = False
-        return kept
 
     def prefetch(self, parts: Sequence[Nest], name: Callable[[Array], None]) -> None:
         """Names the rows that a batch ahead will look up, of which the parts of all replicas are given."""
@@ -117,13 +117,13 @@ class LearnedLookups:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, _Learned | None] = {}  # None: it looks up what is in no array
+        self._tables: dict[int, _Learned] = {}
         self._parts: Sequence[Nest] = ()
 
     @property
     def takes_hints(self) -> bool:
         """True if the batch behind the next one is of use."""
-        return any(each is not None and each.table._takes_hints for each in self._tables.values())
+        return any(each.table._takes_hints for each in self._tables.values() if not each.lost)
 
     def begin_batch(self, parts: Sequence[Nest], ahead: Iterable[Sequence[Nest]]) -> None:
         """A batch comes into use: the lookups before this call were of the one before.
@@ -132,11 +132,10 @@ class LearnedLookups:
             parts: the batches of the local replicas.
             ahead: the same of the next batch, and of the one behind it, as far as they are known.
         """
-        for key, each in self._tables.items():
-            if each is not None and not each.end_batch():
-                self._tables[key] = None
         self._parts = parts
-        found = [each for each in self._tables.values() if each is not None and each.places]
+        for each in self._tables.values():
+            each.end_batch()
+        found = [each for each in self._tables.values() if each.places and not each.lost]
         for number, coming in enumerate(islice(ahead, 2) if found else ()):
             for each in found:
                 if not number:
@@ -155,7 +154,6 @@ class LearnedLookups:
         if key not in self._tables:
             self._tables[key] = _Learned(table)
         known = self._tables[key]
-        if known is not None:
-            known.used = True
-            if known.learning:
-                known.look(arrays(), self._parts)
+        known.used = True
+        if known.learning and not known.lost:
+            known.look(arrays(), self._parts)
