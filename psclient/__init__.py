@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         InputContext,
         InputOptions,
         PerReplicaSpec,
+        Quorum,
         ReduceOp,
         Round,
         RunOptions,
@@ -109,6 +110,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PerReplica",
     "PerReplicaSpec",
+    "Quorum",
     "ReduceOp",
     "ReplicaContext",
     "Round",
@@ -170,8 +172,8 @@ _HOMES = {
     "psclient._src.data.iterators": "DistributedIterator",
     "psclient._src.distribute.strategy": "Strategy experimental_set_strategy",
     "psclient._src.options": (
-        "ArraySpec Async AutoShardPolicy BoundedStaleness InputContext InputOptions PerReplicaSpec ReduceOp Round "
-        "RunOptions Sync ValueContext"
+        "ArraySpec Async AutoShardPolicy BoundedStaleness InputContext InputOptions PerReplicaSpec Quorum "
+        "ReduceOp Round RunOptions Sync ValueContext"
     ),
     "psclient._src.strategies.mirrored": "MirroredStrategy",
     "psclient._src.strategies.parameter_server": "ParameterServerStrategy",

@@ -365,5 +365,57 @@ class Async:
         check_nonfinite(self.nonfinite)
 
 
-Consistency = Sync | BoundedStaleness | Async
+@dataclass(frozen=True)
+class Quorum:
+    """Synchronous rounds that go on without the slowest workers, whose contributions are merged into the next round.
+
+    A round goes on once `size` of its W members have contributed, and waits at most `grace` seconds more for the
+    others. A worker that comes later gets the values of then at once. Its contribution is neither dropped nor counted
+    twice: it is added to the next round of the same step, with its weight, on all servers alike. With fewer than `size`
+    members left a round waits for all of them.
+
+    Use it with an update that divides by the weights of those that take part, as means do: a round has the
+    contributions of `size` to W workers, and sometimes several of one. Rounds that change no variable, and saves, wait
+    for all members. Large rounds do not stream.
+
+    Attributes:
+        mode: "sync".
+        backup_workers: 0; late contributions are not dropped.
+        size: the number of members that suffice; the same in all processes.
+        grace: the seconds for which a round waits for the others once `size` members have contributed; servers look
+            four times a second. The same in all processes.
+        nonfinite: as in `Sync`. A late contribution counts for the round into which it is merged.
+
+    Raises:
+        TypeError: `size` is not an integer, or `grace` is not a number.
+        ValueError: `size` is less than 1, `grace` is negative or not finite, or `nonfinite` is another word.
+
+    Examples:
+        >>> import psclient as ps
+        >>> ps.Quorum(3, grace=2)
+        Quorum(size=3, grace=2.0, nonfinite='apply')
+    """
+
+    mode: ClassVar[Mode] = "sync"
+    backup_workers: ClassVar[int] = 0
+
+    size: int
+    grace: float = 0.0
+    nonfinite: Nonfinite = "apply"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool | np.bool_) or not isinstance(self.size, int | np.integer):
+            raise TypeError(f"Quorum has size={self.size!r}; use the number of workers that suffice for a round")
+        if isinstance(self.grace, bool | np.bool_) or not isinstance(self.grace, int | float | np.number):
+            raise TypeError(f"Quorum has grace={self.grace!r}; use a number of seconds")
+        if not 1 <= self.size <= MAX_STALENESS:
+            raise ValueError(f"Quorum has size={self.size}; use at least 1, and at most the number of workers")
+        if not 0 <= self.grace < float("inf"):
+            raise ValueError(f"Quorum has grace={self.grace!r}; use a number of seconds of at least 0")
+        object.__setattr__(self, "size", int(self.size))
+        object.__setattr__(self, "grace", float(self.grace))
+        check_nonfinite(self.nonfinite)
+
+
+Consistency = Sync | Quorum | BoundedStaleness | Async
 """How updates of different workers relate."""

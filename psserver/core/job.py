@@ -102,14 +102,17 @@ class Job:
     def _reply(self, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
         return self.runner.replies(record, waiters)
 
-    def progress(self) -> list[Effect]:
+    def progress(self, now: float) -> list[Effect]:
         """Returns the effects that have become possible: answers and rounds. Looks only at what has something to do."""
         late, effects = self.late, list[Effect]()
+        self.rounds.now = now
         if self.first_values.arrivals:
             effects += self.first_values.next()
         if late.owed.waiting or late.ahead.waiting:
             effects += late.due()  # before a round lends what they hold
         effects += self.runner.next()
+        if self.rounds.late.waiting:
+            effects += self.rounds.late.copies(late.add)
         if late.owed.waiting or late.ahead.waiting:
             effects += late.due()
         if self.reads.calls.waiting:

@@ -22,6 +22,7 @@ from psserver.effects import Await, Effect, Fail, Outcome, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
+from psserver.rounds.pending_round import Push
 from psserver.rounds.rounds import place_of
 from psserver.services.standbys import Standbys
 from psserver.services.watches import Watches
@@ -123,7 +124,7 @@ class Machine:
         effects: list[Effect] = []
         for session, error in self._admission.ends():
             effects += [*self.job.session_ended(session, error), *self.watches.session_ended(session, error)]
-        effects += self.job.progress()
+        effects += self.job.progress(now)
         look = self.members.version, len(self.job.log.entries)
         if look != self._looked:
             self._looked = look
@@ -369,7 +370,11 @@ class Machine:
             return None, job.first_values.push(said.session, said.first_values, payload, future)
         place = place_of(said, job.rounds.generations)
         if (record := job.rounds.recorded(said, place)) is not None:
-            job.late.add(said, future, record)
+            taken = job.rounds.come_late(Push(said, payload, now, future), place, record)
+            if taken is None:
+                job.late.add(said, future, record)
+            else:
+                effects += taken
         elif len(set(said.want)) != len(said.want):
             raise InvalidRequest("a variable is requested twice")
         else:

@@ -32,7 +32,7 @@ def status_of(
         generation=rounds.generation,
         round=rounds.last,
         positions=rounds.positions,
-        waiting=_explained(job),
+        waiting=_explained(job, now),
         variables=len(store.variables),
         variable_bytes=store.nbytes,
         memory_limit=store.memory_limit,
@@ -65,10 +65,10 @@ def status_of(
     )
 
 
-def _explained(of: Job) -> tuple[OpenRound, ...]:
+def _explained(of: Job, now: float) -> tuple[OpenRound, ...]:
     """Returns the open rounds, that one of them waits for a checkpoint, and the answers that are held."""
     phase, why = of.runner.phase, "waits until more of a checkpoint is written"
     blocked = phase.job if isinstance(phase, Blocked) else None
     held = blocked.round if blocked is not None and not isinstance(blocked.sequence, SessionSequence) else None
-    waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in of.rounds.waiting()]
-    return (*waiting, *of.late.held)
+    waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in of.rounds.waiting(now)]
+    return (*waiting, *of.late.held(now))

@@ -232,7 +232,9 @@ class Contributions:
 
     def check_operands(self) -> None:
         """Raises `Diverged` if contributors whose operands have arrived have sent different ones to this server."""
-        senders = [sender for sender in self.senders if sender.has_operands] if self._prepared.operands else []
+        # Late contributions are merged whatever their operands were: those of their round are over.
+        there = (sender for sender in self.senders if sender.has_operands and not sender.part.late)
+        senders = list(there) if self._prepared.operands else []
         if len(senders) < 2:
             return
         first, *others = senders

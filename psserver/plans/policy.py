@@ -14,11 +14,16 @@ class Policy:
 
     Attributes:
         backup: number of members that it does not wait for, the last ones.
+        quorum: number of members that suffice, and what the others send later is merged into the next round; 0 for no
+            such number.
+        grace: with a quorum the seconds for which a round that has it waits for the others.
         voters: the servers that agree on its contributions; none where one decides alone.
         streams: True if it may begin before its contributions are whole.
     """
 
     backup: int = 0
+    quorum: int = 0
+    grace: float = 0.0
     voters: tuple[int, ...] = ()
     streams: bool = False
 
@@ -37,10 +42,14 @@ class Policy:
         voters = plan.servers if len(plan.servers) > 1 else ()
         # One that is tried before several servers vote on it waits for all: nobody can read what it assigns until all
         # have voted, and a server may wait in another round for a member that reads.
-        backup = 0 if (may_refuse and voters) or not plan.trains else consistency.backup_workers
+        if (may_refuse and voters) or not plan.trains:
+            return cls(voters=voters, streams=streams)
+        backup, quorum = consistency.backup_workers, consistency.quorum
         # The members that will be late are not known before the others are whole.
-        return cls(backup, voters, streams and not backup)
+        return cls(backup, quorum, consistency.grace, voters, streams and not (backup or quorum))
 
     def needs(self, members: int) -> int:
         """Returns how many of some members have to contribute examples; 0 if a round waits for all of them."""
+        if self.quorum:
+            return max(min(self.quorum, members), 1)
         return max(members - self.backup, 1) if self.backup else 0

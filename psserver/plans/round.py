@@ -18,7 +18,7 @@ from pswire.model.log import Generation, Member, Position
 from pswire.model.plan import Plan
 from pswire.model.tensor import Array
 from pswire.network.payload import Payload
-from pswire.servers.votes import Vote
+from pswire.servers.votes import LateContribution, Vote
 
 BRIEF_BYTES = 1 << 25
 """Most bytes that a synchronous round may take and compute for an event loop to run it: a few milliseconds, in which
@@ -70,12 +70,19 @@ class MemberShare:
         said: its contribution, without the payload.
         payload: operands, then contributions; it may still grow.
         within: the share whose payload has this one's contribution in a sum; None for one with a payload of its own.
+        late: True if it is merged into a later round than its own; see `psserver.rounds.late_contributions`.
     """
 
     member: Member
     said: Contribution
     payload: Payload
     within: MemberShare | None = None
+    late: bool = False
+
+    @property
+    def name(self) -> LateContribution:
+        """Its name, should it come late."""
+        return LateContribution(self.said.session, self.said.round)
 
     @property
     def whole(self) -> bool:
@@ -116,6 +123,8 @@ class ReadyRound:
             waits for all of them.
         late: sessions of members whose contributions have not come in time; they go on with what it has made.
         put_off: True if it is over for its members, and made later; see `Backlog`.
+        merged: contributions that came late to earlier rounds, and count in this one. Those of other plans are applied
+            before it, in a round that hands variables over to a server.
     """
 
     round: int
@@ -133,6 +142,7 @@ class ReadyRound:
     needs: int = 0
     late: frozenset[int] = frozenset()
     put_off: bool = False
+    merged: tuple[MemberShare, ...] = ()
 
     @property
     def tries(self) -> bool:
@@ -173,14 +183,17 @@ class ReadyRound:
         """
         whole = self.sessions if self.error is None else frozenset[int]()
         sums = tuple([part.summed for part in self.parts if part.said.parts])
-        return Vote(chief, self.round, self.plan.id, self.generation, attempt, whole, self.error, closed, sums=sums)
+        round, late = self.round, frozenset([share.name for share in self.merged])
+        return Vote(
+            chief, round, self.plan.id, self.generation, attempt, whole, self.error, closed, sums=sums, late=late
+        )
 
     @cached_property
     def accused(self) -> tuple[tuple[int, Task], ...]:
         """Contributions with NaN or infinity, where the plan does not apply them: the reduction, and whose it is."""
         if self.plan.nonfinite == "apply":
             return ()
-        senders = (part for part in self.parts if not part.said.observes)
+        senders = (part for part in (*self.parts, *self.merged) if not part.said.observes)
         return tuple((index, part.member.task) for part in senders for index in part.said.nonfinite)
 
     def is_brief(self, kernels: Kernels) -> bool:
@@ -194,11 +207,13 @@ class ReadyRound:
             return False
         most = BRIEF_BYTES if self.sequence is None else BRIEF_ALONE_BYTES
         most = BRIEF_INTERPRETED_BYTES if settled.interpreted else most
-        return self.prepared.computed + sum([part.payload.size for part in self.parts]) <= most
+        return self.prepared.computed + sum([part.payload.size for part in (*self.parts, *self.merged)]) <= most
 
     @cached_property
     def is_plain(self) -> bool:
         """True if each member contributes by itself, with examples, and asks for no rows."""
+        if self.merged:
+            return False
         for part in self.parts:
             said = part.said
             if said.observes or said.lookups or said.parts or said.host or part.within:
@@ -217,8 +232,12 @@ class ReadyRound:
 
     @cached_property
     def contributors(self) -> list[MemberShare]:
-        """The contributions, without those of observers; of several that came as a sum the one that has it."""
-        return [part for part in self.parts if not part.said.observes and part.within is None]
+        """The contributions, without those of observers; of several that came as a sum the one that has it.
+
+        Late ones of its plan come last.
+        """
+        here = [part for part in self.parts if not part.said.observes and part.within is None]
+        return [*here, *(part for part in self.merged if part.said.plan_id == self.plan.id)]
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -250,6 +269,8 @@ class Record:
         sessions: sessions whose contributions are in it; no other gets the answer, but for those that were late.
         late: sessions of members that were left out since they were late, and go on with this answer.
         error: the error of a failed round; None otherwise.
+        over: the time at which it ended, in monotonic seconds.
+        merged: the contributions that came late to earlier rounds, and are in it.
     """
 
     plan_id: bytes
@@ -263,6 +284,8 @@ class Record:
     observers: tuple[Task, ...] = ()
     rows: tuple[int, ...] = ()
     late: frozenset[int] = frozenset()
+    over: float = 0.0
+    merged: tuple[LateContribution, ...] = ()
 
     def is_for(self, session: int) -> bool:
         """Returns whether a session gets this answer."""
@@ -276,8 +299,15 @@ class Record:
         given: ReturnedValues,
         dropped: Sequence[Task],
         warnings: Sequence[str],
+        now: float,
     ) -> Record:
-        """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest generation."""
+        """Makes the record of a round that has run.
+
+        Args:
+            job, given, dropped, warnings: as of `Rounds.complete`.
+            generation: the newest one.
+            now: the time, in monotonic seconds.
+        """
         return cls(
             job.plan.id,
             job.sessions,
@@ -289,4 +319,6 @@ class Record:
             observers=tuple([part.member.task for part in job.parts if part.said.observes]),
             rows=tuple(given.rows),
             late=job.late,
+            over=now,
+            merged=tuple([share.name for share in job.merged]),
         )

@@ -14,7 +14,7 @@ import numpy as np
 
 from psserver.execution.contributions import Contributions
 from psserver.plans.round import Commit, ReadyRound, ReturnedValues
-from pswire.network.payload import Payload
+from psserver.rounds.late_contributions import copied
 
 BACKLOG_BYTES = 1 << 30
 """Most bytes of contributions that are kept for later; beyond them rounds wait until the variables are there."""
@@ -93,7 +93,7 @@ class Backlog:
 
 
 def _nbytes(job: ReadyRound) -> int:
-    return sum(part.payload.size for part in job.parts)
+    return sum(part.payload.size for part in (*job.parts, *job.merged))
 
 
 def keep(job: ReadyRound) -> tuple[ReadyRound, ReturnedValues]:
@@ -107,12 +107,8 @@ def keep(job: ReadyRound) -> tuple[ReadyRound, ReturnedValues]:
     Returns:
         The round as it is made later, and the values that it gives back, on the host.
     """
-    parts = tuple(replace(part, payload=_copied(part.payload)) for part in job.parts)
+    parts = tuple(replace(part, payload=copied(part.payload)) for part in job.parts)
     kept = replace(job, parts=parts, commit=Commit.ATOMIC, put_off=True)
     contributions = Contributions(kept)
     values = (contributions.value(ref.index) for ref, _ in job.prepared.given)
     return kept, ReturnedValues([np.ascontiguousarray(value) for value in values])
-
-
-def _copied(payload: Payload) -> Payload:
-    return Payload([(offset, memoryview(bytes(data))) for offset, data in payload.chunks[:]], payload.size)

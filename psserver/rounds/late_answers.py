@@ -72,15 +72,15 @@ class LateAnswers:
         """
         return said.alone or self._rounds.clocks.answers(said.session, said.round)
 
-    @property
-    def held(self) -> tuple[OpenRound, ...]:
-        """The rounds whose answers wait for other workers, each once, with those workers."""
+    def held(self, now: float) -> tuple[OpenRound, ...]:
+        """Returns the rounds whose answers wait for other workers, each once, with those workers."""
         found: dict[tuple[int, int], OpenRound] = {}
         for call in self.ahead:
             said, _ = call.asked
             section = f"{self._describe(said.plan_id)}; applied, and waits for slower workers"
-            missing = tuple(sorted(member.task for member in self._rounds.clocks.behind(said.session, said.round)))
-            found[said.session, said.round] = OpenRound(said.round, section, missing, True)
+            behind = self._rounds.clocks.behind(said.session, said.round)
+            missing, computing = tuple(sorted(m.task for m in behind)), self._rounds.computing(behind, now)
+            found[said.session, said.round] = OpenRound(said.round, section, missing, True, computing)
         return tuple(found.values())
 
     def due(self) -> list[Effect]:

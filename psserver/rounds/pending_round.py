@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.policy import Policy
@@ -17,7 +18,6 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.model.consistency import SYNC, Consistency
 from pswire.model.log import Member, Position
-from pswire.model.status import OpenRound
 from pswire.network.payload import Payload
 
 Waiter = tuple[Contribution, Future[RoundReply]]
@@ -60,6 +60,7 @@ class PendingRound:
         whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
             be made later.
         batch: who was the first to say which global batch it reads, and in what words; None before.
+        enough: the time at which it was first seen to have its quorum, in monotonic seconds; infinite before.
     """
 
     plan_id: bytes
@@ -75,6 +76,7 @@ class PendingRound:
     voted: tuple[frozenset[int], frozenset[int]] | None = None
     whole: bool = False
     batch: tuple[Task, str] | None = None
+    enough: float = inf
     _lacking: int = 0  # the place in `members` of who was missing when it was last looked for
 
     @property
@@ -95,11 +97,6 @@ class PendingRound:
         """Returns the members, without fenced ones, whose contributions are not whole."""
         whole = {session for session, part in self.parts.items() if part.whole}
         return [member for member in self._counted if member.session not in whole | fenced]
-
-    def told(self, number: int, describe: Callable[[bytes], str], fenced: Set[int], approved: bool) -> OpenRound:
-        """Returns what people are told of it, given its number, and whether its plan is approved."""
-        missing = tuple(member.task for member in self.missing(fenced))
-        return OpenRound(number, describe(self.plan_id), missing, approved)
 
     def passed(self, round: int, members: Iterable[Member], fenced: Set[int]) -> list[Task]:
         """Returns which of some members have come to this round, which has not failed, and left an earlier one out."""
@@ -141,11 +138,13 @@ class PendingRound:
         whole = frozenset(part.said.session for part in self.usable(fenced, last, whole=True))
         return (whole, frozenset(fenced)) != self.voted
 
-    def awaits(self, policy: Policy, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool) -> bool:
+    def awaits(
+        self, policy: Policy, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool, now: float
+    ) -> bool:
         """Returns True if it waits for a contribution to be whole, or, if it streams, to begin.
 
         Also for a member's round before it, which has not arrived. Where its policy needs some members only, it does
-        not wait for the others once enough contribute examples.
+        not wait for the others once enough contribute examples; with a quorum after its time of grace.
 
         Args:
             policy: of its plan, for its members.
@@ -153,6 +152,7 @@ class PendingRound:
             last: the last round that is over.
             near: returns whether a session is near enough to be left out: it will find the records of what it misses.
             called: True if another server has voted in this attempt.
+            now: the time, in monotonic seconds.
         """
         if self.voted is not None:
             return not (called or self._has_changed(fenced, last))
@@ -166,6 +166,9 @@ class PendingRound:
         whole = self.usable(fenced, last, whole=True)
         if sum(part.has_examples for part in whole) < needs:
             return True
+        if policy.quorum:
+            self.enough = min(self.enough, now)
+            return now < self.enough + policy.grace
         return not all(map(near, set(living) - {part.said.session for part in whole}))
 
     def _lacks(self, streams: bool, fenced: Set[int], last: int) -> bool:
@@ -194,6 +197,7 @@ class PendingRound:
         describe: Callable[[bytes], str],
         key: Key,
         last: int,
+        merged: tuple[MemberShare, ...] = (),
     ) -> ReadyRound | None:
         """Returns this round ready to run; None if there is nothing to run, nor for servers to agree on.
 
@@ -203,12 +207,13 @@ class PendingRound:
             fenced: sessions that are left out.
             describe: returns a plan in words.
             key, last: the key of its sequence, and the last round of it that is over.
+            merged: contributions that came late to earlier rounds, and that this server could merge into it.
         """
         needs = policy.needs(len(self.members))
         parts = self.usable(fenced, last, whole=bool(needs))
         if not (parts or policy.voters):
             return None
-        streams = policy.streams and not self.whole and not all(part.said.observes for part in parts)
+        streams = policy.streams and not (self.whole or merged) and not all(part.said.observes for part in parts)
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
         excluded, late = tuple[Task, ...](), frozenset[int]()
         if len(parts) < len(self.members):
@@ -231,6 +236,7 @@ class PendingRound:
             self.attempt,
             needs,
             late,
+            merged=merged,
         )
 
     # ---- Contributions ----
@@ -311,6 +317,12 @@ class PendingRound:
         return [*dropped, *(effect for session in sorted(sessions) for effect in self.fail_session(session, error))]
 
     # ---- The end ----
+
+    def withdraw(self, session: int) -> list[Future[RoundReply]]:
+        """Removes the calls of one session, which are answered apart, and returns them."""
+        found = [future for said, future in self.waiters if said.session == session]
+        self.waiters = [waiter for waiter in self.waiters if waiter[0].session != session]
+        return found
 
     def again(self, attempt: int, agreed: Set[int] | None) -> list[Effect]:
         """Asks for all contributions once more, since they are used up; they will be taken in whole."""

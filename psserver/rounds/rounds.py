@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.policy import Policy
@@ -19,6 +19,7 @@ from psserver.rounds.backlog import Backlog
 from psserver.rounds.changes import excluded, go_on
 from psserver.rounds.clocks import Clocks
 from psserver.rounds.closure_rounds import ClosuresOver, same_closure, take_over
+from psserver.rounds.late_contributions import LateContributions
 from psserver.rounds.pending_round import PendingRound, Push, Waiter
 from psserver.rounds.plan_errors import PlanErrors, different_batches, joins, only_newcomers
 from psserver.rounds.sequences import (
@@ -72,6 +73,8 @@ class Rounds:
         sequences: all sequences, with their rounds.
         generations: all of them that are known here, by number.
         clocks: how far the workers with bounded staleness are.
+        late: contributions that are merged into the next round, with a quorum.
+        now: the time of the last stimulus, in monotonic seconds.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class Rounds:
         self.last, self.closed = -1, 0
         self.sequences: dict[Key, RoundSequence] = {None: RoundSequence()}
         self.clocks = Clocks()
+        self.late = LateContributions()
+        self.now = 0.0
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._declined: dict[bytes, PreparedPlan] = {}
@@ -110,7 +115,8 @@ class Rounds:
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not released."""
-        return sum(part.payload.end - part.payload.begin for _, each in self._open() for part in each.sent)
+        sent = sum(part.payload.end - part.payload.begin for _, each in self._open() for part in each.sent)
+        return sent + self.late.nbytes
 
     def approve(self, plan: PreparedPlan) -> list[Effect]:
         """Approves a plan: its rounds may run from now on."""
@@ -188,7 +194,8 @@ class Rounds:
         if (pending := sequence.open.get(said.round)) is None:
             members, behind = (member,) if key else generation.members, self.backlog.behind
             pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
-        if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
+        merges = bool(member.consistency.quorum)  # one by one
+        if said.parts and (key or merges or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
         if len(sequence.open) > (said.round in sequence.open):
             for part, each in senders:
@@ -203,7 +210,7 @@ class Rounds:
         if (said.batch or said.parts) and (differ := different_batches(pending, senders)) is not None:
             raise self._fail(pending, differ)
         for part, _ in senders:
-            sequence.came(part)
+            sequence.came(part, push.since)
         shares, effects = pending.take(push, senders, runs)
         self._effects += effects
         if (plan := self.plans.get(said.plan_id)) is not None:
@@ -291,9 +298,11 @@ class Rounds:
             Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
-        generation, _, key = place or place_of(said, self.generations)
+        generation, member, key = place or place_of(said, self.generations)
         sequence = self.sequences.get(key) if generation else None
         record = sequence.records.get(said.round) if sequence else None
+        if record is None and sequence and member and member.consistency.quorum and said.round <= sequence.last:
+            record = sequence.newest_of(said.plan_id)  # so late that the record of its round is forgotten
         if generation is None or sequence is None or record is None or record.error is not None:
             return record
         if same_closure(record.plan_id, said):
@@ -307,8 +316,38 @@ class Rounds:
         if not all(record.is_for(part.session) for part in said.parts):
             raise PushAgain(f"round {said.round} lacks some workers of the sum; each worker must push by itself")
         for part in said.parts or (said,):
-            sequence.came(part)
+            sequence.came(part, self.now)
         return record
+
+    def come_late(self, push: Push, place: Place, record: Record) -> list[Effect] | None:
+        """Takes a contribution to a round that is over, or a resend of one, which is to be merged into the next round.
+
+        Args:
+            push: the push.
+            place: where it belongs.
+            record: the record of its round.
+
+        Returns:
+            The effects; None where its sender is to be answered at once, since there is nothing to merge any more.
+
+        Raises:
+            InvalidRequest: it does not fit its plan.
+            PushAgain: it is a sum.
+        """
+        said, (_, member, key) = push.said, place
+        if member is None or key is not None or not member.consistency.quorum or said.session not in record.late:
+            return None
+        share = MemberShare(member, said, push.payload)
+        if record.error is not None or not share.has_examples:
+            return None
+        if self.late.knows(share.name, self.sequences[key].pushed[said.session]):
+            return self.late.take(push)
+        if said.parts:
+            raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
+        _check_weights(said)
+        self.plans[said.plan_id].check(said, push.payload.size, member)
+        self.late.add(share, record, [push.future])
+        return []
 
     def next_job(self) -> ReadyRound | None:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
@@ -326,18 +365,43 @@ class Rounds:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
             elif pending.error is None and (
-                plan is None or pending.awaits(policy, self.fenced, sequence.last, sequence.is_near, called)
+                plan is None or pending.awaits(policy, self.fenced, sequence.last, sequence.is_near, called, self.now)
             ):
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan and (job := pending.ready(number, plan, policy, self.fenced, self._describe, key, sequence.last)):
+            elif plan and (
+                job := pending.ready(
+                    number, plan, policy, self.fenced, self._describe, key, sequence.last, self._mergeable(key, plan)
+                )
+            ):
                 self._running = key, number
                 return job
             else:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del sequence.open[number]
         return None
+
+    def _mergeable(self, key: Key, plan: PreparedPlan) -> tuple[MemberShare, ...]:
+        """Returns the late contributions that a round may have.
+
+        Where it hands variables over to a server that comes back these are all: that server has none of them.
+        """
+        if key is not None or not self.late.plan_ids:
+            return ()
+        order = plan.plan.snapshot
+        return self.late.ready(self.late.plan_ids if order is not None and order.returns else (plan.plan.id,))
+
+    def agree_on_late(self, job: ReadyRound, attempt: int) -> ReadyRound:
+        """Returns a round that its servers have voted on, with the late contributions that all of them have."""
+        if not job.merged:
+            return job
+        agreed, others = list[MemberShare](), list[MemberShare]()
+        for share in job.merged:
+            servers = self.plans[share.said.plan_id].plan.servers
+            (agreed if share.name in self.votes.late(job.round, attempt, servers) else others).append(share)
+        self.late.miss(others, self.fenced)
+        return replace(job, merged=tuple(agreed))
 
     def open(self, vote: Vote, now: float) -> None:
         """Another server has a round of which this one may know nothing: all who make it may be gone.
@@ -364,14 +428,27 @@ class Rounds:
             dropped: members that were lost while it ran, before their contributions were whole.
             warnings: warnings for people.
         """
-        record = Record.of(job, self.generation, given, dropped, warnings)
+        record = Record.of(job, self.generation, given, dropped, warnings, self.now)
         self._applied(job)
+        pending = self.sequences[job.sequence].open[job.round]
+        if pending.consistency.quorum:
+            for session in job.sessions:
+                self.late.count(session, job.round)
+            for session in sorted(job.late & pending.parts.keys()):
+                share = pending.parts[session]
+                futures = pending.withdraw(session) if share.has_examples else []
+                if futures or (share.has_examples and share.whole):  # of a session that has ended nothing more comes
+                    self.late.add(share, record, futures)
+            if job.plan.restore is not None:
+                self.late.clear()
+        self.late.over(job.merged)
         return record, self._close(job.sequence, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
         """Ends a round that could not run and applied nothing; returns its record and its waiters."""
         # A new error: the traceback of the old one holds the round's arrays.
         record = Record(job.plan.id, error=type(error)(error.message, error.task))
+        self.late.over(job.merged)
         return record, self._close(job.sequence, job.round, record)
 
     def again(self, job: ReadyRound, attempt: int, agreed: Set[int] | None) -> list[Effect]:
@@ -396,9 +473,13 @@ class Rounds:
         pending.attempt, pending.voted = attempt, (job.sessions, frozenset(self.fenced))
 
     def unused(self, job: ReadyRound) -> list[Effect]:
-        """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
-        sent = self.sequences[job.sequence].open[job.round].sent if job.late else ()
-        return [Run(part.payload.discard) for part in sent if part.said.session not in job.sessions]
+        """Lets go of what late members have sent of a round that is over, unless it is merged: nobody will read it."""
+        if not job.late:
+            return []
+        pending = self.sequences[job.sequence].open[job.round]
+        late = [part for part in pending.sent if part.said.session not in job.sessions]
+        merges = bool(pending.consistency.quorum)
+        return [Run(part.payload.discard) for part in late if not (merges and part.has_examples)]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
@@ -418,13 +499,22 @@ class Rounds:
         """Fails the calls of a session; nobody waits for its clock."""
         self.clocks.leave(session)
         effects = [effect for _, pending in self._open() for effect in pending.fail_session(session, error)]
-        return effects + self._parked.fail_session(session, error)
+        return [*effects, *self._parked.fail_session(session, error), *self.late.session_ended(session, error)]
 
-    def waiting(self) -> tuple[OpenRound, ...]:
+    def waiting(self, now: float = inf) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief; without those of one worker beside those of all."""
-        found = shared_rounds(self.sequences)
-        told = (w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in found)
+        told = []
+        for number, pending in shared_rounds(self.sequences):
+            missing = pending.missing(self.fenced)
+            section, approved = self._describe(pending.plan_id), pending.plan_id in self.plans
+            tasks = tuple(member.task for member in missing)
+            told.append(OpenRound(number, section, tasks, approved, self.computing(missing, now)))
         return (*told, *self._parked.waiting)
+
+    def computing(self, members: Iterable[Member], now: float) -> tuple[Task, ...]:
+        """Returns those of some members that compute, not much longer than they have done before."""
+        found = ((member, self.sequences.get(member.task if member.alone else None)) for member in members)
+        return tuple(m.task for m, sequence in found if sequence and sequence.computes(m.session, now))
 
     def contributes(self, session: int) -> bool:
         """Returns whether a session has contributed to a round that is open: it may still be applied."""

@@ -163,7 +163,36 @@ class Runner:
     def _start(self, job: ReadyRound) -> list[Effect]:
         """Begins a round of which it is known whose contributions it has, or which this server decides alone."""
         refusal = self._refusal(job)
-        return self._run(job, False) if refusal is None else self._fail(job, None, refusal)
+        if refusal is not None:
+            return self._fail(job, None, refusal)
+        other = next((share.said.plan_id for share in job.merged if share.said.plan_id != job.plan.id), None)
+        return self._run(job, False) if other is None else self._make_up(job, other)
+
+    def _make_up(self, job: ReadyRound, plan_id: bytes) -> list[Effect]:
+        """Applies late contributions to another plan before a round, which is to have them in what it saves."""
+        merged = tuple(share for share in job.merged if share.said.plan_id == plan_id)
+        rest = tuple(share for share in job.merged if share.said.plan_id != plan_id)
+        made = replace(job, prepared=self._rounds.plans[plan_id], parts=(), merged=merged)
+        before = replace(job, merged=rest)
+        self._rounds.late.over(merged)
+        if self._refusal(made) is not None:
+            log.warning("late contributions with NaN or infinity are not applied before round %d", job.round)
+            return self._start(before)
+        running = self._phase = Running(Execution(made, self._kernels), before=before)
+        return self._steps.go_on(running)
+
+    def _made_up(self, running: Running, before: ReadyRound, error: PSError | None) -> list[Effect]:
+        """Late contributions are applied, or have failed: the round for whose sake it was done goes on."""
+        self._store.end_loan()
+        self._phase = None
+        if error is not None:
+            log.warning("late contributions failed before round %d: %.160s", before.round, error)
+            if running.execution.halfway or before.voters:
+                self._fail_halfway(before, error)
+        else:
+            for warns in self._hooks.warns:
+                warns(running.execution)
+        return self._start(before)
 
     def _run(self, job: ReadyRound, on_trial: bool, attempt: int = 0) -> list[Effect]:
         if self._rounds.backlog.behind and not job.put_off:
@@ -208,7 +237,9 @@ class Runner:
         if not (verdict.unanimous or verdict.repeated) and agreed.is_short:
             self._rounds.gather(job, attempt)  # nothing was tried: what is waits for all
             return self.next()
+        agreed = self._rounds.agree_on_late(agreed, ballot.attempt)
         if not agreed.parts:
+            agreed = replace(agreed, merged=())
             void = partial(self._rounds.complete, agreed, ReturnedValues())
             return self._finish(trial, False, lambda: self._close(agreed, trial, *void()))
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
@@ -291,6 +322,8 @@ class Runner:
 
     def _ran(self, running: Running, error: PSError | None, now: float) -> list[Effect]:
         """All steps of a round have run. One on trial has changed nothing: now this server can vote."""
+        if running.before is not None:
+            return self._made_up(running, running.before, error)
         if running.on_trial:
             return self._elect(Deciding(replace(running.job, error=error), running.attempt, running))
         return [*running.execution.ends(), *self._end(running, error, now)]

@@ -31,6 +31,10 @@ RESENDS = 8
 RECORDS = WINDOW + 1
 """Rounds of a sequence whose answers are kept for resends."""
 
+PATIENCE, FORGETTING = 1.5, 0.99
+"""How much longer than before a session may compute before it is reported, and the part of that time that counts a
+round later."""
+
 BEHIND = 64
 """Rounds that a member may be left out of, one after the other; their answers are kept for it as well."""
 
@@ -104,6 +108,8 @@ class RoundSequence:
         open: open rounds, by number.
         pushed: the newest round that each session has pushed to this server.
         turn: its place in the line of those that have open rounds: see `FairQueue`.
+        arrived: the time at which each session has pushed its newest round, in monotonic seconds.
+        longest: the longest time for which each session has computed between two rounds, of the last hundred or so.
     """
 
     last: int = -1
@@ -112,10 +118,28 @@ class RoundSequence:
     open: dict[int, PendingRound] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
     turn: int = -1
+    arrived: dict[int, float] = field(default_factory=dict)
+    longest: dict[int, float] = field(default_factory=dict)
 
-    def came(self, said: Contribution) -> None:
-        """Notes that a session has come to a round, which may be over."""
-        self.pushed[said.session] = max(self.pushed.get(said.session, -1), said.round)
+    def came(self, said: Contribution, now: float) -> None:
+        """Notes that a session has come to a round, which may be over, at a time."""
+        session = said.session
+        before = self.pushed.get(session, -1)
+        if said.round <= before:
+            return
+        if before >= 0:
+            self.longest[session] = max(now - self._began(session), FORGETTING * self.longest.get(session, 0.0))
+        self.pushed[session], self.arrived[session] = said.round, now
+
+    def _began(self, session: int) -> float:
+        """Returns since when a session that has pushed computes: since its last push, or the end of that round."""
+        record = self.records.get(self.pushed[session])
+        arrived = self.arrived[session]
+        return arrived if record is None else max(arrived, record.over)
+
+    def computes(self, session: int, now: float) -> bool:
+        """Returns whether a session that has not pushed may well compute: not much longer than it has done before."""
+        return session in self.longest and now - self._began(session) <= PATIENCE * self.longest[session]
 
     def is_near(self, session: int) -> bool:
         """Returns whether a member may be left out of one more round: it is not too far behind, and has begun."""
@@ -126,6 +150,12 @@ class RoundSequence:
         """Returns whether an open round waits for the first push of some of its members."""
         pending = self.open.get(number)
         return pending is not None and not pending.attempt and len(pending.parts) < len(pending.members)
+
+    def newest_of(self, plan_id: bytes) -> Record | None:
+        """Returns the record of the newest round of a plan, of those that are kept."""
+        numbers = (number for number, record in self.records.items() if record.plan_id == plan_id)
+        found = max(numbers, default=None)
+        return None if found is None else self.records[found]
 
     def refusal(self, said: Contribution) -> PSError:
         """Returns the error of a push to a round that is over."""

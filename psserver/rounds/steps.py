@@ -37,6 +37,7 @@ class Running:
         given: of all values those that participants assign.
         ready: values of the last step that are on the host already.
         dropped: True if it is of no use any more, though its array work may still be under way.
+        before: the round that runs after it, under its number; None where it is the round of its number itself.
     """
 
     execution: Execution
@@ -47,6 +48,7 @@ class Running:
     given: Mapping[int, Value] = field(default_factory=dict)
     ready: Mapping[int | Ref, Array] = field(default_factory=dict)
     dropped: bool = False
+    before: ReadyRound | None = None
 
     @property
     def job(self) -> ReadyRound:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from psserver.effects import Effect, Send
 from pswire.errors import InvalidRequest, PSError
-from pswire.servers.votes import Digest, Testimony, Vote
+from pswire.servers.votes import Digest, LateContribution, Testimony, Vote
 
 MAX_HEARD = 1024
 """Votes of rounds that are not over here, beyond which none is kept: a server that works is one round ahead."""
@@ -149,6 +149,12 @@ class Votes:
         )
         torn = any(each & whole and not each <= whole for vote in ordered for each in vote.sums)
         return Verdict(whole, None, unanimous, repeated, torn)
+
+    def late(self, round: int, attempt: int, servers: Sequence[int]) -> frozenset[LateContribution]:
+        """Returns the late contributions that all of some servers have, once all have voted; see `verdict`."""
+        votes = self._heard[self.job, round, attempt]
+        found = [votes[server].late for server in servers if server in votes]
+        return frozenset.intersection(*found) if found else frozenset()
 
     def called(self, round: int, attempt: int) -> bool:
         """Returns True if another server has voted in an attempt."""

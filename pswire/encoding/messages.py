@@ -55,7 +55,7 @@ from pswire.model.tables import (
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.servers.votes import Digest, Testimony, Vote
+from pswire.servers.votes import Digest, LateContribution, Testimony, Vote
 from pswire.traces.traceparent import well_formed
 
 # ---- What is not as the fields' types say ----
@@ -419,6 +419,7 @@ def _vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
         closed=vote.closed,
         digest=None if vote.digest is None else DIGEST.to_pb(vote.digest),
         sums=[pb.Sessions(numbers=sorted(each)) for each in vote.sums],
+        late=[pb.LateContribution(session=each.session, round=each.round) for each in sorted(vote.late)],
     )
 
 
@@ -439,4 +440,5 @@ def _vote_from_pb(message: pb.ServerVote) -> Vote:
         message.closed,
         digest,
         tuple([frozenset(each.numbers) for each in message.sums]),
+        frozenset([LateContribution(each.session, each.round) for each in message.late]),
     )

@@ -17,8 +17,8 @@ HEAD = struct.Struct("<QQQqII")
 
 
 def pack(said: Vote | Testimony) -> bytes | None:
-    """Packs a plain vote; returns None for a testimony, and for a vote with an error, a digest or sums."""
-    if not isinstance(said, Vote) or said.error is not None or said.digest is not None or said.sums:
+    """Packs a plain vote; returns None for a testimony, and for a vote with more than whole contributions."""
+    if not isinstance(said, Vote) or said.error is not None or said.digest is not None or said.sums or said.late:
         return None
     whole = said.whole
     head = HEAD.pack(said.job, said.round, said.generation, said.closed, said.attempt, len(whole))

@@ -86,12 +86,14 @@ class OpenRound:
         section: the section's effects, in words.
         missing: members whose contribution is not whole.
         approved: True if its plan is approved.
+        computing: those of `missing` that compute, not much longer than they did in earlier rounds.
     """
 
     round: int
     section: str
     missing: tuple[Task, ...]
     approved: bool
+    computing: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True)

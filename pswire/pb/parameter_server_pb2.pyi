@@ -119,14 +119,18 @@ class Task(_message.Message):
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Consistency(_message.Message):
-    __slots__ = ("mode", "backup_workers", "staleness")
+    __slots__ = ("mode", "backup_workers", "staleness", "quorum", "grace")
     MODE_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    GRACE_FIELD_NUMBER: _ClassVar[int]
     mode: Mode
     backup_workers: int
     staleness: int
-    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+    quorum: int
+    grace: float
+    def __init__(self, mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., quorum: _Optional[int] = ..., grace: _Optional[float] = ...) -> None: ...
 
 class Spoken(_message.Message):
     __slots__ = ("protocol", "version")
@@ -351,7 +355,7 @@ class Moved(_message.Message):
     def __init__(self, server: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ServerVote(_message.Message):
-    __slots__ = ("session", "job", "round", "plan_id", "generation", "attempt", "whole", "error", "closed", "testimony", "digest", "sums")
+    __slots__ = ("session", "job", "round", "plan_id", "generation", "attempt", "whole", "error", "closed", "testimony", "digest", "sums", "late")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +368,7 @@ class ServerVote(_message.Message):
     TESTIMONY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
     session: int
     job: int
     round: int
@@ -376,7 +381,16 @@ class ServerVote(_message.Message):
     testimony: Testimony
     digest: Digest
     sums: _containers.RepeatedCompositeFieldContainer[Sessions]
-    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[Sessions, _Mapping]]] = ...) -> None: ...
+    late: _containers.RepeatedCompositeFieldContainer[LateContribution]
+    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., generation: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[Sessions, _Mapping]]] = ..., late: _Optional[_Iterable[_Union[LateContribution, _Mapping]]] = ...) -> None: ...
+
+class LateContribution(_message.Message):
+    __slots__ = ("session", "round")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    round: int
+    def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Sessions(_message.Message):
     __slots__ = ("numbers",)
@@ -1593,16 +1607,18 @@ class RestoreReply(_message.Message):
     def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., path: _Optional[str] = ..., manifest: _Optional[str] = ..., damaged: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class OpenRound(_message.Message):
-    __slots__ = ("round", "section", "missing", "approved")
+    __slots__ = ("round", "section", "missing", "approved", "computing")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SECTION_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     APPROVED_FIELD_NUMBER: _ClassVar[int]
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
     round: int
     section: str
     missing: _containers.RepeatedCompositeFieldContainer[Task]
     approved: bool
-    def __init__(self, round: _Optional[int] = ..., section: _Optional[str] = ..., missing: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., approved: _Optional[bool] = ...) -> None: ...
+    computing: _containers.RepeatedCompositeFieldContainer[Task]
+    def __init__(self, round: _Optional[int] = ..., section: _Optional[str] = ..., missing: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., approved: _Optional[bool] = ..., computing: _Optional[_Iterable[_Union[Task, _Mapping]]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("task", "round", "positions", "clock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pswire.errors import PSError
 
@@ -14,6 +15,13 @@ class Digest:
     round: int
     variables: tuple[int, ...]
     hashes: tuple[int, ...]
+
+
+class LateContribution(NamedTuple):
+    """The name of a contribution that came late to its round: its session, and the round that it was for."""
+
+    session: int
+    round: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,7 @@ class Vote:
         closed: the last round that is over on this server.
         digest: what earlier rounds have made of the variables that both servers hold; None but in some rounds.
         sums: of each sum of contributions that this server has whose they are: it counts as a whole, or not at all.
+        late: contributions that came late to earlier rounds, and that this server could merge into this one.
     """
 
     job: int
@@ -41,6 +50,7 @@ class Vote:
     closed: int = -1
     digest: Digest | None = None
     sums: tuple[frozenset[int], ...] = ()
+    late: frozenset[LateContribution] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -262,10 +262,12 @@ class Job:
         mode: inside.Mode = "sync",
         backup_workers: int = 0,
         k: int = 0,
+        quorum: int = 0,
+        grace: float = 0.0,
     ) -> inside.Opened:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
-        how = inside.Consistency(mode, backup_workers, k)
+        how = inside.Consistency(mode, backup_workers, k, quorum, grace)
         opened = self.verbs[0].open(task, replicas, 0, drives, how)
         for server in self.verbs[1:]:
             server.open(task, replicas, opened.session, drives, how)
@@ -442,6 +444,7 @@ class Worker:
         restores: how many it has begun.
         backup_workers: whom its rounds do not wait for.
         k: how far it may be ahead of others, with bounded staleness.
+        quorum, grace: how many suffice for its rounds, and how long these wait for the others.
         own: its next round of its own, beside those of all.
     """
 
@@ -455,6 +458,8 @@ class Worker:
     restores: int = 0
     backup_workers: int = 0
     k: int = 0
+    quorum: int = 0
+    grace: float = 0.0
     own: int = 0
 
     def turn(self) -> Turn:
@@ -465,9 +470,8 @@ class Worker:
     @property
     def member(self) -> inside.Member:
         """This process as generations name it."""
-        return inside.Member(
-            self.task, self.session, self.replicas, inside.Consistency(self.mode, self.backup_workers, self.k)
-        )
+        how = inside.Consistency(self.mode, self.backup_workers, self.k, self.quorum, self.grace)
+        return inside.Member(self.task, self.session, self.replicas, how)
 
     def push(
         self,

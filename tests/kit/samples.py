@@ -193,7 +193,7 @@ STATUS = api.ServerStatus(
     generation=GENERATION,
     round=-1,
     positions=POSITIONS,
-    waiting=(status.OpenRound(18, "reduce sum", (WORKER, EVALUATOR), True),),
+    waiting=(status.OpenRound(18, "reduce sum", (WORKER, EVALUATOR), True, (EVALUATOR,)),),
     variables=19,
     variable_bytes=20,
     memory_limit=21,
@@ -343,6 +343,7 @@ SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, ASYNC, "the-job", 8), _OPENED),
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, Consistency("bounded", staleness=3), "the-job", 8), _OPENED),
     Sample("Open", "sync", (WORKER, 4, SESSION, False, Consistency(backup_workers=2), "the-job", 8), _OPENED),
+    Sample("Open", "quorum", (WORKER, 4, SESSION, False, Consistency(quorum=3, grace=2.5), "the-job", 8), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, SYNC, "", 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
     Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
@@ -416,6 +417,9 @@ VOTES = (
     votes.Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
     votes.Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=votes.Digest(62, (0, 300), (1 << 63, 7))),
     votes.Vote(77, 44, PLAN_ID, 6, whole=frozenset((9, 10)), sums=(frozenset((9, 1 << 40)), frozenset((10,)))),
+    votes.Vote(
+        77, 45, PLAN_ID, 6, late=frozenset((votes.LateContribution(9, 44), votes.LateContribution(10, 1 << 40)))
+    ),
     votes.Testimony(77, 3, (votes.Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
 )
 """What another server says."""

@@ -136,6 +136,20 @@ def test_numbers_of_a_consistency_are_whole():
             refused(error, re.escape(f"BoundedStaleness has k={k!r}; use "), lambda k=k: ps.BoundedStaleness(k))
 
 
+def test_a_quorum_has_a_size_and_a_time_of_grace():
+    """Of at least one worker, and of a finite number of seconds; NumPy's numbers are kept as Python's."""
+    given = ps.Quorum(cast(Any, np.int64(3)), grace=cast(Any, np.float32(2)))
+    assert (type(given.size), type(given.grace), given) == (int, float, ps.Quorum(3, 2.0, nonfinite="apply"))
+    assert (ps.Quorum(1).grace, given.mode, given.backup_workers) == (0.0, "sync", 0)
+    refused(ValueError, "unknown nonfinite 'never'", lambda: ps.Quorum(1, nonfinite=cast(Any, "never")))
+    for error, sizes in ((ValueError, (0, -1, 2**31)), (TypeError, (True, 3.0, "3", None))):
+        for size in sizes:
+            refused(error, re.escape(f"Quorum has size={size!r}; use "), lambda size=size: ps.Quorum(size))
+    for error, times in ((ValueError, (-1, -0.5, float("nan"), float("inf"))), (TypeError, (True, "1", None))):
+        for grace in times:
+            refused(error, re.escape(f"Quorum has grace={grace!r}; use "), lambda grace=grace: ps.Quorum(2, grace))
+
+
 @pytest.mark.parametrize(
     ("text", "device"),
     [

@@ -76,6 +76,23 @@ def test_all_workers_die_and_new_ones_come():
         assert min(counts) > before
 
 
+# ---- Workers that compute ----
+
+
+def test_a_worker_that_computes_about_as_long_as_before_is_not_reported(told):
+    """Rounds take long, as with local steps. A worker that is silent for much longer is."""
+    with World(workers=2, copies=0, step=4.0, timeouts=with_lease(LEASE, round_timeout=20.0)) as job:
+        job.rounds(8)
+        told.clear()
+        job.rounds(8)
+        assert "has waited for" not in told.text
+        worker = job.workers[W1]
+        job.hang(W1)
+        job.until(lambda: f"has waited for {W1}" in told.text)
+        job.go_on(worker)
+        job.finish()
+
+
 # ---- Workers that hang ----
 
 HASTY = with_lease(LEASE, round_timeout=3 * LEASE)

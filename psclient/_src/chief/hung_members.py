@@ -87,7 +87,9 @@ class HungMembers:
         return bool(new)
 
     def _speak(self, stall: Stall, now: float) -> None:
-        """Names those who hold the job up, from a tenth of their time on."""
+        """Names those who hold the job up, from a tenth of their time on, unless they compute as long as before."""
+        if stall.expected:
+            return
         if stall.seconds < self._timeouts.round_timeout / 10 or now - self._spoke < self._timeouts.report_interval:
             return
         self._spoke = now

@@ -78,11 +78,13 @@ class Stall:
         round: number of the round: the oldest that is open on any server.
         seconds: how long it has been waited for, as far as that counts.
         missing: the members that have not pushed, in task order; none where it waits for something else.
+        expected: True if all of them compute, not much longer than they did in earlier rounds.
     """
 
     round: int
     seconds: float
     missing: tuple[Task, ...]
+    expected: bool = False
 
 
 class Stalls:
@@ -119,8 +121,10 @@ class Stalls:
         self._round = oldest
         if oldest < 0:
             return None
-        missing = {task for waiting in rounds if waiting.round == oldest for task in waiting.missing}
-        return Stall(oldest, self._seconds, tuple(sorted(missing)))
+        found = [waiting for waiting in rounds if waiting.round == oldest]
+        missing = {task for waiting in found for task in waiting.missing}
+        computing = {task for waiting in found for task in waiting.computing}
+        return Stall(oldest, self._seconds, tuple(sorted(missing)), bool(missing) and missing <= computing)
 
     def _counted(self, now: float) -> float:
         """Returns how much of the time since the last look counts."""

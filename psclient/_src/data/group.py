@@ -25,7 +25,8 @@ class ReplicaGroup(Progress):
         alone: True if each process makes rounds of its own: its workers are asynchronous.
         coordinated: True once this process schedules closures, or runs what is scheduled: each process has all batches
             of a dataset.
-        leaves_out: True if a round of updates may be made without workers that live; else nobody is late.
+        leaves_out: True if a round of updates may be made without workers that live, whose examples are assigned
+            again then.
         has_servers: True if rows are fetched from servers, and may be fetched ahead.
         lookups: learns from the batch in use what is looked up; None without one.
         chunk_calls: asks for batches that are assigned; None where all make rounds together, and each has a part of

@@ -69,7 +69,7 @@ class Session(Lease):
             future: the answer that is waited for.
             deadline: the end of the wait.
             late: returns the error to raise then.
-            word: returns the line to log every `timeouts.report_interval` seconds.
+            word: returns the line to log every `timeouts.report_interval` seconds; "" for none.
             needs_chief: returns True if the answer cannot come without a chief.
 
         Raises:
@@ -99,7 +99,8 @@ class Session(Lease):
 
     def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:
         try:
-            log.warning("%s %s", self.task, word())
+            if line := word():
+                log.warning("%s %s", self.task, line)
             if needs_chief():
                 self.check_chief()
         except (PSError, TimeoutError) as error:

@@ -22,6 +22,10 @@ class Awaited:
 
     def names(self, server: int) -> list[str]:
         """Returns whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
+        return self._look(server)[0]
+
+    def _look(self, server: int) -> tuple[list[str], bool]:
+        """Returns whom a round waits for, and whether all of them compute, not much longer than they did before."""
         open_rounds = self._session.servers[server].status().waiting
         if self._group.alone:
             # The one that is sent, or is to be sent next.
@@ -30,11 +34,15 @@ class Awaited:
         missing = dict.fromkeys(task for item in open_rounds for task in item.missing if task != self._session.task)
         gone = [member.task for member in self._session.ended()]
         chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
-        return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
+        computing = {task for item in open_rounds for task in item.computing}
+        names = [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
+        return names, bool(missing) and not chief and missing.keys() <= computing
 
     def reminder(self, server: int, round: int) -> str:
-        """Returns the line to log while a round is waited for."""
-        names = self.names(server)
+        """Returns the line to log while a round is waited for; "" while it only waits for members that compute."""
+        names, expected = self._look(server)
+        if expected:
+            return ""
         idle = [name for name in names if "worker" in name]
         remedy = "; if its script has stopped, as after Ctrl-C in a notebook, run its next step or close its strategy"
         return f"waits in round {round} for {', '.join(names)}{remedy if idle else ''}"

@@ -83,7 +83,7 @@ class Group(ReplicaGroup):
         self.chunk_calls = BatchCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
         """Asks for batches that are handed out to workers that do."""
         self.passing = (lambda under_way: None) if session.clock is None else session.clock.note_pass
-        self.leaves_out = session.consistency.leaves_out
+        self.leaves_out = session.consistency.drops
 
     # ---- For datasets ----
 

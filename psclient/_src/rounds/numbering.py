@@ -57,7 +57,7 @@ class SharedRounds:
             "positions": group.positions,
             "start": group.start,
             "chunks": () if observes else group.chunks,
-            "host": 0 if group.alone or group.leaves_out else self.host,
+            "host": 0 if group.alone or group.session.consistency.leaves_out else self.host,
             "batch": batch.words if batch is not None and compares else "",
         }
 

@@ -267,8 +267,9 @@ class Window:
             generation = round.label.number if round.label else 0
             # It is made where somebody looks at it: there may be a thousand members.
             self._last = partial(_last_round, round.number, generation, members, self._session.task, out, absent)
-        late = frozenset(out) if self._session.consistency.leaves_out and round.plan.trains else NOBODY
-        self._answered.append(Answered(round.number, round.passed, newest, more, late, over))
+        drops = self._session.consistency.drops
+        late = frozenset(out) if drops and round.plan.trains else NOBODY
+        self._answered.append(Answered(round.number, round.passed, newest, more, late, over if drops else 0))
 
     def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:
         """Returns the answers, and the error if the round failed on some server: then it failed for every process."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from psclient._src import context
 from psclient._src.network.session import Session
-from psclient._src.options import Async, BoundedStaleness, Consistency, Sync
+from psclient._src.options import Async, BoundedStaleness, Consistency, Quorum, Sync
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.membership import Group
 from pswire.cluster import TaskConfig
@@ -21,6 +21,11 @@ def check_deterministic(deterministic: bool, consistency: Consistency) -> None:
         raise ConfigError(
             "deterministic=True needs the gradients of all workers in each round, but with backup_workers "
             "the slowest are excluded; remove one of the two"
+        )
+    if deterministic and isinstance(consistency, Quorum):
+        raise ConfigError(
+            "deterministic=True needs the gradients of all workers in each round, but with ps.Quorum late ones are "
+            "merged into the next round; remove one of the two"
         )
     if deterministic and not isinstance(consistency, Sync):
         raise ConfigError(
@@ -39,11 +44,16 @@ def check_copied(consistency: Consistency) -> None:
         )
 
 
-def check_backup_workers(backup_workers: int, config: TaskConfig | None) -> None:
-    """Raises `ConfigError` where rounds would wait for nobody."""
-    workers = 1
+def check_workers(consistency: Consistency, config: TaskConfig | None) -> None:
+    """Raises `ConfigError` where rounds would wait for no worker, or for more workers than the cluster has."""
+    workers, backup_workers = 1, consistency.backup_workers
     if config is not None:
         workers = len(config.cluster.tasks("worker")) + (config.task.job == "chief")
+    if isinstance(consistency, Quorum) and consistency.size > workers:
+        raise ConfigError(
+            f"ps.Quorum(size={consistency.size}) needs at least {consistency.size} workers, but the cluster has "
+            f"{workers}; use a smaller size"
+        )
     if backup_workers and backup_workers >= workers:
         raise ConfigError(
             f"backup_workers={backup_workers} needs more than {backup_workers} workers, but the cluster has "
@@ -135,22 +145,29 @@ def consistency_of(change: Change) -> Consistency:
 def value_of(consistency: Consistency) -> model.Consistency:
     """Returns what servers are told of a consistency."""
     k = consistency.k if isinstance(consistency, BoundedStaleness) else 0
-    return model.Consistency(consistency.mode, consistency.backup_workers, k)
+    quorum, grace = (consistency.size, consistency.grace) if isinstance(consistency, Quorum) else (0, 0.0)
+    return model.Consistency(consistency.mode, consistency.backup_workers, k, quorum, grace)
 
 
-def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: bool) -> None:
+def check_place(backend: RemoteBackend, now: Consistency, consistency: Consistency, coordinates: bool) -> None:
     """Raises what is wrong with a call of `set_consistency`, where it is made.
 
     Args:
         backend: the strategy's.
+        now: the one that the job has.
         consistency: the one that the job is to have.
         coordinates: True if this process schedules functions.
 
     Raises:
         RuntimeError: it is in a replica's or an update function, in `merge_call`, or amid a pass over a dataset.
         ConfigError: the workers run what a coordinator schedules; variables have another consistency, with which this
-            one does not go together.
+            one does not go together; a quorum is to begin or to end.
     """
+    if now != consistency and (isinstance(now, Quorum) or isinstance(consistency, Quorum)):
+        raise ConfigError(
+            "set_consistency cannot begin or end ps.Quorum, because late contributions wait for the next round; give "
+            "consistency=ps.Quorum(...) to the strategy, or restart from a checkpoint"
+        )
     if context.in_merge_call() or (context.has_strategy() and not context.crosses_replicas()):
         raise RuntimeError(
             "set_consistency was called inside of run, merge_call or update; call it between steps, in "

@@ -52,10 +52,10 @@ from psclient._src.rounds.placement import Placement, PsStrategy, check_ps_strat
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.strategies.consistency import (
     change,
-    check_backup_workers,
     check_copied,
     check_deterministic,
     check_place,
+    check_workers,
     consistency_of,
     is_apart,
     meet,
@@ -113,8 +113,8 @@ class ParameterServerStrategy(Strategy):
     Args:
         devices: devices of the local replicas, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs, or one
             CPU.
-        consistency: `Sync()`, the default, `BoundedStaleness(k)` or `Async()`; the same in all processes.
-            `set_consistency` changes it while the job runs.
+        consistency: `Sync()`, the default, `Quorum(size)`, `BoundedStaleness(k)` or `Async()`; the same in all
+            processes. `set_consistency` changes it while the job runs.
         cluster_resolver: finds the cluster and the task of this process; by default `TFConfigClusterResolver()`.
         timeouts: time limits; by default those of the environment, such as `PS_SESSION_TIMEOUT`.
         ps_strategy: how to choose the server for a variable that is not colocated with another; the same in all
@@ -124,7 +124,8 @@ class ParameterServerStrategy(Strategy):
             used. By default `PS_TRANSPORT`, else the fastest that works.
         deterministic: True to require bit-identical results from each run of the same job, on any number of servers:
             contributions are summed in task order, and batches are those of the checkpoint. Every `Sync()` job whose
-            workers stay computes such results. `BoundedStaleness(k)`, `Async()` and backup workers raise `ConfigError`.
+            workers stay computes such results. `Quorum(size)`, `BoundedStaleness(k)`, `Async()` and backup workers
+            raise `ConfigError`.
         variable_partitioner: cuts variables into shards, which are placed on the servers in turn: a function of a shape
             and a dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`;
             the same in all processes. A variable with more than one shard is a `ps.ShardedVariable`. None for no
@@ -138,7 +139,7 @@ class ParameterServerStrategy(Strategy):
         TaskTaken: a strategy of this process, or another process, has this task of the job.
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `transport`, a certificate or the token is wrong; another
             process uses another consistency or another `k`; `deterministic` with a consistency other than `Sync()` or
-            with `backup_workers`; not more workers than `backup_workers`.
+            with `backup_workers`; not more workers than `backup_workers`, or fewer than a quorum.
         TypeError: `compression` is not one of `ps.compression`.
         Unreachable: a server does not answer.
         UsageError: it does not answer, and this process closed a strategy of this job before.
@@ -189,7 +190,7 @@ class ParameterServerStrategy(Strategy):
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
         self._timeouts = _limits(config, timeouts or timeouts_from())
-        check_backup_workers(self._given.backup_workers, config)
+        check_workers(self._given, config)
         self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
         self._resolver = resolver if config else None
         self._embedded = EmbeddedServer(timeouts=self._timeouts) if config is None else None
@@ -362,19 +363,20 @@ class ParameterServerStrategy(Strategy):
             RuntimeError: called in a replica function, or during a pass over a distributed dataset.
             ConfigError: the consistency does not work with `deterministic`, `PS_REPLICATION_FACTOR=2`, the number of
                 workers, a `ClusterCoordinator` or the consistency of a variable; or a server's version does not support
-                it.
+                it; a quorum is to begin or to end.
             TypeError: `consistency` is not a consistency.
         """
         if not isinstance(consistency, Consistency):
             raise TypeError(
-                f"{consistency!r} is not a consistency; use ps.Sync(), ps.BoundedStaleness(k) or ps.Async()"
+                f"{consistency!r} is not a consistency; use ps.Sync(), ps.Quorum(size), ps.BoundedStaleness(k) or "
+                "ps.Async()"
             )
         self._remote.check_open()
-        check_place(self._remote, consistency, self._coordinator is not None)
+        check_place(self._remote, self.consistency, consistency, self._coordinator is not None)
         check_deterministic(self._deterministic, consistency)
         if self._session.copied:
             check_copied(consistency)
-        check_backup_workers(consistency.backup_workers, self._config)
+        check_workers(consistency, self._config)
         change(self._remote, self.consistency, consistency)
 
     @property

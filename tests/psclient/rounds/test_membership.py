@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from functools import partial
 from threading import Thread
 
 import numpy as np
@@ -240,6 +241,31 @@ def test_an_asynchronous_worker_waits_for_no_round_of_another(job):
         assert job.verbs[0].status().waiting
         assert Awaited(one.session, one.group).names(0) == [str(PS0)]
         assert Awaited(other.session, other.group).names(0) == ["the chief"]
+
+
+def test_a_member_that_computes_about_as_long_as_before_is_not_reported(job):
+    """There is a line to log once it takes much longer than in earlier rounds, and in the first round."""
+    with began(job, "sync", 1, 1) as (one, other):
+        plan, _ = approved(job, one.create("v")), other.create("v")
+        clock, reminder = job.servers.clock, partial(Awaited(one.session, one.group).reminder, 0)
+
+        def send(process):
+            process.exchange.enter(plan)
+            process.exchange.send(Outgoing(plan, (1.0,), (np.asarray(1),), ()))
+
+        for number in range(3):
+            send(one)
+            clock.now += 60
+            assert bool(reminder(number)) == (number == 0)
+            send(other)
+            one.exchange.window.settle()
+        send(one)
+        clock.now += 80
+        assert reminder(3) == ""
+        clock.now += 20
+        assert reminder(3).startswith(f"waits in round 3 for {B};")
+        send(other)
+        one.exchange.window.settle()
 
 
 def test_a_step_computes_with_one_value(job):

@@ -47,7 +47,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.rows import row_specs
 from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.network.payload import Chunk, Payload
-from pswire.servers.votes import Vote
+from pswire.servers.votes import LateContribution, Vote
 from tests.kit.cases import search
 from tests.kit.contributions import Mail
 from tests.kit.rig import CHIEF, WORKERS, adding, core
@@ -167,9 +167,7 @@ class Worker:
         self.task = task
         self.state = "runs"
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
-        self.session = Stepped(
-            task, lines, 1, False, TIMEOUTS, Consistency(model.mode, model.backup_workers), "", lambda error: None
-        )
+        self.session = Stepped(task, lines, 1, False, TIMEOUTS, model.consistency, "", lambda error: None)
         self.group = Group(self.session, (None,), ())  # type: ignore[arg-type]
         self.exchange = Exchange(self.session, self.group)
         if model.hosts:
@@ -249,7 +247,7 @@ class Worker:
         before = totals[variable.id]
         value = int(self.exchange.reads.read(variable, now=True))
         self.model.take_in()
-        if self.model.is_open(self.session.number) and self.model.backup_workers:
+        if self.model.is_open(self.session.number) and self.model.consistency.leaves_out:
             assert value in self.model.past[variable.id], f"{self.task} reads what no round has left"
             assert value >= self.seen[variable.id], f"{self.task} reads of a round before the one that it has seen"
             self.seen[variable.id] = value
@@ -274,7 +272,7 @@ class Worker:
         if self.model.is_open(self.session.number):
             (server,) = table.servers
             last = self.model._name(server, self.task, self.exchange.reads._pulls.touched[server])
-            if self.model.backup_workers:
+            if self.model.consistency.leaves_out:
                 self.model.tables.check_read_late(server, table.id, ids, rows)
             elif self.group.alone:
                 self.model.tables.check_read_alone(last, table.id, ids, rows)
@@ -457,7 +455,8 @@ class Model(RuleBasedStateMachine):
     """A cluster, and the laws that it keeps."""
 
     mode: Mode = "sync"
-    backup_workers = 0
+    consistency = Consistency()
+    most_late = 0
     apart = False
     kinds = len(KINDS)
     most_hosts = 0
@@ -492,6 +491,10 @@ class Model(RuleBasedStateMachine):
         self.totals: list[int] = []
         self.past: list[list[int]] = []
         self.late: dict[Name, frozenset[int]] = {}
+        self.brought: dict[tuple[int, int, int], Content] = {}
+        self.came_whole: set[tuple[int, int, int]] = set()
+        self.merged: dict[int, set[LateContribution]] = defaultdict(set)
+        self.merged_into: dict[tuple[int, int], tuple[LateContribution, ...]] = {}
         self.seconds: list[int] = []
         self.counts: list[int] = []
         self.lasts: dict[tuple[int, SequenceKey], int] = {}
@@ -782,6 +785,10 @@ class Model(RuleBasedStateMachine):
             self.own.came(message, payload)
             return
         key = self._name(message.server, message.task, message.said.round)
+        if self.consistency.quorum:
+            late = message.server, message.said.session, message.said.round
+            self.brought[late] = self._content(message.server, message.said, message.payload)
+            self.came_whole |= {late} if payload.whole else set()
         for said, brought in message.each if key not in self.records else ():
             session = said.session
             self.begun[key].setdefault(session, said)
@@ -897,7 +904,7 @@ class Model(RuleBasedStateMachine):
             assert counted <= arrived, "what has not arrived is counted"
             if self._votes(name):
                 self._check_whole(name, counted)
-            elif not (self.backup_workers or self.hosts):
+            elif not (self.consistency.leaves_out or self.hosts):
                 assert counted == arrived, "what arrived is not what was counted"
             sums, made = ([int(value) for value in record.given[:2]], 1) if record.given else ([0, 0], 0)
             self.tables.count(name, plan, counted, ran=bool(made))
@@ -914,16 +921,45 @@ class Model(RuleBasedStateMachine):
             sums, made = [first - self.totals[server], second - self.seconds[server]], count - self.counts[server]
             assert made in (0, 1)
         out = [member for member in members if member.session not in counted and self.is_open(member.session)]
-        assert len(out) <= self.backup_workers, f"{out} live and are left out\n{self._describe()}"
+        assert len(out) <= self.most_late, f"{out} live and are left out\n{self._describe()}"
         assert record.error is not None or {member.session for member in out} <= record.late
         self.late[name] = record.late
+        merged = self._check_merged(name, record)
         for index, total in enumerate(sums):
-            assert total in self._possible(name, index, counted), "a contribution was not counted once"
+            possible = {number + merged[index] for number in self._possible(name, index, counted)}
+            assert total in possible, "a contribution was not counted once"
         self.records[name], self.sums[name] = counted, sums
         self.totals[server] += sums[0]
         self.past[server].append(self.totals[server])
         self.seconds[server] += sums[1]
         self.counts[server] += made
+
+    def _check_merged(self, name: Name, record: Record) -> tuple[int, int]:
+        """Each late contribution is merged once, whole, and into the same round everywhere; returns what they bring."""
+        server, _, round = name
+        first = second = 0
+        for late in record.merged:
+            assert late not in self.merged[server], "a late contribution is merged twice"
+            assert late.session not in self.records[server, None, late.round], "it was in time, and is merged again"
+            self.merged[server].add(late)
+            for other in self._servers(name):
+                assert (other, *late) in self.came_whole, f"server {other} does not have what is merged"
+            content = self.brought[server, late.session, late.round]
+            first, second = first + content[0][0], second + content[1][0]
+        others = [self.merged_into.get((other, round), record.merged) for other in range(len(self.cores))]
+        assert all(other == record.merged for other in others), "servers merge different contributions"
+        self.merged_into[server, round] = record.merged
+        return first, second
+
+    def _check_kept(self) -> None:
+        """Nothing is thrown away of a worker that has left: what came late is merged, or waits for a next round."""
+        left = {worker.session.number for worker in self.workers if worker.state == "left"}
+        for number, one in enumerate(self.cores):
+            waiting = {share.name for share in one.machine.job.rounds.late.ready({plan.id for plan in self.plans})}
+            for (server, _, round), sessions in self.late.items():
+                names = {LateContribution(session, round) for session in sessions & left if server == number}
+                given = {name for name in names if any(value for value, _ in self.brought.get((number, *name), ()))}
+                assert given <= self.merged[number] | waiting, "a late contribution is lost"
 
     def _check_whole(self, name: Name, counted: frozenset[int]) -> None:
         """A round has the same contributions on all servers that have made it."""
@@ -1089,6 +1125,7 @@ class Alone(Model):
     """The same with workers each of which makes rounds of its own."""
 
     mode = "async"
+    consistency = Consistency("async")
 
 
 class Mortal(Model):
@@ -1136,7 +1173,20 @@ class Hosts(Mortal):
 class Late(Mortal):
     """The same with rounds that do not wait for the last of their members: servers have others, and agree."""
 
-    backup_workers = 1
+    consistency = Consistency(backup_workers=1)
+    most_late = 1
+
+
+class Merging(Mortal):
+    """The same with rounds for which two members suffice, and into which late contributions to earlier ones merge."""
+
+    consistency = Consistency(quorum=2, grace=0.15)
+    most_late = 1
+    kinds = 0
+
+    def _finish(self) -> None:
+        super()._finish()
+        self._check_kept()
 
 
 @pytest.fixture(autouse=True)
@@ -1163,4 +1213,8 @@ class TestHosts(Hosts.TestCase):
 
 
 class TestLate(Late.TestCase):
+    settings = search(0.25)
+
+
+class TestMerging(Merging.TestCase):
     settings = search(0.25)
