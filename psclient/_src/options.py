@@ -225,7 +225,8 @@ class Round:
         number: its number; for an asynchronous worker the worker's own count.
         generation: number of the generation whose members made it.
         contributors: the tasks that contributed to it, such as `/job:worker/task:0`, in order.
-        excluded: members that it was completed without, because they were lost, or late with backup workers.
+        excluded: members that it was completed without, because they were lost, or late (backup workers, quorum).
+        behind: the number of later rounds that were over when this process, which was late, got its response; else 0.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -234,6 +235,7 @@ class Round:
     generation: int
     contributors: tuple[str, ...]
     excluded: tuple[str, ...] = ()
+    behind: int = 0
 
 
 def check_nonfinite(choice: str) -> None:

@@ -24,8 +24,9 @@ log = logging.getLogger("psserver")
 
 @dataclass
 class _Missed:
-    """A server that is not reached: since when, why, and whether the log says so."""
+    """A server that is not reached: which life of it, since when, why, and whether the log says so."""
 
+    life: int
     since: float
     reason: str
     told: bool = False
@@ -111,7 +112,9 @@ class VotingPeers(Service):
 
     def miss(self, now: float, server: int, reason: str) -> Outcome[None]:
         """Another server is not connected; the server's log says so once if a round waits for it."""
-        missed = self._missed.setdefault(server, _Missed(now, reason))
+        missed = self._missed.get(server)
+        if missed is None or missed.life != self._life(server):
+            missed = self._missed[server] = _Missed(self._life(server), now, reason)
         missed.reason = reason
         if not missed.told and self._rounds.votes.kept(server) > self._rounds.sequences[None].last:
             missed.told = True
@@ -119,9 +122,14 @@ class VotingPeers(Service):
         return None, []
 
     def missed(self, now: float) -> tuple[MissedPeer, ...]:
-        """Returns the servers for which there are votes and no connection."""
+        """Returns the servers for which there are votes and no connection; not one that has just come back."""
         return tuple(
             MissedPeer(server, round, now - missed.since, missed.reason)
             for server, missed in sorted(self._missed.items())
-            if (round := self._rounds.votes.kept(server)) >= 0
+            if missed.life == self._life(server) and (round := self._rounds.votes.kept(server)) >= 0
         )
+
+    def _life(self, server: int) -> int:
+        """Returns the incarnation of a server of the job; 0 if it is not known."""
+        lives = self._log.incarnations
+        return lives[server] if server < len(lives) else 0

@@ -80,17 +80,19 @@ def test_all_workers_die_and_new_ones_come():
 
 
 def test_a_worker_that_computes_about_as_long_as_before_is_not_reported(told):
-    """Rounds take long, as with local steps. A worker that is silent for much longer is."""
-    with World(workers=2, copies=0, step=4.0, timeouts=with_lease(LEASE, round_timeout=20.0)) as job:
-        job.rounds(8)
+    """It is the slower one of two, as with local steps of different lengths. One that is silent for longer is named."""
+    with World(workers=2, copies=0, step=2.0, slow={1: 5.0}, timeouts=with_lease(20.0, round_timeout=60.0)) as job:
+        for _ in range(3):
+            job.rounds(3)
         told.clear()
-        job.rounds(8)
+        for _ in range(3):
+            job.rounds(3)
         assert "has waited for" not in told.text
         worker = job.workers[W1]
         job.hang(W1)
         job.until(lambda: f"has waited for {W1}" in told.text)
         job.go_on(worker)
-        job.finish()
+        job.finish(2)
 
 
 # ---- Workers that hang ----

@@ -266,7 +266,8 @@ class Window:
             members = () if self._group.alone or round.label is None else round.label.members
             generation = round.label.number if round.label else 0
             # It is made where somebody looks at it: there may be a thousand members.
-            self._last = partial(_last_round, round.number, generation, members, self._session.task, out, absent)
+            told = members, self._session.task, out, absent, max(over - 1 - round.number, 0)
+            self._last = partial(_last_round, round.number, generation, *told)
         drops = self._session.consistency.drops
         late = frozenset(out) if drops and round.plan.trains else NOBODY
         self._answered.append(Answered(round.number, round.passed, newest, more, late, over if drops else 0))
@@ -370,7 +371,7 @@ def _names(servers: Iterable[int]) -> str:
 
 
 def _last_round(
-    number: int, generation: int, members: Sequence[Member], me: Task, out: Set[Task], absent: Set[Task]
+    number: int, generation: int, members: Sequence[Member], me: Task, out: Set[Task], absent: Set[Task], behind: int
 ) -> Round:
     """Returns what answers say of a round's members.
 
@@ -381,6 +382,8 @@ def _last_round(
         me: its task.
         out: members that it was completed without.
         absent: those, and members that only observed.
+        behind: rounds that the process has missed.
     """
     everybody = {member.task for member in members} if members else {me}
-    return Round(number, generation, tuple(map(str, sorted(everybody - absent))), tuple(map(str, sorted(out))))
+    contributors, excluded = (tuple(map(str, sorted(tasks))) for tasks in (everybody - absent, out))
+    return Round(number, generation, contributors, excluded, behind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
 
@@ -249,23 +250,20 @@ def test_a_member_that_computes_about_as_long_as_before_is_not_reported(job):
         plan, _ = approved(job, one.create("v")), other.create("v")
         clock, reminder = job.servers.clock, partial(Awaited(one.session, one.group).reminder, 0)
 
-        def send(process):
-            process.exchange.enter(plan)
-            process.exchange.send(Outgoing(plan, (1.0,), (np.asarray(1),), ()))
+        def waits(number):
+            return any(waiting.round == number for waiting in job.verbs[0].status().waiting)
 
-        for number in range(3):
-            send(one)
-            clock.now += 60
-            assert bool(reminder(number)) == (number == 0)
-            send(other)
-            one.exchange.window.settle()
-        send(one)
-        clock.now += 80
-        assert reminder(3) == ""
-        clock.now += 20
-        assert reminder(3).startswith(f"waits in round 3 for {B};")
-        send(other)
-        one.exchange.window.settle()
+        with ThreadPoolExecutor(1) as pool:
+            for number in range(4):
+                made = pool.submit(one.add, plan, 1)
+                eventually(partial(waits, number))
+                clock.now += 80 if number == 3 else 60
+                assert bool(reminder(number)) == (number == 0)
+                if number == 3:
+                    clock.now += 20
+                    assert reminder(number).startswith(f"waits in round 3 for {B};")
+                other.add(plan, 1)
+                made.result(SOON)
 
 
 def test_a_step_computes_with_one_value(job):
