@@ -95,6 +95,7 @@ COMPRESSION: Mapping[str, ps.compression.Compression | None] = {
     "float16": ps.compression.Float16(),
     "bfloat16": ps.compression.BFloat16(),
     "int8": ps.compression.Int8(),
+    "int4": ps.compression.Int4(),
     "topk": ps.compression.TopK(0.01),
 }
 """How contributions travel; `topk` sends one in a hundred."""

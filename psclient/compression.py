@@ -10,6 +10,6 @@ added to its next contribution to the variable (error feedback): nothing is lost
 et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
 """
 
-from psclient._src.variables.compression import BFloat16, Compression, Float16, Int8, TopK
+from psclient._src.variables.compression import BFloat16, Compression, Float16, Int4, Int8, TopK
 
-__all__ = ["BFloat16", "Compression", "Float16", "Int8", "TopK"]
+__all__ = ["BFloat16", "Compression", "Float16", "Int4", "Int8", "TopK"]

@@ -11,7 +11,17 @@ from functools import cache
 
 import numpy as np
 
-from pswire.model.compression import BLOCK, PLACE, Codec, scaled, split_places, split_scales, step_of
+from pswire.model.compression import (
+    BLOCK,
+    PLACE,
+    SCALED,
+    Codec,
+    number_bytes,
+    scaled,
+    split_places,
+    split_scales,
+    step_of,
+)
 from pswire.model.rows import row_specs
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
@@ -82,11 +92,14 @@ def are_places(codec: Codec, data: Array, spec: TensorSpec) -> bool:
 
 def _pieces(codec: Codec, data: Array, spec: TensorSpec, block: int) -> Decoded:
     step = step_of(block)
-    if codec.kind == "int8":
+    if codec.kind in SCALED:
         scales, numbers = split_scales(data, spec.size, block, spec.dtype)
-        for at in range(0, spec.size, step):
-            own = scales[at // block : (at + step) // block]
-            yield slice(at, at + step), scaled(numbers[at : at + step], own, block, spec.dtype)
+        width = number_bytes(codec.kind, block)
+        for first in range(0, scales.size, step // block):
+            own = slice(first, first + step // block)
+            at = slice(own.start * block, min(own.stop * block, spec.size))
+            bytes_of = numbers[own.start * width : own.stop * width]
+            yield at, scaled(codec.kind, bytes_of, scales[own], block, at.stop - at.start, spec.dtype)
         return
     halves = data.view(DTYPES[codec.kind])
     single = codec.kind == "float16" and spec.dtype == "float32"

@@ -803,11 +803,13 @@ class Codec(_message.Message):
         BFLOAT16: _ClassVar[Codec.Kind]
         INT8: _ClassVar[Codec.Kind]
         TOPK: _ClassVar[Codec.Kind]
+        INT4: _ClassVar[Codec.Kind]
     KIND_UNSPECIFIED: Codec.Kind
     FLOAT16: Codec.Kind
     BFLOAT16: Codec.Kind
     INT8: Codec.Kind
     TOPK: Codec.Kind
+    INT4: Codec.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     kind: Codec.Kind

@@ -22,6 +22,7 @@ CODECS = {
     "float16": ps.compression.Float16(),
     "bfloat16": ps.compression.BFloat16(),
     "int8": ps.compression.Int8(),
+    "int4": ps.compression.Int4(),
     "topk": ps.compression.TopK(0.1),
 }
 
@@ -41,9 +42,10 @@ def shown(how: ps.compression.Compression, whole: np.ndarray, dtype: Any, rows: 
             return halves(whole, "float16").astype(dtype)
         case ps.compression.BFloat16():
             return halves(whole, "bfloat16").astype(dtype)
-        case ps.compression.Int8():
+        case ps.compression.Int8() | ps.compression.Int4():
+            rounded = eighths if isinstance(how, ps.compression.Int8) else sixths
             blocks = list(whole) if rows else [whole.reshape(-1)[at : at + 256] for at in range(0, whole.size, 256)]
-            steps = [eighths(np.atleast_1d(block)).reshape(-1) for block in blocks]
+            steps = [rounded(np.atleast_1d(block)).reshape(-1) for block in blocks]
             return np.concatenate(steps).reshape(whole.shape).astype(dtype)
         case ps.compression.TopK(ratio):
             if rows:
@@ -77,6 +79,17 @@ def eighths(block: np.ndarray) -> np.ndarray:
     if scale == 0:
         return np.zeros_like(block)
     return np.clip(np.rint(block / scale), -127, 127).astype(np.int8).astype(block.dtype) * scale
+
+
+def sixths(block: np.ndarray) -> np.ndarray:
+    """The nearest of 8 multiples of a sixth of the largest magnitude, with its sign; of two the larger one."""
+    levels = np.array([6, 4, 3, 2, 1.5, 1, 0.5, 0], block.dtype)
+    scale = np.abs(block).max() / levels[0]
+    if scale == 0:
+        return np.zeros_like(block)
+    units = block / scale
+    nearest = levels[np.abs(np.abs(units)[..., None] - levels).argmin(axis=-1)]
+    return np.where(nearest > 0, np.copysign(nearest, units), 0).astype(block.dtype) * scale
 
 
 def first_largest(magnitudes: Any, ratio: float) -> list[int]:

@@ -128,6 +128,7 @@ PLAN = plan.Plan(
         plan.Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows", compression.Codec("int8")),
         plan.Reduction("sum", VECTOR, (1,), "gradient of 'u'", codec=compression.Codec("float16")),
         plan.Reduction("sum", VECTOR, (1,), "gradient of 'x'", codec=compression.Codec("bfloat16")),
+        plan.Reduction("sum", VECTOR, (1,), "gradient of 'y'", codec=compression.Codec("int4")),
     ),
     operands=(plan.Operand(SCALAR, (1, 2), "lr"),),
     programs=(PROGRAM,),

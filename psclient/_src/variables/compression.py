@@ -50,6 +50,19 @@ class Int8(Compression):
 
 
 @dataclass(frozen=True)
+class Int4(Compression):
+    """Sends each element as a sign and one of 8 magnitudes, in 4 bits: 0, 1/2, 1, 3/2, 2, 3, 4 and 6 sixths.
+
+    The sixths are those of the largest magnitude of a block; blocks, and NaN or infinity, are as with `Int8`.
+
+    Source: the 4-bit floating-point numbers E2M1 of "OCP Microscaling Formats (MX) Specification", 2023. Streaming
+    DiLoCo (Douillard et al., 2025) sends pseudo-gradients in 4 bits.
+    """
+
+    _kind = "int4"
+
+
+@dataclass(frozen=True)
 class TopK(Compression):
     """Sends only the elements of the largest magnitude, uncompressed, each with its index; of equal ones the first.
 

@@ -6,7 +6,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pswire.model.compression import BLOCK, Codec, scaled, split_places, split_scales, step_of
+from pswire.model.compression import (
+    BLOCK,
+    LEVELS,
+    SCALED,
+    Codec,
+    number_bytes,
+    scaled,
+    split_places,
+    split_scales,
+    step_of,
+)
 from pswire.model.finite import is_finite
 from pswire.model.rows import Int64s
 from pswire.model.tensor import DTYPES, Array, TensorSpec
@@ -101,24 +111,47 @@ def _write(codec: Codec, whole: Array, spec: TensorSpec, block: int, first: int,
         bits, rounded = half(whole)
         data.view(np.uint16)[first : first + whole.size] = bits
         return rounded.astype(DTYPES[spec.dtype], copy=False)
-    if codec.kind != "int8":
+    if codec.kind not in SCALED:
         halves = narrow(whole, DTYPES[codec.kind])
         data.view(halves.dtype)[first : first + whole.size] = halves
         return halves.astype(DTYPES[spec.dtype], copy=False)
     all_scales, all_numbers = split_scales(data, spec.size, block, spec.dtype)
-    scales = all_scales[first // block : -(-(first + whole.size) // block)]
-    numbers = all_numbers[first : first + whole.size]
+    own, width = slice(first // block, -(-(first + whole.size) // block)), number_bytes(codec.kind, block)
+    scales, numbers = all_scales[own], all_numbers[own.start * width : own.stop * width]
     full = scales.size * block == whole.size
     rows = (whole if full else np.append(whole, np.zeros(scales.size * block - whole.size, whole.dtype))).reshape(
         -1, block
     )
-    np.divide(np.maximum(rows.max(axis=1), -rows.min(axis=1)), whole.dtype.type(STEPS), out=scales)
+    largest = LEVELS[-1] if codec.kind == "int4" else STEPS
+    np.divide(np.maximum(rows.max(axis=1), -rows.min(axis=1)), whole.dtype.type(largest), out=scales)
     scales[~np.isfinite(scales)] = np.nan
     divisors = np.where(scales > 0, scales, 1)
-    found = np.clip(np.rint(rows / divisors[:, None]), -STEPS, STEPS)
+    found = rows / divisors[:, None]
     found[np.isnan(scales)] = 0
-    numbers[:] = found.reshape(-1)[: whole.size].astype(np.int8)
-    return scaled(numbers, scales, block, spec.dtype)
+    written = _pairs(found) if codec.kind == "int4" else np.clip(np.rint(found), -STEPS, STEPS).astype(np.int8)
+    numbers[:] = written.view(np.uint8).reshape(-1)[: numbers.size]
+    return scaled(codec.kind, numbers, scales, block, whole.size, spec.dtype)
+
+
+def _pairs(rows: Array) -> Array:
+    """Returns numbers in units of their scales as bytes of "int4": rows of two elements a byte."""
+    if rows.shape[1] % 2:
+        rows = np.append(rows, np.zeros((len(rows), 1), rows.dtype), axis=1)
+    quarters = np.clip(rows * 4, -_QUARTERS, _QUARTERS).astype(np.int8)  # towards zero: a tie is the larger magnitude
+    codes = _CODES[quarters + np.int8(_QUARTERS)]
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+_QUARTERS = int(4 * LEVELS[-1])
+_MIDDLES = 4 * (np.array(LEVELS[1:]) + np.array(LEVELS[:-1])) / 2
+_CODES = np.array(
+    [
+        np.searchsorted(_MIDDLES, abs(quarters), "right") + 8 * (quarters <= -_MIDDLES[0])
+        for quarters in range(-_QUARTERS, _QUARTERS + 1)
+    ],
+    np.uint8,
+)
+"""Of numbers in quarters of the scale, from the least on: the sign and the place in `LEVELS` that is nearest."""
 
 
 def half(whole: Array) -> tuple[Array, Array]:

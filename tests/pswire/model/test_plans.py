@@ -65,7 +65,9 @@ INPUTS = st.builds(Input, st.sampled_from(["variable", "value"]), SPECS)
 NODES = st.builds(Node, NAMES, some(FEW), some(st.tuples(NAMES, st.sampled_from(ATTRS) | st.floats())))
 PROGRAMS = st.builds(Program, some(INPUTS), some(NODES), some(st.tuples(FEW, FEW)), some(FEW))
 REFS = st.builds(Ref, st.sampled_from(["variable", "operand"]), FEW)
-CODEC = st.none() | st.builds(Codec, st.sampled_from(["int8", "topk"]), st.sampled_from([1.0, 0.5, 0.1, 0.1 + 1e-16]))
+CODEC = st.none() | st.builds(
+    Codec, st.sampled_from(["int8", "int4", "topk"]), st.sampled_from([1.0, 0.5, 0.1, 0.1 + 1e-16])
+)
 OPS, FORMS = st.sampled_from(["sum", "mean"]), st.sampled_from(["dense", "rows"])
 PARTS = {
     "reductions": some(st.builds(Reduction, OPS, SPECS, SERVERS, NAMES, FORMS, CODEC)),
@@ -176,7 +178,7 @@ def test_reduced_rows_come_behind_what_is_whole():
 
 TENSOR = TensorSpec("float32", (300, 2))
 SUM = Reduction("sum", TENSOR, (0,), "'w'")
-CODECS = (Codec("float16"), Codec("bfloat16"), Codec("int8"), Codec("topk", 0.1), Codec("topk", 0.2))
+CODECS = (Codec("float16"), Codec("bfloat16"), Codec("int8"), Codec("int4"), Codec("topk", 0.1), Codec("topk", 0.2))
 
 
 def plan_of(*reductions):
@@ -185,6 +187,7 @@ def plan_of(*reductions):
 
 @pytest.mark.parametrize(("codec", "whole", "row"), [
     (Codec("float16"), 1200, 4), (Codec("bfloat16"), 1200, 4), (Codec("int8"), 600 + 3 * 4, 2 + 4),
+    (Codec("int4"), 300 + 3 * 4, 1 + 4),
     (Codec("topk", 0.1), 60 * 8, 8), (Codec("topk", 0.0001), 8, 8), (Codec("topk", 1.0), 600 * 8, 8),
 ], ids=str)  # fmt: skip
 def test_a_contribution_takes_so_many_bytes(codec, whole, row):
@@ -202,6 +205,7 @@ def test_a_contribution_takes_so_many_bytes(codec, whole, row):
         replace(SUM, codec=Codec("int8"), form="keys", tensor=TensorSpec("float32", (ROWS, 2))),
         *(replace(SUM, codec=Codec("topk", ratio)) for ratio in (0.0, -1.0, 1.5, float("nan"), float("inf"))),
         replace(SUM, codec=Codec("int8", 0.5)),
+        replace(SUM, codec=Codec("int4", 0.5)),
         *(Reduction(op, NUMBER, (0,), "", "rows") for op in ("sum", "mean", "first")),
     ],
     ids=str,
@@ -214,7 +218,7 @@ def test_what_has_no_codec_or_no_rows_is_refused(reduction):
 
 def test_compressed_plans_stream_by_what_is_sent():
     """From a part on that is sent; not elements by their places, which can be refused before anything is written."""
-    large = TensorSpec("float32", (PART_BYTES,))  # four parts
+    large = TensorSpec("float32", (3 * PART_BYTES,))  # twelve parts
     streams = {codec: plan_of(replace(SUM, tensor=large, codec=codec)).streams for codec in CODECS}
     assert streams == {codec: frozenset({0} if codec.kind != "topk" else ()) for codec in CODECS}
     less = TensorSpec("float32", (PART_BYTES // 2,))
