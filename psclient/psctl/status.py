@@ -80,6 +80,10 @@ DISPENSABLE = (
     "session",
     "steps",
     "rounds, waits a step",
+    "tokens",
+    "bytes a local step",
+    "last exchange",
+    "local steps",
 )
 """Columns that are left out, the first one first, where there is no room for all."""
 

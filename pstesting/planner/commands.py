@@ -6,10 +6,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import click
 from rich.table import Table
@@ -22,10 +22,14 @@ from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
 from pswire.errors import ConfigError
 from pswire.flags import Decorated, Flag
+from pswire.limits import Timeouts
+from pswire.model.compression import Codec, CodecKind
+from pswire.model.tensor import TensorSpec
 from pswire.network.traffic import TransportName
 from pswire.sizes import human, parse_bytes
 
 if TYPE_CHECKING:
+    from pstesting.planner.local_steps import LocalPrediction
     from pstesting.planner.plan import Prediction
 
 MEASURED = Path("costs.json")
@@ -192,6 +196,24 @@ def _table(text: str) -> tuple[float, int]:
 @click.option("--mtbf", default="90d", show_default=True, metavar="TIME", help="Mean time between failures of a host.")
 @click.option("--save-every", default="10min", show_default=True, metavar="TIME", help="Time between checkpoints.")
 @click.option("--restart", default="1min", show_default=True, metavar="TIME", help="Time that a restart takes.")
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "float16", "bfloat16", "int8", "int4"]),
+    default="none",
+    show_default=True,
+    help="How gradients are compressed.",
+)
+@click.option("--round-trip", metavar="TIME", help="Time of a message and its answer. [default: that of --costs]")
+@click.option(
+    "--sync-every",
+    type=click.IntRange(1),
+    multiple=True,
+    metavar="H",
+    help="Train by local steps (DiLoCo), and exchange after each H of them. Several are compared.",
+)
+@_number("--fragments", click.IntRange(1), 1, "Fragments of the model, which local steps exchange one by one.")
+@_number("--sync-delay", click.IntRange(0), 0, "Local steps that are made while an exchange is under way.")
+@click.option("--grace", metavar="TIME", help="Time that a quorum waits for a lost worker. [default: session timeout]")
 @_number("--worth", click.FloatRange(0.01, 0.9), 0.1, "Part of a step that twice as many servers must save.")
 @click.option(
     "--costs",
@@ -218,6 +240,12 @@ def plan(
     mtbf: str,
     save_every: str,
     restart: str,
+    compression: str,
+    round_trip: str | None,
+    sync_every: tuple[int, ...],
+    fragments: int,
+    sync_delay: int,
+    grace: str | None,
     worth: float,
     costs: Path | None,
     plot: Path | None,
@@ -225,10 +253,12 @@ def plan(
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
-    compare a prediction with a job that you have. The built-in costs show how a job scales, on a network of 10 Gbit/s.
+    takes seconds to minutes. With --sync-every predict training by local steps instead. Predictions are as good as the
+    cost model: measure your hosts with psctl calibrate, and compare a prediction with a job that you have. The built-in
+    costs show how a job scales, on a network of 10 Gbit/s.
     """
     try:
+        from pstesting.planner import local_steps
         from pstesting.planner import plan as planning
 
         if plot is not None:  # what it needs is missed before minutes of work
@@ -243,29 +273,37 @@ def plan(
             f"{costs} has no network between hosts; give --network, such as 25Gbit, or measure it with psctl "
             "calibrate --peer"
         )
+    if round_trip is not None:
+        model = replace(model, network_latency=_seconds(round_trip, "--round-trip") / 2)
     count, dimension = _table(rows) if rows else (0.0, 0)
-    found = planning.plan(
-        planning.Question(
-            model,
-            workers,
-            parse_bytes(parameters, "--parameters"),
-            variables,
-            count,
-            dimension,
-            ids,
-            model.network if network is None else rate_of(network),
-            _seconds(step, "--step"),
-            slots,
-            parse_bytes(memory, "--memory"),
-            copies,
-            transport,
-            worth,
-            _seconds(mtbf, "--mtbf") or math.inf,
-            _seconds(save_every, "--save-every"),
-            _seconds(restart, "--restart"),
-            per_host,
-        )
+    question = planning.Question(
+        model,
+        workers,
+        parse_bytes(parameters, "--parameters"),
+        variables,
+        count,
+        dimension,
+        ids,
+        model.network if network is None else rate_of(network),
+        _seconds(step, "--step"),
+        slots,
+        parse_bytes(memory, "--memory"),
+        copies,
+        transport,
+        worth,
+        _seconds(mtbf, "--mtbf") or math.inf,
+        _seconds(save_every, "--save-every"),
+        _seconds(restart, "--restart"),
+        per_host,
+        _compressed(compression),
     )
+    if sync_every:
+        wait = Timeouts().session_timeout if grace is None else _seconds(grace, "--grace")
+        alike = local_steps.LocalSteps(1, wait=wait, rejoin=question.restart)
+        ways = [replace(alike, sync_every=h, fragments=fragments, sync_delay=sync_delay) for h in sorted(sync_every)]
+        predicted = local_steps.plan_local(question, [alike, *ways])
+        return told.tell({"local_steps": predicted}, _by_sync_every(predicted))
+    found = planning.plan(question)
     if plot is not None:
         draw(found, plot)
     others = {name: value for name, value in vars(found).items() if name != "chosen"}
@@ -302,6 +340,34 @@ def plan(
         f"costs of {model.machine or costs}"
         + ("" if costs else ", which are built in: psctl calibrate measures those of your hosts"),
     )
+
+
+def _compressed(kind: str) -> float:
+    """The part of the bytes of float32 gradients that a compression sends."""
+    if kind == "none":
+        return 1.0
+    whole = TensorSpec("float32", (1 << 20,))
+    return Codec(cast(CodecKind, kind)).nbytes(whole) / whole.nbytes
+
+
+def _by_sync_every(predicted: Sequence[LocalPrediction]) -> Table:
+    heads = ("sync every", "servers", "exchange, s", "of that, exposed", "local steps/s", "of those without exchanges")
+    heads += ("goodput", "a local step sends", "and receives")
+    rows = [
+        [
+            f"{each.sync_every}",
+            f"{each.servers}",
+            f"{each.exchange_seconds:.2f}",
+            f"{each.exposed_seconds:.2f}",
+            f"{each.steps_per_second:.3g}",
+            f"{each.efficiency:.3f}",
+            f"{each.goodput:.3f}",
+            human(int(each.sent_bytes)),
+            human(int(each.received_bytes)),
+        ]
+        for each in predicted
+    ]
+    return table(heads, rows)
 
 
 def _row(found: Prediction, chosen: bool) -> list[str]:

@@ -50,6 +50,7 @@ class Question:
         save_every: seconds between two checkpoints.
         restart: seconds until a job that was started again trains.
         per_host: workers that share a host, and its network.
+        compressed: the part of the bytes of dense variables that gradients take.
     """
 
     costs: Costs
@@ -70,6 +71,7 @@ class Question:
     save_every: float = 600.0
     restart: float = 60.0
     per_host: int = 1
+    compressed: float = 1.0
 
     def __post_init__(self) -> None:
         if self.transport not in self.costs.transports:
@@ -92,6 +94,14 @@ class Question:
         dense = self.dense * (1 + self.slots)
         tables = self.rows * (4 * self.dimension * (1 + self.slots) + 24)
         return (dense + tables) * (1 + self.copies) / servers
+
+    @property
+    def least_servers(self) -> int:
+        """The servers whose memory is enough."""
+        servers = 1 + self.copies
+        while self.memory and self.held(servers) > self.memory:
+            servers += 1
+        return servers
 
     def lost(self, servers: int, step: float) -> Lost:
         """Returns the time that hosts which fail cost a day, where a step takes so many seconds."""
@@ -192,6 +202,7 @@ def predict(
         question.dimension,
         question.step,
         int(question.copies and servers > 1),
+        question.compressed,
     )
     cluster = Cluster(
         question.workers,
@@ -235,9 +246,7 @@ def plan(question: Question) -> Plan:
 
 def _chosen(question: Question, local_reduction: bool) -> tuple[Prediction, dict[int, Prediction]]:
     """Returns what a job does with as many servers as are worth it, and all that was tried, by their number."""
-    servers = 1 + question.copies
-    while question.memory and question.held(servers) > question.memory:
-        servers += 1
+    servers = question.least_servers
     tried = {servers: predict(question, servers, local_reduction=local_reduction)}
     while True:
         twice = tried[2 * servers] = predict(question, 2 * servers, local_reduction=local_reduction)

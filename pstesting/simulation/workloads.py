@@ -32,12 +32,14 @@ class Share:
         variables: their number.
         rows: rows of tables that the worker updates there, and has back.
         row_bytes: bytes of one row, its id included.
+        compressed: the part of the bytes of dense variables that a contribution takes.
     """
 
     nbytes: float
     variables: float
     rows: float = 0.0
     row_bytes: float = 0.0
+    compressed: float = 1.0
 
     @property
     def chunks(self) -> int:
@@ -52,12 +54,12 @@ class Share:
     @property
     def pushed(self) -> float:
         """Bytes of a contribution."""
-        return self.nbytes + self.rows * self.row_bytes
+        return self.nbytes * self.compressed + self.rows * self.row_bytes
 
     @property
     def answered(self) -> float:
-        """Bytes of an answer: as many, with the rows of the next batch."""
-        return self.pushed
+        """Bytes of an answer: whole values, with the rows of the next batch."""
+        return self.nbytes + self.rows * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Workload:
         dimension: numbers of a row, of four bytes.
         step: seconds that a worker computes between two rounds.
         copies: servers beside the first that hold each variable.
+        compressed: the part of the bytes of dense variables that a contribution takes.
         tensor: what stands for the variables of a server.
     """
 
@@ -82,6 +85,7 @@ class Workload:
     dimension: int = 0
     step: float = 0.0
     copies: int = 0
+    compressed: float = 1.0
     tensor: TensorSpec = TINY
 
     def on(self, server: int) -> Share:
@@ -92,7 +96,8 @@ class Workload:
     def _share(self) -> Share:
         part = (1 + self.copies) / self.servers
         rows = self.ids * part
-        return Share(self.dense * part, self.variables * part, rows, 4.0 * self.dimension + 8.0 if self.ids else 0.0)
+        row_bytes = 4.0 * self.dimension + 8.0 if self.ids else 0.0
+        return Share(self.dense * part, self.variables * part, rows, row_bytes, self.compressed)
 
     @cached_property
     def created(self) -> list[tuple[VariableSpec, tuple[int, ...]]]:

@@ -11,6 +11,25 @@ from pswire.model.places import Moved, Standby
 
 
 @dataclass(frozen=True)
+class LocalProgress:
+    """What a process has trained by local steps, between exchanges.
+
+    Attributes:
+        steps: local steps that it has made.
+        since: of these, those since its last exchange.
+        seconds: since its last exchange; -1 before the first one.
+        tokens: tokens, or examples, of all local steps; 0 where they are not counted.
+        moved: payload bytes sent and received since the first local step began.
+    """
+
+    steps: int = 0
+    since: int = 0
+    seconds: float = -1.0
+    tokens: float = 0.0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
 class Pace:
     """Counts of what a process has done.
 
@@ -21,6 +40,7 @@ class Pace:
         leaving: True if it was told to end, and leaves at the beginning of a step.
         saving: True if it asks for a checkpoint before that.
         page: URL of its status page, "" for none.
+        local: its local steps; None if it makes none.
     """
 
     steps: int = 0
@@ -29,6 +49,7 @@ class Pace:
     leaving: bool = False
     saving: bool = False
     page: str = ""
+    local: LocalProgress | None = None
 
 
 STILL = Pace()

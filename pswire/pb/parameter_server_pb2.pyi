@@ -255,20 +255,36 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("steps", "rounds", "waits", "leaving", "saving", "page")
+    __slots__ = ("steps", "rounds", "waits", "leaving", "saving", "page", "local")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SAVING_FIELD_NUMBER: _ClassVar[int]
     PAGE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     steps: int
     rounds: int
     waits: int
     leaving: bool
     saving: bool
     page: str
-    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., page: _Optional[str] = ...) -> None: ...
+    local: LocalProgress
+    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., page: _Optional[str] = ..., local: _Optional[_Union[LocalProgress, _Mapping]] = ...) -> None: ...
+
+class LocalProgress(_message.Message):
+    __slots__ = ("steps", "since", "seconds", "tokens", "moved")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    since: int
+    seconds: float
+    tokens: float
+    moved: int
+    def __init__(self, steps: _Optional[int] = ..., since: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[float] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("drive",)

@@ -299,6 +299,7 @@ def error(name: str) -> PSError:
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
 _OPENED = api.Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7", True)
 _PACE = status.Pace(30, 61, 32)
+_LOCAL = status.Pace(30, 61, 32, local=status.LocalProgress(300, 50, 2.5, 4096.0, 1 << 20))
 _BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
 _TURN = plan.Turn(42, 6, 2)
 _RESTORED = saved.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
@@ -350,6 +351,7 @@ SAMPLES = (
     Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
     Sample("Heartbeat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
     Sample("Heartbeat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True), 0), False),
+    Sample("Heartbeat", "local steps", (SESSION, -1, b"", _LOCAL, 0), False),
     Sample("Heartbeat", "at rest", (SESSION, -1, b"", _PACE, api.RESTS), False),
     Sample("Heartbeat", "least", (SESSION, -1, b"", status.STILL, 0), False),
     Sample("Leave", "full", (SESSION, "it failed")),

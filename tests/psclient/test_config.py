@@ -28,11 +28,13 @@ from psclient._src.config import (
 from psclient._src.options import Async, AutoShardPolicy, InputContext, InputOptions, RunOptions, Sync, ValueContext
 from psclient._src.rounds import counters
 from psclient._src.rounds.counters import RoundCounters
-from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS, Exporter
+from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS, Exporter, WorkerParts
+from pstesting import InProcessCluster
 from pstesting.script import add
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
+from pswire.model.status import LocalProgress
 from pswire.security.identity import Security
 from pswire.telemetry.metrics import PROCESS, ProcessReadings
 from pswire.telemetry.prometheus import Metrics
@@ -249,6 +251,41 @@ def test_time_is_computing_waiting_or_reading(clock):
     with pytest.raises(KeyboardInterrupt), one:
         raise KeyboardInterrupt
     assert (one.computing.total, one.waits) == (1.0, 3)
+
+
+def test_local_steps_are_counted_since_the_last_exchange(clock):
+    """Bytes count from the first local step on; before an exchange none is said to have been."""
+    one = RoundCounters()
+    assert one.pace().local is None
+    one.local_step(100, False, 5000)
+    assert one.pace().local == LocalProgress(1, 1, -1.0, 100.0, 0)
+    one.local_step(50, True, 5600)
+    clock[0] += 2.5
+    assert one.pace().local == LocalProgress(2, 0, 2.5, 150.0, 600)
+    one.local_step(None, False, 5600)
+    assert one.pace().local == LocalProgress(3, 1, 2.5, 150.0, 600)
+
+
+def test_local_steps_are_told_by_heartbeats_and_metrics():
+    """A server knows how far each worker is between two exchanges, and what an exchange has moved."""
+    with InProcessCluster(servers=1) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as one:
+        with one.scope():
+            v = ps.Variable(np.zeros(8, "float32"))
+        one._local_step(None, False)
+        one.run(add, args=(v, np.ones(8, "float32")))
+        v.numpy()
+        one._local_step(None, True)
+        one._local_step(None, False)
+        session = one.backend.group.session
+        session.heartbeat_now(0)
+        (local,) = (each.pace.local for each in session.log_server.status().sessions if each.pace.local)
+        assert (local.steps, local.since, local.tokens) == (3, 1, 0.0)
+        assert local.moved >= 64, "a gradient of 32 bytes, and values as many"
+        assert 0 <= local.seconds < 60
+        worker = WorkerParts(one.backend.exchange, ())
+        values = {row.name: row.read(worker) for row in OF_WORKERS if "local_" in row.name}
+        assert values["paramserver_worker_local_steps"] == {(): 3}
+        assert values["paramserver_worker_local_tokens"] == {}
 
 
 def test_the_document_has_the_metrics_of_the_code():

@@ -10,6 +10,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -23,11 +24,12 @@ from pstesting.planner import plan as planning
 from pstesting.planner.commands import calibrate, plan
 from pstesting.planner.fit import ROUNDS_OF_SUMS, fitted, seen, with_sums
 from pstesting.planner.jobs import Cell, Timed, time_cells
+from pstesting.planner.local_steps import LocalSteps, plan_local, predict_local
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.planner.network import LEAST, MOST, WORD, answer
 from pstesting.planner.plan import DAY, Lost, Plan, Question
 from pstesting.planner.typical import TYPICAL
-from pstesting.simulation.costs import TransportCosts
+from pstesting.simulation.costs import OF_FRAMES, TransportCosts
 from pstesting.simulation.workloads import Workload
 from tests.kit.internals import ConfigError, Timeouts, TransportName, Unreachable
 from tests.kit.shell import linked
@@ -192,6 +194,77 @@ def test_time_that_hosts_which_fail_cost() -> None:
     assert replace(often, copies=True).lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * (lease + 1.5))
     assert JOB.lost(3, 1.0) == Lost(0.0, 0.0)
 
+
+# ---- Local steps ----
+
+SLOW_LINKS = replace(FREE, network_latency=0.025)
+EXCHANGED = Question(SLOW_LINKS, workers=4, dense=4e6, rate=12.5e6, step=0.2, worth=0.3, slots=1)
+LINK = 4e6 / 12.5e6 / OF_FRAMES
+"""Seconds that the model needs on a link, one way."""
+
+
+@pytest.mark.parametrize(
+    ("how", "compressed", "exchange", "exposed"),
+    [
+        (LocalSteps(50), 1.0, 0.05 + 2 * LINK, 0.05 + 2 * LINK),
+        (LocalSteps(50), 0.25, 0.05 + 1.25 * LINK, 0.05 + 1.25 * LINK),
+        (LocalSteps(50, 2), 0.25, 0.05 + 0.625 * LINK, 0.05 + 0.625 * LINK),
+        (LocalSteps(50, 2, 1), 0.25, 0.05 + 0.625 * LINK, 0.05 + 0.625 * LINK - 0.2),
+        (LocalSteps(50, 1, 5), 0.25, 0.05 + 1.25 * LINK, 0.0),
+        (LocalSteps(1), 1.0, 0.05 + 2 * LINK, 0.05 + 2 * LINK),
+    ],
+    ids=str,
+)
+def test_local_steps_take_what_their_exchanges_show(
+    how: LocalSteps, compressed: float, exchange: float, exposed: float
+) -> None:
+    """Gradients one way, whole values back, and a round trip for each fragment; less what steps meanwhile hide."""
+    found = predict_local(replace(EXCHANGED, workers=1, compressed=compressed), how, 1)
+    assert found.exchange_seconds == pytest.approx(exchange, rel=0.01)
+    assert found.exposed_seconds == pytest.approx(exposed, abs=0.01 * exchange)
+    period = how.sync_every * 0.2 + how.fragments * found.exposed_seconds
+    assert found.steps_per_second == pytest.approx(how.sync_every / period)
+    assert found.efficiency == found.goodput == pytest.approx(how.sync_every * 0.2 / period)
+    sent, received = 4e6 * compressed / how.sync_every, 4e6 / how.sync_every
+    assert (found.sent_bytes, found.received_bytes) == pytest.approx((sent, received))
+    shared = predict_local(replace(EXCHANGED, compressed=compressed), how, 1)
+    assert shared.exchange_seconds == pytest.approx(0.05 + 4 * (exchange - 0.05), rel=0.1), "a server's link for four"
+
+
+def test_failures_of_workers_that_make_local_steps() -> None:
+    """Each loses half of its local steps and the time until it is back; the others wait a grace, or a lease."""
+    often = replace(EXCHANGED, between_failures=120.0, copies=True)
+    calm = predict_local(replace(often, between_failures=inf), LocalSteps(50, 1, 10), 4)
+    found = predict_local(often, LocalSteps(50, 1, 10, wait=1.0, rejoin=3.0), 4)
+    servers = often.lost(4, found.exchange_seconds).servers / DAY
+    assert calm.goodput == calm.efficiency == 1.0
+    assert found.goodput == pytest.approx(1 - (5 + 3 + 4 * 1) / 120 - servers)
+
+
+def test_local_steps_get_as_many_servers_as_are_worth_it() -> None:
+    """Four links of servers, where one would be shared by all workers; none more where nothing of an exchange shows."""
+    (seen, hidden) = plan_local(EXCHANGED, [LocalSteps(2), LocalSteps(50, 1, 40)])
+    assert (seen.servers, hidden.servers) == (4, 1)
+    assert hidden.efficiency == 1.0
+
+
+def test_local_steps_are_compared_by_the_command(costs: Path) -> None:
+    """The first row exchanges after each step; what cannot be is refused with the flags that say it."""
+    flags = ["--costs", costs, "--round-trip", "50ms", "--compression", "int4", "--fragments", "2", "--sync-delay", "3"]
+    said = json.loads(ask(*ASKED, *flags, "--sync-every", "100", "--sync-every", "50", "--json"))["local_steps"]
+    assert [each["sync_every"] for each in said] == [1, 50, 100]
+    assert said[1]["sent_bytes"] / said[1]["received_bytes"] == pytest.approx(0.125 + 1 / 256)
+    assert said[0]["efficiency"] < said[1]["efficiency"] <= said[2]["efficiency"]
+    assert "local steps/s" in ask(*ASKED, *flags, "--sync-every", "50")
+    with pytest.raises(ConfigError, match=r"--sync-every 51 is not divisible by --fragments 2"):
+        ask(*ASKED, *flags, "--sync-every", "51")
+    with pytest.raises(ConfigError, match=r"--sync-delay 3 is too long .* below 2"):
+        ask(*ASKED, *flags, "--sync-every", "4")
+    with pytest.raises(ConfigError, match="local steps need a time"):
+        ask("--workers", "2", "--parameters", "1MB", "--sync-every", "4", "--costs", costs, "--network", "1Gbit")
+
+
+# ---- The command ----
 
 ASKED = ["--workers", "2", "--parameters", "16MB", "--network", "800Mbit", "--step", "100ms", "--worth", "0.3"]
 

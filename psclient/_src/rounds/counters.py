@@ -6,10 +6,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pswire.model.status import Pace
+from pswire.model.status import LocalProgress, Pace
 from pswire.telemetry.metrics import Histogram
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class RoundCounters:
         self._over: float | None = None  # when the last wait was
         self._lock = threading.Lock()  # guards what is read
         self._read = 0.0  # seconds since the last wait
+        self._local: LocalProgress | None = None
+        self._exchanged: float | None = None  # when the last exchange of local steps was
+        self._moved = 0  # bytes before the first local step
 
     def __enter__(self) -> None:
         self._began = time.monotonic()
@@ -59,7 +63,33 @@ class RoundCounters:
 
     def pace(self) -> Pace:
         """Returns the counts that heartbeats tell."""
-        return Pace(self.steps, sum(self.rounds.values()), self.waits)
+        return Pace(self.steps, sum(self.rounds.values()), self.waits, local=self.local)
+
+    @property
+    def local(self) -> LocalProgress | None:
+        """The local steps up to now; None if there are none."""
+        local, then = self._local, self._exchanged
+        return local if local is None or then is None else replace(local, seconds=time.monotonic() - then)
+
+    def local_step(self, tokens: float | None, exchanged: bool, moved: int) -> None:
+        """Counts a local step, once it and its part of an exchange are over.
+
+        Args:
+            tokens: those of this step; None if they are not counted.
+            exchanged: True if the step has ended with an exchange, of all parameters or of a fragment.
+            moved: payload bytes that this process has sent and received so far.
+        """
+        if self._local is None:
+            self._local, self._moved = LocalProgress(), moved
+        before = self._local
+        self._local = LocalProgress(
+            before.steps + 1,
+            0 if exchanged else before.since + 1,
+            tokens=before.tokens + (tokens or 0.0),
+            moved=moved - self._moved,
+        )
+        if exchanged:
+            self._exchanged = time.monotonic()
 
     def read(self, seconds: float) -> None:
         """Counts a read from a server."""

@@ -69,6 +69,16 @@ def _contributions(worker: WorkerParts) -> Values:
     return {} if near is None else {("in_sums",): near.summed, ("singly",): near.singly}
 
 
+def _local_tokens(worker: WorkerParts) -> Values:
+    local = worker.exchange.measures.local
+    return {} if local is None or not local.tokens else {ALL: local.tokens}
+
+
+def _local_steps(worker: WorkerParts) -> Values:
+    local = worker.exchange.measures.local
+    return {} if local is None else {ALL: local.steps}
+
+
 def _last_round(worker: WorkerParts) -> Values:
     last = worker.exchange.window.last_round
     return {} if last is None else {("counted",): len(last.contributors), ("excluded",): len(last.excluded)}
@@ -80,6 +90,10 @@ CHIEF = "paramserver_chief_"
 OF_WORKERS: tuple[Row[WorkerParts], ...] = (
     Row(WORKER + "rounds", "counter", "Rounds of this process.", _rounds, ("outcome",)),
     Row(WORKER + "steps", "counter", "Calls of `strategy.run`.", lambda w: {ALL: w.exchange.measures.steps}),
+    Row(WORKER + "local_steps", "counter", "Local steps, such as those of DiLoCo.", _local_steps),
+    Row(
+        WORKER + "local_tokens", "counter", "Tokens or examples of local steps, if counted.", _local_tokens
+    ),
     Row(
         WORKER + "blocking_waits",
         "counter",

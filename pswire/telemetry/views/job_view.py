@@ -16,7 +16,7 @@ from pswire.model.status import OpenRound, ProcessStatus, ServerStatus, SessionS
 from pswire.security.session_numbers import count_of
 from pswire.telemetry.views.columns import Cell, cells_of, column
 from pswire.telemetry.views.looked import Looked, gone_of, keeper_of, why_silent
-from pswire.telemetry.views.numbers import duration, short, size, used
+from pswire.telemetry.views.numbers import count, duration, short, size, used
 
 DIFFERS = (
     "the two machines compute differently, or one has faulty memory. The chief removes one server once; start it "
@@ -193,6 +193,10 @@ class TaskView:
         round, lag: last round with its gradients (asynchronous jobs: its own count); rounds behind the fastest task.
         waits_for, transports: as above.
         steps, rounds, waits: calls of `strategy.run`, rounds, blocking waits.
+        local_steps, local_steps_since_exchange, exchange_seconds: local steps, those since the last exchange, and how
+            long ago that was (-1 before the first one).
+        tokens, bytes_per_local_step: tokens or examples of local steps (0 if not counted); payload bytes, sent and
+            received, per local step.
         page: URL of the chief's status page.
     """
 
@@ -209,12 +213,26 @@ class TaskView:
     rounds: int = column(
         "rounds, waits a step", lambda v: f"{v.rounds / v.steps:.1f}, {v.waits / v.steps:.1f}" if v.steps else "", 0
     )
+    local_steps: int = column("local steps", lambda v: str(v.local_steps) if v.local_steps else "", 0)
+    exchange_seconds: float = column("last exchange", lambda v: _exchanged(v) if v.local_steps else "", -1.0)
+    tokens: float = column("tokens", lambda v: count(v.tokens) if v.tokens else "", 0.0)
+    bytes_per_local_step: float = column(
+        "bytes a local step", lambda v: size(v.bytes_per_local_step) if v.local_steps else "", 0.0
+    )
     transports: tuple[str, ...] = column("transports", lambda v: ", ".join(v.transports), ())
     waits_for: tuple[str, ...] = column("waits for", lambda v: ", ".join(map(short, v.waits_for)), ())
     mode: str = ""
     takes_part: bool = False
     waits: int = 0
+    local_steps_since_exchange: int = 0
     page: str = ""
+
+
+def _exchanged(v: TaskView) -> str:
+    """How many local steps ago the last exchange was, and how long."""
+    if v.exchange_seconds < 0:
+        return "never"
+    return f"{v.local_steps_since_exchange} steps, {_ago(v.exchange_seconds)}"
 
 
 def _ago(seconds: float) -> str:
@@ -462,7 +480,22 @@ def _task(
         waits=session.pace.waits,
         opened_seconds=session.opened,
         page=session.pace.page,
+        **_local(session),
     )
+
+
+def _local(session: SessionState) -> dict[str, Any]:
+    """The fields of a task that makes local steps."""
+    local = session.pace.local
+    if local is None:
+        return {}
+    return {
+        "local_steps": local.steps,
+        "local_steps_since_exchange": local.since,
+        "exchange_seconds": local.seconds if local.seconds < 0 else local.seconds + session.silent,
+        "tokens": local.tokens,
+        "bytes_per_local_step": local.moved / max(local.steps, 1),
+    }
 
 
 def _round_of(session: SessionState, statuses: Sequence[ServerStatus]) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
+THOUSANDS = ("", "k", "M", "G", "T")
+
 TIMES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 
 
@@ -15,6 +17,12 @@ def size(nbytes: float) -> str:
     power = min(int(math.log2(nbytes) // 10), len(SIZES) - 1) if nbytes >= 1 else 0
     number = nbytes / 1024**power
     return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {SIZES[power]}"
+
+
+def count(number: float) -> str:
+    """A number of things for people: `950`, `1.5 M`."""
+    power = min(int(math.log10(number) // 3), len(THOUSANDS) - 1) if number >= 1 else 0
+    return f"{number / 1000**power:.{1 if power else 0}f} {THOUSANDS[power]}".rstrip()
 
 
 def used(used: int, limit: int) -> str:

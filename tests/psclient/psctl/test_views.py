@@ -30,11 +30,20 @@ from pswire.errors import ConfigError
 from pswire.model.consistency import ASYNC, SYNC
 from pswire.model.log import Done, Generation, JobStarted, Member
 from pswire.model.plan import PlacedVariable, VariableSpec
-from pswire.model.status import Happened, OpenRound, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import (
+    Happened,
+    LocalProgress,
+    OpenRound,
+    Pace,
+    ServerStatus,
+    SessionState,
+    WorkerProgress,
+)
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.security.identity import Security
 from pswire.telemetry.views import job_view as view_module
+from pswire.telemetry.views.columns import cells_of
 from pswire.telemetry.views.job_view import GONE, JobView, Problem, ServerView, TaskView, view_of
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import duration, shape, short, size
@@ -157,6 +166,25 @@ def test_asynchronous_workers_have_their_own_rounds(serve):
     assert (seen.mode, kinds(seen)) == ("async", [])
     tasks = [each for each in seen.tasks if not each.drives]
     assert [(each.round, each.lag, list(each.waits_for)) for each in tasks] == [(7, 0, []), (4, 3, [])]
+
+
+def test_local_steps_are_shown_by_worker(serve):
+    """Since when a worker computes by itself, and what its exchanges cost a step; of another worker nothing."""
+    job = Job(serve(1))
+    one, _ = job.join(W0, W1)
+    (server,) = job.verbs
+    server.heartbeat(one.session, -1, b"", Pace(8, 9, 9, local=LocalProgress(300, 50, 60.0, 1.5e6, 300 << 20)), 0)
+    seen = view(server)
+    local, other = (each for each in seen.tasks if not each.drives)
+    assert (local.local_steps, local.local_steps_since_exchange, local.tokens) == (300, 50, 1.5e6)
+    assert 60 <= local.exchange_seconds < 120
+    assert (local.bytes_per_local_step, other.local_steps, other.exchange_seconds) == (1 << 20, 0, -1)
+    cells = cells_of(local)
+    assert [cells[name] for name in ("local steps", "tokens", "bytes a local step")] == ["300", "1.5 M", "1.0 MiB"]
+    assert cells["last exchange"].startswith("50 steps, 1.0 min ago")
+    assert not any(cells_of(other)[name] for name in ("local steps", "last exchange", "tokens", "bytes a local step"))
+    never = dataclasses.replace(local, exchange_seconds=-1.0)
+    assert cells_of(never)["last exchange"] == "never"
 
 
 TASKS = st.sampled_from([CHIEF, W0, W1])
