@@ -1,6 +1,7 @@
 """Hosts on one machine: network namespaces that are joined by links of a given rate.
 
-A link is a pair of virtual Ethernet interfaces with a token bucket at each end. All links meet in one switch.
+A link is a pair of virtual Ethernet interfaces with a token bucket at each end; one that delays packets has a program
+between its ends (`pstesting.delays`). All links meet in one switch.
 
     Host         a host to be made
     Hosts        makes hosts, and starts processes on them
@@ -28,6 +29,8 @@ from typing import Any
 from psclient._src.config import child_environ, own_environ
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.process import Process, server_arguments, spawn
+from pstesting import delays
+from pstesting.delays import MTU
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.status import ServerStatus
@@ -64,7 +67,7 @@ class Host:
     Attributes:
         name: the host's name, which its processes see as well; no two have the same.
         rate: bits per second of its link, each way; None for as many as the machine can move.
-        delay: seconds that a packet takes on the link, each way; needs a kernel with `netem`.
+        delay: seconds that a packet takes on the link, each way.
     """
 
     name: str
@@ -153,14 +156,30 @@ class Hosts:
         lines = ["link add bridge type bridge", "link set bridge up"]
         for number, name in enumerate(self._hosts):
             port, theirs = _port(number), f"/proc/{self._holders[name].pid}/ns/net"
-            lines += [f"link add {port} type veth peer name eth0 netns {theirs}"]
+            if self._hosts[name].delay:
+                self._delay(port, name)
+                lines += [f"link set {port} mtu {MTU}"]
+            else:
+                lines += [f"link add {port} type veth peer name eth0 netns {theirs}"]
             lines += [f"link set {port} master bridge", f"link set {port} up"]
         self._configure(SWITCH, "ip", lines)
         for number, (name, host) in enumerate(self._hosts.items()):
-            address = f"address add {self.addresses[name]}/24 dev eth0"
-            self._configure(name, "ip", ["link set lo up", address, "link set eth0 up"])
+            address = [f"link set eth0 mtu {MTU}"] * bool(host.delay)
+            address += [f"address add {self.addresses[name]}/24 dev eth0"]
+            self._configure(name, "ip", ["link set lo up", *address, "link set eth0 up"])
             self._configure(name, "tc", _limits("eth0", host))
             self._configure(SWITCH, "tc", _limits(_port(number), host))
+
+    def _delay(self, port: str, name: str) -> None:
+        """Makes the link of a host, whose packets are delayed."""
+        ends = [f"/proc/{self._holders[host].pid}/ns/net" for host in (SWITCH, name)]
+        delay = repr(self._hosts[name].delay)
+        command = [sys.executable, "-I", "-S", delays.__file__, delay, port, ends[0], "eth0", ends[1]]
+        relay = self.start(SWITCH, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=own_environ())
+        assert relay.stdout is not None
+        if relay.stdout.read(1) != b"!":
+            said = (relay.communicate()[1].decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+            raise HostsUnavailable(f"delays need TAP interfaces (/dev/net/tun): {said}")
 
     def _configure(self, host: str, tool: str, lines: Sequence[str]) -> None:
         """Has a tool do what lines say, in the namespace of a host."""
@@ -172,7 +191,7 @@ class Hosts:
         )
         if done.returncode:
             why = done.stderr.strip().replace("\n", "; ")
-            raise HostsUnavailable(f"hosts need a kernel with bridges, veth, tbf, and netem for delays; {tool}: {why}")
+            raise HostsUnavailable(f"hosts need a kernel with bridges, veth and tbf; {tool}: {why}")
 
     def _end(self) -> None:
         """Ends all processes on the hosts, and with them the hosts."""
@@ -261,16 +280,11 @@ def _port(number: int) -> str:
 
 def _limits(interface: str, host: Host) -> list[str]:
     """Returns the lines for `tc` that limit what leaves an interface."""
-    lines, parent = [], "root"
-    if host.delay:
-        lines.append(f"qdisc add dev {interface} root handle 1: netem delay {round(1e6 * host.delay)}us limit 100000")
-        parent = "parent 1:"
-    if host.rate is not None:
-        burst = max(int(BURST_SECONDS * host.rate / 8), LEAST_BURST)
-        queue = max(int(QUEUE_SECONDS * host.rate / 8), LEAST_QUEUE) + burst
-        bucket = f"tbf rate {round(host.rate)}bit burst {burst} limit {queue}"
-        lines.append(f"qdisc add dev {interface} {parent} handle 2: {bucket}")
-    return lines
+    if host.rate is None:
+        return []
+    burst = max(int(BURST_SECONDS * host.rate / 8), LEAST_BURST)
+    queue = max(int(QUEUE_SECONDS * host.rate / 8), LEAST_QUEUE) + burst
+    return [f"qdisc add dev {interface} root tbf rate {round(host.rate)}bit burst {burst} limit {queue}"]
 
 
 class HostCluster(Cluster):

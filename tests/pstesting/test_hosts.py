@@ -42,6 +42,27 @@ while left:
 print(({nbytes} - first) / (time.monotonic() - began), flush=True)
 """
 
+ECHO = """
+import socket
+with socket.create_server(("0.0.0.0", 5000)) as listener:
+    print("ready", flush=True)
+    peer, _ = listener.accept()
+while (data := peer.recv(1 << 16)):
+    peer.sendall(data)
+"""
+
+TRIPS = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 5000))
+took = []
+for _ in range(5):
+    began = time.monotonic()
+    peer.sendall(b"x")
+    peer.recv(1)
+    took.append(time.monotonic() - began)
+print(min(took))
+"""
+
 SOURCE = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 5000)) as peer:
@@ -113,6 +134,18 @@ def test_a_link_carries_its_rate_each_way(stack):
     assert move(hosts, "fast", "faster") * 8 / RATE > 2
 
 
+def test_a_link_delays_packets_each_way_and_carries_its_rate(stack):
+    """A round trip takes the delays of both links twice, also beside a host without one."""
+    hosts = linked(stack, Host("far", RATE, delay=0.03), Host("farther", delay=0.05), Host("near"))
+    for one, other, least in (("far", "farther", 0.16), ("near", "far", 0.06)):
+        echo = hosts.start(other, python(ECHO), stdout=-1)
+        echo.stdout.readline()
+        asks = hosts.start(one, [*python(TRIPS), hosts.addresses[other]], stdout=-1)
+        assert least <= float(asks.communicate(timeout=SECONDS)[0]) < least + 0.2
+        assert echo.wait(SECONDS) == 0
+    assert move(hosts, "near", "far") * 8 / RATE <= 1.05
+
+
 def test_processes_see_the_name_of_their_host_and_its_links_alone(stack):
     """No address of the machine is there; a process that has only begun is ended, too."""
     with linked(stack, Host("here"), Host("there")) as hosts:
@@ -175,7 +208,7 @@ def test_what_a_kernel_lacks_is_told(stack, monkeypatch):
     linked(stack, Host("here")).__exit__()
     monkeypatch.setattr(hosts_module, "_limits", lambda interface, host: ["qdisc add dev eth0 root nosuch"])
     before = namespaces()
-    with pytest.raises(HostsUnavailable, match=r"hosts need a kernel with bridges, veth, tbf.* tc: .*qdisc"):
+    with pytest.raises(HostsUnavailable, match=r"hosts need a kernel with bridges, veth and tbf; tc: .*qdisc"):
         Hosts([Host("here", RATE)]).__enter__()
     until(lambda: namespaces() <= before, SECONDS, lambda: "a namespace is left")
 
