@@ -351,8 +351,10 @@ def _compressed(kind: str) -> float:
 
 
 def _by_sync_every(predicted: Sequence[LocalPrediction]) -> Table:
-    heads = ("sync every", "servers", "exchange, s", "of that, exposed", "local steps/s", "of those without exchanges")
-    heads += ("goodput", "a local step sends", "and receives")
+    heads = (
+        *("sync every", "servers", "exchange, s", "of that, exposed", "local steps/s", "of those without exchanges"),
+        *("goodput", "a local step sends", "and receives"),
+    )
     rows = [
         [
             f"{each.sync_every}",

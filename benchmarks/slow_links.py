@@ -1,14 +1,14 @@
 """Local steps over slow links: DiLoCo beside synchronous training, and beside the same workers without exchange.
 
-    python benchmarks/local_steps.py                 all rows of the table
-    python benchmarks/local_steps.py --quick         small models and few steps, for a first look
-    python benchmarks/local_steps.py --row overlap   one row; --torchft /path/to/python for torchft's
+    python benchmarks/slow_links.py                 all rows of the table
+    python benchmarks/slow_links.py --quick         small models and few steps, for a first look
+    python benchmarks/slow_links.py --row overlap   one row; --torchft /path/to/python for torchft's
 
 Needs PyTorch, and root: each task is on a host of its own (`pstesting.hosts`), whose link has 100 Mbit/s and, between
-two hosts, a round trip of 50 ms. Four workers learn the text of Python's standard library with a character transformer. Two
-cores cannot run four workers at full speed: where time is measured, each local step is padded to a fixed time, and the
-baseline is the same workers without exchange. `late` is the part of the steps that took longer than that: where it is
-large, figures tell of the machine, not of the method.
+two hosts, a round trip of 50 ms. Four workers learn the text of Python's standard library with a character transformer.
+Two cores cannot run four workers at full speed: where time is measured, each local step is padded to a fixed time, and
+the baseline is the same workers without exchange. `late` is the part of the steps that took longer than that: where it
+is large, figures tell of the machine, not of the method.
 
     loss       loss at equal tokens, over that of synchronous training; links without limits
     overlap    local steps per second over those without exchange, int8; today's synchronous training beside it
