@@ -160,6 +160,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
 	if $(BIN)/python -c 'import torch' 2>/dev/null; then \
 	  $(BIN)/python benchmarks/frameworks.py $(ARGS) $(PEERS:%=--python %) && \
+	  $(BIN)/python benchmarks/slow_links.py $(ARGS) && \
 	  $(BIN)/python benchmarks/recommenders.py $(ARGS) $(PEERS:%=--python %); \
 	  else echo "benchmarks of psclient.torch are left out: .venv has no torch, which make .venv/frameworks installs" >&2; fi
 

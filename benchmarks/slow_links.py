@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -41,7 +41,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 if TYPE_CHECKING:
     import torch
 
-    import psclient as ps
 
 FORMAT = 1
 WORKERS, SERVERS = 4, 2
@@ -196,14 +195,16 @@ def be_worker(run: Run, began: float) -> None:
     import psclient as ps
     import psclient.torch as pst
 
-    kinds: Mapping[str, ps.Consistency] = {"sync": ps.Sync(), "async": ps.Async()}
-    consistency = ps.Quorum(WORKERS - 1, run.grace) if run.consistency == "quorum" else kinds[run.consistency]
+    consistency: Any = ps.Async() if run.consistency == "async" else ps.Sync()
+    if run.consistency == "quorum":
+        consistency = ps.Quorum(WORKERS - 1, run.grace)
     compression = getattr(ps.compression, run.compression)() if run.compression else None
     strategy = ps.ParameterServerStrategy(devices=["cpu:0"], consistency=consistency, compression=compression)
     rank = strategy.rank
     text = Text(run, rank)
     slower = run.slower if rank == WORKERS - 1 else 1.0
     outer: Any = None
+    exchange: Callable[[], object]
     if run.method == "diloco":
         rule: Any = torch.optim.SGD
         options: dict[str, Any] = {"lr": run.outer_lr, "momentum": run.momentum, "nesterov": run.momentum > 0}

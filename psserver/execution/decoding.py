@@ -96,10 +96,10 @@ def _pieces(codec: Codec, data: Array, spec: TensorSpec, block: int) -> Decoded:
         scales, numbers = split_scales(data, spec.size, block, spec.dtype)
         width = number_bytes(codec.kind, block)
         for first in range(0, scales.size, step // block):
-            own = slice(first, first + step // block)
-            at = slice(own.start * block, min(own.stop * block, spec.size))
-            bytes_of = numbers[own.start * width : own.stop * width]
-            yield at, scaled(codec.kind, bytes_of, scales[own], block, at.stop - at.start, spec.dtype)
+            last = min(first + step // block, scales.size)
+            start, end = first * block, min(last * block, spec.size)
+            some = numbers[first * width : last * width]
+            yield slice(start, end), scaled(codec.kind, some, scales[first:last], block, end - start, spec.dtype)
         return
     halves = data.view(DTYPES[codec.kind])
     single = codec.kind == "float16" and spec.dtype == "float32"

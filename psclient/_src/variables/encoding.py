@@ -138,8 +138,9 @@ def _pairs(rows: Array) -> Array:
     if rows.shape[1] % 2:
         rows = np.append(rows, np.zeros((len(rows), 1), rows.dtype), axis=1)
     quarters = np.clip(rows * 4, -_QUARTERS, _QUARTERS).astype(np.int8)  # towards zero: a tie is the larger magnitude
-    codes = _CODES[quarters + np.int8(_QUARTERS)]
-    return codes[:, ::2] | codes[:, 1::2] << 4
+    codes: Array = _CODES[quarters + np.int8(_QUARTERS)]
+    found: Array = codes[:, ::2] | codes[:, 1::2] << 4
+    return found
 
 
 _QUARTERS = int(4 * LEVELS[-1])
