@@ -23,7 +23,7 @@ NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensor
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray test-chart \
+.PHONY: help demo demo-recommender demo-embeddings demo-local test test-ci test-all test-frameworks test-ray test-chart \
   check check-types check-docs check-style check-generated docs docs-reference proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
@@ -40,6 +40,14 @@ help:  ## what there is
 .venv/demo: .venv/made pyproject.toml
 	@echo "installing paramserver and what the examples need into .venv (about a minute):"
 	@$(PIP) install -e '.[examples]' | $(PROGRESS)
+	@touch $@
+
+# PyTorch in an environment of its own, so that what is in .venv does not depend on whether this was made.
+.venv/demo-local/made: .venv/made pyproject.toml
+	@echo "installing paramserver and PyTorch for CPUs into .venv/demo-local (one or two minutes):"
+	@$(BIN)/python -m venv .venv/demo-local
+	@.venv/demo-local/bin/python -m pip --disable-pip-version-check --no-input install -e . torch \
+	  --extra-index-url https://download.pytorch.org/whl/cpu | $(PROGRESS)
 	@touch $@
 
 .venv/dev: .venv/made pyproject.toml
@@ -76,6 +84,9 @@ demo-recommender: .venv/demo  ## trains two towers over embeddings of users and 
 
 demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard library, and shows neighbours
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/embeddings.py
+
+demo-local: .venv/demo-local/made  ## trains a character transformer with local steps (DiLoCo); installs PyTorch for CPUs
+	.venv/demo-local/bin/psworker --standalone --ps 2 --workers 2 examples/local_steps.py
 
 test: check .venv/tests  ## all checks and all tests that everybody runs
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10

@@ -14,6 +14,7 @@ rows        rows of embedding tables, in few shapes
 bags        bags of these rows
 loading     batches, shared among all workers
 modules     modules of Flax NNX
+local_steps `DiLoCo` and `LocalSGD`: local steps, and an exchange now and then
 trees       names, dtypes and structures of pytrees
 arrays      between NumPy and JAX: what is copied
 """
@@ -21,8 +22,20 @@ arrays      between NumPy and JAX: what is copied
 from psclient.jax import optimizers
 from psclient.jax.bags import embedding, embedding_bag
 from psclient.jax.loading import Loader
+from psclient.jax.local_steps import DiLoCo, LocalSGD
 from psclient.jax.modules import Optimizer
 from psclient.jax.rows import JoinedRows, lookup
 from psclient.jax.state import TrainState
 
-__all__ = ["JoinedRows", "Loader", "Optimizer", "TrainState", "embedding", "embedding_bag", "lookup", "optimizers"]
+__all__ = [
+    "DiLoCo",
+    "JoinedRows",
+    "Loader",
+    "LocalSGD",
+    "Optimizer",
+    "TrainState",
+    "embedding",
+    "embedding_bag",
+    "lookup",
+    "optimizers",
+]

@@ -36,6 +36,15 @@ def heavy_ball(o: Any, v: Value, g: Value, t: Value, m: Value) -> None:
     v.assign_sub(o.learning_rate * (g + o.momentum * m if o.nesterov else m))
 
 
+def delayed_nesterov(o: Any, v: Value, g: Value, t: Value, total: Value, m: Value) -> None:
+    """Liu et al., arXiv 2401.09135, with c = 0: one gradient in `delay` moves the momentum, by the mean of so many."""
+    whole, due = total + g, t % o.delay == 0
+    now = o.momentum * m + whole / o.delay
+    m.assign(np.where(due, now, m))
+    total.assign(np.where(due, 0.0, whole))
+    v.assign_sub(o.learning_rate * (np.where(due, o.momentum * now, 0.0) + g / o.delay))
+
+
 def lion(o: Any, v: Value, g: Value, t: Value, m: Value) -> None:
     """Keras."""
     v.assign_sub(o.learning_rate * np.sign(o.beta_1 * m + (1 - o.beta_1) * g))

@@ -46,6 +46,34 @@ class SGD(RuleOptimizer, rule=KERAS["SGD"]):
         super().__init__(learning_rate, momentum=momentum, nesterov=nesterov, **options)
 
 
+class DelayedNesterov(RuleOptimizer, rule=KERAS["DelayedNesterov"]):
+    """Gradient descent with Nesterov momentum that moves once in several steps: stable for asynchronous local steps.
+
+    Each step descends by a part of its gradient, `v -= rate * g / delay`. One step in `delay` also moves the momentum
+    by the mean of the last `delay` gradients, and descends by it: `m = momentum * m + mean; v -= rate * momentum * m`.
+
+    Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, with c = 0.
+
+    Args:
+        learning_rate: step size.
+        momentum: decay of the momentum.
+        delay: N, the number of steps in which the momentum moves once: with asynchronous workers, their number. A step
+            is the arrival of one worker then.
+        options: as in `Optimizer`.
+
+    Raises:
+        ValueError: momentum is not between 0 and 1, or delay is not a whole number of at least 1.
+    """
+
+    momentum: float
+    delay: float
+
+    def __init__(
+        self, learning_rate: LearningRate, momentum: float = 0.9, delay: int = 4, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(learning_rate, momentum=momentum, delay=delay, **options)
+
+
 class Adam(RuleOptimizer, rule=KERAS["Adam"]):
     """Gradient descent by decayed means of gradients and of their squares.
 

@@ -221,10 +221,14 @@ _TORCH_ADAM = Rule(
 )
 _OPTAX_MOMENTS = dict.fromkeys(("b1", "b2"), LESS_THAN_1) | {"eps": AT_LEAST_0}
 _OPTAX_ADAM: Mapping[str, Range | None] = {**_OPTAX_MOMENTS, "eps_root": AT_LEAST_0, "nesterov": None}
+_AT_LEAST_1 = Range("a whole number of at least 1", lambda x: x >= 1 and x == int(x))
 _ABOVE_0 = Range("more than 0 and at most 1; SGD has none", lambda x: 0 < x <= 1)
 
 KERAS = {
     "SGD": Rule(f.descent, (Slot("momentum", ("momentum",)),), _MOMENTUM),
+    "DelayedNesterov": Rule(
+        f.delayed_nesterov, (Slot("gradients"), Slot("momentum")), {"momentum": FROM_0_TO_1, "delay": _AT_LEAST_1}
+    ),
     "Lion": Rule(f.lion, (Slot("momentum"),), {"beta_1": _ABOVE_0, "beta_2": FROM_0_TO_1}),
     "Adam": Rule(f.adam, (_M, _V, Slot("v_hat", ("amsgrad",))), {**_MOMENTS, "amsgrad": None}),
     "Adamax": Rule(f.adamax, (_M, Slot("u")), _MOMENTS),

@@ -62,12 +62,15 @@ class StepContribution(NamedTuple):
         gradients: of each of them, as reductions take it.
         extras: what rides beside.
         skips: True if nothing shall be applied where a gradient has NaN or infinity.
+        weight: if the step is made by the mean over workers, by how much this one counts in it, and its gradients are
+            multiplied by that already; None if the step is made by the sum.
     """
 
     variables: Sequence[Variable]
     gradients: Sequence[Value]
     extras: Sequence[Extra] = ()
     skips: bool = False
+    weight: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,8 @@ class StepKey:
         variables: the variables, in the order of their gradients.
         settings: the optimizer's attributes; their numbers may be others in a step of this key.
         rest: what says which variables take part in weight decay, the number of copies of the state that steps share,
-            whether this process makes rounds of its own, what becomes of NaN, and what rides beside gradients.
+            whether this process makes rounds of its own, what becomes of NaN, what rides beside gradients, and whether
+            they are averaged.
     """
 
     variables: tuple[Variable, ...]
@@ -184,7 +188,7 @@ class StepDriver:
         settings = self._settings()
         key = self._key(strategy, settings, step, known)
         riding = [extra.array for extra in extras] if extras else []
-        local = partial(contributions, strategy.extended, gradients, variables, riding)
+        local = partial(contributions, strategy.extended, gradients, variables, riding, step.weight)
         record = partial(self._record, strategy, settings, step)
         return strategy.backend.repeat(self._prepared, key, settings.numbers, local, record, len(extras))
 
@@ -203,7 +207,7 @@ class StepDriver:
         backend, extras = strategy.backend, step.extras
         beside = tuple([(extra.op, spec_of(extra.array)) for extra in extras]) if extras else ()
         copies, alone = len(self._state.everywhere), backend.group.alone
-        rest = self._decaying(), copies, alone, backend.nonfinite, beside, step.skips
+        rest = self._decaying(), copies, alone, backend.nonfinite, beside, step.skips, step.weight is None
         same = known is not None and (known.settings is settings or known.settings.key == settings.key)
         if known is not None and same and known.rest == rest:
             return known
@@ -217,26 +221,24 @@ class StepDriver:
         reduced: list[Value] = backend.reduce(extras) if extras else []
         if step.skips:
             backend.skip_nonfinite()
-        self._update(strategy, settings, step.gradients, step.variables)
+        self._update(strategy, settings, step)
         return reduced
 
-    def _update(
-        self, strategy: Strategy, settings: Settings, grads: Sequence[Value], variables: Sequence[Variable]
-    ) -> None:
-        """Sums gradients, and updates their variables; once the state is built.
+    def _update(self, strategy: Strategy, settings: Settings, of: StepContribution) -> None:
+        """Sums or averages gradients, and updates their variables; once the state is built.
 
         Args:
             strategy: the strategy.
             settings: those of now.
-            grads: of each variable the gradient.
-            variables: the variables.
+            of: what this process puts into the step.
         """
-        extended, state = strategy.extended, self._state
+        extended, state, grads, variables = strategy.extended, self._state, of.gradients, of.variables
+        reduced = partial(extended.batch_reduce_to, "sum") if of.weight is None else partial(extended._means, of.weight)
         rows, stages = list(map(has_rows, grads)), self.in_stages(strategy, variables)
         pairs = list(zip(grads, variables, strict=True))
         # Rows are sent twice, first to be measured: what compression leaves over is that of what is applied.
         first = [(g, Uncompressed(v) if stages and some else v) for (g, v), some in zip(pairs, rows, strict=True)]
-        sums = list(extended.batch_reduce_to("sum", first))
+        sums = list(reduced(first))
         given: list[Value] = []
         if stages:
             if self._optional:
@@ -250,7 +252,7 @@ class StepDriver:
         own_norms = [n for n, v in enumerate(variables) if self._has_norm(v, rows[n])]
         measured, norms = self._measured(strategy, settings, variables, sums, own_norms, given)
         if stages and any(rows):  # No server keeps rows between two rounds: they are sent again.
-            again = iter(extended.batch_reduce_to("sum", [pairs[n] for n, some in enumerate(rows) if some]))
+            again = iter(reduced([pairs[n] for n, some in enumerate(rows) if some]))
             sums = [next(again) if some else own for own, some in zip(sums, rows, strict=True)]
         begun, finite = {}, measured.get("finite")
         for shared in state.everywhere:

@@ -8,6 +8,7 @@ parameters   names, checks, and parameters as arrays of NumPy
 buffers      of a module: each worker's own, or means
 groups       of parameters, with hyperparameters of their own
 state        `state_dict`, fetched and assigned
+local_steps  `DiLoCo` and `LocalSGD`: local steps, and an exchange now and then
 scaler       `GradScaler`: an overflow is one for all workers
 rows         of tables, as tensors whose gradients go to the servers
 embeddings   modules whose rows are on servers
@@ -26,10 +27,12 @@ from psclient.torch.collections import (
 )
 from psclient.torch.embeddings import Embedding, EmbeddingBag
 from psclient.torch.loader import Loader
+from psclient.torch.local_steps import DiLoCo, LocalSGD
 from psclient.torch.optimizer import Optimizer
 from psclient.torch.scaler import GradScaler
 
 __all__ = [
+    "DiLoCo",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
@@ -41,5 +44,6 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "Loader",
+    "LocalSGD",
     "Optimizer",
 ]

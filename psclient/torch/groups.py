@@ -163,10 +163,7 @@ class ParameterGroups(Configured):
         rule, value = self._made[group], plain(value)
         if not any(self.state.has(v) for v, of in self._entered if of == group):
             rule._prepare(keys_of(rule).get(name, name), value)
-        if name == BETAS:
-            rule.beta_1, rule.beta_2 = value  # type: ignore[attr-defined]
-        else:
-            setattr(rule, keys_of(rule)[name], value)
+        set_hyperparameter(rule, name, value)
 
     def get(self, group: int, name: str) -> Any:
         """Returns a hyperparameter of a group as of now."""
@@ -194,6 +191,14 @@ def value_of(rule: Optimizer, name: str) -> Any:
     if name == BETAS:
         return rule.beta_1, rule.beta_2  # type: ignore[attr-defined]
     return getattr(rule, keys_of(rule)[name])
+
+
+def set_hyperparameter(rule: Optimizer, name: str, value: Any) -> None:
+    """Changes a hyperparameter of a rule, by its name in `param_groups`."""
+    if name == BETAS:
+        rule.beta_1, rule.beta_2 = value  # type: ignore[attr-defined]
+    else:
+        setattr(rule, keys_of(rule)[name], value)
 
 
 def keys_of(rule: Optimizer) -> Mapping[str, str]:

@@ -114,7 +114,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         prefix: str = "",
         **options: Any,
     ) -> None:
-        self.strategy = _checked_strategy(strategy)
+        self.strategy = checked_strategy(strategy)
         if not isinstance(module, torch.nn.Module):
             raise InvalidType(f"a {type(module).__name__} is not a module; pass the torch.nn.Module that is trained")
         averages = check_word("reduction", reduction, Reduction) == "mean"
@@ -415,7 +415,13 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             raise
 
 
-def _checked_strategy(strategy: Strategy | None) -> Strategy:
+def checked_strategy(strategy: Strategy | None) -> Strategy:
+    """Returns the strategy that owns variables of modules: the given one, or that of the scope.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: it has no servers, or several replicas in this process.
+    """
     if strategy is None:
         if not context.has_strategy():
             raise InvalidArgument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -295,6 +295,15 @@ class StrategyExtended:
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
+    def _means(self, weight: float, pairs: Iterable[tuple[Value, object]]) -> list[Value]:
+        """Averages values over all workers, as `batch_reduce_to`; this worker counts by a weight.
+
+        Args:
+            weight: more than 0; the values are multiplied by it already.
+            pairs: (value, destination) pairs.
+        """
+        return self._reduce_to("batch_reduce_to", ReduceOp.MEAN, pairs, weight)
+
     def _aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
         """Reduces like `reduce_to`, by a variable's aggregation, ONLY_FIRST_REPLICA included.
 
@@ -348,13 +357,13 @@ class StrategyExtended:
         return to_numpy(read(self._here([local])[0]))
 
     def _reduce_to(
-        self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Iterable[tuple[Value, object]]
+        self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Iterable[tuple[Value, object]], weight: float = 1.0
     ) -> list[Value]:
         with context.across_replicas(self._strategy, what):
             op, pairs = ReduceOp.parse(reduce_op), list(pairs)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
             places = [self._destination(place, value) for value, place in pairs]
-            local = [self._local(op, value, None, _fit_of(place)) for value, place in pairs]
+            local = [self._local(op, value, None, _fit_of(place), weight) for value, place in pairs]
             return self._reduced(list(zip(local, places, strict=True)))
 
     def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
@@ -372,12 +381,14 @@ class StrategyExtended:
         value: object,
         axis: int | Sequence[int] | None,
         fit: Fit | None = None,
+        weight: float = 1.0,
     ) -> LocalValue:
-        """Returns this process's contribution; see `of_replicas`."""
+        """Returns this process's contribution, each of its replicas with a weight; see `of_replicas`."""
         replicas = of_replicas(op, value, len(self.worker_devices), fit)
         # A variable's copies count, whatever their replicas' batches are.
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
-        return combine(op.wire, replicas, empty, axis)
+        found = combine(op.wire, replicas, empty, axis)
+        return found if weight == 1.0 else replace(found, weight=found.weight * weight)
 
     def _first(self, value: object) -> LocalValue:
         """Returns the value of this process's first replica; of all processes' values the first one there counts."""
@@ -508,6 +519,7 @@ def contributions(
     values: Sequence[Value],
     variables: Sequence[Variable],
     riding: Sequence[Array],
+    weight: float | None,
     reductions: Sequence[Reduction],
 ) -> OwnContributions | None:
     """Returns this process's contributions to reductions like earlier ones; None if they do not fit.
@@ -516,12 +528,14 @@ def contributions(
 
     Args:
         extended: of the strategy.
-        values: as in `batch_reduce_to`, to be summed.
+        values: as in `batch_reduce_to`, to be summed or averaged.
         variables: the variables beside which the sums stay, one for each value.
         riding: arrays whose reductions come before those of the values.
+        weight: by how much this process counts in averages; None for sums.
         reductions: the earlier reductions.
     """
     whole = len(extended._backend.worker_devices) == 1 and not extended._backend.group.empty
+    op, unit = (ReduceOp.SUM, 1.0) if weight is None else (ReduceOp.MEAN, weight)
     weights, arrays = [1.0] * len(riding), list[Any](riding)
     at, end = len(riding), len(reductions)
     for value, v in zip(values, variables, strict=True):
@@ -540,17 +554,17 @@ def contributions(
             and value.flags.c_contiguous
         ):
             if cut is None:
-                weights.append(1.0)
+                weights.append(unit)
                 arrays.append(value)
             else:
-                weights += [1.0] * len(cut.places)
+                weights += [unit] * len(cut.places)
                 arrays += [value[rows] for rows in cut.bounds]
         elif whole and cut is None and isinstance(value, Absent | Coming):
             coming = isinstance(value, Coming)
-            weights.append(float(coming))
+            weights.append(unit if coming else 0.0)
             arrays.append(value if coming else None)
         else:
-            local = extended._local(ReduceOp.SUM, value, None, v._fit_slices)
+            local = extended._local(op, value, None, v._fit_slices, unit)
             if (local.spec, local.form) != (TensorSpec(dtype, shape), asked.form):
                 return None
             parts = [local] if cut is None else local.cut(cut)

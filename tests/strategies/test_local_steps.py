@@ -1,0 +1,282 @@
+"""Local steps over workers and servers: the same bits as a loop in one process, schedules, weights, failures."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient.optimizers import rules
+from psclient.optimizers.local_steps import Schedule, balanced
+from tests.kit.cases import pairwise
+from tests.kit.local_steps import LocalWorker, Nesterov, first, simulated
+from tests.kit.workers import in_threads
+
+NUMBERS = {"dampening": 0.0, "penalty": 0.0, "maximize": False}
+
+
+def sgd(rate=0.7, momentum=0.9, **options):
+    """torch's SGD, on servers."""
+    made = rules.kind_of(rules.TORCH["SGD"], "SGD", rules.TorchRule)
+    return made(rate, momentum=momentum, nesterov=bool(momentum), **NUMBERS, **options)
+
+
+def exchanged(count, *schedule, workers=2, tokens=None, rule=sgd, servers=2, options=None, **given):
+    """The parameters of each worker, and the outer ones of each, after so many local steps."""
+
+    def work(strategy, worker):
+        made = LocalWorker(strategy, worker, rule, *schedule, **given)
+        merged = [made.step(tokens and tokens(worker, number)) for number in range(count)]
+        return made.own, made.outer(), merged
+
+    return in_threads(work, workers, servers, **(options or {}))
+
+
+def same(found, expected):
+    assert all(a.tobytes() == np.asarray(b).tobytes() for a, b in zip(found, expected, strict=True)), (found, expected)
+
+
+def of_worker(worker, step):
+    """How many tokens a worker has in a step."""
+    return 3.0 + 4 * worker + step % 3
+
+
+@pairwise(
+    dtype=[np.float64, np.float32],
+    schedule=[(4,), (4, 2), (8, 4, 1), (6, 2, 2), (3, 1, 2), (1,)],
+    alpha=[0.0, 0.5],
+    tokens=[None, of_worker],
+)
+def test_workers_do_what_a_loop_in_one_process_does(dtype, schedule, alpha, tokens):
+    """To the last bit: fragments, exchanges that overlap with steps, mixed parameters, and weights."""
+    found = exchanged(17, *schedule, tokens=tokens, dtype=dtype, alpha=alpha)
+    own, outer = simulated(2, 17, *schedule, alpha=alpha, tokens=tokens, dtype=dtype)
+    for worker, (mine, theirs, _) in enumerate(found):
+        same(theirs, outer)
+        same(mine, own[worker])
+
+
+def test_three_workers_on_one_server():
+    """With `deterministic=True`, in the order of their tasks."""
+    found = exchanged(8, 4, workers=3, servers=1, tokens=of_worker, options={"deterministic": True})
+    own, outer = simulated(3, 8, 4, tokens=of_worker)
+    for worker, (mine, theirs, merged) in enumerate(found):
+        same(theirs, outer)
+        same(mine, own[worker])
+        assert merged == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize("rule", ["Adam(0.1)", "SGD(1.0)", "Adagrad(0.5)", "DelayedNesterov(0.7, 0.9, 2)"])
+def test_any_rule_of_the_servers_is_an_outer_optimizer(rule):
+    """Fragments have slots and counts of their own."""
+    made = partial(eval, f"ps.optimizers.{rule}", {"ps": ps})
+    (_, outer, _), (_, other, _) = exchanged(8, 4, 2, rule=made)
+    same(outer, other)
+    assert all((a != b).all() for a, b in zip(outer, first(), strict=True))
+
+
+def test_a_worker_without_tokens_counts_nothing():
+    """And where no worker has any, nothing changes."""
+    tokens = lambda worker, step: float(worker and step < 4)  # noqa: E731
+    (_, outer, _), _ = exchanged(8, 4, tokens=tokens)
+    _, alone = simulated(2, 4, 4, tokens=tokens)
+    same(outer, alone)
+
+
+def test_an_exchange_waits_once_and_is_sent_while_steps_are_made():
+    """The values of a fragment come with the answer to the round that sends it."""
+
+    def work(strategy, worker):
+        made = LocalWorker(strategy, worker, sgd, 4, 1, 3)
+        for _ in range(8):
+            made.step()
+        before, rounds = strategy.blocking_waits, strategy.round
+        under_way = [made.step() for _ in range(6)]  # what step 8 has sent is merged after step 11
+        return strategy.blocking_waits - before, strategy.round - rounds, under_way
+
+    for waits, rounds, merged in in_threads(work, 2, 1):
+        assert (waits, rounds, merged) == (1, 1, [False, False, True, False, False, False])
+
+
+def test_compressed_exchanges_lose_nothing_for_good():
+    """What int8 leaves over of a pseudo-gradient comes with the next one."""
+
+    def work(strategy, worker):
+        made = LocalWorker(strategy, worker, partial(sgd, 1.0, 0.0), 4)
+        return [made.step() for _ in range(40)] and made.outer()
+
+    plain = in_threads(work, 2, 1)[0]
+    found = in_threads(work, 2, 1, compression=ps.compression.Int8())[0]
+    assert all(np.abs(a - b).max() < 0.05 for a, b in zip(plain, found, strict=True))
+
+
+# ---- Asynchronous workers ----
+
+
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.BoundedStaleness(2)])
+def test_an_asynchronous_worker_continues_from_its_own_exchange(consistency):
+    """One worker alone does what a loop of one worker does."""
+    found = exchanged(9, 3, workers=1, rule=partial(sgd, 0.5, 0.0), options={"consistency": consistency})
+    own, outer = simulated(1, 9, 3, rule=lambda: Nesterov(0.5, 0.0))
+    same(found[0][1], outer)
+    same(found[0][0], own[0])
+
+
+def test_delayed_nesterov_converges_where_nesterov_does_not(caplog):
+    """Four asynchronous workers, whose exchanges are stale; a warning names the remedy."""
+
+    def work(rule, strategy, worker):
+        made = LocalWorker(strategy, worker, rule, 5, name=f"{rule.func.__name__}")
+        for number in range(150):
+            made.step(count=number % 5)
+        return max(float(np.abs(p).max()) for p in made.outer())
+
+    stable = partial(ps.optimizers.DelayedNesterov, 0.7, 0.9, 4)
+    options = {"consistency": ps.Async()}
+    assert max(in_threads(partial(work, stable), 4, 1, **options)) < 5
+    assert "DelayedNesterov" not in caplog.text
+    in_threads(lambda strategy, worker: LocalWorker(strategy, worker, sgd, 5) and None, 2, 1, **options)
+    assert "use ps.optimizers.DelayedNesterov" in caplog.text
+
+
+def test_delayed_nesterov_is_nesterov_by_the_mean_of_its_delay():
+    """Of N equal gradients the N-th step ends where one step of Nesterov's ends: arXiv 2401.09135 with c = 0."""
+    with ps.ParameterServerStrategy() as strategy:
+        with strategy.scope():
+            v, u = ps.Variable(np.ones(3), name="v"), ps.Variable(np.ones(3), name="u")
+            delayed = ps.optimizers.DelayedNesterov(0.5, 0.9, delay=4)
+            plain = sgd(0.5, 0.9)
+        for number in range(12):
+            g = np.arange(3.0) + number // 4
+            strategy.run(lambda g=g: delayed.apply_gradients([(g, v)]))
+            if number % 4 == 3:
+                strategy.run(lambda g=g: plain.apply_gradients([(g, u)]))
+                np.testing.assert_allclose(v.numpy(), u.numpy(), rtol=1e-12)
+
+
+# ---- Checkpoints ----
+
+
+def test_a_checkpoint_continues_with_the_same_bits(tmp_path):
+    """Outer parameters, the outer optimizer, and the count of steps, as of an exchange of all."""
+
+    def work(resumes, strategy, worker):
+        made = LocalWorker(strategy, worker, sgd, 4)
+        saved = made.steps.saved(lambda: made.steps.take_all(made._merge))
+        outer = [each.rule for each in made.steps.fragments]
+        checkpoint = ps.train.Checkpoint(model=made.variables, outer=outer, steps=saved)
+        if resumes:
+            checkpoint.restore("ckpt")
+            assert made.steps.step == 8
+            same(made.own, made.outer())
+        else:
+            [made.step() for _ in range(8)]
+            checkpoint.save("ckpt/one")
+            checkpoint.sync()
+        [made.step() for _ in range(8)]
+        return made.outer()
+
+    before, after = (in_threads(partial(work, resumes), 2, 2, root=tmp_path) for resumes in (False, True))
+    same(after[0], before[0])
+    same(before[0], simulated(2, 16, 4)[1])
+
+
+def test_values_that_change_otherwise_are_taken():
+    """A local step after an assignment begins with what was assigned."""
+    with ps.ParameterServerStrategy() as strategy:
+        made = LocalWorker(strategy, 0, sgd, 4)
+        made.step()
+        with strategy.scope():
+            for v in made.variables:
+                v.assign(np.zeros(v.shape))
+        made.step()
+        same(made.own, [np.zeros(p.shape) for p in made.own])
+
+
+# ---- Bad inputs ----
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ((0,), "sync_every is 0"),
+        ((4.0,), "sync_every is 4.0"),
+        ((4, 3), "not divisible by the number of fragments"),
+        ((4, 0), "fragments is 0"),
+        ((4, 2, 2), "use at most 1"),
+        ((4, 1, -1), "sync_delay is -1"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        Schedule(*given)
+
+
+def test_the_schedule_is_that_of_streaming_diloco():
+    """Fragment p of P after each step t with (t - p * H / P) % H == 0."""
+    when = Schedule(12, 4)
+    assert {t: when.sent_at(t) for t in range(1, 25) if when.sent_at(t) is not None} == {
+        3 * n: n % 4 for n in range(1, 9)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([100, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 100], 2, [3, 1]),
+        ([0, 0, 0], 3, [1, 1, 1]),
+        ([100, 1, 1], 3, [1, 1, 1]),
+        ([5, 5, 5, 5, 5], 1, [5]),
+    ],
+)
+def test_fragments_are_balanced(sizes, parts, expected):
+    assert list(map(len, balanced(sizes, parts))) == expected
+    assert [place for part in balanced(sizes, parts) for place in part] == [*range(len(sizes))]
+
+
+def test_more_fragments_than_parameters_are_refused():
+    with pytest.raises(ValueError, match="cannot be cut into 3 fragments"):
+        balanced([1, 2], 3)
+
+
+def test_workers_with_different_schedules_are_refused():
+    """Before the first step. Asynchronous workers may have a number of steps each."""
+    with pytest.raises(ValueError, match="another one has sync_every="):
+        in_threads(lambda strategy, worker: LocalWorker(strategy, worker, sgd, 4 + worker) and None, 2, 1)
+    different = lambda strategy, worker: LocalWorker(strategy, worker, partial(sgd, 0.5, 0.0), 4 + worker).step()  # noqa: E731
+    in_threads(different, 2, 1, consistency=ps.Async())
+
+
+def test_bad_tokens_and_alphas_are_refused():
+    with ps.ParameterServerStrategy() as strategy:
+        for alpha in (-0.1, 1.5, "x"):
+            with pytest.raises(ValueError, match="is not a number from 0 to 1"):
+                LocalWorker(strategy, 0, sgd, 2, alpha=alpha)
+        made = LocalWorker(strategy, 0, sgd, 2, name="q")
+        for tokens in (-1, np.nan, np.inf):
+            with pytest.raises(ValueError, match="finite number that is not negative"):
+                made.step(tokens)
+        with pytest.raises(TypeError, match="use a number"):
+            made.step("many")
+        made.step(3)
+        with pytest.raises(ValueError, match="with tokens and without"):
+            made.step()
+
+
+def test_nan_in_a_pseudo_gradient_follows_the_policy():
+    """With "skip" the outer parameters stay as they are, and all workers begin with them again."""
+
+    def work(strategy, worker):
+        made = LocalWorker(strategy, worker, sgd, 2)
+        made.step()
+        if worker:
+            made.own[0][:] = np.nan
+        made.step()
+        return made.own
+
+    for own in in_threads(work, 2, 1, consistency=ps.Sync(nonfinite="skip")):
+        same(own, first())
