@@ -16,7 +16,7 @@ from psclient.jax.optimizers import sgd
 from psclient.jax.parameters import check_optimizer, strategy_of
 from psclient.jax.trees import Leaf, Tree, check_alike, first_value, is_traced, leaves_of, nested
 from psclient.optimizers import Optimizer
-from psclient.optimizers.local_steps import Fragment, LocalSteps, Schedule, balanced, rules_of
+from psclient.optimizers.local_steps import Fragment, LocalSteps, Schedule, balanced, check_servers, rules_of
 from pswire.errors import InvalidArgument, InvalidCall, InvalidType
 from pswire.model.tensor import Array
 
@@ -34,6 +34,7 @@ class _Exchange:
 
     def __init__(self, params: Tree, given: _Given) -> None:
         strategy, self._name = strategy_of(given.strategy), given.name
+        check_servers(strategy)
         leaves, self._structure = leaves_of(params, given.name)
         if not leaves:
             raise InvalidArgument("there are no parameters to exchange; pass a pytree of arrays")

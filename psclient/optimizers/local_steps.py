@@ -10,12 +10,15 @@ The front ends say what parameters are: `psclient.torch.local_steps` and `psclie
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
+from psclient._src import context
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
@@ -25,6 +28,7 @@ from psclient.optimizers.base import Optimizer
 from psclient.optimizers.ranges import check_count, is_finite, is_number
 from psclient.optimizers.state import state_of
 from psclient.optimizers.step_driver import StepContribution, StepDriver
+from psclient.optimizers.step_functions import state_dtype
 from pswire.errors import InvalidArgument, InvalidType
 from pswire.model.tensor import Array
 
@@ -109,6 +113,15 @@ def rules_of(rule: Optimizer, count: int) -> list[Optimizer]:
     return [rule, *(type(rule).from_config(rule.get_config()) for _ in range(count - 1))]
 
 
+def check_servers(strategy: Strategy) -> None:
+    """Raises `TypeError` if a strategy has no servers."""
+    if not isinstance(strategy.backend, RemoteBackend):
+        raise InvalidType(
+            f"local steps are exchanged by parameter servers, but a {type(strategy).__name__} has none; use a "
+            "ps.ParameterServerStrategy"
+        )
+
+
 class Fragment:
     """The outer parameters of one fragment, on the servers. Used by the thread that trains.
 
@@ -124,7 +137,7 @@ class Fragment:
 
     def __init__(self, strategy: Strategy, rule: Optimizer, variables: Sequence[Variable]) -> None:
         self.rule, self.variables = rule, list(variables)
-        self._strategy = strategy
+        self._strategy, self._backend = strategy, cast(RemoteBackend, strategy.backend)
         given = rule._check_variables, rule._needs, rule._decays, rule._decaying
         self._driver = StepDriver(rule, state_of(rule), *given, optional=True)
         self.counted = 0.0
@@ -164,19 +177,24 @@ class Fragment:
             values = [self._moved_by(v, own, start, weight, overlaps) for v, own, start in each]
         self._driver.send(self._strategy, StepContribution(self.variables, values, weight=weight))
 
-    def _moved_by(self, v: Variable, local: Array, start: Array, weight: float, overlaps: bool) -> Any:
+    def _moved_by(self, v: Variable, local: Array, start: Array, weight: float, overlaps: bool) -> Array:
         """Returns a pseudo-gradient times the weight; in an array that may be read while the worker trains on."""
-        backend = cast(RemoteBackend, self._strategy.backend)
-        found = backend.buffer(v, 0) if overlaps else np.empty(v.shape, v.dtype)
+        dtype = state_dtype(v.dtype)
+        if dtype != v.dtype:  # half precision: small differences, and large weights
+            start, local = start.astype(dtype), local.astype(dtype)
+            found = start
+        else:
+            found = self._backend.buffer(v, 0) if overlaps else np.empty(v.shape, dtype)
         np.subtract(start, local, out=found)
         if weight != 1.0:
-            np.multiply(found, found.dtype.type(weight), out=found)
+            np.multiply(found, dtype.type(weight), out=found)
         return found
 
     def receive(self) -> list[Array]:
-        """Waits for what was sent, and returns the outer parameters after it."""
+        """Waits for what was sent, and returns the outer parameters after it: a place to which all workers come."""
         self.renew()
         self._strategy._begin_step()
+        self._backend.exchange.begin_run()
         return self.start
 
     def _read(self) -> list[Array]:
@@ -212,8 +230,9 @@ class LocalSteps:
         self.fragments, self.schedule, self.alpha = fragments, schedule, float(alpha)
         self.step = self.exchanges = 0
         self.tokens: float | None = None
-        self._strategy = strategy
+        self._strategy, self._session = strategy, cast(RemoteBackend, strategy.backend).exchange.session
         self._under_way: tuple[int, int] | None = None  # a fragment that was sent, and the step at which it is merged
+        self._began, self._longest = time.monotonic(), 0.0  # of these steps the begin, and the longest wait so far
         self._joined = False
         self._compare(name)
         self._warn_of_momentum()
@@ -263,8 +282,11 @@ class LocalSteps:
         Raises:
             TypeError: `tokens` is not a number.
             ValueError: `tokens` is negative or not finite; or was given in other steps, and not in this one.
+            RuntimeError: called in replica or update context.
             PSError: an exchange failed, or the session has ended.
         """
+        if context.has_strategy():
+            context.require_cross_replica(self._strategy, "step")
         counted = self._counted(tokens)
         if self._joins() or self._moved():
             self.take_all(merge)
@@ -272,7 +294,8 @@ class LocalSteps:
         number = self.schedule.sent_at(self.step)
         if number is not None:
             self._receive(merge)  # what an interrupt has left
-            self.fragments[number].send(local(number), self.tokens, overlaps=self.schedule.sync_delay > 0)
+            with self._patience():
+                self.fragments[number].send(local(number), self.tokens, overlaps=self.schedule.sync_delay > 0)
             self._under_way = number, self.step + self.schedule.sync_delay
             self.exchanges += 1
         if self._under_way is None or self.step < self._under_way[1]:
@@ -342,8 +365,20 @@ class LocalSteps:
         """Waits for what is under way, if anything is, and merges it."""
         if self._under_way is not None:
             number, _ = self._under_way
-            merge(number, self.fragments[number].receive(), self.alpha)
-            self._under_way = None
+            with self._patience():
+                found = self.fragments[number].receive()
+            merge(number, found, self.alpha)
+            self._under_way, self._began = None, time.monotonic()
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Within, the log says nothing of waits up to the time of this worker's own steps, or up to those before."""
+        session, now = self._session, time.monotonic()
+        session.usual_wait = max(now - self._began, 1.5 * self._longest)
+        try:
+            yield
+        finally:
+            session.usual_wait, self._longest = 0.0, max(self._longest, time.monotonic() - now)
 
 
 class SavedSteps:

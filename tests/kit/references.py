@@ -198,6 +198,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Nadam": partial(O.Nadam, 0.5),
     "Lamb": partial(O.Lamb, 0.5),
     "Lion": partial(O.Lion, 0.5),
+    "DelayedNesterov": partial(O.DelayedNesterov, 0.5, 0.5, 3),
 }
 MORE: dict[str, Callable[[], Any]] = {
     "SGD, clipped by norm and accumulated": partial(O.SGD, 0.5, clipnorm=2.0, gradient_accumulation_steps=2),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+import time
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +16,8 @@ from psclient.optimizers import rules
 from psclient.optimizers.local_steps import Schedule, balanced
 from tests.kit.cases import pairwise
 from tests.kit.local_steps import LocalWorker, Nesterov, first, simulated
-from tests.kit.workers import in_threads
+from tests.kit.rig import eventually
+from tests.kit.workers import PATIENT, in_threads, meet
 
 NUMBERS = {"dampening": 0.0, "penalty": 0.0, "maximize": False}
 
@@ -21,6 +26,9 @@ def sgd(rate=0.7, momentum=0.9, **options):
     """torch's SGD, on servers."""
     made = rules.kind_of(rules.TORCH["SGD"], "SGD", rules.TorchRule)
     return made(rate, momentum=momentum, nesterov=bool(momentum), **NUMBERS, **options)
+
+
+average = partial(sgd, 1.0, 0.0)
 
 
 def exchanged(count, *schedule, workers=2, tokens=None, rule=sgd, servers=2, options=None, **given):
@@ -56,6 +64,17 @@ def test_workers_do_what_a_loop_in_one_process_does(dtype, schedule, alpha, toke
     for worker, (mine, theirs, _) in enumerate(found):
         same(theirs, outer)
         same(mine, own[worker])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_exchanged_in_single(dtype):
+    """Large weights are not too large for it."""
+    dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    (_, outer, _), (own, other, _) = exchanged(4, 4, tokens=lambda worker, step: 1e6, dtype=dtype, rule=average)
+    expected = simulated(2, 4, 4, rule=lambda: Nesterov(1.0, 0.0))[1]
+    same(outer, other)
+    same(own, other)
+    assert all(np.abs(p.astype("f8") - q).max() < 0.05 for p, q in zip(outer, expected, strict=True))
 
 
 def test_three_workers_on_one_server():
@@ -112,6 +131,30 @@ def test_compressed_exchanges_lose_nothing_for_good():
     assert all(np.abs(a - b).max() < 0.05 for a, b in zip(plain, found, strict=True))
 
 
+def test_the_log_says_nothing_while_others_compute_as_long_as_this_worker(caplog):
+    """A worker that is waited for longer than the own steps took, and than before, is named."""
+    looked, ended = threading.Event(), threading.Event()
+
+    def work(strategy, worker):
+        made = LocalWorker(strategy, worker, sgd, 1)
+        if worker:
+            time.sleep(0.3)  # many times the interval of reports
+        else:
+            made.steps._began -= 1000.0
+        made.step()
+        if worker:
+            meet(looked)
+            eventually(lambda: "waits in round" in caplog.text)
+            ended.set()
+        else:
+            assert "waits in round" not in caplog.text
+            looked.set()
+        made.step()
+
+    in_threads(work, 2, 1, timeouts=dataclasses.replace(PATIENT, report_interval=0.02))
+    assert ended.is_set()
+
+
 # ---- Asynchronous workers ----
 
 
@@ -124,7 +167,8 @@ def test_an_asynchronous_worker_continues_from_its_own_exchange(consistency):
     same(found[0][0], own[0])
 
 
-def test_delayed_nesterov_converges_where_nesterov_does_not(caplog):
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.BoundedStaleness(1)])
+def test_delayed_nesterov_converges_where_nesterov_does_not(consistency, caplog):
     """Four asynchronous workers, whose exchanges are stale; a warning names the remedy."""
 
     def work(rule, strategy, worker):
@@ -134,7 +178,7 @@ def test_delayed_nesterov_converges_where_nesterov_does_not(caplog):
         return max(float(np.abs(p).max()) for p in made.outer())
 
     stable = partial(ps.optimizers.DelayedNesterov, 0.7, 0.9, 4)
-    options = {"consistency": ps.Async()}
+    options = {"consistency": consistency}
     assert max(in_threads(partial(work, stable), 4, 1, **options)) < 5
     assert "DelayedNesterov" not in caplog.text
     in_threads(lambda strategy, worker: LocalWorker(strategy, worker, sgd, 5) and None, 2, 1, **options)

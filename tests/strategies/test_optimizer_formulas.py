@@ -172,7 +172,10 @@ OPTIONS_AND_DEFAULTS = {
 """What Keras 3.15.1 makes with options, PyTorch 2.13.0 with a tiny epsilon where it stands elsewhere, and TensorFlow
 2.21.0 with its defaults, which it rounds to float32."""
 
-ALL = KERAS | FRONT_ENDS | {text: numbers for text, (numbers, _) in TENSORFLOW.items()} | OPTIONS_AND_DEFAULTS
+PAPERS = {"DelayedNesterov(0.1, 0.9, 3)": [0.8452046774, -1.757215254, 3.161283656]}
+"""What the algorithm of a paper gives in plain Python: arXiv 2401.09135, with c = 0."""
+
+ALL = PAPERS | KERAS | FRONT_ENDS | {text: numbers for text, (numbers, _) in TENSORFLOW.items()} | OPTIONS_AND_DEFAULTS
 
 
 def of_table(table, base, name, rate, **given):

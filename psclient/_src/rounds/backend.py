@@ -419,7 +419,7 @@ class RemoteBackend:
             return dict
         if outdated and self.variables.before is not None:
             raise RunAgain
-        if outdated and outgoing.plan.reductions:
+        if outdated and any(outgoing.weights):
             _warn_of_loss(self._task, outgoing.plan, self.group.round)
         return self._exchange.make(outgoing, section.marks, observes=outdated)
 
