@@ -3,107 +3,55 @@
     python examples/local_steps.py                                      one process, and a server started for it
     psworker --standalone --ps 2 --workers 2 examples/local_steps.py    a whole cluster on this machine
 
-Each worker trains its own copy on its own text, and exchanges with the others after every 20th step.
+Each worker trains on text of its own, and exchanges with the others once in many steps. Needs PyTorch.
 """
 
 import argparse
-import os
 import time
-from pathlib import Path
 
 import torch
+from local_steps_model import Transformer, read_text, windows_of
 from report import say
 from rich.filesize import decimal
-from torch import nn
 
 import psclient as ps
 import psclient.torch as pst
 
 parser = argparse.ArgumentParser(description="Trains a character transformer with local steps.")
-parser.add_argument("--steps", type=int, default=200, help="local steps of each worker [200]")
-parser.add_argument("--sync-every", type=int, default=20, help="local steps between two exchanges [20]")
-parser.add_argument("--fragments", type=int, default=2, help="fragments of the model, exchanged in turn [2]")
+parser.add_argument("--steps", type=int, default=400, help="local steps of each worker [400]")
+parser.add_argument("--sync-every", type=int, default=40, help="local steps between two exchanges [40]")
+parser.add_argument("--fragments", type=int, default=2, help="parts of the model that are exchanged in turn [2]")
 parser.add_argument("--sync-delay", type=int, default=5, help="local steps while an exchange is under way [5]")
 parser.add_argument("--width", type=int, default=64, help="width of the model [64]")
 parser.add_argument("--layers", type=int, default=2, help="layers of the model [2]")
-parser.add_argument("--megabytes", type=float, default=2.0, help="most text that is read [2]")
+parser.add_argument("--context", type=int, default=64, help="characters that the model sees [64]")
+parser.add_argument("--batch", type=int, default=16, help="windows in a step of a worker [16]")
 args = parser.parse_args()
-
-CONTEXT, BATCH = 64, 16
-
-
-class Transformer(nn.Module):
-    """Predicts each character from those before it."""
-
-    def __init__(self, characters: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(CONTEXT, width)
-        block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, characters)
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Returns the scores of the next character at each place."""
-        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
-        x = self.characters(text) + self.places(torch.arange(text.shape[1]))
-        scores: torch.Tensor = self.head(self.blocks(x, mask, is_causal=True))
-        return scores
-
-
-def read_text(most: int) -> torch.Tensor:
-    """Returns the text of the standard library's modules, a number for each byte."""
-    found = b""
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        found += path.read_bytes()
-        if len(found) >= most:
-            break
-    return torch.frombuffer(bytearray(found[:most]), dtype=torch.uint8).long().clamp(max=127)
-
-
-def batch_of(text: torch.Tensor, source: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns windows of the text, and the same one character later."""
-    starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=source)
-    windows = text[starts[:, None] + torch.arange(CONTEXT + 1)]
-    return windows[:, :-1], windows[:, 1:]
-
 
 torch.manual_seed(0)
 strategy = ps.ParameterServerStrategy(["cpu:0"])
-net = Transformer(128, args.width, args.layers)
+net = Transformer(args.width, args.layers, args.context)
 inner = torch.optim.AdamW(net.parameters(), lr=3e-3)
-outer = pst.DiLoCo(
-    net,
-    inner,
-    torch.optim.SGD,
-    lr=0.7,
-    momentum=0.9,
-    nesterov=True,
-    sync_every=args.sync_every,
-    fragments=args.fragments,
-    sync_delay=args.sync_delay,
-    strategy=strategy,
-)
-text = read_text(int(args.megabytes * 1e6))
-held, text = text[: len(text) // 20], text[len(text) // 20 :]
-text = text.chunk(strategy.world_size)[strategy.rank]  # each worker has text of its own
-source = torch.Generator().manual_seed(strategy.rank)
-count = sum(p.numel() for p in net.parameters())
-say(strategy, f"{count:,} parameters, {len(text):,} characters for each of {strategy.world_size} workers")
-began, losses = time.monotonic(), list[float]()
+when = {"sync_every": args.sync_every, "fragments": args.fragments, "sync_delay": args.sync_delay}
+outer = pst.DiLoCo(net, inner, torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, strategy=strategy, **when)
+
+text = read_text(megabytes=2)
+held, text = text[:100_000], text[100_000:].chunk(strategy.world_size)[strategy.rank]
+source, losses, began = torch.Generator().manual_seed(strategy.rank), list[float](), time.monotonic()
+say(strategy, f"{sum(p.numel() for p in net.parameters()):,} parameters, {strategy.world_size} workers")
 for step in range(1, args.steps + 1):
-    inputs, targets = batch_of(text, source)
     inner.zero_grad()
-    loss = nn.functional.cross_entropy(net(inputs).flatten(0, 1), targets.flatten())
+    loss = net.loss(windows_of(text, args.batch, args.context, source))
     loss.backward()
     inner.step()
+    outer.step(tokens=args.batch * args.context)
     losses.append(loss.item())
-    outer.step(tokens=targets.numel())
     if step % args.sync_every == 0:
         mean, speed = sum(losses) / len(losses), step / (time.monotonic() - began)
         moved = decimal(sum(strategy.bytes_transferred) // step)
-        say(strategy, f"step {step:4}  loss {mean:.3f}  {speed:4.0f} steps/s  {moved}/step  {outer.exchanges} exchanges")
+        done = f"{outer.exchanges:2} exchanges, {moved} for each step"
+        say(strategy, f"step {step:4}  loss {mean:.3f}  {speed:4.0f} steps/s  {done}")
         losses.clear()
 with torch.no_grad():
-    inputs, targets = batch_of(held, torch.Generator().manual_seed(1))
-    loss = nn.functional.cross_entropy(net(inputs).flatten(0, 1), targets.flatten())
-say(strategy, f"loss on text that no worker has seen: {loss:.3f}")
+    loss = net.loss(windows_of(held, 64, args.context, torch.Generator().manual_seed(1)))
+say(strategy, f"loss {loss:.3f} on text that no worker has seen, after {step} steps")

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"recommender_torch": ("--ratings", "60000"), "dlrm": ("--examples", "30000")}
 SECONDS = 600.0
 NEEDS = {
-    **dict.fromkeys(("digits_torch", "recommender_torch", "dlrm"), "torch"),
+    **dict.fromkeys(("digits_torch", "recommender_torch", "dlrm", "local_steps"), "torch"),
     "digits_jax": "jax",
     "keras_jax": "keras",
 }
@@ -103,6 +103,19 @@ def test_an_example(tmp_path, name, runs, least):
     figure, loss = figures
     assert figure > least
     assert loss <= found.get(1, (0, 0))[1]
+
+
+@pytest.mark.parametrize("name", ["local_steps"])
+def test_local_steps_learn(tmp_path, name):
+    """Two workers train a small transformer by local steps; what they print has no error in it."""
+    python = ["psworker", "--standalone", "--ps", "2", "--workers", "2", str(EXAMPLES / f"{name}.py")]
+    done = shell([*python, "--steps", "40", "--sync-every", "10", "--width", "16", "--batch", "8"], tmp_path, SECONDS)
+    assert done.code == 0, done.err
+    assert not done.left
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\S+)", done.out)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.5
+    assert " 8 exchanges" in done.out
 
 
 @pytest.mark.parametrize("name", NEEDS)

@@ -37,7 +37,7 @@ def trained(strategy, worker, data=DATA, workers=2, dtype=torch.float64, made=ps
 
 
 class Nesterov:
-    """torch's SGD with the operations of its documentation, one by one: torch's own joins a multiplication and a sum."""
+    """torch's SGD with the operations of its documentation, one by one: torch itself joins some of them."""
 
     def __init__(self, parameters, lr=0.7, momentum=0.9):
         self.parameters, self.lr, self.momentum = list(parameters), lr, momentum
@@ -96,8 +96,10 @@ def test_local_sgd_averages():
     assert all(apart(found, values(expected)) == 0 for found in job(work, 2, 2))
 
 
-@pytest.mark.parametrize("outer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
-def test_classes_of_torch_are_outer_optimizers(outer):
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_classes_of_torch_are_outer_optimizers(name):
+    outer = getattr(torch.optim, name)
+
     def work(strategy, worker):
         net, _, _ = trained(strategy, worker, made=partial(pst.DiLoCo, outer=outer, lr=0.1), sync_every=4)
         return values(net)
