@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.local_steps.fragment import Fragment, check_servers, rules_of
+from psclient._src.local_steps.schedule import Schedule, balanced
+from psclient._src.local_steps.steps import LocalSteps
 from psclient._src.variables.compression import Compressed, check_compression
 from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import all_to_jax, to_host
@@ -16,7 +19,6 @@ from psclient.jax.optimizers import sgd
 from psclient.jax.parameters import check_optimizer, strategy_of
 from psclient.jax.trees import Leaf, Tree, check_alike, first_value, is_traced, leaves_of, nested
 from psclient.optimizers import Optimizer
-from psclient.optimizers.local_steps import Fragment, LocalSteps, Schedule, balanced, check_servers, rules_of
 from pswire.errors import InvalidArgument, InvalidCall, InvalidType
 from pswire.model.tensor import Array
 
@@ -40,7 +42,7 @@ class _Exchange:
             raise InvalidArgument("there are no parameters to exchange; pass a pytree of arrays")
         values = [first_value(leaf) for leaf in leaves]
         self.parts = _cut(leaves, values, given.fragments)
-        schedule = Schedule(given.sync_every, len(self.parts), given.sync_delay)
+        schedule = Schedule(given.sync_every, len(self.parts), given.sync_delay, given.alpha)
         with strategy.scope():
             self._variables = [
                 Variable(value, name=leaf.name, compression=given.compression)
@@ -52,7 +54,7 @@ class _Exchange:
             for rule, part in zip(self.rules, self.parts, strict=True)
         ]
         self._leaves = [leaf.without_value() for leaf in leaves]
-        self.steps = LocalSteps(strategy, made, schedule, given.alpha, f"{given.name}/local_steps")
+        self.steps = LocalSteps(strategy, made, schedule, f"{given.name}/local_steps")
 
     @property
     def variables(self) -> Any:
@@ -202,7 +204,7 @@ def DiLoCo(
     """
     check_compression(compression, "DiLoCo")
     given = _Given(outer, sync_every, fragments, sync_delay, alpha, compression, strategy, name)
-    Schedule(sync_every, fragments if isinstance(fragments, int) else len(fragments), sync_delay)
+    Schedule(sync_every, fragments if isinstance(fragments, int) else len(fragments), sync_delay, alpha)
 
     def init(params: Tree) -> tuple[Tree, LocalState]:
         made = _Exchange(params, given)

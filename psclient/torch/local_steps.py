@@ -9,10 +9,12 @@ import torch
 
 from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.local_steps.fragment import Fragment, rules_of
+from psclient._src.local_steps.schedule import Schedule, balanced
+from psclient._src.local_steps.steps import LocalSteps
 from psclient._src.variables.compression import Compressed, check_compression
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer as Rule
-from psclient.optimizers.local_steps import Fragment, LocalSteps, Schedule, balanced, rules_of
 from psclient.torch.groups import plain, rule_of, set_hyperparameter
 from psclient.torch.optimizer import checked_strategy
 from psclient.torch.parameters import Gate, check_parameter, name_of
@@ -98,7 +100,7 @@ class DiLoCo:
         self.strategy = checked_strategy(strategy)
         check_compression(compression, "DiLoCo")
         count = fragments if isinstance(fragments, int) else len(fragments)
-        schedule = Schedule(sync_every, count, sync_delay)
+        schedule = Schedule(sync_every, count, sync_delay, alpha)
         named = _named(net)
         self._inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
         _check_inner(self._inner, named)
@@ -115,7 +117,7 @@ class DiLoCo:
                 variables = [Variable(on_host(p), name=f"{prefix}{name}", compression=compression) for name, p in some]
             self._variables |= zip([name for name, _ in some], variables, strict=True)
             made.append(Fragment(self.strategy, own, variables))
-        self._steps = LocalSteps(self.strategy, made, schedule, alpha, f"{prefix}local_steps")
+        self._steps = LocalSteps(self.strategy, made, schedule, f"{prefix}local_steps")
         self._steps.take_all(self._merge)
 
     @property

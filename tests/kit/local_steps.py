@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 import psclient as ps
-from psclient.optimizers.local_steps import Fragment, LocalSteps, Schedule, rules_of
+from psclient._src.local_steps.fragment import Fragment, rules_of
+from psclient._src.local_steps.schedule import Schedule
+from psclient._src.local_steps.steps import LocalSteps
 
 SHAPES = [(3, 2), (5,), (4,), ()]
 """Of the parameters."""
@@ -45,7 +47,7 @@ class LocalWorker:
         worker: its number.
         rule: makes the outer optimizer.
         schedule: arguments of `Schedule`.
-        alpha: as in `LocalSteps`.
+        alpha: as in `Schedule`.
         dtype: of the parameters.
         name: prefix of the names of variables.
 
@@ -65,7 +67,7 @@ class LocalWorker:
         name: str = "p",
     ) -> None:
         self.strategy, self.worker = strategy, worker
-        when = Schedule(*schedule)
+        when = Schedule(*schedule, alpha=alpha)
         with strategy.scope():
             self.variables = [ps.Variable(p, name=f"{name}{n}") for n, p in enumerate(first(dtype))]
         self.cut = CUTS[when.fragments]
@@ -74,7 +76,7 @@ class LocalWorker:
             Fragment(strategy, own, [self.variables[n] for n in places])
             for own, places in zip(rules, self.cut, strict=True)
         ]
-        self.steps = LocalSteps(strategy, made, when, alpha, f"{name}/local_steps")
+        self.steps = LocalSteps(strategy, made, when, f"{name}/local_steps")
         self.own: Arrays = [None] * len(SHAPES)
         self.steps.take_all(self._merge)
 

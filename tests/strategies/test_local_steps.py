@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient._src.local_steps.schedule import Schedule, balanced
 from psclient.optimizers import rules
-from psclient.optimizers.local_steps import Schedule, balanced
 from tests.kit.cases import pairwise
 from tests.kit.local_steps import LocalWorker, Nesterov, first, simulated
 from tests.kit.rig import eventually
@@ -297,8 +297,8 @@ def test_workers_with_different_schedules_are_refused():
 
 def test_bad_tokens_and_alphas_are_refused():
     with ps.ParameterServerStrategy() as strategy:
-        for alpha in (-0.1, 1.5, "x"):
-            with pytest.raises(ValueError, match="is not a number from 0 to 1"):
+        for alpha, error in ((-0.1, ValueError), (1.5, ValueError), ("x", TypeError)):
+            with pytest.raises(error, match="alpha is"):
                 LocalWorker(strategy, 0, sgd, 2, alpha=alpha)
         made = LocalWorker(strategy, 0, sgd, 2, name="q")
         for tokens in (-1, np.nan, np.inf):

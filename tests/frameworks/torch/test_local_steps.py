@@ -190,7 +190,7 @@ def test_what_cannot_be_exchanged_is_refused(strategy):
         ({"fragments": [net[0]]}, "2.weight, 2.bias are in no fragment"),
         ({"fragments": [net, net[2]]}, "in common"),
         ({"fragments": [net, torch.nn.Tanh()]}, "fragment 1 has no parameters"),
-        ({"alpha": 2}, "alpha=2"),
+        ({"alpha": 2}, "alpha is 2"),
     ):
         with pytest.raises(ValueError, match=why):
             made(**options)
