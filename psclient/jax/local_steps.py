@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 import jax
 
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.local_steps.fragment import Fragment, check_servers, rules_of
-from psclient._src.local_steps.schedule import Schedule, balanced
-from psclient._src.local_steps.steps import LocalSteps
 from psclient._src.variables.compression import Compressed, check_compression
 from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import all_to_jax, to_host
@@ -19,6 +16,9 @@ from psclient.jax.optimizers import sgd
 from psclient.jax.parameters import check_optimizer, strategy_of
 from psclient.jax.trees import Leaf, Tree, check_alike, first_value, is_traced, leaves_of, nested
 from psclient.optimizers import Optimizer
+from psclient.optimizers.local_steps.fragment import Fragment, check_servers, rules_of
+from psclient.optimizers.local_steps.schedule import Schedule, balanced
+from psclient.optimizers.local_steps.steps import LocalSteps
 from pswire.errors import InvalidArgument, InvalidCall, InvalidType
 from pswire.model.tensor import Array
 
@@ -48,7 +48,7 @@ class _Exchange:
                 Variable(value, name=leaf.name, compression=given.compression)
                 for leaf, value in zip(leaves, values, strict=True)
             ]
-        self.rules = rules_of(check_optimizer(given.outer), len(self.parts))
+        self.rules = rules_of(given.outer, len(self.parts))
         made = [
             Fragment(strategy, rule, [self._variables[place] for place in part])
             for rule, part in zip(self.rules, self.parts, strict=True)
@@ -203,7 +203,7 @@ def DiLoCo(
         >>> strategy.close()
     """
     check_compression(compression, "DiLoCo")
-    given = _Given(outer, sync_every, fragments, sync_delay, alpha, compression, strategy, name)
+    given = _Given(check_optimizer(outer), sync_every, fragments, sync_delay, alpha, compression, strategy, name)
     Schedule(sync_every, fragments if isinstance(fragments, int) else len(fragments), sync_delay, alpha)
 
     def init(params: Tree) -> tuple[Tree, LocalState]:

@@ -233,12 +233,13 @@ class StepDriver:
             of: what this process puts into the step.
         """
         extended, state, grads, variables = strategy.extended, self._state, of.gradients, of.variables
-        reduced = partial(extended.batch_reduce_to, "sum") if of.weight is None else partial(extended._means, of.weight)
+        reduced = partial(extended._reduce_to, "batch_reduce_to", "sum" if of.weight is None else "mean")
+        weight = 1.0 if of.weight is None else of.weight
         rows, stages = list(map(has_rows, grads)), self.in_stages(strategy, variables)
         pairs = list(zip(grads, variables, strict=True))
         # Rows are sent twice, first to be measured: what compression leaves over is that of what is applied.
         first = [(g, Uncompressed(v) if stages and some else v) for (g, v), some in zip(pairs, rows, strict=True)]
-        sums = list(reduced(first))
+        sums = reduced(first, weight)
         given: list[Value] = []
         if stages:
             if self._optional:
@@ -252,7 +253,7 @@ class StepDriver:
         own_norms = [n for n, v in enumerate(variables) if self._has_norm(v, rows[n])]
         measured, norms = self._measured(strategy, settings, variables, sums, own_norms, given)
         if stages and any(rows):  # No server keeps rows between two rounds: they are sent again.
-            again = iter(reduced([pairs[n] for n, some in enumerate(rows) if some]))
+            again = iter(reduced([pairs[n] for n, some in enumerate(rows) if some], weight))
             sums = [next(again) if some else own for own, some in zip(sums, rows, strict=True)]
         begun, finite = {}, measured.get("finite")
         for shared in state.everywhere:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.local_steps.fragment import Fragment, rules_of
-from psclient._src.local_steps.schedule import Schedule, balanced
-from psclient._src.local_steps.steps import LocalSteps
 from psclient._src.variables.compression import Compressed, check_compression
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer as Rule
+from psclient.optimizers.local_steps.fragment import Fragment, rules_of
+from psclient.optimizers.local_steps.schedule import Schedule, balanced
+from psclient.optimizers.local_steps.steps import LocalSteps
 from psclient.torch.groups import plain, rule_of, set_hyperparameter
 from psclient.torch.optimizer import checked_strategy
 from psclient.torch.parameters import Gate, check_parameter, name_of
 from pswire.errors import InvalidArgument, InvalidType
 from pswire.model.tensor import Array
 
-Parameters = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Parameters: TypeAlias = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """What is exchanged: a module, or its `named_parameters()`, or parameters in an order that all workers have."""
 
 

@@ -104,7 +104,7 @@ psclient.psctl              8  pswire wire.model wire.security wire.network wire
                                 wire.checkpoint src.network src.chief src.telemetry src.processes
 psclient.train              7  pswire wire.model wire.telemetry psclient._src src.variables
                                 wire.checkpoint src.distribute src.rounds psclient.optimizers
-src.local_steps             7  pswire wire.model psclient._src src.distribute src.rounds src.variables
+psclient.optimizers.local_steps  7  pswire wire.model psclient._src src.distribute src.rounds src.variables
                                 psclient.optimizers
 src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src
                                 src.interpreter src.processes src.network src.chief src.telemetry src.processes
@@ -119,11 +119,11 @@ psclient                   15  pswire psclient.ops psclient._src src.data src.tr
                                 psclient.initializers psclient.compression psclient.experimental psclient.optimizers
                                 psclient.train src.strategies
 psclient.jax               16  pswire wire.model psclient._src src.arrays src.interpreter src.data src.variables
-                                src.distribute src.local_steps psclient.optimizers
+                                src.distribute psclient.optimizers.local_steps psclient.optimizers
 psclient.__main__          15  src.launch
 psclient.launch            12  pswire psclient._src src.processes src.launch
 psclient.torch             16  pswire wire.model psclient._src src.arrays src.interpreter src.data src.distribute
-                                src.local_steps src.rounds src.tracing src.variables psclient.dynamic_embedding psclient.optimizers
+                                psclient.optimizers.local_steps src.rounds src.tracing src.variables psclient.dynamic_embedding psclient.optimizers
                                 psclient.train
 pstesting                  16  pswire wire.model wire.security psserver psserver.programs wire.network psclient._src
                                 src.processes src.network psserver.network psserver.core src.launch src.strategies

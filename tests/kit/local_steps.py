@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 import psclient as ps
-from psclient._src.local_steps.fragment import Fragment, rules_of
-from psclient._src.local_steps.schedule import Schedule
-from psclient._src.local_steps.steps import LocalSteps
+from psclient.optimizers.local_steps.fragment import Fragment, rules_of
+from psclient.optimizers.local_steps.schedule import Schedule
+from psclient.optimizers.local_steps.steps import LocalSteps
 
 SHAPES = [(3, 2), (5,), (4,), ()]
 """Of the parameters."""

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.local_steps.schedule import Schedule, balanced
 from psclient.optimizers import rules
+from psclient.optimizers.local_steps.schedule import Schedule, balanced
 from tests.kit.cases import pairwise
 from tests.kit.local_steps import LocalWorker, Nesterov, first, simulated
 from tests.kit.rig import eventually

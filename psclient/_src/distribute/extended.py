@@ -295,15 +295,6 @@ class StrategyExtended:
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
-    def _means(self, weight: float, pairs: Iterable[tuple[Value, object]]) -> list[Value]:
-        """Averages values over all workers, as `batch_reduce_to`; this worker counts by a weight.
-
-        Args:
-            weight: more than 0; the values are multiplied by it already.
-            pairs: (value, destination) pairs.
-        """
-        return self._reduce_to("batch_reduce_to", ReduceOp.MEAN, pairs, weight)
-
     def _aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
         """Reduces like `reduce_to`, by a variable's aggregation, ONLY_FIRST_REPLICA included.
 

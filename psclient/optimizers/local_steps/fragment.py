@@ -82,7 +82,8 @@ class Fragment:
         weight = 1.0 if tokens is None else tokens - self.counted
         self.counted = tokens or 0.0
         if local is None or not weight:
-            weight, values = 0.0, [Absent(np.broadcast_to(np.zeros((), v.dtype), v.shape)) for v in self.variables]
+            weight = 0.0
+            values: list[Any] = [Absent(np.broadcast_to(np.zeros((), v.dtype), v.shape)) for v in self.variables]
         else:
             weight = 1.0 if self.is_alone else weight  # the mean of one is the one: nothing is rounded
             each = zip(self.variables, local, self.start, strict=True)
@@ -111,5 +112,8 @@ class Fragment:
 
     def _read(self) -> list[Array]:
         # Asynchronous workers read anew, as in a step of its own, what their last exchange has not brought.
-        fetch = lambda: [v.numpy() for v in self.variables]  # noqa: E731
-        return self._strategy.run(fetch) if self.is_alone else fetch()
+        found: list[Array] = self._strategy.run(self._fetched) if self.is_alone else self._fetched()
+        return found
+
+    def _fetched(self) -> list[Array]:
+        return [v.numpy() for v in self.variables]

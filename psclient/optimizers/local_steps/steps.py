@@ -12,10 +12,10 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.local_steps.fragment import Fragment
-from psclient._src.local_steps.schedule import Schedule
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
+from psclient.optimizers.local_steps.fragment import Fragment
+from psclient.optimizers.local_steps.schedule import Schedule
 from psclient.optimizers.ranges import is_finite, is_number
 from pswire.errors import InvalidArgument, InvalidType
 from pswire.model.tensor import Array
@@ -69,13 +69,14 @@ class LocalSteps:
                 )
 
     def _warn_of_momentum(self) -> None:
-        rule = self.fragments[0].rule
-        if self.fragments[0].is_alone and getattr(rule, "momentum", 0) and not hasattr(rule, "delay"):
+        rule: Any = self.fragments[0].rule
+        momentum = getattr(rule, "momentum", None)
+        if self.fragments[0].is_alone and momentum and not hasattr(rule, "delay"):
             log.warning(
                 "the outer %s has momentum=%g, which asynchronous workers apply to each arrival: this often diverges; "
                 "use ps.optimizers.DelayedNesterov(lr, momentum, delay=number of workers), or momentum=0",
                 type(rule).__name__,
-                rule.momentum,  # type: ignore[attr-defined]
+                momentum,
             )
 
     def advance(
