@@ -1,20 +1,21 @@
-"""Workers that make local steps, as real processes: one is killed, and its task comes back ten exchanges later."""
+"""Workers that make local steps, as real processes: one that is killed, and comes back; and a server that is killed."""
 
 from __future__ import annotations
 
-import numpy as np
-
 import psclient as ps
-from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
+from tests.kit.local_steps import simulated
+
+KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
 
 
 def exchange(end, stop):
     """Local steps until fragment 0 was exchanged so often; the first worker waits at a gate after `stop` exchanges."""
-    from tests.kit.local_steps import LocalWorker
+    from tests.kit.local_steps import LocalWorker, sgd
 
     strategy = ps.ParameterServerStrategy()
-    made = LocalWorker(strategy, ME, lambda: ps.optimizers.SGD(0.7, momentum=0.9, nesterov=True), 4, 2, 1)
+    made = LocalWorker(strategy, ME, sgd, 4, 2, 1)
     say("open")
     count = 0
     while count < end:
@@ -30,8 +31,7 @@ def exchange(end, stop):
 def test_a_task_that_comes_back_begins_with_the_outer_parameters(tmp_path):
     """It waits for the others' next exchange, adds nothing to that, and exchanges the same fragments from then on."""
     end, stop = 30, 14
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
-    with ProcessCluster(exchange, tmp_path, (end, stop), **keys) as job:
+    with ProcessCluster(exchange, tmp_path, (end, stop), **KEYS) as job:
         for task in (W0, W1):
             job.hear(task, "count", 3)
         job.kill(W1)
@@ -42,9 +42,22 @@ def test_a_task_that_comes_back_begins_with_the_outer_parameters(tmp_path):
             job.until(lambda: any(s.member.task == W1 and s.join_point for s in server.status().sessions))
         job.open("go")
         job.finish()
-        ends = [np.concatenate([np.ravel(p) for p in job.said(task, "end")[-1]]) for task in (W0, W1)]
-        assert (ends[0] == ends[1]).all()
+        assert job.said(W0, "end") == job.said(W1, "end")
         counts = job.said(W0, "count")
         assert counts == [*range(1, end + 1)], "no exchange was lost or made twice"
         assert job.said(W1, "count")[-1] == end
         assert "computed with old values" not in job.errors(W1)
+
+
+def test_no_step_is_lost_with_a_server_that_has_copies(tmp_path):
+    """Workers end with the bits of a job in which no server is lost."""
+    end, stop = 8, 3
+    with ProcessCluster(exchange, tmp_path, (end, stop), **KEYS, replication_factor=2) as job:
+        job.hear(W0, "count", stop)
+        job.kill(PS1)
+        job.hear_error(CHIEF, f"goes on without {PS1}")
+        job.open("go")
+        ends = [job.hear(task, "end") for task in (W0, W1)]
+        assert {job.exited(task) for task in (W0, W1, CHIEF, PS0)} == {0}
+    _, outer = simulated(2, 4 * end + 1, 4, 2, 1)
+    assert ends == [[p.tolist() for p in outer]] * 2

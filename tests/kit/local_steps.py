@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import psclient as ps
+from psclient.optimizers import rules
 from psclient.optimizers.local_steps.fragment import Fragment, rules_of
 from psclient.optimizers.local_steps.schedule import Schedule
 from psclient.optimizers.local_steps.steps import LocalSteps
@@ -37,6 +38,13 @@ def inner(own: Arrays, worker: int, step: int, rate: float = 0.1) -> Arrays:
     """An inner step of a worker: gradient descent."""
     pairs = zip(own, target(worker, step), strict=True)
     return [(p - p.dtype.type(rate) * (p - t.astype(p.dtype))).astype(p.dtype) for p, t in pairs]
+
+
+def sgd(rate: float = 0.7, momentum: float = 0.9, **options: Any) -> Any:
+    """torch's SGD with Nesterov momentum, on servers."""
+    made: Any = rules.kind_of(rules.TORCH["SGD"], "SGD", rules.TorchRule)
+    numbers = {"dampening": 0.0, "penalty": 0.0, "maximize": False}
+    return made(rate, momentum=momentum, nesterov=bool(momentum), **numbers, **options)
 
 
 class LocalWorker:

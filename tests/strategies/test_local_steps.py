@@ -12,21 +12,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.optimizers import rules
 from psclient.optimizers.local_steps.schedule import Schedule, balanced
 from tests.kit.cases import pairwise
-from tests.kit.local_steps import LocalWorker, Nesterov, first, simulated
+from tests.kit.local_steps import LocalWorker, Nesterov, first, sgd, simulated
 from tests.kit.rig import eventually
 from tests.kit.workers import PATIENT, in_threads, meet
-
-NUMBERS = {"dampening": 0.0, "penalty": 0.0, "maximize": False}
-
-
-def sgd(rate=0.7, momentum=0.9, **options):
-    """torch's SGD, on servers."""
-    made = rules.kind_of(rules.TORCH["SGD"], "SGD", rules.TorchRule)
-    return made(rate, momentum=momentum, nesterov=bool(momentum), **NUMBERS, **options)
-
 
 average = partial(sgd, 1.0, 0.0)
 
