@@ -109,7 +109,8 @@ def test_an_example(tmp_path, name, runs, least):
 def test_local_steps_learn(tmp_path, name):
     """Two workers train a small transformer by local steps; what they print has no error in it."""
     python = ["psworker", "--standalone", "--ps", "2", "--workers", "2", str(EXAMPLES / f"{name}.py")]
-    done = shell([*python, "--steps", "40", "--sync-every", "10", "--width", "16", "--batch", "8"], tmp_path, SECONDS)
+    flags = "--steps 40 --sync-every 10 --sync-delay 2 --width 16 --batch 8"
+    done = shell([*python, *flags.split()], tmp_path, SECONDS)
     assert done.code == 0, done.err
     assert not done.left
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\S+)", done.out)]
