@@ -17,6 +17,7 @@ from rich.table import Table
 from psclient.psctl.output import table
 from psclient.psctl.settings import PLAN, CommandSettings, command
 from pstesting.planner import network as networks
+from pstesting.planner.tables import Collection, PlannedTable, Sample, collections_of, plan_tables
 from pstesting.planner.typical import TYPICAL
 from pstesting.simulation.costs import Costs
 from pswire.cluster import check_address
@@ -26,7 +27,7 @@ from pswire.limits import Timeouts
 from pswire.model.compression import Codec, CodecKind
 from pswire.model.tensor import TensorSpec
 from pswire.network.traffic import TransportName
-from pswire.sizes import human, parse_bytes
+from pswire.sizes import counted, human, parse_bytes
 
 if TYPE_CHECKING:
     from pstesting.planner.local_steps import LocalPrediction
@@ -133,7 +134,8 @@ def _number(
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)bit(?:/s)?\s*", re.IGNORECASE)
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min|h|d)\s*")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_TABLE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?):([0-9]{1,6})\s*")
+_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?)\s*")
+_TABLE = re.compile(r"(.*):([0-9]{1,6})\s*")
 _THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -153,12 +155,19 @@ def _seconds(text: str, flag: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def _count(text: str) -> float | None:
+    """A number of `200M`; None if it is none."""
+    match = _COUNT.fullmatch(text)
+    return float(match[1]) * _THOUSANDS[match[2].upper()] if match else None
+
+
 def _table(text: str) -> tuple[float, int]:
     """Rows and dimension of `200M:64`."""
     match = _TABLE.fullmatch(text)
-    if not match or int(match[3]) == 0:
+    rows, dimension = (_count(match[1]), int(match[2])) if match else (None, 0)
+    if rows is None or dimension == 0:
         raise ConfigError(f"--rows {text!r} is not a table; write rows and numbers per row, such as 200M:64")
-    return float(match[1]) * _THOUSANDS[match[2].upper()], int(match[3])
+    return rows, dimension
 
 
 @command(
@@ -171,6 +180,10 @@ def _table(text: str) -> tuple[float, int]:
         "An embedding table of 200 million rows of 64 numbers",
         "psctl plan --workers 8 --rows 200M:64 --ids 50000 --network 10Gbit",
     ),
+    (
+        "Tables of 16 numbers per row, of which sample.npz has ids",
+        "psctl plan --workers 8 --tables sample.npz --examples 45M --dim 16 --batch 4096",
+    ),
     connects=False,
 )
 @click.option("--workers", cls=Flag, type=click.IntRange(1), required=True, metavar="N", help="Number of workers.")
@@ -179,6 +192,16 @@ def _table(text: str) -> tuple[float, int]:
 @_number("--variables", click.IntRange(1), 100, "Number of dense variables.")
 @click.option("--rows", metavar="ROWS:DIM", help="Rows of all tables and numbers per row, such as 200M:64.")
 @_number("--ids", click.IntRange(0), 0, "Distinct ids in a worker's batch.")
+@click.option(
+    "--tables",
+    "sample",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="SAMPLE",
+    help="File with ids of some examples (.npz, .npy or .csv): suggests tables, and replaces --rows and --ids.",
+)
+@click.option("--examples", metavar="N", help="Number of the job's examples, such as 45M. [default: those of --tables]")
+@_number("--dim", click.IntRange(1), 16, "Numbers per row of --tables.")
+@_number("--batch", click.IntRange(1), 1024, "Examples in a worker's batch of --tables.")
 @click.option("--network", metavar="RATE", help="Bandwidth per host and direction. [default: that of --costs]")
 @click.option("--step", default="0s", show_default=True, metavar="TIME", help="Time that a worker computes per step.")
 @_number("--slots", click.IntRange(0), 2, "Slot variables per variable: 2 for Adam, 0 for SGD.")
@@ -231,6 +254,10 @@ def plan(
     variables: int,
     rows: str | None,
     ids: int,
+    sample: Path | None,
+    examples: str | None,
+    dim: int,
+    batch: int,
     network: str | None,
     step: str,
     slots: int,
@@ -253,9 +280,10 @@ def plan(
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. With --sync-every predict training by local steps instead. Predictions are as good as the
-    cost model: measure your hosts with psctl calibrate, and compare a prediction with a job that you have. The built-in
-    costs show how a job scales, on a network of 10 Gbit/s.
+    takes seconds to minutes. --tables reads ids of examples that were drawn at random, and also suggests how to store
+    their tables. With --sync-every predict training by local steps instead. Predictions are as good as the cost model:
+    measure your hosts with psctl calibrate, and compare a prediction with a job that you have. The built-in costs show
+    how a job scales, on a network of 10 Gbit/s.
     """
     try:
         from pstesting.planner import local_steps
@@ -276,6 +304,13 @@ def plan(
     if round_trip is not None:
         model = replace(model, network_latency=_seconds(round_trip, "--round-trip") / 2)
     count, dimension = _table(rows) if rows else (0.0, 0)
+    tables: list[PlannedTable] = []
+    if sample is not None:
+        if rows or ids:
+            raise ConfigError("--tables finds rows and ids itself; leave out --rows and --ids")
+        tables = _planned_tables(sample, examples, batch, 4.0 * dim * (1 + slots))
+        count, dimension = float(sum(each.rows for each in tables)), dim
+        ids = math.ceil(sum(each.batch for each in tables))
     question = planning.Question(
         model,
         workers,
@@ -308,6 +343,10 @@ def plan(
         draw(found, plot)
     others = {name: value for name, value in vars(found).items() if name != "chosen"}
     said = {**vars(found.chosen), **others, "slow_by": planning.SLOW}
+    collections = collections_of(tables, found.chosen.servers)
+    if tables:
+        said |= {"tables": [{**vars(each), "expected": each.expected._asdict()} for each in tables]}
+        said |= {"collections": collections, "ids": ids}
     lines = [
         ("with one more server", found.one_more),
         ("without copies" if copies else "with copies", found.other_copies),
@@ -324,6 +363,8 @@ def plan(
     heads = ("servers", "step, ms", "of that, the round", "a server holds", "bottleneck")
     return told.tell(
         said,
+        *([_drawn_tables(tables)] if tables else []),
+        *(f"collection {number}: {_told(each)}" for number, each in enumerate(collections)),
         table(heads, [_row(each, each is found.chosen) for _, each in sorted(shown.items())]),
         f"{found.chosen.servers} servers are enough: twice as many would save less than {100 * worth:.0f} % of a step.",
         *(f"{what}: {1e3 * each.step_seconds:.1f} ms a step" for what, each in lines if each is not None),
@@ -377,6 +418,42 @@ def _row(found: Prediction, chosen: bool) -> list[str]:
     name = f"{found.servers} *" if chosen else str(found.servers)
     step, round = 1e3 * found.step_seconds, 1e3 * found.round_seconds
     return [name, f"{step:.1f}", f"{round:.1f}", human(int(found.held_bytes)), used]
+
+
+def _planned_tables(sample: Path, examples: str | None, batch: int, row_bytes: float) -> list[PlannedTable]:
+    read = Sample.read(sample)
+    count = float(read.examples) if examples is None else _count(examples)
+    if count is None:
+        raise ConfigError(f"--examples {examples!r} is not a number; write examples, such as 45M")
+    return plan_tables(read, count, batch, row_bytes)
+
+
+def _drawn_tables(tables: Sequence[PlannedTable]) -> Table:
+    heads = ("table", "ids seen", "ids expected", "95 % interval", "check", "kind", "rows", "memory", "ids of a batch")
+    return table(
+        (*heads, "collection"),
+        [
+            [
+                each.name,
+                f"{each.seen:,}",
+                f"{each.expected.value:,.0f}",
+                f"{each.expected.low:,.0f} to {each.expected.high:,.0f}",
+                f"{100 * each.checked:+.0f} %",
+                each.kind,
+                f"{each.rows:,}",
+                human(int(each.held_bytes)),
+                f"{each.batch:,.0f}",
+                str(each.collection),
+            ]
+            for each in tables
+        ],
+    )
+
+
+def _told(collection: Collection) -> str:
+    on = counted(collection.shards, "server")
+    many = counted(len(collection.tables), f"{collection.kind} table")
+    return f"{many}, {collection.rows:,} rows, {human(int(collection.held_bytes))} on {on}"
 
 
 def _lacking(command: str, error: ImportError) -> ConfigError:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
+from pstesting.planner.tables import INDEX_BYTES
 from pstesting.simulation.clusters import PATIENT, Cluster
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.jobs import SimulatedJob
@@ -92,7 +93,7 @@ class Question:
     def held(self, servers: int) -> float:
         """Returns the bytes that one of so many servers holds: variables, slots, copies and the index of tables."""
         dense = self.dense * (1 + self.slots)
-        tables = self.rows * (4 * self.dimension * (1 + self.slots) + 24)
+        tables = self.rows * (4 * self.dimension * (1 + self.slots) + INDEX_BYTES)
         return (dense + tables) * (1 + self.copies) / servers
 
     @property
