@@ -22,7 +22,7 @@ torch in one process is measured with one thread, and with one on each core.
 
 `--json FILE` writes `{"format", "machine", "transport", "rows", "excluded"}`; a row has `work`, `system`, `laps`, the
 examples in a second (`rate`, median of laps, and `lap_rates`), `ratio` to torch RPC, `cpu_ms` of each process for a
-step and of all, `threads`, `auc`, and `best`.
+step and of all, `threads`, `auc`, and `best`. `--plot FILE` draws the rates of all systems side by side.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ SYSTEMS = {"ours": OURS, "rpc": RPC, "plain": PLAIN, "threads": THREADS}
 
 CHANNELS = {"shm": "shm", "tcp": "uv"}
 """torch RPC's transport beside each of ours."""
-
-PLOT = HERE.parent / "docs" / "recommenders.png"
 
 
 # ---- In a worker of ours ----
@@ -273,6 +271,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         own.bar_label(bars, [f" AUC {row['auc']:.3f}" for row in rows], fontsize="small")
         own.margins(x=0.35)
         own.set(xlabel="thousand examples/s", title=f"{work}, best AUC {rows[0]['best']:.3f}")
+        own.set_axisbelow(True)
         own.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -291,7 +290,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
 @click.option("--python", "pythons", multiple=True, help="A Python that has torch, for the others [default: this one].")
 @click.option("--quick", is_flag=True, help="A few steps only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-@click.option("--plot", is_flag=True, help="Also draw docs/recommenders.png; needs matplotlib, which `bench` has.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw this file; needs matplotlib (`bench`)."
+)
 @click.option("--as-worker", "said", hidden=True)
 def main(
     models: Sequence[str],
@@ -306,7 +307,7 @@ def main(
     pythons: tuple[str, ...],
     quick: bool,
     json_file: Path | None,
-    plot: bool,
+    plot: Path | None,
     said: str | None,
 ) -> None:
     """Measures, or is a worker of a cluster that is measured; exits with 1 if a system failed."""
@@ -339,7 +340,7 @@ def main(
             ratio = row["rate"] / found[RPC]["rate"] if RPC in found else None
             rows.append({"work": model, "system": system, "ratio": ratio, "best": best, **numbers, **row})
     figures = {"format": FORMAT, "machine": machine(), "transport": transport, "rows": rows, "excluded": excluded}
-    publish(console, figures, [table(figures)], json_file, partial(draw, figures, PLOT) if plot else None)
+    publish(console, figures, [table(figures)], json_file, partial(draw, figures, plot) if plot else None)
     console.print(*excluded, sep="\n")
     sys.exit(bool(excluded))
 

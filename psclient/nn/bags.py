@@ -93,9 +93,9 @@ class Bags:
         values = self.rows.values
         device = device_of(values)
         with device_scope(device):
-            each = values[self.rows.inverse].astype(computed_in(self.dtype), copy=False)
-            each = each if self._weights is None else each * _beside(each, self._weights)
-            total = sum_segments(each, np.arange(len(each)), self.row_splits)
+            rows = values.astype(computed_in(self.dtype), copy=False)
+            factors = None if self._weights is None else _beside(rows, self._weights)
+            total = sum_segments(rows, self.rows.places, self.row_splits, factors)
             return self._divided(total).astype(self.dtype, copy=False)
 
     def numpy(self) -> Array:
@@ -121,12 +121,11 @@ class Bags:
         values = self.rows.values
         device = device_of(values)
         with device_scope(device):
-            xp = namespace(device)
             by_bag = self._divided(take_gradient(given, values.astype(computed_in(self.dtype), copy=False)))
-            each = by_bag[xp.asarray(np.repeat(np.arange(self.shape[0]), np.diff(self.row_splits)))]
-            each = each if self._weights is None else each * _beside(each, self._weights)
-            # Every row was asked for, so that each has a group.
-            by_row = sum_segments(each, *group(self.rows.places))
+            bag_of_each = np.repeat(np.arange(self.shape[0]), np.diff(self.row_splits))
+            order, starts = group(self.rows.places)  # every row was asked for, so that each has a group
+            factors = None if self._weights is None else _beside(by_bag, self._weights[order])
+            by_row = sum_segments(by_bag, bag_of_each[order], starts, factors)
         return self.rows.gradient(by_row.astype(self.dtype, copy=False))
 
     def _divided(self, totals: AnyArray) -> AnyArray:

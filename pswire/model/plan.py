@@ -72,7 +72,9 @@ class VariableSpec:
     alone: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name!r} {self.tensor}{' with ps.Async()' if self.alone else ''}"
+        rows = TensorSpec(self.tensor.dtype, self.tensor.shape[1:])  # a table has no size
+        what = f"{self.tensor}" if self.part is None else f"with rows {rows}"
+        return f"{self.name!r} {what}{' with ps.Async()' if self.alone else ''}"
 
     @property
     def nbytes(self) -> int:

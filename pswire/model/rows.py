@@ -91,21 +91,31 @@ def group(ids: Int64s) -> tuple[Int64s, Int64s]:
     return pairs & ((1 << bits) - 1), np.append(new, ids.size)
 
 
-def sum_groups(rows: Any, order: Int64s, starts: Int64s, xp: Any = np) -> Any:
+def sum_groups(rows: Any, order: Int64s, starts: Int64s, xp: Any = np, factors: Any = None) -> Any:
     """Returns one row for each group: the sum of its rows, one after another, as a new array.
+
+    A row may be in several groups, and often in one: what is allocated has a row for each group, and not for each
+    member of it.
 
     Args:
         rows: (n, ...), on a device.
         order, starts: as `group` returns them.
         xp: the device's array namespace.
+        factors: of each item of `order` a number by which its row is multiplied, with the dimensions of rows; None for
+            rows as they are.
     """
-    total = rows[xp.asarray(order[starts[:-1]])]
+
+    def some(at: Any) -> Any:
+        found = rows[xp.asarray(order[at])]
+        return found if factors is None else found * factors[at if isinstance(at, slice) else xp.asarray(at)]
+
+    total = some(starts[:-1])
     counts = np.diff(starts)
     many = np.flatnonzero(counts > MANY) if xp is np else np.empty(0, np.int64)
     counts[many] = 0
     for nth in range(1, int(counts.max(initial=0))):
         more = np.flatnonzero(counts > nth)
-        total[xp.asarray(more)] += rows[xp.asarray(order[starts[more] + nth])]
+        total[xp.asarray(more)] += some(starts[more] + nth)
     for place in many:  # a pass for each of its rows would be a pass over little
-        total[place] = np.add.accumulate(rows[order[starts[place] : starts[place + 1]]], axis=0)[-1]
+        total[place] = np.add.accumulate(some(slice(starts[place], starts[place + 1])), axis=0)[-1]
     return total

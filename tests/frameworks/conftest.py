@@ -142,6 +142,32 @@ class OfNumPy(Model):
         return ps.train.Checkpoint(rule=self.rule, **self.made)
 
 
+class RowsOfNumPy:
+    """Rows that are looked up in a step, with numbers by which they are multiplied."""
+
+    def __init__(self, strategy: Any, table: Any, rule: Any) -> None:
+        self.strategy, self.table, self.rule = strategy, table, rule
+        with strategy.scope():
+            self.w = ps.Variable(np.ones(3, "f4"), name="w")
+
+    def batches(self, data: Any, named: bool) -> Any:
+        options = ps.InputOptions(prefetch={self.table: lambda ids: ids} if named else {})
+        return self.strategy.experimental_distribute_dataset(data, options)
+
+    def step(self, ids: Any, times: float = 1.0) -> None:
+        def make() -> None:
+            rows, w = ps.nn.embedding_lookup(self.table, ids), self.w.numpy()
+            found = np.asarray(rows)
+            d = (2 * times / self.strategy.num_replicas_in_sync) * (found * w - 1)
+            by_row = np.zeros_like(rows.values)
+            np.add.at(by_row, rows.places, d * w)
+            d_w = (d * found).reshape(-1, 3).sum(0).astype("f4")
+            self.rule.apply_gradients([(rows.gradient(by_row), self.table), (d_w, self.w)])
+
+        self.strategy.run(make)
+        self.w.numpy()  # waits for the round
+
+
 class OfTorch(Model):
     """A module, and a `pst.Optimizer` of it."""
 
@@ -188,9 +214,9 @@ class RowsOfTorch:
     def batches(self, data: Any, prefetch: Callable[[Any], Any]) -> Any:
         return self.pst.Loader(data, self.optimizer, prefetch(self.module[0]))
 
-    def step(self, ids: Any) -> None:
+    def step(self, ids: Any, times: float = 1.0) -> None:
         self.optimizer.zero_grad()
-        loss_of_rows(self.module[0](self.torch.as_tensor(ids)), self.module.w).backward()
+        (times * loss_of_rows(self.module[0](self.torch.as_tensor(ids)), self.module.w)).backward()
         self.optimizer.step()
 
 
@@ -239,10 +265,10 @@ class RowsOfJax:
     def batches(self, data: Any, prefetch: Callable[[Any], Any]) -> Any:
         return self.psj.Loader(data, prefetch(self.table), self.strategy)
 
-    def step(self, ids: Any) -> None:
+    def step(self, ids: Any, times: float = 1.0) -> None:
         rows = self.psj.lookup(self.table, ids)
         d, w = gradients_of_rows()(rows.values, self.state.params["w"], rows.inverse)
-        self.state = self.state.apply_gradients(grads={"w": w}, rows={rows: d})
+        self.state = self.state.apply_gradients(grads={"w": times * w}, rows={rows: times * d})
         str(self.state.params)
 
 
@@ -253,7 +279,7 @@ def gradients_of_rows() -> Any:
 
 
 FRONT_ENDS = {"numpy": OfNumPy, "torch": OfTorch, "jax": OfJax}
-ROWS = {"torch": RowsOfTorch, "jax": RowsOfJax}
+ROWS = {"numpy": RowsOfNumPy, "torch": RowsOfTorch, "jax": RowsOfJax}
 
 
 @pytest.fixture(scope="session")
