@@ -15,8 +15,8 @@ workers together, so that all systems make the same steps. Data and labels are m
 Adagrad by torch's formula trains rows and networks. AUC is that of the same 65,536 examples, which no system has
 trained on; "best" is that of the chances by which the labels were drawn.
 
-Ours are PyTorch's replicas over dynamic tables, with `pst.Embedding` and `pst.EmbeddingBagCollection`; the loader names
-the rows of the next batch. torch RPC is benchmarks/peers/torch_recommender.py: tables without an index, each row once
+Ours are PyTorch's replicas over dynamic tables in a `pst.EmbeddingBagCollection`; the loader names the rows of the next
+batch. torch RPC is benchmarks/peers/torch_recommender.py: tables without an index, each row once
 in one message a step, whose answer has the rows of the next batch. Its processes and ours compute in as many threads.
 torch in one process is measured with one thread, and with one on each core.
 
@@ -85,7 +85,7 @@ CHANNELS = {"shm": "shm", "tcp": "uv"}
 def train(said: str) -> None:
     """Trains in a worker; the first one tells of it."""
     import torch
-    from recommender_steps import BOUND, EPSILON, Work, loss_of
+    from recommender_steps import EPSILON, Work, loss_of
     from torch import nn
 
     import psclient.torch as pst
@@ -93,30 +93,8 @@ def train(said: str) -> None:
     work = Work.read(said)
     names = [f"feature{number}" for number in range(len(work.sizes))]
 
-    class Tables(nn.Module):
-        """Rows by the modules of single tables."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables = nn.ModuleList(
-                pst.Embedding(
-                    ps.dynamic_embedding.get_variable(
-                        name, work.dim, initializer=ps.initializers.RandomUniform(-BOUND, BOUND, seed)
-                    )
-                )
-                for seed, name in enumerate(names)
-            )
-            self.prefetch = {table: partial(self._own, number) for number, table in enumerate(self.tables)}
-
-        @staticmethod
-        def _own(number: int, batch: Any) -> torch.Tensor:
-            return batch["ids"][:, number]
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return torch.stack([table(own) for table, own in zip(self.tables, ids.unbind(1), strict=True)], 1)
-
     class Bags(nn.Module):
-        """Rows by the module of many tables."""
+        """Rows of all tables, which are stored as one."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -131,7 +109,7 @@ def train(said: str) -> None:
             return self.bags(self._features(ids)).values().unflatten(1, (len(names), work.dim))
 
     with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
-        net, rows = work.network(), Bags() if work.model == "dlrm" else Tables()
+        net, rows = work.network(), Bags()
         optimizer = pst.Optimizer(nn.ModuleList([net, rows]), torch.optim.Adagrad, lr=work.rate, eps=EPSILON)
         data = ps.ArrayDataset(work.load("train")._asdict()).batch(work.batch)
         batches = iter(pst.Loader(data, optimizer, rows.prefetch))

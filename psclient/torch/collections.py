@@ -379,19 +379,28 @@ class EmbeddingBagCollection(_Collection):
     def _bags(self, features: Any) -> dict[str, torch.Tensor]:
         found = {}
         for stack, own, rows, places in self._look_up(features):
-            pooled = functional.embedding_bag(
-                places,
-                rows,
-                functional.pad(torch.cat([each.lengths for each in own]).cumsum(0), (1, 0)),
-                mode="sum",
-                per_sample_weights=_weights(own, rows.dtype) if self._weighted else None,
-                include_last_offset=True,
-            )
+            pooled = self._pooled(rows, places, torch.cat([each.lengths for each in own]), own)
             parts = pooled.split([len(each.lengths) for each in own])
             for feature, bags, part in zip(stack.features, own, parts, strict=True):
                 means = self._modes[feature.config.name] == "mean"
                 found[feature.shown] = part / bags.lengths.clamp(min=1)[:, None].to(part.dtype) if means else part
         return found
+
+    def _pooled(
+        self, rows: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor, own: Sequence[_Bag]
+    ) -> torch.Tensor:
+        """Returns the sums of bags of so many ids, whose rows are at some places."""
+        weights = _weights(own, rows.dtype) if self._weighted else None
+        if weights is None and len(lengths) == len(places) and bool((lengths == 1).all()):
+            return rows.index_select(0, places)  # with one id in each bag, as is common, backward takes a third
+        return functional.embedding_bag(
+            places,
+            rows,
+            functional.pad(lengths.cumsum(0), (1, 0)),
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
 
 
 class EmbeddingCollection(_Collection):
@@ -444,7 +453,7 @@ class EmbeddingCollection(_Collection):
         """
         found = {}
         for stack, own, rows, places in self._look_up(features):
-            parts = functional.embedding(places, rows).split([len(each.ids) for each in own])
+            parts = rows.index_select(0, places).split([len(each.ids) for each in own])
             for feature, bags, part in zip(stack.features, own, parts, strict=True):
                 found[feature.shown] = JaggedTensor(part, bags.lengths, bags.ids if self._need_indices else None)
         return {name: found[name] for name in self._shown}
