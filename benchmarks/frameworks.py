@@ -182,10 +182,9 @@ def train_job(work: str, steps: int, warm: int) -> None:
 
     torch.manual_seed(0)
     strategy = ps.ParameterServerStrategy(["cpu:0"])
-    make, rule = MODELS[work]
-    net, rate = make(), JOBS[work][1]
-    settings = getattr(rule, "keywords", {})
-    optimizer = pst.Optimizer(net, getattr(rule, "func", rule), lr=rate, strategy=strategy, **settings)
+    make, rule, options = MODELS[work]
+    net = make()
+    optimizer = pst.Optimizer(net, rule, lr=JOBS[work][1], strategy=strategy, **options)
     (images, targets), _ = load_data()
     data = ps.ArrayDataset((images, targets.argmax(axis=1))).shuffle(0).batch(BATCH, drop_remainder=True)
     batches, losses, began = pst.Loader(data, optimizer), list[float](), 0.0

@@ -211,7 +211,7 @@ def be_worker(run: Run, began: float) -> None:
         if run.consistency == "async":
             rule, options = ps.optimizers.DelayedNesterov(run.outer_lr, run.momentum, delay=WORKERS), {}
         every = max(round(run.sync_every / slower), 1) if run.consistency == "async" else run.sync_every
-        how = {"sync_every": every, "fragments": run.fragments, "sync_delay": run.sync_delay, "alpha": run.alpha}
+        how: Any = {"sync_every": every, "fragments": run.fragments, "sync_delay": run.sync_delay, "alpha": run.alpha}
         outer = pst.DiLoCo(text.net, text.inner, rule, strategy=strategy, **how, **options)
         exchange = lambda: outer.step(tokens=text.tokens)  # noqa: E731
     elif run.method == "sync":

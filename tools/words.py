@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_WORDS = 36_000
+MOST_WORDS = 38_000  # 36,000, and what local steps and quorums need
 MOST_SENTENCES = 10
 GENERATED = ("docs/reference.md", "docs/api-reference.md")
 

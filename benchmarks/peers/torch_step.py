@@ -44,12 +44,12 @@ def make_cnn() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[..., torch.optim.Optimizer]]] = {
-    "digits": (partial(make_mlp, 64, 128, 64, 10), partial(torch.optim.Adam, eps=1e-7)),
-    "cnn": (make_cnn, partial(torch.optim.AdamW, weight_decay=0.01)),
-    "wide": (partial(make_mlp, 64, 1024, 900, 10), torch.optim.SGD),
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any, dict[str, float]]] = {
+    "digits": (partial(make_mlp, 64, 128, 64, 10), torch.optim.Adam, {"eps": 1e-7}),
+    "cnn": (make_cnn, torch.optim.AdamW, {"weight_decay": 0.01}),
+    "wide": (partial(make_mlp, 64, 1024, 900, 10), torch.optim.SGD, {}),
 }
-"""Networks and their optimizers: that of examples/digits.py, that of examples/digits_torch.py, a million parameters."""
+"""Networks, their optimizers, and arguments of these: that of examples/digits.py, that of examples/digits_torch.py, a million parameters."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ class Job:
 
     def make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Returns the optimizer of some parameters."""
-        return MODELS[self.model][1](parameters, lr=self.rate)
+        _, make, options = MODELS[self.model]
+        found: torch.optim.Optimizer = make(parameters, lr=self.rate, **options)
+        return found
 
     def divide(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
         """Returns the parameters of each server: the largest goes first, each where there is least."""

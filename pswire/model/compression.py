@@ -168,5 +168,5 @@ def scaled(kind: CodecKind, numbers: Array, scales: Array, block: int, size: int
         by_block = found.reshape(-1, block)
         np.multiply(by_block, scales[:, None], out=by_block)
     else:
-        found *= np.repeat(scales, block)[: found.size]
+        np.multiply(found, np.repeat(scales, block)[: found.size], out=found)
     return found.astype(DTYPES[dtype], copy=False)

@@ -91,9 +91,7 @@ OF_WORKERS: tuple[Row[WorkerParts], ...] = (
     Row(WORKER + "rounds", "counter", "Rounds of this process.", _rounds, ("outcome",)),
     Row(WORKER + "steps", "counter", "Calls of `strategy.run`.", lambda w: {ALL: w.exchange.measures.steps}),
     Row(WORKER + "local_steps", "counter", "Local steps, such as those of DiLoCo.", _local_steps),
-    Row(
-        WORKER + "local_tokens", "counter", "Tokens or examples of local steps, if counted.", _local_tokens
-    ),
+    Row(WORKER + "local_tokens", "counter", "Tokens or examples of local steps, if counted.", _local_tokens),
     Row(
         WORKER + "blocking_waits",
         "counter",

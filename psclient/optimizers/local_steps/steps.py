@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.local_steps.fragment import Fragment
 from psclient.optimizers.local_steps.schedule import Schedule
@@ -45,9 +42,8 @@ class LocalSteps:
         self.fragments, self.schedule = fragments, schedule
         self.step = self.exchanges = 0
         self.tokens: float | None = None
-        self._strategy, self._session = strategy, cast(RemoteBackend, strategy.backend).exchange.session
+        self._strategy = strategy
         self._under_way: tuple[int, int] | None = None  # a fragment that was sent, and the step at which it is merged
-        self._began, self._longest = time.monotonic(), 0.0  # of these steps the begin, and the longest wait so far
         self._joined = False
         self._compare(name)
         self._warn_of_momentum()
@@ -110,14 +106,14 @@ class LocalSteps:
         number = self.schedule.sent_at(self.step)
         if number is not None:
             self._receive(merge)  # what an interrupt has left
-            with self._patience():
-                self.fragments[number].send(local(number), self.tokens, overlaps=self.schedule.sync_delay > 0)
+            self.fragments[number].send(local(number), self.tokens, overlaps=self.schedule.sync_delay > 0)
             self._under_way = number, self.step + self.schedule.sync_delay
             self.exchanges += 1
-        if self._under_way is None or self.step < self._under_way[1]:
-            return False
-        self._receive(merge)
-        return True
+        merges = self._under_way is not None and self.step >= self._under_way[1]
+        if merges:
+            self._receive(merge)
+        self._strategy._local_step(tokens, merges)
+        return merges
 
     def take_all(self, merge: Callable[[int, Sequence[Array], float], object]) -> None:
         """Gives all parameters the outer ones; `merge` is as in `advance`."""
@@ -181,20 +177,8 @@ class LocalSteps:
         """Waits for what is under way, if anything is, and merges it."""
         if self._under_way is not None:
             number, _ = self._under_way
-            with self._patience():
-                found = self.fragments[number].receive()
-            merge(number, found, self.schedule.alpha)
-            self._under_way, self._began = None, time.monotonic()
-
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Within, the log says nothing of waits up to the time of this worker's own steps, or up to those before."""
-        session, now = self._session, time.monotonic()
-        session.usual_wait = max(now - self._began, 1.5 * self._longest)
-        try:
-            yield
-        finally:
-            session.usual_wait, self._longest = 0.0, max(self._longest, time.monotonic() - now)
+            merge(number, self.fragments[number].receive(), self.schedule.alpha)
+            self._under_way = None
 
 
 class SavedSteps:
