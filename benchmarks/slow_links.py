@@ -26,6 +26,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -49,6 +50,9 @@ LIMIT_SECONDS = 3600.0
 
 REPORTS = 20
 """Steps between two lines of a worker."""
+
+LAST_SECONDS = 30.0
+"""Seconds before the end of a run in which no worker is killed, or begins anew."""
 
 HELD = 100_000
 """Characters of the text that no worker learns."""
@@ -188,8 +192,10 @@ def be_worker(run: Run, began: float) -> None:
 
     Args:
         run: how.
-        began: the file's time at which workers may begin to count seconds, in seconds since 1970; 0 for now.
+        began: when the workers of this run began, in seconds since 1970; 0 if they begin now.
     """
+    if run.seconds and began and time.time() > began + run.seconds - LAST_SECONDS:
+        return  # the others may have ended before this one is back
     import torch
 
     import psclient as ps
@@ -406,7 +412,8 @@ def _cluster(hosts: Any, run: Run) -> Found:
     found, over = Found(), threading.Event()
     where = {Task("ps", index): f"ps{index}" for index in range(SERVERS)}
     where |= {Task("worker", index): f"worker{index}" for index in range(WORKERS)}
-    args = ("--as-worker", json.dumps(asdict(run)))
+    began = Path(tempfile.mkdtemp()) / "began"
+    args = ("--as-worker", json.dumps(asdict(run)), str(began))
     keys: dict[str, Any] = {"restarts": 1000 if run.kills or run.kill_server else 0}
     keys |= {"replication_factor": 2} if run.copies else {}
     script = str(Path(__file__).resolve())
@@ -422,10 +429,13 @@ def _cluster(hosts: Any, run: Run) -> Found:
     def kill() -> None:
         while len(found.lines) < WORKERS and not over.wait(0.2):
             pass
+        start = min((each[0]["time"] - each[0]["seconds"] for each in found.lines.values()), default=time.time())
+        began.write_text(repr(start))
         if run.kill_server and not over.wait(run.kill_server):
             cluster.kill(Task("ps", 1))
         number = 0
-        while run.kills and not over.wait(run.kills):
+        ends = start + run.seconds - run.kills - LAST_SECONDS
+        while run.kills and time.time() < ends and not over.wait(run.kills):
             cluster.kill(Task("worker", 1 + number % (WORKERS - 1)))
             number += 1
 
@@ -627,7 +637,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if quick:
             small = replace(small, width=32, layers=1, steps=100, context=32, sync_every=20)
             large = replace(large, width=64, layers=2, steps=60, sync_every=20, sync_delay=5, pad=0.2)
-            fast = replace(fast, width=32, layers=1, context=32, seconds=45.0, sync_every=20, pad=0.2)
+            fast = replace(fast, width=32, layers=1, context=32, seconds=120.0, sync_every=20, pad=0.2)
         table, found = Table(small, large, fast, torchft), list[Row]()
         with ExitStack() as stack:
             stack.callback(lambda: _publish(table, found, json_file, plot))
@@ -656,7 +666,8 @@ def _publish(table: Table, rows: Sequence[Row], json_file: Path | None, plot: Pa
 
 if __name__ == "__main__":
     if "--as-worker" in sys.argv:
-        be_worker(Run(**json.loads(sys.argv[-1])), 0.0)
+        at = Path(sys.argv[-1])
+        be_worker(Run(**json.loads(sys.argv[-2])), float(at.read_text()) if at.exists() else 0.0)
     elif "--as-torchft" in sys.argv:
         given, *rest = json.loads(sys.argv[-1])
         be_torchft(Run(**given), *rest)
