@@ -44,12 +44,12 @@ def make_cnn() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any, dict[str, float]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any, dict[str, Any]]] = {
     "digits": (partial(make_mlp, 64, 128, 64, 10), torch.optim.Adam, {"eps": 1e-7}),
     "cnn": (make_cnn, torch.optim.AdamW, {"weight_decay": 0.01}),
     "wide": (partial(make_mlp, 64, 1024, 900, 10), torch.optim.SGD, {}),
 }
-"""Networks, their optimizers, and arguments of these: that of examples/digits.py, that of examples/digits_torch.py, a million parameters."""
+"""Networks, optimizers and their arguments: as in examples/digits.py, in examples/digits_torch.py, a million numbers."""
 
 
 @dataclass(frozen=True)
