@@ -46,7 +46,7 @@ help:  ## what there is
 .venv/demo-local/made: .venv/made pyproject.toml
 	@echo "installing paramserver and PyTorch for CPUs into .venv/demo-local (one or two minutes):"
 	@$(BIN)/python -m venv .venv/demo-local
-	@.venv/demo-local/bin/python -m pip --disable-pip-version-check --no-input install -e . torch \
+	@.venv/demo-local/bin/python -m pip --disable-pip-version-check --no-input install -e . $(filter torch==%,$(FRAMEWORKS)) \
 	  --extra-index-url https://download.pytorch.org/whl/cpu | $(PROGRESS)
 	@touch $@
 

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any, dict[str, Any]]] = {
     "cnn": (make_cnn, torch.optim.AdamW, {"weight_decay": 0.01}),
     "wide": (partial(make_mlp, 64, 1024, 900, 10), torch.optim.SGD, {}),
 }
-"""Networks, optimizers and their arguments: as in examples/digits.py, in examples/digits_torch.py, a million numbers."""
+"""Networks, optimizers, arguments of these: as in examples/digits.py, in digits_torch.py, and of a million numbers."""
 
 
 @dataclass(frozen=True)
