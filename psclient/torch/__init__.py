@@ -13,6 +13,7 @@ scaler       `GradScaler`: an overflow is one for all workers
 rows         of tables, as tensors whose gradients go to the servers
 embeddings   modules whose rows are on servers
 collections  such modules by TorchRec's names
+jagged       ids and rows of several features in one tensor, by TorchRec's names
 loader       `Loader`: shares batches, and names the next one's ids
 """
 
@@ -21,11 +22,9 @@ from psclient.torch.collections import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
 )
 from psclient.torch.embeddings import Embedding, EmbeddingBag
+from psclient.torch.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from psclient.torch.loader import Loader
 from psclient.torch.local_steps import DiLoCo, LocalSGD
 from psclient.torch.optimizer import Optimizer

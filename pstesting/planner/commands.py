@@ -182,7 +182,7 @@ def _table(text: str) -> tuple[float, int]:
     ),
     (
         "Tables of 16 numbers per row, of which sample.npz has ids",
-        "psctl plan --workers 8 --tables sample.npz --examples 45M --dim 16 --batch 4096",
+        "psctl plan --workers 8 --tables sample.npz --examples 45M --batch 4096",
     ),
     connects=False,
 )

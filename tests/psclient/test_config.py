@@ -271,11 +271,12 @@ def test_local_steps_are_told_by_heartbeats_and_metrics():
     with InProcessCluster(servers=1) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as one:
         with one.scope():
             v = ps.Variable(np.zeros(8, "float32"))
-        one._local_step(None, False)
+        measures = one.backend.exchange.measures
+        measures.local_step(None, False, sum(one.bytes_transferred))
         one.run(add, args=(v, np.ones(8, "float32")))
         v.numpy()
-        one._local_step(None, True)
-        one._local_step(None, False)
+        for exchanged in (True, False):
+            measures.local_step(None, exchanged, sum(one.bytes_transferred))
         session = one.backend.group.session
         session.heartbeat_now(0)
         (local,) = (each.pace.local for each in session.log_server.status().sessions if each.pace.local)

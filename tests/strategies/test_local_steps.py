@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-import time
 from functools import partial
 
 import ml_dtypes
@@ -15,8 +12,7 @@ import psclient as ps
 from psclient.optimizers.local_steps.schedule import Schedule, balanced
 from tests.kit.cases import pairwise
 from tests.kit.local_steps import LocalWorker, Nesterov, first, sgd, simulated
-from tests.kit.rig import eventually
-from tests.kit.workers import PATIENT, in_threads, meet
+from tests.kit.workers import in_threads
 
 average = partial(sgd, 1.0, 0.0)
 
@@ -119,30 +115,6 @@ def test_compressed_exchanges_lose_nothing_for_good():
     plain = in_threads(work, 2, 1)[0]
     found = in_threads(work, 2, 1, compression=ps.compression.Int8())[0]
     assert all(np.abs(a - b).max() < 0.05 for a, b in zip(plain, found, strict=True))
-
-
-def test_the_log_says_nothing_while_others_compute_as_long_as_this_worker(caplog):
-    """A worker that is waited for longer than the own steps took, and than before, is named."""
-    looked, ended = threading.Event(), threading.Event()
-
-    def work(strategy, worker):
-        made = LocalWorker(strategy, worker, sgd, 1)
-        if worker:
-            time.sleep(0.3)  # many times the interval of reports
-        else:
-            made.steps._began -= 1000.0
-        made.step()
-        if worker:
-            meet(looked)
-            eventually(lambda: "waits in round" in caplog.text)
-            ended.set()
-        else:
-            assert "waits in round" not in caplog.text
-            looked.set()
-        made.step()
-
-    in_threads(work, 2, 1, timeouts=dataclasses.replace(PATIENT, report_interval=0.02))
-    assert ended.is_set()
 
 
 # ---- Asynchronous workers ----

@@ -232,14 +232,6 @@ class Strategy(Unpicklable):
             for call in over:
                 call()
 
-    def _local_step(self, tokens: float | None, exchanged: bool) -> None:
-        """Counts a local step, for status and metrics; a strategy without servers has none.
-
-        Args:
-            tokens: tokens, or examples, of this step; None if they are not counted.
-            exchanged: True if the step has ended with an exchange, of all parameters or of a fragment.
-        """
-
     def _end_step(self) -> None:
         """Ends the last step: see `_after_step`. Does nothing in a fork of the process."""
         shutdown.unregister(self._end_step)

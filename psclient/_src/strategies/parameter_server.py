@@ -410,10 +410,6 @@ class ParameterServerStrategy(Strategy):
         transports = [each for server in self._servers for each in server.traffic.values()]
         return sum(each.sent for each in transports), sum(each.received for each in transports)
 
-    def _local_step(self, tokens: float | None, exchanged: bool) -> None:
-        """Counts a local step, for heartbeats and metrics."""
-        self._exchange.measures.local_step(tokens, exchanged, sum(self.bytes_transferred))
-
     # ---- The end ----
 
     def _told_to_end(self) -> None:

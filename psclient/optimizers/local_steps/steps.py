@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.local_steps.fragment import Fragment
 from psclient.optimizers.local_steps.schedule import Schedule
@@ -42,7 +44,7 @@ class LocalSteps:
         self.fragments, self.schedule = fragments, schedule
         self.step = self.exchanges = 0
         self.tokens: float | None = None
-        self._strategy = strategy
+        self._strategy = cast(ParameterServerStrategy, strategy)  # which front ends have checked
         self._under_way: tuple[int, int] | None = None  # a fragment that was sent, and the step at which it is merged
         self._joined = False
         self._compare(name)
@@ -112,7 +114,8 @@ class LocalSteps:
         merges = self._under_way is not None and self.step >= self._under_way[1]
         if merges:
             self._receive(merge)
-        self._strategy._local_step(tokens, merges)
+        moved = sum(self._strategy.bytes_transferred)
+        cast(RemoteBackend, self._strategy.backend).exchange.measures.local_step(tokens, merges, moved)
         return merges
 
     def take_all(self, merge: Callable[[int, Sequence[Array], float], object]) -> None:

@@ -41,7 +41,7 @@ def test_a_vote_that_is_cut_off_is_refused(vote: Vote, data: st.DataObject) -> N
 
 
 def test_nothing_is_lost_of_votes_that_say_more() -> None:
-    """A vote with an error, a digest or sums is not packed, and neither is a testimony."""
+    """A vote with an error, a digest, sums or late contributions is not packed, and neither is a testimony."""
     plain, *others = samples.VOTES
     assert plain_votes.pack(plain) is not None
-    assert [plain_votes.pack(each) for each in others] == [None] * 4
+    assert [plain_votes.pack(each) for each in others] == [None] * 5

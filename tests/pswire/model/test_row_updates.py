@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, str | None] = {
     **dict.fromkeys(("SGD", "Adagrad", "Adagrad by rows")),
     **dict.fromkeys(("SGD, momentum", "SGD, Nesterov", "Adadelta", "RMSprop", "RMSprop, plain", "Ftrl"), CHANGES),
     **dict.fromkeys(("Adam", "Adam, AMSGrad", "LazyAdam", "AdamW", "Adamax", "Nadam", "Lion"), CHANGES),
+    "DelayedNesterov": CHANGES,
     "Lamb": "neither elementwise",
 }
 """Optimizers, and why the update of each is not run on rows; None where it is."""
