@@ -370,7 +370,7 @@ class Machine:
             return None, job.first_values.push(said.session, said.first_values, payload, future)
         place = place_of(said, job.rounds.generations)
         if (record := job.rounds.recorded(said, place)) is not None:
-            taken = job.rounds.come_late(Push(said, payload, now, future), place, record)
+            taken = job.rounds.late.take(Push(said, payload, now, future), place[1], place[2], record)
             if taken is None:
                 job.late.add(said, future, record)
             else:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from psserver.core.job import Job
 from psserver.plans.round import SessionSequence
+from psserver.rounds.open_rounds import open_rounds
 from psserver.rounds.runner import Blocked
 from psserver.state.counters import ServerCounters
 from psserver.state.sessions import Membership
@@ -70,5 +71,5 @@ def _explained(of: Job, now: float) -> tuple[OpenRound, ...]:
     phase, why = of.runner.phase, "waits until more of a checkpoint is written"
     blocked = phase.job if isinstance(phase, Blocked) else None
     held = blocked.round if blocked is not None and not isinstance(blocked.sequence, SessionSequence) else None
-    waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in of.rounds.waiting(now)]
+    waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in open_rounds(of.rounds, now)]
     return (*waiting, *of.late.held(now))

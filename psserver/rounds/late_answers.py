@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from psserver.calls import Call, Calls
 from psserver.effects import Effect
 from psserver.plans.round import Record
+from psserver.rounds.open_rounds import computing
 from psserver.rounds.pending_round import Waiter
 from psserver.rounds.rounds import Rounds
 from psserver.state.variables import Store
@@ -79,8 +80,8 @@ class LateAnswers:
             said, _ = call.asked
             section = f"{self._describe(said.plan_id)}; applied, and waits for slower workers"
             behind = self._rounds.clocks.behind(said.session, said.round)
-            missing, computing = tuple(sorted(m.task for m in behind)), self._rounds.computing(behind, now)
-            found[said.session, said.round] = OpenRound(said.round, section, missing, True, computing)
+            missing, busy = tuple(sorted(m.task for m in behind)), computing(self._rounds, behind, now)
+            found[said.session, said.round] = OpenRound(said.round, section, missing, True, busy)
         return tuple(found.values())
 
     def due(self) -> list[Effect]:

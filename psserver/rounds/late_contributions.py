@@ -8,17 +8,21 @@ for which all servers of the plan have it: they say so with their votes. So it c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from psserver.effects import Effect, Fail, Run, Work
-from psserver.plans.round import MemberShare, Record
-from psserver.rounds.pending_round import Push
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import Commit, Key, MemberShare, ReadyRound, Record
+from psserver.rounds.pending_round import PendingRound, Push, check_weights
+from psserver.rounds.sequences import RoundSequence
+from psserver.rounds.votes import Votes
 from pswire.api import Contribution, RoundReply
-from pswire.errors import PSError
+from pswire.errors import PSError, PushAgain
 from pswire.limits import WINDOW
+from pswire.model.log import Member
 from pswire.network.payload import Payload
 from pswire.servers.votes import LateContribution
 
@@ -51,9 +55,23 @@ class Late:
 
 
 class LateContributions:
-    """The late contributions of one server. Guarded by the core's lock; empty without a quorum."""
+    """The late contributions of one server. Guarded by the core's lock; empty without a quorum.
 
-    def __init__(self) -> None:
+    Args:
+        plans: those that are approved here, by id.
+        sequences: all sequences of rounds.
+        fenced: sessions that have ended.
+        votes: in which servers say what they have.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[bytes, PreparedPlan],
+        sequences: Mapping[Key, RoundSequence],
+        fenced: Set[int],
+        votes: Votes,
+    ) -> None:
+        self._plans, self._sequences, self._fenced, self._votes = plans, sequences, fenced, votes
         self._waiting: dict[LateContribution, Late] = {}
         # The newest rounds whose contributions are applied, by session: one of them that comes again is a resend.
         self._counted: defaultdict[int, set[int]] = defaultdict(set)
@@ -70,22 +88,64 @@ class LateContributions:
 
     # ---- What comes ----
 
-    def add(self, share: MemberShare, record: Record, futures: Iterable[Future[RoundReply]]) -> None:
+    def _add(self, share: MemberShare, record: Record, futures: Iterable[Future[RoundReply]]) -> None:
         """Takes a contribution to a round that is over, which may still arrive, with the calls that wait for it."""
         self._waiting[share.name] = Late(replace(share, late=True), record, list(futures))
 
-    def take(self, push: Push) -> list[Effect] | None:
-        """Takes a push that may be a resend; returns the effects, None where it does not wait here.
+    def take(self, push: Push, member: Member | None, key: Key, record: Record) -> list[Effect] | None:
+        """Takes a contribution to a round that is over, or a resend of one, which is to be merged into the next round.
 
-        It has been kept or applied, then: its sender is to be answered.
+        Args:
+            push: the push.
+            member: its sender, as it makes the round; None for no member.
+            key: the round's sequence.
+            record: the record of its round.
+
+        Returns:
+            The effects; None where its sender is to be answered at once, since there is nothing to merge any more.
+
+        Raises:
+            InvalidRequest: it does not fit its plan.
+            PushAgain: it is a sum.
         """
+        said = push.said
+        if member is None or key is not None or not member.consistency.quorum or said.session not in record.late:
+            return None
+        share = MemberShare(member, said, push.payload)
+        if record.error is not None or not share.has_examples:
+            return None
+        if self._knows(share.name, self._sequences[key].pushed[said.session]):
+            return self._follow(push)
+        if said.parts:
+            raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
+        check_weights(said)
+        self._plans[said.plan_id].check(said, push.payload.size, member)
+        self._add(share, record, [push.future])
+        return []
+
+    def take_over(self, job: ReadyRound, pending: PendingRound, record: Record) -> None:
+        """Takes what late members have sent to a round that has run, and forgets what was merged into it."""
+        if pending.consistency.quorum:
+            for session in job.sessions:
+                self._count(session, job.round)
+            for session in sorted(job.late & pending.parts.keys()):
+                share = pending.parts[session]
+                futures = pending.withdraw(session) if share.has_examples else []
+                if futures or (share.has_examples and share.whole):  # of a session that has ended nothing more comes
+                    self._add(share, record, futures)
+            if job.plan.restore is not None:  # what waits is for values that are gone
+                self.over([late.share for late in self._waiting.values() if late.kept])
+        self.over(job.merged)
+
+    def _follow(self, push: Push) -> list[Effect] | None:
+        """Takes a resend; returns the effects, None where it is kept or applied: its sender is to be answered."""
         late = self._waiting.get(LateContribution(push.said.session, push.said.round))
         if late is None or late.kept:
             return None
         late.futures.append(push.future)
         return [] if late.copying else [Run(late.share.payload.follow, (push.payload,))]
 
-    def knows(self, name: LateContribution, newest: int) -> bool:
+    def _knows(self, name: LateContribution, newest: int) -> bool:
         """Returns whether a contribution waits here, or was applied.
 
         Args:
@@ -128,17 +188,24 @@ class LateContributions:
 
     # ---- What is merged ----
 
-    def ready(self, plan_ids: Collection[bytes]) -> tuple[MemberShare, ...]:
-        """Returns the contributions to some plans that this server could merge, by plan, task and round."""
-        shares = [late.share for late in self._waiting.values() if late.kept and late.share.said.plan_id in plan_ids]
+    def offer(self, job: ReadyRound) -> ReadyRound:
+        """Returns a round with the late contributions that it may have.
+
+        Where it hands variables over to a server that comes back these are all: that server has none of them.
+        """
+        if job.sequence is not None or not self._waiting:
+            return job
+        order = job.plan.snapshot
+        merged = self.ready(None if order is not None and order.returns else job.plan.id)
+        return replace(job, merged=merged, commit=Commit.ATOMIC) if merged else job
+
+    def ready(self, plan_id: bytes | None = None) -> tuple[MemberShare, ...]:
+        """Returns what this server could merge into a round of a plan, or of any, by plan, task and round."""
+        shares = [late.share for late in self._waiting.values() if late.kept]
+        shares = [share for share in shares if plan_id in (None, share.said.plan_id)]
         return tuple(sorted(shares, key=lambda share: (share.said.plan_id, share.member.task, *share.name)))
 
-    @property
-    def plan_ids(self) -> set[bytes]:
-        """The plans of those that wait."""
-        return {late.share.said.plan_id for late in self._waiting.values()}
-
-    def count(self, session: int, round: int) -> None:
+    def _count(self, session: int, round: int) -> None:
         """Notes that a contribution is applied."""
         rounds = self._counted[session]
         rounds.add(round)
@@ -149,19 +216,24 @@ class LateContributions:
         """Contributions are part of a round that is over."""
         for share in shares:
             self._waiting.pop(share.name, None)
-            self.count(*share.name)
+            self._count(*share.name)
 
-    def miss(self, shares: Iterable[MemberShare], fenced: Set[int]) -> None:
-        """Another server does not have some contributions; if their senders have ended it may never have them."""
-        for share in shares:
+    def agree(self, job: ReadyRound, attempt: int) -> ReadyRound:
+        """Returns a round that its servers have voted on, with the late contributions that all of them have.
+
+        What another server does not have of a session that has ended, it may never have.
+        """
+        agreed = list[MemberShare]()
+        for share in job.merged:
+            servers = self._plans[share.said.plan_id].plan.servers
+            if share.name in self._votes.late(job.round, attempt, servers):
+                agreed.append(share)
+                continue
             late = self._waiting[share.name]
-            late.missed += share.said.session in fenced
+            late.missed += share.said.session in self._fenced
             if late.missed >= CHANCES:
                 del self._waiting[share.name]
-
-    def clear(self) -> None:
-        """Drops what waits: a restore has replaced the values that it is for."""
-        self.over([late.share for late in self._waiting.values() if late.kept])
+        return replace(job, merged=tuple(agreed)) if job.merged else job
 
 
 def copied(payload: Payload) -> Payload:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
+from math import inf, isfinite
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.policy import Policy
@@ -197,7 +197,6 @@ class PendingRound:
         describe: Callable[[bytes], str],
         key: Key,
         last: int,
-        merged: tuple[MemberShare, ...] = (),
     ) -> ReadyRound | None:
         """Returns this round ready to run; None if there is nothing to run, nor for servers to agree on.
 
@@ -207,13 +206,12 @@ class PendingRound:
             fenced: sessions that are left out.
             describe: returns a plan in words.
             key, last: the key of its sequence, and the last round of it that is over.
-            merged: contributions that came late to earlier rounds, and that this server could merge into it.
         """
         needs = policy.needs(len(self.members))
         parts = self.usable(fenced, last, whole=bool(needs))
         if not (parts or policy.voters):
             return None
-        streams = policy.streams and not (self.whole or merged) and not all(part.said.observes for part in parts)
+        streams = policy.streams and not self.whole and not all(part.said.observes for part in parts)
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
         excluded, late = tuple[Task, ...](), frozenset[int]()
         if len(parts) < len(self.members):
@@ -236,7 +234,6 @@ class PendingRound:
             self.attempt,
             needs,
             late,
-            merged=merged,
         )
 
     # ---- Contributions ----
@@ -360,3 +357,11 @@ class PendingRound:
 def _is_again(share: MemberShare, push: Push) -> bool:
     """Returns whether a push may be a resend of a contribution."""
     return (share.said.weights, share.payload.size) == (push.said.weights, push.payload.size)
+
+
+def check_weights(said: Contribution) -> None:
+    """Raises `InvalidRequest` for weights that are none."""
+    if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
+        raise InvalidRequest(f"weights {said.weights} are not finite numbers from 0")
+    if said.observes and any(said.weights):
+        raise InvalidRequest("a process that only observes must not push gradients")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
-from math import inf, isfinite
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.policy import Policy
@@ -20,7 +19,7 @@ from psserver.rounds.changes import excluded, go_on
 from psserver.rounds.clocks import Clocks
 from psserver.rounds.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.rounds.late_contributions import LateContributions
-from psserver.rounds.pending_round import PendingRound, Push, Waiter
+from psserver.rounds.pending_round import PendingRound, Push, Waiter, check_weights
 from psserver.rounds.plan_errors import PlanErrors, different_batches, joins, only_newcomers
 from psserver.rounds.sequences import (
     FairQueue,
@@ -30,7 +29,6 @@ from psserver.rounds.sequences import (
     forget_own,
     kept,
     places_of,
-    shared_rounds,
 )
 from psserver.rounds.sums import check_sum
 from psserver.rounds.votes import Votes
@@ -42,7 +40,7 @@ from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.changes import change_of
 from pswire.model.consistency import ASYNC
 from pswire.model.log import Generation, Member, Position
-from pswire.model.status import OpenRound, WorkerProgress
+from pswire.model.status import WorkerProgress
 from pswire.network.payload import Payload
 from pswire.servers.votes import Vote
 
@@ -67,6 +65,7 @@ class Rounds:
 
     Attributes:
         backlog: rounds that are over here, and are made later.
+        parked: pushes that wait until their generation is known here.
         last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
@@ -80,22 +79,21 @@ class Rounds:
     def __init__(
         self, describe: Callable[[bytes], str], votes: Votes, applied: Callable[[ReadyRound], None] = lambda job: None
     ) -> None:
-        self._describe = describe
+        self.describe = describe
         self._errors = PlanErrors(describe)
         self.votes = votes
         self.backlog = Backlog()
         self.plans: dict[bytes, PreparedPlan] = {}
         self.generation: Generation | None = None
-        self.last, self.closed = -1, 0
+        self.last, self.closed, self.now = -1, 0, 0.0
         self.sequences: dict[Key, RoundSequence] = {None: RoundSequence()}
         self.clocks = Clocks()
-        self.late = LateContributions()
-        self.now = 0.0
         self.fenced: set[int] = set()
+        self.late = LateContributions(self.plans, self.sequences, self.fenced, votes)
         self.refused: dict[bytes, PSError] = {}
         self._declined: dict[bytes, PreparedPlan] = {}
         self.generations: dict[int, Generation] = {}
-        self._parked = Parked()
+        self.parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
         self._turns = FairQueue()
@@ -115,8 +113,8 @@ class Rounds:
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not released."""
-        sent = sum(part.payload.end - part.payload.begin for _, each in self._open() for part in each.sent)
-        return sent + self.late.nbytes
+        sent = (part.payload for _, each in self._open() for part in each.sent)
+        return self.late.nbytes + sum(payload.end - payload.begin for payload in sent)
 
     def approve(self, plan: PreparedPlan) -> list[Effect]:
         """Approves a plan: its rounds may run from now on."""
@@ -150,7 +148,7 @@ class Rounds:
         forget_own(self.sequences, self.fenced)
         self.clocks.close_generation(self.generation if change is None else None, generation)
         self.generation = self.generations[generation.number] = generation
-        for push in self._parked.take():
+        for push in self.parked.take():
             self._try(push)
         return self._take_effects()
 
@@ -176,9 +174,9 @@ class Rounds:
         said, (generation, member, key) = push.said, place
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
-        _check_weights(said)
+        check_weights(said)
         if generation is None:
-            self._effects += self._parked.put(push)
+            self._effects += self.parked.put(push)
             return
         if member is None:
             raise Fenced(f"this process is not a member of generation {said.generation}; restart it")
@@ -194,8 +192,7 @@ class Rounds:
         if (pending := sequence.open.get(said.round)) is None:
             members, behind = (member,) if key else generation.members, self.backlog.behind
             pending = PendingRound(said.plan_id, said.generation, members, push.since, whole=behind)
-        merges = bool(member.consistency.quorum)  # one by one
-        if said.parts and (key or merges or pending.differs(said) or _is_apart(said.parts, self)):
+        if said.parts and (key or member.consistency.quorum or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
         if len(sequence.open) > (said.round in sequence.open):
             for part, each in senders:
@@ -243,7 +240,7 @@ class Rounds:
         if only_newcomers(pending, self.generations):
             self._evict(pending, said, member)
             return
-        raise self._fail(pending, self._errors.diverged(said.round, pending, member, self._describe(said.plan_id)))
+        raise self._fail(pending, self._errors.diverged(said.round, pending, member, self.describe(said.plan_id)))
 
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Fails newcomers that came first, with another plan than an older member's."""
@@ -269,7 +266,7 @@ class Rounds:
                 raise self._fail(pending, self._errors.diverged(number, pending, member, LATER))
             ahead = pending.passed(said.round, here, self.fenced) if number > said.round else []
             if ahead:
-                section = self._describe(said.plan_id)
+                section = self.describe(said.plan_id)
                 raise self._fail(pending, diverged(said.round, [(ahead[0], LATER), (member.task, section)]))
 
     def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
@@ -300,9 +297,7 @@ class Rounds:
         """
         generation, member, key = place or place_of(said, self.generations)
         sequence = self.sequences.get(key) if generation else None
-        record = sequence.records.get(said.round) if sequence else None
-        if record is None and sequence and member and member.consistency.quorum and said.round <= sequence.last:
-            record = sequence.newest_of(said.plan_id)  # so late that the record of its round is forgotten
+        record = sequence.record_of(said, member) if sequence else None
         if generation is None or sequence is None or record is None or record.error is not None:
             return record
         if same_closure(record.plan_id, said):
@@ -318,36 +313,6 @@ class Rounds:
         for part in said.parts or (said,):
             sequence.came(part, self.now)
         return record
-
-    def come_late(self, push: Push, place: Place, record: Record) -> list[Effect] | None:
-        """Takes a contribution to a round that is over, or a resend of one, which is to be merged into the next round.
-
-        Args:
-            push: the push.
-            place: where it belongs.
-            record: the record of its round.
-
-        Returns:
-            The effects; None where its sender is to be answered at once, since there is nothing to merge any more.
-
-        Raises:
-            InvalidRequest: it does not fit its plan.
-            PushAgain: it is a sum.
-        """
-        said, (_, member, key) = push.said, place
-        if member is None or key is not None or not member.consistency.quorum or said.session not in record.late:
-            return None
-        share = MemberShare(member, said, push.payload)
-        if record.error is not None or not share.has_examples:
-            return None
-        if self.late.knows(share.name, self.sequences[key].pushed[said.session]):
-            return self.late.take(push)
-        if said.parts:
-            raise PushAgain(f"round {said.round} accepts no sums; each worker must push by itself")
-        _check_weights(said)
-        self.plans[said.plan_id].check(said, push.payload.size, member)
-        self.late.add(share, record, [push.future])
-        return []
 
     def next_job(self) -> ReadyRound | None:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
@@ -370,38 +335,13 @@ class Rounds:
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
-            elif plan and (
-                job := pending.ready(
-                    number, plan, policy, self.fenced, self._describe, key, sequence.last, self._mergeable(key, plan)
-                )
-            ):
+            elif plan and (job := pending.ready(number, plan, policy, self.fenced, self.describe, key, sequence.last)):
                 self._running = key, number
-                return job
+                return self.late.offer(job)
             else:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del sequence.open[number]
         return None
-
-    def _mergeable(self, key: Key, plan: PreparedPlan) -> tuple[MemberShare, ...]:
-        """Returns the late contributions that a round may have.
-
-        Where it hands variables over to a server that comes back these are all: that server has none of them.
-        """
-        if key is not None or not self.late.plan_ids:
-            return ()
-        order = plan.plan.snapshot
-        return self.late.ready(self.late.plan_ids if order is not None and order.returns else (plan.plan.id,))
-
-    def agree_on_late(self, job: ReadyRound, attempt: int) -> ReadyRound:
-        """Returns a round that its servers have voted on, with the late contributions that all of them have."""
-        if not job.merged:
-            return job
-        agreed, others = list[MemberShare](), list[MemberShare]()
-        for share in job.merged:
-            servers = self.plans[share.said.plan_id].plan.servers
-            (agreed if share.name in self.votes.late(job.round, attempt, servers) else others).append(share)
-        self.late.miss(others, self.fenced)
-        return replace(job, merged=tuple(agreed))
 
     def open(self, vote: Vote, now: float) -> None:
         """Another server has a round of which this one may know nothing: all who make it may be gone.
@@ -430,18 +370,7 @@ class Rounds:
         """
         record = Record.of(job, self.generation, given, dropped, warnings, self.now)
         self._applied(job)
-        pending = self.sequences[job.sequence].open[job.round]
-        if pending.consistency.quorum:
-            for session in job.sessions:
-                self.late.count(session, job.round)
-            for session in sorted(job.late & pending.parts.keys()):
-                share = pending.parts[session]
-                futures = pending.withdraw(session) if share.has_examples else []
-                if futures or (share.has_examples and share.whole):  # of a session that has ended nothing more comes
-                    self.late.add(share, record, futures)
-            if job.plan.restore is not None:
-                self.late.clear()
-        self.late.over(job.merged)
+        self.late.take_over(job, self.sequences[job.sequence].open[job.round], record)
         return record, self._close(job.sequence, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
@@ -474,12 +403,9 @@ class Rounds:
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over, unless it is merged: nobody will read it."""
-        if not job.late:
-            return []
-        pending = self.sequences[job.sequence].open[job.round]
-        late = [part for part in pending.sent if part.said.session not in job.sessions]
-        merges = bool(pending.consistency.quorum)
-        return [Run(part.payload.discard) for part in late if not (merges and part.has_examples)]
+        sent = self.sequences[job.sequence].open[job.round].sent if job.late else ()
+        late = [part for part in sent if part.said.session not in job.sessions]
+        return [Run(p.payload.discard) for p in late if not (p.has_examples and p.member.consistency.quorum)]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
@@ -499,22 +425,7 @@ class Rounds:
         """Fails the calls of a session; nobody waits for its clock."""
         self.clocks.leave(session)
         effects = [effect for _, pending in self._open() for effect in pending.fail_session(session, error)]
-        return [*effects, *self._parked.fail_session(session, error), *self.late.session_ended(session, error)]
-
-    def waiting(self, now: float = inf) -> tuple[OpenRound, ...]:
-        """Returns the open rounds, for people and for the chief; without those of one worker beside those of all."""
-        told = []
-        for number, pending in shared_rounds(self.sequences):
-            missing = pending.missing(self.fenced)
-            section, approved = self._describe(pending.plan_id), pending.plan_id in self.plans
-            tasks = tuple(member.task for member in missing)
-            told.append(OpenRound(number, section, tasks, approved, self.computing(missing, now)))
-        return (*told, *self._parked.waiting)
-
-    def computing(self, members: Iterable[Member], now: float) -> tuple[Task, ...]:
-        """Returns those of some members that compute, not much longer than they have done before."""
-        found = ((member, self.sequences.get(member.task if member.alone else None)) for member in members)
-        return tuple(m.task for m, sequence in found if sequence and sequence.computes(m.session, now))
+        return [*effects, *self.parked.fail_session(session, error), *self.late.session_ended(session, error)]
 
     def contributes(self, session: int) -> bool:
         """Returns whether a session has contributed to a round that is open: it may still be applied."""
@@ -549,13 +460,6 @@ def place_of(said: Contribution, generations: Mapping[int, Generation]) -> Place
     return generation, member, member.task if said.closure is None else said.closure.number
 
 
-def _check_weights(said: Contribution) -> None:
-    if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
-        raise InvalidRequest(f"weights {said.weights} are not finite numbers from 0")
-    if said.observes and any(said.weights):
-        raise InvalidRequest("a process that only observes must not push gradients")
-
-
 def _senders(generation: Generation, said: Contribution) -> list[tuple[Contribution, Member]]:
     """Returns the senders of the parts of a sum, each with what it says.
 
@@ -565,7 +469,7 @@ def _senders(generation: Generation, said: Contribution) -> list[tuple[Contribut
     """
     check_sum(said)
     for part in said.parts:
-        _check_weights(part)
+        check_weights(part)
     found = [(part, generation.session(part.session)) for part in said.parts]
     there = [(part, each) for part, each in found if each is not None]
     if len(there) < len(found):

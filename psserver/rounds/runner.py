@@ -237,7 +237,7 @@ class Runner:
         if not (verdict.unanimous or verdict.repeated) and agreed.is_short:
             self._rounds.gather(job, attempt)  # nothing was tried: what is waits for all
             return self.next()
-        agreed = self._rounds.agree_on_late(agreed, ballot.attempt)
+        agreed = self._rounds.late.agree(agreed, ballot.attempt)
         if not agreed.parts:
             agreed = replace(agreed, merged=())
             void = partial(self._rounds.complete, agreed, ReturnedValues())

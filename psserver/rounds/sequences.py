@@ -151,11 +151,16 @@ class RoundSequence:
         pending = self.open.get(number)
         return pending is not None and not pending.attempt and len(pending.parts) < len(pending.members)
 
-    def newest_of(self, plan_id: bytes) -> Record | None:
-        """Returns the record of the newest round of a plan, of those that are kept."""
-        numbers = (number for number, record in self.records.items() if record.plan_id == plan_id)
-        found = max(numbers, default=None)
-        return None if found is None else self.records[found]
+    def record_of(self, said: Contribution, member: Member | None) -> Record | None:
+        """Returns the record of the round of a contribution of a member; None while it is not over.
+
+        With a quorum, where that is forgotten, of the newest round of the same plan.
+        """
+        found = self.records.get(said.round)
+        if found is None and member and member.consistency.quorum and said.round <= self.last:
+            numbers = (number for number, record in self.records.items() if record.plan_id == said.plan_id)
+            found = self.records.get(max(numbers, default=-1))
+        return found
 
     def refusal(self, said: Contribution) -> PSError:
         """Returns the error of a push to a round that is over."""

@@ -280,10 +280,9 @@ def plan(
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. --tables reads ids of examples that were drawn at random, and also suggests how to store
-    their tables. With --sync-every predict training by local steps instead. Predictions are as good as the cost model:
-    measure your hosts with psctl calibrate, and compare a prediction with a job that you have. The built-in costs show
-    how a job scales, on a network of 10 Gbit/s.
+    takes seconds to minutes. From a sample of ids of random examples also suggest how to store their tables. Or predict
+    training by local steps. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
+    compare a prediction with a job that you have. The built-in costs show how a job scales, on a network of 10 Gbit/s.
     """
     try:
         from pstesting.planner import local_steps

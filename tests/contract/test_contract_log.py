@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from psserver.rounds.open_rounds import open_rounds
 from tests.kit.internals import (
     Apply,
     Approved,
@@ -132,7 +133,7 @@ def test_a_new_job_drops_everything(job, worker):
     news = job.verbs[0].watch(other.session, len(log(job)), -1)
     machine = job.servers.cores[0].machine
     old = machine.job
-    eventually(lambda: old.reads.calls and len(machine.watches.news) == 2 and old.rounds.waiting())
+    eventually(lambda: old.reads.calls and len(machine.watches.news) == 2 and open_rounds(old.rounds))
     begin = job.begin()
     for future in waiting:
         with pytest.raises(ServerLost, match="job was restarted"):

@@ -46,7 +46,7 @@ class Quorum(World):
                 job = server.core.machine.job
                 held = [n for n, (_, where) in enumerate(self.cluster.workload.created) if server.index in where]
                 totals |= {float(x) for n in held for x in np.asarray(job.store.find(n).array)}
-                waiting.append(Counter(share.member.task for share in job.rounds.late.ready(job.rounds.plans)))
+                waiting.append(Counter(share.member.task for share in job.rounds.late.ready()))
         assert len(totals) == 1, f"servers hold {totals}"
         assert all(each == waiting[0] for each in waiting), f"servers would merge {waiting}"
         counted, total = [], totals.pop()

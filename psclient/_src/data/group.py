@@ -20,6 +20,7 @@ class ReplicaGroup(Progress):
 
     Args:
         devices: the local replicas' devices.
+        has_servers: True if rows are fetched from servers, and may be fetched ahead.
 
     Attributes:
         alone: True if each process makes rounds of its own: its workers are asynchronous.
@@ -27,7 +28,6 @@ class ReplicaGroup(Progress):
             of a dataset.
         leaves_out: True if a round of updates may be made without workers that live, whose examples are assigned
             again then.
-        has_servers: True if rows are fetched from servers, and may be fetched ahead.
         lookups: learns from the batch in use what is looked up; None without one.
         chunk_calls: asks for batches that are assigned; None where all make rounds together, and each has a part of
             every batch.
@@ -36,13 +36,12 @@ class ReplicaGroup(Progress):
     alone = False
     coordinated = False
     leaves_out = False
-    has_servers = False
     lookups: LearnedLookups | None = None
     chunk_calls: ChunkCalls | None = None
 
-    def __init__(self, devices: tuple[Device, ...]) -> None:
+    def __init__(self, devices: tuple[Device, ...], has_servers: bool = False) -> None:
         super().__init__(len(devices))
-        self.devices = devices
+        self.devices, self.has_servers = devices, has_servers
 
     @property
     def late(self) -> bool:

@@ -42,12 +42,10 @@ class Group(ReplicaGroup):
         notice: whether this process was told to end.
     """
 
-    has_servers = True
-
     def __init__(
         self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = (), notice: Notice = NOTICE
     ) -> None:
-        super().__init__(devices)
+        super().__init__(devices, has_servers=True)
         self.session = session
         self.departure = Departure(session.task, lambda each: session.number in each.by_session, notice)
         self.news = JobNews(session, self._told)

@@ -23,6 +23,7 @@ from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
 from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.network.pacing import passes
+from psclient._src.network.remote_server import RemoteServer
 from psclient._src.network.session import Session
 from psclient._src.network.staging import Sent, any_pending, fill, host, keep, pack
 from psclient._src.processes.aggregation.host_group import HostGroup
@@ -221,6 +222,13 @@ class Exchange:
     def sum_with(self, near: HostGroup) -> None:
         """Sums what it contributes with others, from now on."""
         self.pushes.near, self._shared = near, SharedRounds(self.group, self._none_pushed(), near.number)
+
+    @property
+    def bytes_transferred(self) -> tuple[int, int]:
+        """Payload bytes sent and received so far."""
+        servers = cast(Sequence[RemoteServer], self.session.servers)
+        transports = [each for server in servers for each in server.traffic.values()]
+        return sum(each.sent for each in transports), sum(each.received for each in transports)
 
     def begin_run(self) -> None:
         """The program begins a `run` that is within no other."""

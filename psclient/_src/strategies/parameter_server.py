@@ -368,8 +368,7 @@ class ParameterServerStrategy(Strategy):
         """
         if not isinstance(consistency, Consistency):
             raise TypeError(
-                f"{consistency!r} is not a consistency; use ps.Sync(), ps.Quorum(size), ps.BoundedStaleness(k) or "
-                "ps.Async()"
+                f"{consistency!r} is not a consistency; use ps.Sync(), ps.Quorum(n), ps.BoundedStaleness(k), ps.Async()"
             )
         self._remote.check_open()
         check_place(self._remote, self.consistency, consistency, self._coordinator is not None)
@@ -407,8 +406,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def bytes_transferred(self) -> tuple[int, int]:
         """Payload bytes sent and received so far, in bytes."""
-        transports = [each for server in self._servers for each in server.traffic.values()]
-        return sum(each.sent for each in transports), sum(each.received for each in transports)
+        return self._exchange.bytes_transferred
 
     # ---- The end ----
 

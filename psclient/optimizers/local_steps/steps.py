@@ -11,7 +11,6 @@ import numpy as np
 from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
-from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.local_steps.fragment import Fragment
 from psclient.optimizers.local_steps.schedule import Schedule
@@ -44,7 +43,7 @@ class LocalSteps:
         self.fragments, self.schedule = fragments, schedule
         self.step = self.exchanges = 0
         self.tokens: float | None = None
-        self._strategy = cast(ParameterServerStrategy, strategy)  # which front ends have checked
+        self._strategy, self._exchange = strategy, cast(RemoteBackend, strategy.backend).exchange
         self._under_way: tuple[int, int] | None = None  # a fragment that was sent, and the step at which it is merged
         self._joined = False
         self._compare(name)
@@ -114,8 +113,7 @@ class LocalSteps:
         merges = self._under_way is not None and self.step >= self._under_way[1]
         if merges:
             self._receive(merge)
-        moved = sum(self._strategy.bytes_transferred)
-        cast(RemoteBackend, self._strategy.backend).exchange.measures.local_step(tokens, merges, moved)
+        self._exchange.measures.local_step(tokens, merges, sum(self._exchange.bytes_transferred))
         return merges
 
     def take_all(self, merge: Callable[[int, Sequence[Array], float], object]) -> None:

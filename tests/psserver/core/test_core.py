@@ -11,6 +11,7 @@ import pytest
 
 from psserver.cli import summary
 from psserver.effects import Work
+from psserver.rounds.open_rounds import open_rounds
 from pstesting.clock import Clock
 from pswire.api import ApproveRequest, Contribution
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
@@ -286,9 +287,9 @@ def test_who_is_back_makes_no_round_of_before(server):
         log.GenerationClosed(log.Generation(1, (log.Member(A, 1, 1),), start=log.Start(1, 0))),
     )
     server.hear(1, votes.Testimony(vote.job, 2, (vote,), 0))
-    assert [open.round for open in rounds.waiting()] == [3]
+    assert [open.round for open in open_rounds(rounds)] == [3]
     append(server, back(0, 100, 5))
-    assert not rounds.waiting()
+    assert not open_rounds(rounds)
     assert rounds.last == 4
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
+from psserver.rounds.open_rounds import open_rounds
 from psserver.rounds.sequences import RECORDS, RESENDS
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged
@@ -206,7 +207,7 @@ def test_what_nobody_else_makes_is_forgotten_with_its_sender(rounds):
     rounds.push(1, 1, previous=0)
     rounds.close_generation(Generation(2, ()))
     assert rounds.next_job() is None
-    assert not list(rounds.waiting())
+    assert not list(open_rounds(rounds))
 
 
 def test_a_round_that_others_make_is_not_jumped_over(rounds):
@@ -225,7 +226,7 @@ def test_status_tells_who_is_missing(rounds):
     """From an open round, with what it does."""
     rounds.close_generation(Generation(2, MEMBERS))
     rounds.push(2, generation=2)
-    (waiting,) = rounds.waiting()
+    (waiting,) = open_rounds(rounds)
     assert (waiting.round, waiting.section, waiting.approved) == (0, "this", True)
     assert waiting.missing == (WORKERS[0], WORKERS[2])
 
@@ -234,7 +235,7 @@ def test_what_is_pushed_too_soon_is_kept(rounds):
     """Until its generation is here; strangers are told then."""
     early = [rounds.push(session, generation=2) for session in (1, 2, 3)]
     assert rounds.next_job() is None
-    assert [waiting.approved for waiting in rounds.waiting()] == [False] * 3
+    assert [waiting.approved for waiting in open_rounds(rounds)] == [False] * 3
     rounds.close_generation(Generation(2, MEMBERS[:2]))
     assert isinstance(early[2].exception(0), Fenced)
     assert sessions(rounds.next_job()) == [1, 2]
@@ -250,7 +251,7 @@ def test_what_is_pushed_too_soon_is_bounded(rounds):
     with pytest.raises(InvalidRequest, match="8 rounds of this session are open, from round 3 on"):
         rounds.refused(1, 3 + WINDOW, generation=9)
     assert list(rounds.failed()) == []
-    assert [waiting.round for waiting in rounds.waiting()] == list(range(3, 3 + WINDOW))
+    assert [waiting.round for waiting in open_rounds(rounds)] == list(range(3, 3 + WINDOW))
 
 
 def test_a_plan_that_was_refused_runs_nowhere(rounds):

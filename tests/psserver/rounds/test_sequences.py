@@ -6,6 +6,7 @@ import pytest
 
 from psserver.plans.round import SessionSequence
 from psserver.registry import Registry
+from psserver.rounds.open_rounds import open_rounds
 from psserver.state.sessions import Membership
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -86,7 +87,7 @@ def test_what_a_lost_member_left_open_is_never_applied(rounds):
     assert isinstance(left.exception(0), Fenced)
     push(rounds, 1, 7, generation=3)
     assert run(rounds) == [(7, {A})]
-    assert rounds.waiting() == ()
+    assert open_rounds(rounds) == ()
     assert rounds.fenced == {2}
 
 
@@ -246,9 +247,9 @@ def test_a_session_has_a_window_of_each_kind(apart):
                 assert not push_own(apart, 1, round, generation, alone).done()
             refused = push_own(apart, 1, first + WINDOW, generation, alone)
             assert isinstance(refused.exception(0), InvalidRequest)
-    parked = [told for told in apart.waiting() if "not known here yet" in told.section]
+    parked = [told for told in open_rounds(apart) if "not known here yet" in told.section]
     assert [told.round for told in parked] == list(range(WINDOW))  # those of all alone
-    assert len([told for told in apart.waiting() if told not in parked]) == WINDOW
+    assert len([told for told in open_rounds(apart) if told not in parked]) == WINDOW
     assert len(ends(apart, 1)) == 4 * WINDOW
 
 
