@@ -15,6 +15,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # make test-frameworks FRAMEWORKS='... --extra-index-url https://download.pytorch.org/whl/cpu'
 FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1 transformers==5.24.0 accelerate==1.15.0
 RAY ?= ray==2.60.0
+# PyTorch as `make demo-local` installs it: for CPUs, also where pip finds that for GPUs first.
+TORCH ?= torch --extra-index-url https://download.pytorch.org/whl/cpu
 
 # What PyTorch or JAX gives types to, where it is installed.
 NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensorflow)\b' --include=*.py psclient examples benchmarks)
@@ -46,8 +48,7 @@ help:  ## what there is
 .venv/demo-local/made: .venv/made pyproject.toml
 	@echo "installing paramserver and PyTorch for CPUs into .venv/demo-local (one or two minutes):"
 	@$(BIN)/python -m venv .venv/demo-local
-	@.venv/demo-local/bin/python -m pip --disable-pip-version-check --no-input install -e . $(filter torch==%,$(FRAMEWORKS)) \
-	  --extra-index-url https://download.pytorch.org/whl/cpu | $(PROGRESS)
+	@.venv/demo-local/bin/python -m pip --disable-pip-version-check --no-input install -e . $(TORCH) | $(PROGRESS)
 	@touch $@
 
 .venv/dev: .venv/made pyproject.toml
