@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1 transformers==5.24.0 accelerate==1.15.0
 RAY ?= ray==2.60.0
 # PyTorch as `make demo-local` installs it: for CPUs, also where pip finds that for GPUs first.
-TORCH ?= torch --extra-index-url https://download.pytorch.org/whl/cpu
+TORCH ?= $(filter torch==%,$(FRAMEWORKS)) --extra-index-url https://download.pytorch.org/whl/cpu
 
 # What PyTorch or JAX gives types to, where it is installed.
 NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensorflow)\b' --include=*.py psclient examples benchmarks)
