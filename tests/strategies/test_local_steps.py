@@ -122,8 +122,10 @@ def test_compressed_exchanges_lose_nothing_for_good():
 
 @pytest.mark.parametrize("consistency", [ps.Async(), ps.BoundedStaleness(2)])
 def test_an_asynchronous_worker_continues_from_its_own_exchange(consistency):
-    """One worker alone does what a loop of one worker does."""
-    found = exchanged(9, 3, workers=1, rule=partial(sgd, 0.5, 0.0), options={"consistency": consistency})
+    """One worker alone does what a loop of one worker does; its tokens are nothing to it."""
+    tokens = lambda worker, step: 7.0 + step  # noqa: E731, whose sums are no powers of two
+    options = {"consistency": consistency}
+    found = exchanged(9, 3, workers=1, rule=partial(sgd, 0.5, 0.0), tokens=tokens, options=options)
     own, outer = simulated(1, 9, 3, rule=lambda: Nesterov(0.5, 0.0))
     same(found[0][1], outer)
     same(found[0][0], own[0])
