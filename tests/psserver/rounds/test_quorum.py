@@ -122,6 +122,18 @@ def test_a_resend_of_a_late_contribution_counts_once(one):
     assert one.values == [122]
 
 
+def test_a_resend_that_arrives_ten_rounds_later_counts_once(one):
+    """Its sender has gone on since, so it has been answered."""
+    for _ in range(11):
+        one.in_time()
+        one.push(one.c)
+    one.in_time()
+    one.c.round = 0
+    assert one.push(one.c)[0].result(SOON).round == 0
+    one.all_in_time()
+    assert one.values == [11 * 111 + 11]
+
+
 def test_what_is_half_there_when_its_round_runs_is_merged_once_it_is_whole(one):
     """Its sender is answered then, and may use its memory again. What a resend brings completes it."""
     array = np.full(2, 100.0)
