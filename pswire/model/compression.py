@@ -159,6 +159,7 @@ def scaled(kind: CodecKind, numbers: Array, scales: Array, block: int, size: int
         size: number of elements.
         dtype: that of the result.
     """
+    found: Array
     if kind == "int4":
         pairs = _PAIRS[scales.dtype].take(numbers, axis=0)
         found = (pairs.reshape(scales.size, -1)[:, :block] if block % 2 else pairs).reshape(-1)[:size]
