@@ -280,9 +280,15 @@ def plan(
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. From a sample of ids of random examples also suggest how to store their tables. Or predict
-    training by local steps. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
+    takes seconds to minutes. Or predict training by local steps. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
     compare a prediction with a job that you have. The built-in costs show how a job scales, on a network of 10 Gbit/s.
+
+    From ids of examples that were drawn at random also suggest tables: a .npz file with an array per table, (examples,)
+    or (examples, ids); a .npy file with an array (examples, tables); or a .csv file with the names of the tables in its
+    first line, and ids in the cells, several with spaces between them. For each table it shows the distinct ids among
+    all examples with an interval of 95 %, if rare ids follow a power law; the error of the same estimate from a tenth
+    of the sample; the kind of table that takes less memory; and the collection in which it can be stored with others.
+    For 20 times the ids of samples from Zipf laws the estimates were within 10 %.
     """
     try:
         from pstesting.planner import local_steps
