@@ -280,8 +280,9 @@ def plan(
     """Predict how many servers a job needs, and its bottleneck.
 
     Simulate the job with 1, 2, 4 and more servers by a cost model of the machines, each server on its own host. This
-    takes seconds to minutes. Or predict training by local steps. Predictions are as good as the cost model: measure your hosts with psctl calibrate, and
-    compare a prediction with a job that you have. The built-in costs show how a job scales, on a network of 10 Gbit/s.
+    takes seconds to minutes. Or predict training by local steps. Predictions are as good as the cost model: measure
+    your hosts with psctl calibrate, and compare a prediction with a job that you have. The built-in costs show how a
+    job scales, on a network of 10 Gbit/s.
 
     From ids of examples that were drawn at random also suggest tables: a .npz file with an array per table, (examples,)
     or (examples, ids); a .npy file with an array (examples, tables); or a .csv file with the names of the tables in its
