@@ -15,10 +15,10 @@ workers together, so that all systems make the same steps. Data and labels are m
 Adagrad by torch's formula trains rows and networks. AUC is that of the same 65,536 examples, which no system has
 trained on; "best" is that of the chances by which the labels were drawn.
 
-Ours are PyTorch's replicas over dynamic tables in a `pst.EmbeddingBagCollection`; the loader names the rows of the next
-batch. torch RPC is benchmarks/peers/torch_recommender.py: tables without an index, each row once
-in one message a step, whose answer has the rows of the next batch. Its processes and ours compute in as many threads.
-torch in one process is measured with one thread, and with one on each core.
+Ours are PyTorch's replicas over dynamic tables in a `pst.EmbeddingBagCollection`. torch RPC is
+benchmarks/peers/torch_recommender.py: tables without an index, each row once in one message a step, whose answer has
+the rows of the next batch. Its processes and ours compute in as many threads. torch in one process is measured with one
+thread, and with one on each core.
 
 `--json FILE` writes `{"format", "machine", "transport", "rows", "excluded"}`; a row has `work`, `system`, `laps`, the
 examples in a second (`rate`, median of laps, and `lap_rates`), `ratio` to torch RPC, `cpu_ms` of each process for a
@@ -99,20 +99,17 @@ def train(said: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.bags = pst.EmbeddingBagCollection([pst.EmbeddingBagConfig(name, work.dim, [name]) for name in names])
-            self.prefetch = {self.bags: lambda batch: self._features(batch["ids"])}
-
-        def _features(self, ids: torch.Tensor) -> pst.KeyedJaggedTensor:
-            flat = ids.t().flatten()
-            return pst.KeyedJaggedTensor(names, flat, torch.ones_like(flat))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.bags(self._features(ids)).values().unflatten(1, (len(names), work.dim))
+            flat = ids.t().flatten()
+            features = pst.KeyedJaggedTensor(names, flat, torch.ones_like(flat))
+            return self.bags(features).values().unflatten(1, (len(names), work.dim))
 
     with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
         net, rows = work.network(), Bags()
         optimizer = pst.Optimizer(nn.ModuleList([net, rows]), torch.optim.Adagrad, lr=work.rate, eps=EPSILON)
         data = ps.ArrayDataset(work.load("train")._asdict()).batch(work.batch)
-        batches = iter(pst.Loader(data, optimizer, rows.prefetch))
+        batches = iter(pst.Loader(data, optimizer))
 
         def step(_: int) -> None:
             batch = next(batches)
