@@ -150,8 +150,8 @@ class RowsOfNumPy:
         with strategy.scope():
             self.w = ps.Variable(np.ones(3, "f4"), name="w")
 
-    def batches(self, data: Any, named: bool) -> Any:
-        options = ps.InputOptions(prefetch={self.table: lambda ids: ids} if named else {})
+    def batches(self, data: Any, prefetch: Callable[[Any], Any]) -> Any:
+        options = ps.InputOptions(prefetch=prefetch(self.table))
         return self.strategy.experimental_distribute_dataset(data, options)
 
     def step(self, ids: Any, times: float = 1.0) -> None:

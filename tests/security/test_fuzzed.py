@@ -18,6 +18,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from psserver.rounds.open_rounds import open_rounds
 from tests.kit import internals as inside
 from tests.kit.attacks import BOMB, STRANGER, Attacker, Process, foreseen
 from tests.kit.cases import search
@@ -86,7 +87,7 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
     eventually(lambda: not site.thread._server._service._bells)
     watches = core.machine.watches
     assert all(len(calls) <= inside.MAX_CALLS for calls in (watches.ends, watches.news, core.machine.job.reads.calls))
-    assert core.machine.job.rounds.waiting() == ()
+    assert open_rounds(core.machine.job.rounds) == ()
     site.round()
 
 

@@ -331,7 +331,7 @@ def test_contributions_are_made_to_the_same_reductions(strategy):
     asked = Reduction("sum", spec_of(ones), (0,))
 
     def found(values, number):
-        return contributions(strategy.extended, values, [w] * len(values), [], [asked] * number)
+        return contributions(strategy.extended, values, [w] * len(values), [], None, [asked] * number)
 
     with strategy.scope():
         for value in (ones[0], ones.astype("float64")):
