@@ -211,7 +211,7 @@ def _exit_code(exit: SystemExit) -> int:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((*_OURS, "<frozen"))
+    return not filename.startswith((*_OURS, "<"))  # as of dataclasses, whose methods are in "<string>"
 
 
 def _relative(filename: str) -> str:

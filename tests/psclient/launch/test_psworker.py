@@ -65,10 +65,16 @@ OURS = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsens
 SAID = "psworker: /job:worker/task:0: error: 'nonsense' is not a task; write /job:worker/task:0 (script.py:4)\n"
 TRACEBACK = "Traceback (most recent call last):\n"
 RAISES = "import psclient as ps\nraise ps.errors.{}('so it is')"
+MADE = "from psclient.optimizers.local_steps.schedule import Schedule\n\nSchedule(5, 3)\n"
+NOT_DIVISIBLE = (
+    "psworker: /job:worker/task:0: error: sync_every=5 is not divisible by the number of fragments, 3; one fragment is "
+    "exchanged after every sync_every / 3 steps (script.py:3)\n"
+)
 ATEXIT = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
 
 FAILS: dict[str, tuple[list[str], str, int, str, str]] = {
     "ours is one line, with the user's": ([], OURS, 2, "", SAID),
+    "and not code that Python has made": ([], MADE, 1, "", NOT_DIVISIBLE),
     "--debug shows it all": (["--debug"], OURS, 2, "", f'{TRACEBACK}  File "script.py", line 6'),
     "the script sees it at exit": ([], ATEXIT, 1, "KeyError('x')\n", "Traceback"),
     "another attempt goes on from a checkpoint": ([], RAISES.format("ServerLost"), 75, "", "psworker: "),
