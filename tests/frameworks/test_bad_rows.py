@@ -109,8 +109,8 @@ def test_a_table_has_one_dimension_in_all_workers(kind, word):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_batch_of_one_id_takes_no_memory_of_its_rows(weighted):
-    """Ids are made unique first: a million of one id in one bag take indices, and not a row each."""
-    table, count = ps.Variable(np.ones((4, 256), "f4")), 1 << 20
+    """Ids are made unique first: many of one id in one bag take indices, and not a row each."""
+    table, count = ps.Variable(np.ones((4, 256), "f4")), 1 << 17
     ids, weights = np.full((1, count), 3), np.full((1, count), 0.5, "f4") if weighted else None
     tracemalloc.start()
     try:

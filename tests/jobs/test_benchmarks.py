@@ -182,6 +182,7 @@ MOST_CALLS = {
 server for the round: some more than on a quiet machine, since beside other work messages come in pieces."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("servers", MOST_CALLS)
 def test_a_repeated_step_makes_few_calls(servers: int) -> None:
     """Of all threads, with those of the standard library."""

@@ -74,7 +74,7 @@ def _extended(rows: list[list[int]], number: int, size: int) -> None:
         rows.append([*row, new])
 
 
-EXAMPLES = {"suite": 20, "ci": 50, "soak": 3_000}
+EXAMPLES = {"suite": 15, "ci": 50, "soak": 3_000}
 STEPS = {"suite": 30, "ci": 40, "soak": 100}
 
 
