@@ -197,7 +197,7 @@ def work(job: Job, worker: int, store: str) -> None:
         calls = [rpc.rpc_async(f"server{n}", push, ([p.grad for p in some],)) for n, some in placed]
         for (_, some), call in zip(placed, calls, strict=True):
             with torch.no_grad():
-                torch._foreach_copy_(some, call.wait())
+                torch._foreach_copy_([*some], call.wait())
 
     train(job, worker, model, step)
     rpc.shutdown()
