@@ -180,7 +180,7 @@ def test_what_sums_of_a_host_give() -> None:
 def test_servers_have_room() -> None:
     """With slots, the index of tables, and copies; of these there are two servers at least."""
     rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, step=0.1, memory=3e8, slots=1)
-    assert rows.held(1) == 1e6 * (4 * 64 * 2 + 24)
+    assert rows.held(1) == 1e6 * (4 * 64 * 2 + 40)
     assert planning.plan(rows).tried[0].servers == 2
     assert planning.plan(replace(rows, memory=0.0, copies=True)).tried[0].servers == 2
     assert planning.plan(replace(rows, workers=1)).slow is None

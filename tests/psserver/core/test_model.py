@@ -955,7 +955,7 @@ class Model(RuleBasedStateMachine):
         """Nothing is thrown away of a worker that has left: what came late is merged, or waits for a next round."""
         left = {worker.session.number for worker in self.workers if worker.state == "left"}
         for number, one in enumerate(self.cores):
-            waiting = {share.name for share in one.machine.job.rounds.late.ready({plan.id for plan in self.plans})}
+            waiting = {share.name for share in one.machine.job.rounds.late.ready()}
             for (server, _, round), sessions in self.late.items():
                 names = {LateContribution(session, round) for session in sessions & left if server == number}
                 given = {name for name in names if any(value for value, _ in self.brought.get((number, *name), ()))}
