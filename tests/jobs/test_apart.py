@@ -47,6 +47,7 @@ def test_a_step_does_not_wait_for_others_where_it_need_not():
         assert in_threads(push, cluster=cluster) == [total(5, 5)] * 2
 
 
+@pytest.mark.ci
 def test_a_table_is_trained_beside_dense_layers(tmp_path):
     """Everything counts once; a checkpoint has all that each worker had added before it saved, and no more; so it is
     what a restore gives back, with the counts of steps, of which a table has its own: those of all workers."""

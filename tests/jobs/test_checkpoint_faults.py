@@ -387,6 +387,7 @@ def test_what_processes_say_is_damaged_is_set_aside(tmp_path):
 # ---- Places ----
 
 
+@pytest.mark.ci
 def test_processes_share_an_object_store():
     """What some servers saved in a bucket others restore, two to one."""
     with object_store():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
@@ -28,6 +30,7 @@ def exchange(end, stop):
     say("end", [p.tolist() for p in made.outer()])
 
 
+@pytest.mark.ci
 def test_a_task_that_comes_back_begins_with_the_outer_parameters(tmp_path):
     """It waits for the others' next exchange, adds nothing to that, and exchanges the same fragments from then on."""
     end, stop = 30, 14

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 import psclient as ps
 from pstesting import faults
@@ -70,6 +71,7 @@ def count(closures, elements):
     say("seen", seen.result())
 
 
+@pytest.mark.ci
 def test_a_closure_counts_once_where_its_worker_dies(tmp_path):
     """Also where a server had its update and another one not: it is run again, and each update counts once, and so
     does what its replicas add to a metric."""

@@ -125,6 +125,7 @@ def problems(job):
 # ---- Servers that are started again ----
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("compiled_rounds")
 def test_a_server_without_copies_that_is_replaced(tmp_path):
     """Its successor refuses the old sessions at once. Everyone started again goes on from the checkpoint.
@@ -193,6 +194,7 @@ def save_amid(rounds, stop):
     say("is", state() == before)
 
 
+@pytest.mark.ci
 def test_a_server_is_lost_while_a_checkpoint_is_written(tmp_path):
     """It dies in the middle of a file. Those that have the copies save what it was to save, as it was after the same
     round: nobody has to save again. Of two servers one saves all parts of a table.

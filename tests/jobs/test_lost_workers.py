@@ -68,6 +68,7 @@ def after_the_lease(job, task, round, began):
     assert time.monotonic() - began < LEASE + MARGIN
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("compiled_rounds")
 def test_workers_are_lost_one_after_another(tmp_path):
     """One leaves early, which nobody waits for; one is killed, and one is stopped: the others go on within a lease.
@@ -115,6 +116,7 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path):
         assert job.exited(W0) == 0
 
 
+@pytest.mark.ci
 @ON_ONE_TRANSPORT
 def test_a_worker_killed_in_the_middle_of_a_push_on_a_transport(tmp_path, name):
     """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""

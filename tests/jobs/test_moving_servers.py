@@ -51,6 +51,7 @@ def goes_on(job: ProcessCluster, server: Task, rounds: int = 8) -> None:
 # ---- Servers that move ----
 
 
+@pytest.mark.ci
 def test_a_server_that_is_told_to_end_moves_before(tmp_path):
     """And ends with 0; training goes on while the new one reads its variables, and then the other one is lost.
 

@@ -59,6 +59,7 @@ def hammer(rounds, rates, calls, changes):
 ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "lose": 0.1}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("transport", "rates"),
     [
@@ -181,6 +182,7 @@ class Place(Site):
 # ---- Connections that are silent ----
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("when", "how", "ways"),
     [
@@ -339,6 +341,7 @@ def lose(rounds, when):
     say("sums", [float(small[0]), float(large.numpy().min())])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak)])
 def test_a_job_goes_on_when_connections_become_silent(tmp_path, transport):
     """All of a worker's, with both servers, in the middle of the job: the sums are exact, and all end with 0."""

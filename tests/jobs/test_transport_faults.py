@@ -40,6 +40,7 @@ def proxied(stack, monkeypatch):
     return make
 
 
+@pytest.mark.ci
 @ON_BOTH
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_wherever_a_connection_breaks_each_contribution_counts_once(proxied, name, way):
@@ -159,6 +160,7 @@ def test_a_round_larger_than_what_is_in_flight_completes(stack, transport, order
     assert first.tolist() == [2.0 * passes * len(site.workers)] * elements
 
 
+@pytest.mark.ci
 def test_a_part_that_is_read_by_half_does_not_stop_what_comes_next(stack):
     """The least that may be in flight is less than a part, and an update may need what lies in two of them."""
     site = limited(stack, "shm", LEAST_IN_FLIGHT, elements=1 << 14, variables=160)

@@ -109,8 +109,9 @@ def test_a_server_that_is_lost_with_copies(lost):
         job.finish()
 
 
+@pytest.mark.ci
 @BOTH
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.ci) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", range(3))
 def test_a_server_comes_back(lost, seed):
     """It has none of what waits then: that is applied before its variables are handed over. Then the other is lost."""
     with Quorum(slow={2: 20.0}, seed=seed) as job:

@@ -48,6 +48,7 @@ def test_a_checkpoint_of_each_format_is_restored(kind, format):
         assert checkpoint.save("ckpt/new") == "ckpt/new-2"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("servers", [1, 3])
 def test_tables_and_deltas_of_format_4_are_restored(tmp_path, servers):
     """With what lies beside their rows, and what their filters have counted."""

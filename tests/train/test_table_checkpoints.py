@@ -116,6 +116,7 @@ def bases(root, directory="run"):
     return {saved.name: saved.manifest.base.name if saved.manifest.base else "" for saved in opened}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("source", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_deltas_are_restored_as_whole_checkpoints_are(tmp_path, source):
     """Each of them, onto any number of servers; and the job goes on as one that was not stopped. What was restored is a
