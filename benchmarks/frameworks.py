@@ -1,4 +1,4 @@
-"""What a step of `psclient.torch` costs beside the same round without torch, and jobs beside torch RPC and DDP.
+"""Steps of `psclient.torch` beside the same round without torch, and jobs beside torch RPC and DDP.
 
     python benchmarks/frameworks.py                                all that torch is there for
     python benchmarks/frameworks.py --python peers/bin/python      torch RPC and DDP as well, in turns

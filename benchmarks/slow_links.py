@@ -324,7 +324,7 @@ def be_torchft(run: Run, rank: int, lighthouse: str, store: str) -> None:
 
 @dataclass
 class Found:
-    """What the workers of a run have said.
+    """The reports of the workers of a run.
 
     Attributes:
         lines: of each worker, in the order in which they came.

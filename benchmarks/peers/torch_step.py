@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Any, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and by how many.
+    """A model, how it is trained, and how many processes train it.
 
     Attributes:
         model: a key of `MODELS`.
@@ -162,13 +162,13 @@ _servers: list[Server] = []
 
 
 def update(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a worker calls that is alone."""
+    """Called by the only worker."""
     return _servers[0].update(gradients)
 
 
 @rpc.functions.async_execution
 def exchange(gradients: list[torch.Tensor]) -> Any:
-    """What several workers call: the answer waits for all of them without holding a thread."""
+    """Called by several workers: the answer waits for all of them without holding a thread."""
     return _servers[0].calls.take(gradients)
 
 

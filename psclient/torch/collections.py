@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ class _Stack:
 
     def ids(self, bags: _Bags) -> Array:
         """Returns the ids of its features as the one table has them, one feature after another, on the host."""
-        return self._join(list(enumerate(self._arrays(bags))))
+        return self._join(enumerate(self._arrays(bags)))
 
     @property
     def _takes_hints(self) -> bool:
@@ -117,10 +117,8 @@ class _Stack:
     def look_up(self, bags: _Bags) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows of its features' ids, each once, and the places of all these ids among them."""
         arrays = self._arrays(bags)
-        lookups = self.rows.table.strategy.backend.group.lookups
-        if lookups is not None:
-            lookups.looked_up(self, lambda: arrays)
-        return self.rows.look_up_on(self.bags(bags)[0].ids.device, self._join(list(enumerate(arrays))))
+        self.rows.table._tell_lookup_by(self, lambda: arrays)
+        return self.rows.look_up_on(self.bags(bags)[0].ids.device, self._join(enumerate(arrays)))
 
     def _arrays(self, bags: _Bags) -> list[Array]:
         """Returns the ids of each feature, on the host."""
@@ -129,7 +127,7 @@ class _Stack:
             for each, own in zip(self.features, self.bags(bags), strict=True)
         ]
 
-    def _join(self, arrays: Sequence[tuple[int, Array]]) -> Array:
+    def _join(self, arrays: Iterable[tuple[int, Array]]) -> Array:
         """Returns ids as the one table has them, of arrays and the number of the feature of each."""
         return np.concatenate([_stored(self.features[number].table, ids.ravel()) for number, ids in arrays])
 

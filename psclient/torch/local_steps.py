@@ -225,9 +225,7 @@ class LocalSGD(DiLoCo):
 
 def _named(net: Parameters) -> dict[str, torch.Tensor]:
     """Returns the parameters that are exchanged, by name: those that are trained, each once."""
-    given = (
-        [(name_of(name), p) for name, p in net.named_parameters()] if isinstance(net, torch.nn.Module) else list(net)
-    )
+    given = net.named_parameters() if isinstance(net, torch.nn.Module) else net
     found = [each if isinstance(each, tuple) else (str(number), each) for number, each in enumerate(given)]
     for name, p in found:
         if not isinstance(p, torch.Tensor):

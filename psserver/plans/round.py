@@ -149,6 +149,16 @@ class ReadyRound:
         """True if it runs before its servers vote, since it may refuse a value, or runs as its contributions come."""
         return self.prepared.may_refuse or self.commit is Commit.PROGRESSIVE
 
+    @property
+    def shares(self) -> tuple[MemberShare, ...]:
+        """The contributions of its members, and those that are merged into it."""
+        return (*self.parts, *self.merged) if self.merged else self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all contributions."""
+        return sum([share.payload.size for share in self.shares])
+
     @cached_property
     def sessions(self) -> frozenset[int]:
         """Whose contributions it has."""
@@ -193,7 +203,7 @@ class ReadyRound:
         """Contributions with NaN or infinity, where the plan does not apply them: the reduction, and whose it is."""
         if self.plan.nonfinite == "apply":
             return ()
-        senders = (part for part in (*self.parts, *self.merged) if not part.said.observes)
+        senders = (part for part in self.shares if not part.said.observes)
         return tuple((index, part.member.task) for part in senders for index in part.said.nonfinite)
 
     def is_brief(self, kernels: Kernels) -> bool:
@@ -207,7 +217,7 @@ class ReadyRound:
             return False
         most = BRIEF_BYTES if self.sequence is None else BRIEF_ALONE_BYTES
         most = BRIEF_INTERPRETED_BYTES if settled.interpreted else most
-        return self.prepared.computed + sum([part.payload.size for part in (*self.parts, *self.merged)]) <= most
+        return self.prepared.computed + self.nbytes <= most
 
     @cached_property
     def is_plain(self) -> bool:

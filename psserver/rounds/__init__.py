@@ -2,6 +2,7 @@
 
 rounds              all rounds of a server: takes contributions, and says which round can run
 pending_round       a round that gathers its contributions: who is missing, and whether it can run
+open_rounds         rounds that wait, for people and for the chief
 sequences           rounds that are made one after the other, with the answers that are kept
 late_contributions  contributions that came late, and are merged into the next round
 closure_rounds      makes each round of a closure once, whichever worker makes it

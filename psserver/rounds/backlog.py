@@ -14,7 +14,6 @@ import numpy as np
 
 from psserver.execution.contributions import Contributions
 from psserver.plans.round import Commit, ReadyRound, ReturnedValues
-from psserver.rounds.late_contributions import copied
 
 BACKLOG_BYTES = 1 << 30
 """Most bytes of contributions that are kept for later; beyond them rounds wait until the variables are there."""
@@ -66,13 +65,13 @@ class Backlog:
             return False
         if any(part.said.want or part.said.lookups for part in job.parts):
             return False
-        return self._nbytes + _nbytes(job) <= BACKLOG_BYTES
+        return self._nbytes + job.nbytes <= BACKLOG_BYTES
 
     def put(self, job: ReadyRound) -> None:
         """Adds a round that is over for its members."""
         self._rounds.append(job)
         self.behind = True
-        self._nbytes += _nbytes(job)
+        self._nbytes += job.nbytes
 
     def next(self, ready: Callable[[], ReadyRound | None]) -> ReadyRound | None:
         """Returns the round to begin now: one that can be put off, for which others wait; else one that was.
@@ -88,12 +87,8 @@ class Backlog:
 
     def made(self) -> None:
         """The next round is made."""
-        self._nbytes -= _nbytes(self._rounds.popleft())
+        self._nbytes -= self._rounds.popleft().nbytes
         self.behind = bool(self.awaits or self._rounds)
-
-
-def _nbytes(job: ReadyRound) -> int:
-    return sum(part.payload.size for part in (*job.parts, *job.merged))
 
 
 def keep(job: ReadyRound) -> tuple[ReadyRound, ReturnedValues]:
@@ -107,7 +102,7 @@ def keep(job: ReadyRound) -> tuple[ReadyRound, ReturnedValues]:
     Returns:
         The round as it is made later, and the values that it gives back, on the host.
     """
-    parts = tuple(replace(part, payload=copied(part.payload)) for part in job.parts)
+    parts = tuple(replace(part, payload=part.payload.copy()) for part in job.parts)
     kept = replace(job, parts=parts, commit=Commit.ATOMIC, put_off=True)
     contributions = Contributions(kept)
     values = (contributions.value(ref.index) for ref, _ in job.prepared.given)

@@ -160,7 +160,10 @@ class LateContributions:
         whole = [late for late in self._waiting.values() if not late.copying and late.share.payload.whole]
         for late in whole:
             late.copying = True
-        return [Work("arrays", copied, (late.share.payload,), then=partial(self._keep, late, answer)) for late in whole]
+        return [
+            Work("arrays", Payload.copy, (late.share.payload,), then=partial(self._keep, late, answer))
+            for late in whole
+        ]
 
     def _keep(
         self, late: Late, answer: Answer, payload: Payload | None, error: PSError | None, now: float
@@ -234,8 +237,3 @@ class LateContributions:
             if late.missed >= CHANCES:
                 del self._waiting[share.name]
         return replace(job, merged=tuple(agreed)) if job.merged else job
-
-
-def copied(payload: Payload) -> Payload:
-    """Returns a copy of a whole payload. Array work, without the lock."""
-    return Payload([(offset, memoryview(bytes(data))) for offset, data in payload.chunks[:]], payload.size)

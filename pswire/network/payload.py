@@ -89,6 +89,10 @@ class Payload:
         small = sum(map(_NBYTES, arrays)) <= GATHERED * len(arrays)
         return cls.copied(arrays) if small else cls.pack(arrays)
 
+    def copy(self) -> Payload:
+        """Returns a payload with the bytes that are there, in memory of its own."""
+        return Payload([(offset, memoryview(bytes(data))) for offset, data in self.chunks[:]], self.size)
+
     @property
     def whole(self) -> bool:
         """True if all bytes are there."""

@@ -2,6 +2,7 @@
 
 distributed    distributed datasets
 group          the workers that iterate together
+learned        rows that are fetched one batch ahead
 iterators      passes over them, batch by batch
 dynamic        datasets whose batches server 0 assigns
 assigned       the batches that it has assigned to this process

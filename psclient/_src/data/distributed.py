@@ -26,7 +26,7 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, GlobalBatch, source_of
 from psclient._src.data.group import Passes, ReplicaGroup
 from psclient._src.data.iterators import DistributedIterator
-from psclient._src.data.learned import LearnedLookups
+from psclient._src.data.learned import LearnedLookups, prefetch_ahead, takes_hints
 from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
@@ -180,11 +180,10 @@ class _Distributed(Unpicklable):
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         for step in self._steps(epoch, index):
-            if self._options.prefetch:
-                self._prefetch(*step.ahead)
-            elif self._options.prefetch is None and self._group.has_servers:
+            if self._learns:
                 self._group.lookups = self._learned
-                self._learned.begin_batch(step.parts, step.ahead)
+                self._learned.begin_batch(step.parts)
+            prefetch_ahead(self._wanted, step.ahead)
             self._tell(step)
             yield self._place(step.parts)
         self._tell(DatasetStep(epoch + 1, 0, False))
@@ -316,19 +315,17 @@ class _Distributed(Unpicklable):
     @property
     def _depth(self) -> int:
         """Batches that are read ahead of the one in use: two where their rows are worth a hint, else one."""
-        return 1 + (self._learned.takes_hints or any(map(_takes_hints, self._options.prefetch or ())))
+        return 1 + any(map(takes_hints, self._wanted))
 
-    def _prefetch(self, *ahead: Sequence[Nest]) -> None:
-        """Names the rows that the next batch will look up, and hints at those of the one behind it.
+    @property
+    def _learns(self) -> bool:
+        """True if the dataset finds out what is looked up."""
+        return self._options.prefetch is None and self._group.has_servers
 
-        Args:
-            ahead: the batches ahead, as far as they are known, at most two: of each those of the replicas.
-        """
-        for variable, ids in (self._options.prefetch or {}).items():
-            if ahead and ahead[0]:
-                variable.prefetch(*map(ids, ahead[0]))
-            if len(ahead) > 1 and ahead[1] and _takes_hints(variable):
-                variable.prefetch_hint(*map(ids, ahead[1]))
+    @property
+    def _wanted(self) -> Mapping[Any, Callable[[Nest], Any]]:
+        """The ids of a batch that are looked up, by where: those that the script names, or those that were learned."""
+        return self._learned.wanted if self._learns else self._options.prefetch or {}
 
     def _blank(self) -> Nest:
         def empty(spec: ArraySpec) -> Array:
@@ -541,10 +538,6 @@ class DistributedDatasetFromFunction(_Distributed):
             f"the dataset of {worker} has no batch in pass {epoch}; each worker needs at least one, and the "
             "dataset returned by dataset_fn must start again each time it is iterated"
         )
-
-
-def _takes_hints(variable: object) -> bool:
-    return getattr(variable, "_takes_hints", False)
 
 
 def _on(device: Device, array: AnyArray) -> AnyArray:

@@ -1,11 +1,11 @@
-"""Learns which arrays of a dataset's batches are ids of rows, so that rows are fetched one batch ahead."""
+"""Rows that are fetched one batch ahead: a script names their ids, or the lookups of the first batches show them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,8 +32,28 @@ class LooksUp(Protocol):
     def prefetch_hint(self, *ids: Any) -> None:
         """Announces the rows of the lookup after the next one."""
 
-    def _join(self, arrays: Sequence[tuple[int, Array]]) -> Array:
+    def _join(self, arrays: Iterable[tuple[int, Array]]) -> Array:
         """Returns ids for `prefetch`, of arrays and the number of each among those of a lookup."""
+
+
+def takes_hints(looks_up: object) -> bool:
+    """Returns whether the rows of the lookup after the next one are worth a hint."""
+    return getattr(looks_up, "_takes_hints", False)
+
+
+def prefetch_ahead(wanted: Mapping[Any, Callable[[Nest], Any]], ahead: Iterable[Sequence[Nest]]) -> None:
+    """Names the rows that the next batch will look up, and hints at those of the one behind it.
+
+    Args:
+        wanted: maps what looks rows up to a function that takes one replica's batch and returns the ids.
+        ahead: the batches ahead, as far as they are known: of each those of the replicas. Read only as far as needed.
+    """
+    for number, parts in enumerate(islice(ahead, 2) if wanted else ()):
+        for looks_up, ids in wanted.items() if parts else ():
+            if not number:
+                looks_up.prefetch(*map(ids, parts))
+            elif takes_hints(looks_up):
+                looks_up.prefetch_hint(*map(ids, parts))
 
 
 @dataclass(frozen=True, order=True)
@@ -72,8 +92,12 @@ def places_of(ids: Array, batch: Nest) -> Iterator[Place]:
                     yield Place(number, columns, ids.dtype)
 
 
-class _Learned:
-    """What is known of the lookups of one table.
+Found = list[tuple[int, Array]]
+"""Arrays of ids in a batch, each with its number among those of a lookup."""
+
+
+class Learned:
+    """What is known of the lookups of one table. For `prefetch_ahead` it looks the rows up, by what it finds.
 
     Attributes:
         places: of each array of a lookup the places that had its ids in all batches so far.
@@ -102,12 +126,26 @@ class _Learned:
         self.lost |= not (all(self.places) and (self.used or self.learning > 0))
         self.used = False
 
-    def prefetch(self, parts: Sequence[Nest], name: Callable[[Array], None]) -> None:
-        """Names the rows that a batch ahead will look up, of which the parts of all replicas are given."""
-        arrays = [(i, each.ids(part)) for part in parts for i, own in enumerate(self.places) for each in sorted(own)]
+    def find(self, batch: Nest) -> Found:
+        """Returns the ids that one replica's batch will look up."""
+        return [(number, each.ids(batch)) for number, own in enumerate(self.places) for each in sorted(own)]
+
+    @property
+    def _takes_hints(self) -> bool:
+        return self.table._takes_hints
+
+    def prefetch(self, *found: Found) -> None:
+        """Requests the rows that were found in the batches of the replicas."""
+        self._name(self.table.prefetch, found)
+
+    def prefetch_hint(self, *found: Found) -> None:
+        """Announces these rows."""
+        self._name(self.table.prefetch_hint, found)
+
+    def _name(self, name: Callable[[Array], None], found: Sequence[Found]) -> None:
         # An id that is no row is reported by the lookup of the batch that has it.
         with suppress(ValueError, TypeError):
-            name(self.table._join(arrays))
+            name(self.table._join(chain(*found)))
 
 
 class LearnedLookups:
@@ -117,31 +155,19 @@ class LearnedLookups:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[int, _Learned] = {}
+        self._tables: dict[int, Learned] = {}
         self._parts: Sequence[Nest] = ()
 
     @property
-    def takes_hints(self) -> bool:
-        """True if the batch behind the next one is of use."""
-        return any(each.table._takes_hints for each in self._tables.values() if not each.lost)
+    def wanted(self) -> dict[Learned, Callable[[Nest], Found]]:
+        """The lookups that are known, as `prefetch_ahead` takes them."""
+        return {each: each.find for each in self._tables.values() if each.places and not each.lost}
 
-    def begin_batch(self, parts: Sequence[Nest], ahead: Iterable[Sequence[Nest]]) -> None:
-        """A batch comes into use: the lookups before this call were of the one before.
-
-        Args:
-            parts: the batches of the local replicas.
-            ahead: the same of the next batch, and of the one behind it, as far as they are known.
-        """
+    def begin_batch(self, parts: Sequence[Nest]) -> None:
+        """A batch comes into use, of which the local replicas have `parts`; lookups so far were of the one before."""
         self._parts = parts
         for each in self._tables.values():
             each.end_batch()
-        found = [each for each in self._tables.values() if each.places and not each.lost]
-        for number, coming in enumerate(islice(ahead, 2) if found else ()):
-            for each in found:
-                if not number:
-                    each.prefetch(coming, each.table.prefetch)
-                elif each.table._takes_hints:
-                    each.prefetch(coming, each.table.prefetch_hint)
 
     def looked_up(self, table: LooksUp, arrays: Callable[[], Sequence[Array]]) -> None:
         """A table was looked up.
@@ -152,7 +178,7 @@ class LearnedLookups:
         """
         key = id(table)
         if key not in self._tables:
-            self._tables[key] = _Learned(table)
+            self._tables[key] = Learned(table)
         known = self._tables[key]
         known.used = True
         if known.learning and not known.lost:

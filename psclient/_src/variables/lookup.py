@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -173,11 +173,15 @@ class RowReadable(Readable):
 
     def _tell_lookup(self, ids: Nest) -> None:
         """Tells the dataset whose batch is in use what is looked up, so that it may learn what to prefetch."""
+        self._tell_lookup_by(self, lambda: [_integers(self, read(ids))])
+
+    def _tell_lookup_by(self, looks_up: Any, arrays: Callable[[], Sequence[Array]]) -> None:
+        """Does as `_tell_lookup`, for one with several arrays of ids for this variable."""
         lookups = self.strategy.backend.group.lookups
         if lookups is not None:
-            lookups.looked_up(self, lambda: [_integers(self, read(ids))])
+            lookups.looked_up(looks_up, arrays)
 
-    def _join(self, arrays: Sequence[tuple[int, Array]]) -> Array:
+    def _join(self, arrays: Iterable[tuple[int, Array]]) -> Array:
         """Returns the ids of several lookups as those of one."""
         return np.concatenate([ids.ravel() for _, ids in arrays])
 

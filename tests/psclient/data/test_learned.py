@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient._src.data.learned import LearnedLookups
+from psclient._src.data.learned import LearnedLookups, prefetch_ahead
 from pswire.model.tensor import Array
 
 
@@ -54,7 +54,8 @@ def learn(
     """Looks some arrays of each batch up; two batches ahead are known."""
     table, lookups = Table(takes_hints), LearnedLookups()
     for number in range(count):
-        lookups.begin_batch([batch(number)], iter([[ahead(number + 1)], [ahead(number + 2)]]))
+        lookups.begin_batch([batch(number)])
+        prefetch_ahead(lookups.wanted, iter([[ahead(number + 1)], [ahead(number + 2)]]))
         for ids in looked_up(batch(number), number):
             lookups.looked_up(table, lambda ids=ids: [ids])
     return table
@@ -118,4 +119,5 @@ def test_bad_ids_of_the_next_batch_are_reported_by_their_lookup():
 
 def test_nothing_is_read_ahead_for_a_step_without_lookups():
     lookups = LearnedLookups()
-    lookups.begin_batch([batch(0)], (pytest.fail("a batch was read") for _ in range(1)))
+    lookups.begin_batch([batch(0)])
+    prefetch_ahead(lookups.wanted, (pytest.fail("a batch was read") for _ in range(1)))
