@@ -217,8 +217,8 @@ def be_worker(run: Run, began: float) -> None:
         options: dict[str, Any] = {"lr": run.outer_lr, "momentum": run.momentum, "nesterov": run.momentum > 0}
         if run.consistency == "async":
             rule, options = ps.optimizers.DelayedNesterov(run.outer_lr, run.momentum, delay=WORKERS), {}
-        every = max(round(run.sync_every / slower), 1) if run.consistency == "async" else run.sync_every
-        how: Any = {"sync_every": every, "fragments": run.fragments, "sync_delay": run.sync_delay, "alpha": run.alpha}
+        how: Any = {name: getattr(run, name) for name in ("sync_every", "fragments", "sync_delay", "alpha")}
+        how["dynamic"] = run.consistency == "async"
         outer = pst.DiLoCo(text.net, text.inner, rule, strategy=strategy, **how, **options)
         exchange = lambda: outer.step(tokens=text.tokens)  # noqa: E731
     elif run.method == "sync":

@@ -42,7 +42,6 @@ class _Exchange:
             raise InvalidArgument("there are no parameters to exchange; pass a pytree of arrays")
         values = [first_value(leaf) for leaf in leaves]
         self.parts = _cut(leaves, values, given.fragments)
-        schedule = Schedule(given.sync_every, len(self.parts), given.sync_delay, given.alpha)
         with strategy.scope():
             self._variables = [
                 Variable(value, name=leaf.name, compression=given.compression)
@@ -54,7 +53,7 @@ class _Exchange:
             for rule, part in zip(self.rules, self.parts, strict=True)
         ]
         self._leaves = [leaf.without_value() for leaf in leaves]
-        self.steps = LocalSteps(strategy, made, schedule, f"{given.name}/local_steps")
+        self.steps = LocalSteps(strategy, made, given.schedule, f"{given.name}/local_steps")
 
     @property
     def variables(self) -> Any:
@@ -144,10 +143,8 @@ class Functions(NamedTuple):
 
 class _Given(NamedTuple):
     outer: Optimizer
-    sync_every: int
     fragments: int | Sequence[str]
-    sync_delay: int
-    alpha: float
+    schedule: Schedule
     compression: Compressed
     strategy: Strategy | None
     name: str
@@ -160,6 +157,7 @@ def DiLoCo(
     fragments: int | Sequence[str] = 1,
     sync_delay: int = 0,
     alpha: float = 0.0,
+    dynamic: bool = False,
     compression: Compressed = None,
     strategy: Strategy | None = None,
     name: str = "params",
@@ -178,6 +176,8 @@ def DiLoCo(
             first part of its leaves' names, such as "params/encoder". One is exchanged after every H / P steps.
         sync_delay: tau, the local steps that are made while an exchange is under way; less than H / P.
         alpha: the part of a worker's own parameters in those after an exchange: alpha * own + (1 - alpha) * outer.
+        dynamic: True if slower workers make fewer local steps than `sync_every` between two exchanges, so that all
+            exchange about equally often; for asynchronous workers, with one fragment.
         compression: how pseudo-gradients are compressed; None for what the strategy says.
         strategy: the strategy that owns the outer parameters; None for that of the scope.
         name: the first part of the variables' names.
@@ -203,8 +203,9 @@ def DiLoCo(
         >>> strategy.close()
     """
     check_compression(compression, "DiLoCo")
-    given = _Given(check_optimizer(outer), sync_every, fragments, sync_delay, alpha, compression, strategy, name)
-    Schedule(sync_every, fragments if isinstance(fragments, int) else len(fragments), sync_delay, alpha)
+    count = fragments if isinstance(fragments, int) else len(fragments)
+    schedule = Schedule(sync_every, count, sync_delay, alpha, dynamic)
+    given = _Given(check_optimizer(outer), fragments, schedule, compression, strategy, name)
 
     def init(params: Tree) -> tuple[Tree, LocalState]:
         made = _Exchange(params, given)

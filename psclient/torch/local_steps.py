@@ -45,6 +45,8 @@ class DiLoCo:
         sync_delay: tau, the local steps that are made while an exchange is under way; less than H / P.
         alpha: the part of a worker's own parameters in those after an exchange: alpha * own + (1 - alpha) * outer. 0
             takes the outer parameters, 1 keeps the worker's own.
+        dynamic: True if slower workers make fewer local steps than `sync_every` between two exchanges, so that all
+            exchange about equally often; for asynchronous workers, with one fragment.
         compression: how pseudo-gradients are compressed; None for what the strategy says.
         strategy: the strategy that owns the outer parameters; None for that of the scope.
         prefix: prefix of the names of variables.
@@ -55,7 +57,8 @@ class DiLoCo:
         param_groups: the hyperparameters of the outer optimizer, in one group; they may be changed, as in torch.
 
     Raises:
-        ValueError: H is not divisible by P, tau is too long, or another worker has others; the inner optimizer trains
+        ValueError: H is not divisible by P, tau is too long, another worker has others, or `dynamic` does not go with
+            the consistency; the inner optimizer trains
             other parameters; fragments do not have each parameter once; servers cannot run the outer optimizer.
         TypeError: an argument has another type; or the strategy has no servers, or several replicas in this process.
         VariableMismatch: workers have different parameters.
@@ -92,6 +95,7 @@ class DiLoCo:
         fragments: int | Sequence[torch.nn.Module] = 1,
         sync_delay: int = 0,
         alpha: float = 0.0,
+        dynamic: bool = False,
         compression: Compressed = None,
         strategy: Strategy | None = None,
         prefix: str = "",
@@ -100,7 +104,7 @@ class DiLoCo:
         self.strategy = checked_strategy(strategy)
         check_compression(compression, "DiLoCo")
         count = fragments if isinstance(fragments, int) else len(fragments)
-        schedule = Schedule(sync_every, count, sync_delay, alpha)
+        schedule = Schedule(sync_every, count, sync_delay, alpha, dynamic)
         named = _named(net)
         self._inner = [inner] if isinstance(inner, torch.optim.Optimizer) else list(inner)
         _check_inner(self._inner, named)
@@ -210,7 +214,8 @@ class LocalSGD(DiLoCo):
     Args:
         net: as in `DiLoCo`.
         inner: as in `DiLoCo`.
-        options: as in `DiLoCo`: sync_every, fragments, sync_delay, alpha, compression, strategy, prefix.
+        options: as in `DiLoCo`: sync_every, fragments, sync_delay, alpha, dynamic, compression, strategy,
+            prefix.
 
     Raises:
         ValueError: as in `DiLoCo`.

@@ -20,6 +20,7 @@ class LocalProgress:
         seconds: since its last exchange; -1 before the first one.
         tokens: tokens, or examples, of all local steps; 0 where they are not counted.
         moved: payload bytes sent and received since the first local step began.
+        rate: local steps per second between the last two exchanges, without these; 0 before the first one.
     """
 
     steps: int = 0
@@ -27,6 +28,7 @@ class LocalProgress:
     seconds: float = -1.0
     tokens: float = 0.0
     moved: int = 0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -273,18 +273,20 @@ class Pace(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., page: _Optional[str] = ..., local: _Optional[_Union[LocalProgress, _Mapping]] = ...) -> None: ...
 
 class LocalProgress(_message.Message):
-    __slots__ = ("steps", "since", "seconds", "tokens", "moved")
+    __slots__ = ("steps", "since", "seconds", "tokens", "moved", "rate")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     since: int
     seconds: float
     tokens: float
     moved: int
-    def __init__(self, steps: _Optional[int] = ..., since: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[float] = ..., moved: _Optional[int] = ...) -> None: ...
+    rate: float
+    def __init__(self, steps: _Optional[int] = ..., since: _Optional[int] = ..., seconds: _Optional[float] = ..., tokens: _Optional[float] = ..., moved: _Optional[int] = ..., rate: _Optional[float] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("drive",)

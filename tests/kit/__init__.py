@@ -19,7 +19,8 @@ Cases and references
     references       optimizers and compression in plain NumPy
     programs         update programs, random ones too
     contributions    contributions as workers send them
-    tables           dynamic tables, their files, and a model of them
+    tables           dynamic tables, their states and files, and a model of them
+    local_steps      local steps in NumPy, and a loop in one process over the same workers
     modules          modules of PyTorch
     samples          calls of every verb with all fields, and ears on the wire
     attacks          hostile messages and connections

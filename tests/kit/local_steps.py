@@ -55,7 +55,7 @@ class LocalWorker:
         worker: its number.
         rule: makes the outer optimizer.
         schedule: arguments of `Schedule`.
-        alpha: as in `Schedule`.
+        alpha, dynamic: as in `Schedule`.
         dtype: of the parameters.
         name: prefix of the names of variables.
 
@@ -71,11 +71,12 @@ class LocalWorker:
         rule: Callable[[], Any],
         *schedule: int,
         alpha: float = 0.0,
+        dynamic: bool = False,
         dtype: Any = np.float64,
         name: str = "p",
     ) -> None:
         self.strategy, self.worker = strategy, worker
-        when = Schedule(*schedule, alpha=alpha)
+        when = Schedule(*schedule, alpha=alpha, dynamic=dynamic)
         with strategy.scope():
             self.variables = [ps.Variable(p, name=f"{name}{n}") for n, p in enumerate(first(dtype))]
         self.cut = CUTS[when.fragments]

@@ -299,7 +299,7 @@ def error(name: str) -> PSError:
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
 _OPENED = api.Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7", True)
 _PACE = status.Pace(30, 61, 32)
-_LOCAL = status.Pace(30, 61, 32, local=status.LocalProgress(300, 50, 2.5, 4096.0, 1 << 20))
+_LOCAL = status.Pace(30, 61, 32, local=status.LocalProgress(300, 50, 2.5, 4096.0, 1 << 20, 0.5))
 _BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
 _TURN = plan.Turn(42, 6, 2)
 _RESTORED = saved.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})

@@ -257,13 +257,13 @@ def test_local_steps_are_counted_since_the_last_exchange(clock):
     """Bytes count from the first local step on; before an exchange none is said to have been."""
     one = RoundCounters()
     assert one.pace().local is None
-    one.local_step(100, False, 5000)
+    one.local_step(100, False, 5000, 0.0)
     assert one.pace().local == LocalProgress(1, 1, -1.0, 100.0, 0)
-    one.local_step(50, True, 5600)
+    one.local_step(50, True, 5600, 3.5)
     clock[0] += 2.5
-    assert one.pace().local == LocalProgress(2, 0, 2.5, 150.0, 600)
-    one.local_step(None, False, 5600)
-    assert one.pace().local == LocalProgress(3, 1, 2.5, 150.0, 600)
+    assert one.pace().local == LocalProgress(2, 0, 2.5, 150.0, 600, 3.5)
+    one.local_step(None, False, 5600, 3.5)
+    assert one.pace().local == LocalProgress(3, 1, 2.5, 150.0, 600, 3.5)
 
 
 def test_local_steps_are_told_by_heartbeats_and_metrics():
@@ -272,11 +272,11 @@ def test_local_steps_are_told_by_heartbeats_and_metrics():
         with one.scope():
             v = ps.Variable(np.zeros(8, "float32"))
         measures = one.backend.exchange.measures
-        measures.local_step(None, False, sum(one.bytes_transferred))
+        measures.local_step(None, False, sum(one.bytes_transferred), 0.0)
         one.run(add, args=(v, np.ones(8, "float32")))
         v.numpy()
         for exchanged in (True, False):
-            measures.local_step(None, exchanged, sum(one.bytes_transferred))
+            measures.local_step(None, exchanged, sum(one.bytes_transferred), 0.0)
         session = one.backend.group.session
         session.heartbeat_now(0)
         (local,) = (each.pace.local for each in session.log_server.status().sessions if each.pace.local)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import psclient as ps
+from psclient.optimizers.local_steps.cadence import Cadence
 from psclient.optimizers.local_steps.schedule import Schedule, balanced
+from pswire.cluster import Task
+from pswire.model import status
+from pswire.model.log import Member
 from tests.kit.cases import pairwise
 from tests.kit.local_steps import LocalWorker, Nesterov, first, sgd, simulated
 from tests.kit.workers import in_threads
@@ -164,6 +171,56 @@ def test_delayed_nesterov_is_nesterov_by_the_mean_of_its_delay():
                 np.testing.assert_allclose(v.numpy(), u.numpy(), rtol=1e-12)
 
 
+def test_a_slow_worker_exchanges_after_fewer_steps():
+    """Dynamic local updates: heartbeats tell the speed of each worker to the others."""
+    known, over = threading.Event(), threading.Event()
+
+    def is_known(status):
+        return any(each.pace.local is not None and each.pace.local.rate for each in status.sessions)
+
+    def work(strategy, worker):
+        made = LocalWorker(strategy, worker, partial(sgd, 0.5, 0.0), 4, dynamic=True)
+        if worker == 0:
+            merged = [made.step() for _ in range(8)]
+            while not is_known(strategy.backend.group.session.log_status()):
+                time.sleep(0.02)
+            known.set()
+            over.wait(60)
+            return merged
+        assert known.wait(60)
+        merged = [time.sleep(0.2) or made.step() for _ in range(8)]
+        over.set()
+        return merged
+
+    fast, slow = in_threads(work, 2, 1, consistency=ps.Async())
+    assert fast == [False, False, False, True] * 2
+    assert sum(slow) > 2, slow
+
+
+@pytest.mark.parametrize(("own", "delay", "every"), [(4.0, 0, 6), (1.0, 0, 2), (0.1, 0, 1), (0.1, 3, 4), (40.0, 0, 12)])
+def test_a_worker_makes_as_many_steps_as_it_can_while_the_fastest_makes_its_own(monkeypatch, own, delay, every):
+    """Workers that have gone are no measure; the fastest one makes `sync_every`."""
+    now = [100.0]
+    monkeypatch.setattr("psclient.optimizers.local_steps.cadence.time.monotonic", lambda: now[0])
+
+    def of(rate, state):
+        local = rate and status.LocalProgress(rate=rate)
+        return status.SessionState(Member(Task("worker", 1), 7, 1), state, "", 0.0, pace=status.Pace(local=local))
+
+    sessions = [of(8.0, "open"), of(99.0, "lost"), of(None, "open")]
+    ask = lambda: SimpleNamespace(sessions=sessions)  # noqa: E731
+    cadence, sent, step = Cadence(Schedule(12, 1, delay, dynamic=True), ask), [], 0
+    while len(sent) < 3:
+        step += 1
+        now[0] += 1 / own
+        if cadence.sent_at(step) is not None:
+            sent.append(step)
+            now[0] += 50.0  # of an exchange
+            cadence.merged(step)
+    assert [sent[0], *np.diff(sent)] == [12, every, every]
+    assert cadence.rate == pytest.approx(own)
+
+
 # ---- Checkpoints ----
 
 
@@ -215,6 +272,7 @@ def test_values_that_change_otherwise_are_taken():
         ((4, 0), "fragments is 0"),
         ((4, 2, 2), "use at most 1"),
         ((4, 1, -1), "sync_delay is -1"),
+        ((4, 2, 0, 0.0, True), "dynamic=True with 2 fragments"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(given, why):
@@ -259,8 +317,10 @@ def test_workers_with_different_schedules_are_refused():
     in_threads(different, 2, 1, consistency=ps.Async())
 
 
-def test_bad_tokens_and_alphas_are_refused():
+def test_bad_arguments_are_refused():
     with ps.ParameterServerStrategy() as strategy:
+        with pytest.raises(ValueError, match="dynamic=True, but synchronous"):
+            LocalWorker(strategy, 0, sgd, 2, dynamic=True)
         for alpha, error in ((-0.1, ValueError), (1.5, ValueError), ("x", TypeError)):
             with pytest.raises(error, match="alpha is"):
                 LocalWorker(strategy, 0, sgd, 2, alpha=alpha)

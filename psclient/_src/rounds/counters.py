@@ -71,13 +71,14 @@ class RoundCounters:
         local, then = self._local, self._exchanged
         return local if local is None or then is None else replace(local, seconds=time.monotonic() - then)
 
-    def local_step(self, tokens: float | None, exchanged: bool, moved: int) -> None:
+    def local_step(self, tokens: float | None, exchanged: bool, moved: int, rate: float) -> None:
         """Counts a local step, once it and its part of an exchange are over.
 
         Args:
             tokens: those of this step; None if they are not counted.
             exchanged: True if the step has ended with an exchange, of all parameters or of a fragment.
             moved: payload bytes that this process has sent and received so far.
+            rate: local steps per second between the last two exchanges; 0.0 before the first one.
         """
         if self._local is None:
             self._local, self._moved = LocalProgress(), moved
@@ -87,6 +88,7 @@ class RoundCounters:
             0 if exchanged else before.since + 1,
             tokens=before.tokens + (tokens or 0.0),
             moved=moved - self._moved,
+            rate=rate,
         )
         if exchanged:
             self._exchanged = time.monotonic()

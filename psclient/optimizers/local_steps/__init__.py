@@ -5,6 +5,7 @@ servers is given the mean over workers, weighted by tokens. An exchange is an or
 
 schedule    after which local steps a fragment of the parameters is exchanged
 fragment    outer parameters on the servers, and what is sent of them
+cadence     how fast a worker is, and how many local steps it makes between two exchanges
 steps       counts local steps, and exchanges
 
 `psclient.torch` and `psclient.jax` say how parameters become arrays, and back. Sources: DiLoCo, arXiv 2311.08105;

@@ -20,6 +20,7 @@ class Schedule:
         fragments: P.
         sync_delay: tau, the local steps between sending a fragment and merging the result.
         alpha: the part of a worker's own parameters in those after an exchange.
+        dynamic: True if slower workers make fewer local steps than H between two exchanges.
 
     Raises:
         TypeError: a number is not an integer.
@@ -30,6 +31,7 @@ class Schedule:
     fragments: int = 1
     sync_delay: int = 0
     alpha: float = 0.0
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         check_count("sync_every", self.sync_every, 1)
@@ -45,6 +47,11 @@ class Schedule:
             raise InvalidArgument(
                 f"sync_delay={self.sync_delay} is too long: the next fragment is sent {self.between} steps later, and "
                 f"one exchange is under way at a time; use at most {self.between - 1}"
+            )
+        if self.dynamic and self.fragments > 1:
+            raise InvalidArgument(
+                f"dynamic=True with {self.fragments} fragments: fragments are exchanged after fixed steps; use one "
+                "fragment, or dynamic=False"
             )
 
     @property

@@ -12,6 +12,7 @@ from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
+from psclient.optimizers.local_steps.cadence import Cadence
 from psclient.optimizers.local_steps.fragment import Fragment
 from psclient.optimizers.local_steps.schedule import Schedule
 from psclient.optimizers.ranges import is_finite, is_number
@@ -36,7 +37,7 @@ class LocalSteps:
         tokens: what this worker has trained with; None if that is not counted.
 
     Raises:
-        ValueError: another worker has another schedule.
+        ValueError: another worker has another schedule; or the schedule is dynamic, and workers wait for each other.
     """
 
     def __init__(self, strategy: Strategy, fragments: Sequence[Fragment], schedule: Schedule, name: str) -> None:
@@ -44,6 +45,7 @@ class LocalSteps:
         self.step = self.exchanges = 0
         self.tokens: float | None = None
         self._strategy, self._exchange = strategy, cast(RemoteBackend, strategy.backend).exchange
+        self._cadence = Cadence(schedule, self._exchange.session.log_status)
         self._under_way: tuple[int, int] | None = None  # a fragment that was sent, and the step at which it is merged
         self._joined = False
         self._compare(name)
@@ -52,6 +54,11 @@ class LocalSteps:
     def _compare(self, name: str) -> None:
         """Raises `ValueError` where synchronous workers would exchange different fragments."""
         own = self.schedule
+        if own.dynamic and not self._strategy.backend.group.alone:
+            raise InvalidArgument(
+                "dynamic=True, but synchronous workers exchange in the same steps; use consistency=ps.Async() or "
+                "ps.BoundedStaleness(k), or dynamic=False"
+            )
         mine = np.array([own.sync_every, own.fragments, own.sync_delay], np.int64)
         with self._strategy.scope():
             v = Variable(mine, trainable=False, name=name)
@@ -104,7 +111,7 @@ class LocalSteps:
         if self._joins() or self._moved():
             self.take_all(merge)
         self.step, self.tokens = self.step + 1, counted
-        number = self.schedule.sent_at(self.step)
+        number = self._cadence.sent_at(self.step)
         if number is not None:
             self._receive(merge)  # what an interrupt has left
             self.fragments[number].send(local(number), self.tokens, overlaps=self.schedule.sync_delay > 0)
@@ -113,7 +120,9 @@ class LocalSteps:
         merges = self._under_way is not None and self.step >= self._under_way[1]
         if merges:
             self._receive(merge)
-        self._exchange.measures.local_step(tokens, merges, sum(self._exchange.bytes_transferred))
+            self._cadence.merged(self.step)
+        moved = sum(self._exchange.bytes_transferred)
+        self._exchange.measures.local_step(tokens, merges, moved, self._cadence.rate)
         return merges
 
     def take_all(self, merge: Callable[[int, Sequence[Array], float], object]) -> None:
@@ -124,6 +133,7 @@ class LocalSteps:
     def continue_at(self, step: int, tokens: float | None) -> None:
         """Goes on from the counts that were saved."""
         self.step, self.tokens, self._under_way = step, tokens, None
+        self._cadence.restart(step)
         for each in self.fragments:
             each.counted = tokens or 0.0
 
@@ -165,6 +175,7 @@ class LocalSteps:
         self.fragments[0].send(None)
         self.renew()
         self.step = self.schedule.sync_every
+        self._cadence.restart(self.step)
         return True
 
     def _moved(self) -> bool:

@@ -132,6 +132,7 @@ def test_what_cannot_be_exchanged_is_refused(strategy):
         ({"sync_every": 0}, "sync_every is 0"),
         ({"sync_every": 5, "fragments": 2}, "not divisible"),
         ({"sync_every": 4, "sync_delay": 4}, "use at most 3"),
+        ({"sync_every": 4, "fragments": 2, "dynamic": True}, "dynamic=True with 2 fragments"),
     ):
         with pytest.raises(ValueError, match=why):
             made(**options)

@@ -22,7 +22,7 @@ from pswire.model.tables import Constant, TableSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, eventually, together
-from tests.kit.table_states import remove, state_of
+from tests.kit.tables import remove, state_of
 from tests.psserver.checkpoints.test_checkpoint_memory import Gate, job_on
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))

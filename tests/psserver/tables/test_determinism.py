@@ -42,8 +42,7 @@ from pswire.model.tables import (
 from pswire.model.tensor import address_of
 from tests.kit.cases import search
 from tests.kit.storage import disk, on_small_disk
-from tests.kit.table_states import State, Table, joined, state_of
-from tests.kit.tables import compiled
+from tests.kit.tables import State, Table, compiled, joined, state_of
 
 TENSORS = (SlotTensor("accumulator", "float32", (2,), 0.1),)
 CUTS = (range(300), range(300, 301), range(301, BUCKETS))
@@ -499,7 +498,7 @@ from psserver.tables.native import Native
 from psserver.tiers import mapped, tier
 from pswire.errors import MemoryLimit
 from pswire.model.tables import SlotTensor, TableSpec
-from tests.kit.table_states import Table
+from tests.kit.tables import Table
 
 tier.IN_MEMORY = ()  # a small file system of memory stands for a small disk
 tier.TRIAL = 1 << 20

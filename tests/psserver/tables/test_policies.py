@@ -12,8 +12,7 @@ from psserver.tables.policies import limit_of, shares_of
 from pswire.model import tables
 from pswire.model.first_values import RowInitializer
 from pswire.model.hashing import BUCKETS
-from tests.kit.table_states import Table
-from tests.kit.tables import compiled
+from tests.kit.tables import Table, compiled
 
 NONE = np.zeros(0, np.int64)
 

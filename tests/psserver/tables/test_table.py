@@ -17,8 +17,7 @@ from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
 from pswire.model.table_state import TableState
 from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
 from tests.kit.cases import search
-from tests.kit.table_states import Table
-from tests.kit.tables import compiled
+from tests.kit.tables import Table, compiled
 
 SPEC = TableSpec((2,), initializer=Normal())
 MOMENTUM = (SlotTensor("momentum", "float64", (), 0.5),)

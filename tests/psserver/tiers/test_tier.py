@@ -25,7 +25,7 @@ from pswire.errors import ConfigError
 from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import address_of
 from tests.kit.storage import disk, on_small_disk
-from tests.kit.table_states import Table
+from tests.kit.tables import Table
 from tests.kit.transports import eventually
 
 ROWS, WIDTH = 40_000, 300
