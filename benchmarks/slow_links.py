@@ -17,7 +17,7 @@ is large, figures tell of the machine, not of the method.
     pace       asynchronous, one worker three times slower, delayed Nesterov: loss at equal time, over synchronous
     torchft    torchft's DiLoCo over gloo: the same model, links and steps
 
-`--json FILE` writes `{"format", "machine", "options", "rows", "runs"}`; `--plot FILE` draws loss against bytes.
+`--json FILE` writes `{"format", "machine", "rows", "runs"}`; `--plot FILE` draws loss against bytes, of the row `loss`.
 """
 
 from __future__ import annotations
@@ -534,6 +534,8 @@ class Table:
         yield Row("loss", f"DiLoCo H={self.small.sync_every}: held-out loss", diloco.held)
         yield Row("loss", "synchronous: held-out loss", sync.held)
         yield Row("loss", "ratio at equal tokens", ratio, "<= 1.03", ratio <= 1.03)
+        small = self.found(replace(self.small, compression="Int4"))
+        yield Row("loss", "the same with Int4", small.held / sync.held)
 
     def overlap(self) -> Iterator[Row]:
         """Local steps per second over slow links."""
@@ -597,17 +599,17 @@ ROWS = ("loss", "overlap", "workers", "servers", "pace", "torchft")
 
 
 def draw(runs: Mapping[Run, Found], file: Path) -> None:
-    """Draws loss against bytes of worker 0, for each run of the model for loss."""
+    """Draws loss against bytes of worker 0."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
     for run, found in runs.items():
-        said = found.lines.get("/job:worker/task:0", [])
-        if run.method != "none" and len(said) > 1:
-            words = f"{run.method}, width {run.width}, H={run.sync_every}, {run.compression or 'uncompressed'}"
-            axes.plot([each["moved"] / 1e6 for each in said], [each["loss"] for each in said], label=words)
+        said = found.lines["/job:worker/task:0"]
+        words = f"DiLoCo, H={run.sync_every}" if run.method == "diloco" else "synchronous"
+        words += f", {run.compression}" if run.compression else ""
+        axes.plot([each["moved"] / 1e6 for each in said], [each["loss"] for each in said], label=words)
     axes.set(xscale="log", xlabel="MB that a worker has sent and received", ylabel="training loss")
-    axes.legend(fontsize=7)
+    axes.legend()
     figure.tight_layout()
     figure.savefig(file)
 
@@ -667,7 +669,7 @@ def _publish(table: Table, rows: Sequence[Row], json_file: Path | None, plot: Pa
         said = {"format": FORMAT, "machine": machine(), "rows": [asdict(row) for row in rows], "runs": runs}
         json_file.write_text(json.dumps(said) + "\n")
     if plot is not None:
-        draw(table.runs, plot)
+        draw({run: found for run, found in table.runs.items() if run.width == table.small.width}, plot)
 
 
 if __name__ == "__main__":
