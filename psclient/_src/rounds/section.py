@@ -7,7 +7,8 @@ when the program looks at one of its values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -150,7 +151,7 @@ class Section:
         self._feedback: list[Feedback | None] = []  # of each reduction whose contributions are compressed
         self._operands: list[tuple[Array, tuple[int, ...], str]] = []  # each with its servers, and its label
         self._programs = _Programs()
-        self._shared: dict[tuple[int, tuple[int, ...]], Ref] = {}
+        self._shared: dict[Hashable, Ref] = {}
         self._applies, self._results = list[Apply](), 0
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
@@ -321,8 +322,11 @@ class Section:
         return None if traced.result is None else nest.map_structure(leaf, traced.result)
 
     def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
-        """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
-        refs = []
+        """Returns the origins of the inputs of a traced call; calls with the same numbers share operands.
+
+        An update on rows alone takes each of its inputs once, so two equal operands of one call stay two.
+        """
+        refs, taken = [], Counter[Hashable]()
         for place, origin in enumerate(call.inputs):
             if isinstance(origin, InputLeaf):
                 if isinstance(origin.source, Ref):
@@ -331,10 +335,12 @@ class Section:
                 self._calls = None  # The next call may be given another array.
                 refs.append(self._operand(portable(np.array(origin.source)), servers, _label_of_array(call)))
             else:
-                shared = self._shared.get((id(origin), servers))
+                what = call.trace.key(place, call.numbers)
+                taken[what] += 1
+                key = what, taken[what], servers
+                shared = self._shared.get(key)
                 if shared is None:
-                    shared = self._operand(origin, servers, call.trace.label(place))
-                    self._shared[id(origin), servers] = shared
+                    shared = self._shared[key] = self._operand(origin, servers, call.trace.label(place))
                     self._sources.append((call.trace, place))
                 refs.append(shared)
         return refs

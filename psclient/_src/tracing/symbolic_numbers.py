@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,14 @@ class Tape:
         if place < self._given:
             return {place}
         return {source for before in self._steps[place - self._given][1] for source in self.sources(before)}
+
+    def expression(self, place: int) -> Hashable:
+        """Returns how a value is computed; equal expressions give the same value of the same numbers, on any tape."""
+        if place < self._given:
+            return place
+        fn, places = self._steps[place - self._given]
+        constant = self.values[place]
+        return (fn, *map(self.expression, places)) if places else (type(constant), repr(constant))
 
     def see(self, scalar: Scalar) -> Any:
         """The value, for a function that looks at it."""

@@ -138,6 +138,13 @@ class Trace:
         sources = self.tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
         return ", ".join(dict.fromkeys(self.labels[source] for source in sorted(sources)))
 
+    def key(self, place: int, numbers: list[Number]) -> Hashable:
+        """Returns what an operand is, of given numbers; two that are alike have the same value, in any call."""
+        origin: Any = self.traced.origins[place]
+        if isinstance(origin, ScalarOrigin):
+            return self.tape.expression(origin.place), origin.dtype, self.label(place), repr(numbers)
+        return (origin.dtype, origin.tobytes()) if origin.shape == () else id(origin)
+
     def same(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
         return self._with(given, self._last[1], numbers)
