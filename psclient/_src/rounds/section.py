@@ -6,6 +6,7 @@ when the program looks at one of its values.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -453,8 +454,11 @@ class Section:
         return found
 
     def _plan(self) -> Plan:
+        reductions = tuple([r if r.servers else replace(r, servers=self._place()) for r in self._reductions])
+        if not (self._applies or self._operands or self._snapshot or self._trims):
+            return _plan_of(reductions, tuple(sorted(self._returned)), len(self._with_copies((0,))) > 1)
         return Plan(
-            tuple(r if r.servers else replace(r, servers=self._place()) for r in self._reductions),
+            reductions,
             tuple(Operand(spec_of(array), servers, label) for array, servers, label in self._operands),
             self._programs.all,
             tuple(self._applies),
@@ -496,6 +500,12 @@ class Section:
         if self._values is None:
             return "not flushed yet" if self._take is None else "under way"
         return f"value={self._values[ref]}" if ref in self._values else "stayed on the servers"
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of(reductions: tuple[Reduction, ...], returned: tuple[Ref, ...], copied: bool) -> Plan:
+    """Returns a plan that only reduces. A loop reduces its loss in each step: the same plan has its id already."""
+    return Plan(reductions, returned=returned, copied=copied)
 
 
 class _Programs:
