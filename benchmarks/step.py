@@ -4,7 +4,8 @@
     python benchmarks/step.py --quick     a few steps of each, for a first look
 
 The same network, batches of 64 examples over all workers, and Adam at the same rate; with us exactly the loop of the
-example, in which every step wants its loss. All are real processes on this machine, with the allocator and the threads
+example, in which every step wants the mean loss of all workers; `own loss` is the same with each worker's own, as in
+torch RPC's loop: one round less. All are real processes on this machine, with the allocator and the threads
 that our launcher gives to so many. Systems take turns. Processor time is that of every process between the first and
 the last measured step; it hardly depends on who else uses the machine, as steps per second do. Waits are the answers of
 servers for which worker 0 stood still, where the strategy counts them.
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +62,13 @@ PROCESSES = 2
 """Among which the loop in NumPy shares the cores: BLAS spins in threads that have none."""
 
 NUMPY = "NumPy loop"
-OURS = {"ours, 1 + 1": (1, 1), "ours, 2 + 2": (2, 2)}
+OURS = {"ours, 1 + 1": (1, 1), "ours, 2 + 2": (2, 2), "ours, 2 + 2, own loss": (2, 2)}
 TORCH = {"torch RPC, 1 + 1": (1, 1), "torch RPC, 2 + 2": (2, 2)}
 """Workers and servers of each cluster."""
 
-SYSTEMS = {"numpy": NUMPY, **dict(zip(("ours-1", "ours-2", "torch-1", "torch-2"), (*OURS, *TORCH), strict=True))}
+NAMES = ("ours-1", "ours-2", "ours-2-own-loss", "torch-1", "torch-2")
+
+SYSTEMS = {"numpy": NUMPY, **dict(zip(NAMES, (*OURS, *TORCH), strict=True))}
 """Names on the command line, and for people."""
 
 HAS_TORCH = "import sys; from importlib.util import find_spec; sys.exit(find_spec('torch') is None)"
@@ -145,8 +149,8 @@ def endless(batches: ps.ArrayDataset) -> Iterator[Any]:
         yield from batches
 
 
-def train_ours(steps: tuple[int, int]) -> None:
-    """A worker: the loop of the example. The first one tells of it."""
+def train_ours(steps: tuple[int, int], own_loss: bool = False) -> None:
+    """A worker: the loop of the example, or with its own loss in each step. The first one tells of it."""
     train, _ = digits.load_data()
     strategy = ps.ParameterServerStrategy(["cpu:0"])
     batches = strategy.experimental_distribute_dataset(dataset(train))
@@ -163,7 +167,7 @@ def train_ours(steps: tuple[int, int]) -> None:
         def step(batch: Any) -> float:
             losses, gradients = strategy.run(replica, args=batch)
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            return float(strategy.reduce("mean", losses, axis=0))
+            return float(losses.mean() if own_loss else strategy.reduce("mean", losses, axis=0))
 
         def rounds() -> Iterator[Any]:
             for _ in batches.epochs(sum(steps)):
@@ -217,11 +221,11 @@ def add_to(row: Row, watch: Watch) -> None:
     row.loss.append(watch.said["loss"])
 
 
-def run_ours(workers: int, servers: int, steps: tuple[int, int]) -> Watch:
+def run_ours(system: str, steps: tuple[int, int]) -> Watch:
     """Has a cluster of ours train."""
-    watch = Watch(steps[1])
-
-    args = ("--as-worker", "ours", "--steps", str(steps[1]), "--warm", str(steps[0]))
+    watch, (workers, servers) = Watch(steps[1]), OURS[system]
+    kind = "own loss" if "own loss" in system else "ours"
+    args = ("--as-worker", kind, "--steps", str(steps[1]), "--warm", str(steps[0]))
     run_cluster(watch, SECONDS, ps=servers, workers=workers, script=__file__, args=args)
     return watch
 
@@ -256,7 +260,7 @@ def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | 
         Failed: it did not end well.
     """
     if system in OURS:
-        return run_ours(*OURS[system], steps)
+        return run_ours(system, steps)
     numbers = ("--steps", str(steps[1]), "--warm", str(steps[0]))
     if system == NUMPY:
         return run_peer([sys.executable, __file__, "--as-worker", "numpy", *numbers], PROCESSES, steps)
@@ -318,7 +322,7 @@ def main(
         steps or (QUICK_STEPS if quick else STEPS),
     )
     if kind:
-        {"ours": train_ours, "numpy": train_numpy}[kind](chosen)
+        {"ours": train_ours, "own loss": partial(train_ours, own_loss=True), "numpy": train_numpy}[kind](chosen)
         return
     console = Console()
     rows: dict[str, Row] = {}

@@ -23,6 +23,7 @@ from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.adapters import GlobalBatch
 from psclient._src.distribute.prepared_step import OwnContributions, SectionTemplate
+from psclient._src.distribute.recorded import Operands, Programs
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
 from psclient._src.distribute.strands import Marks
@@ -31,7 +32,7 @@ from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
-from psclient._src.tracing.update_function import InputLeaf, Trace, TracedCall, UpdateFunction
+from psclient._src.tracing.update_function import InputLeaf, TracedCall, UpdateFunction
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
@@ -40,9 +41,8 @@ from psclient._src.variables.sharded import ShardedValue, VariableOfShards
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable
 from pswire.errors import LocalityError
-from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder, Trim
+from pswire.model.plan import Apply, Nonfinite, Plan, Reduction, Ref, SnapshotOrder, Trim
 from pswire.model.plan import PlacedVariable as Handle
-from pswire.model.program import Program
 from pswire.model.rows import Rows
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
@@ -150,15 +150,12 @@ class Section:
         self._floating: set[int] = set()  # reductions that get their place where they are used
         self._local: list[LocalValue] = []
         self._feedback: list[Feedback | None] = []  # of each reduction whose contributions are compressed
-        self._operands: list[tuple[Array, tuple[int, ...], str]] = []  # each with its servers, and its label
-        self._programs = _Programs()
-        self._shared: dict[Hashable, Ref] = {}
+        self._operands, self._programs = Operands(), Programs()
         self._applies, self._results = list[Apply](), 0
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
         self._trims, self._written = list[Trim](), set[int]()
         self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
-        self._sources: list[tuple[Trace, int]] = []
         self._whole: Plan | None = None
         self._repeated: Outgoing | None = None  # where it is what another section has recorded
         self._own: set[int] = set()  # reductions of what its updates were given, which nobody else can take
@@ -281,7 +278,7 @@ class Section:
             with context.enter_update(strategy, inputs.lift):
                 own = nest.map_structure(inputs.argument, (tuple(args), dict(kwargs)))
                 traced = trace(inputs.recording, fn, *own)
-            refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
+            refs = [o if isinstance(o, Ref) else self._operands.add(np.asarray(o), servers) for o in traced.origins]
         if self.flushed:
             raise RuntimeError(
                 "an update function ended the step it belongs to; use only its arguments and variables in it"
@@ -323,10 +320,7 @@ class Section:
         return None if traced.result is None else nest.map_structure(leaf, traced.result)
 
     def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
-        """Returns the origins of the inputs of a traced call; calls with the same numbers share operands.
-
-        An update on rows alone takes each of its inputs once, so two equal operands of one call stay two.
-        """
+        """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
         refs, taken = [], Counter[Hashable]()
         for place, origin in enumerate(call.inputs):
             if isinstance(origin, InputLeaf):
@@ -334,16 +328,9 @@ class Section:
                     refs.append(origin.source)
                     continue
                 self._calls = None  # The next call may be given another array.
-                refs.append(self._operand(portable(np.array(origin.source)), servers, _label_of_array(call)))
+                refs.append(self._operands.add(portable(np.array(origin.source)), servers, _label_of_array(call)))
             else:
-                what = call.trace.key(place, call.numbers)
-                taken[what] += 1
-                key = what, taken[what], servers
-                shared = self._shared.get(key)
-                if shared is None:
-                    shared = self._shared[key] = self._operand(origin, servers, call.trace.label(place))
-                    self._sources.append((call.trace, place))
-                refs.append(shared)
+                refs.append(self._operands.share(call, place, taken, servers))
         return refs
 
     @staticmethod
@@ -353,10 +340,6 @@ class Section:
                 f"variable {variable.name!r} has copies that this update does not change, and all copies "
                 "must stay equal; assign it with update_non_slot(variable.devices, ...)"
             )
-
-    def _operand(self, array: Array, servers: tuple[int, ...], label: str = "") -> Ref:
-        self._operands.append((array, servers, label))
-        return Ref("operand", len(self._operands) - 1)
 
     def pin(self, ref: Ref, servers: tuple[int, ...]) -> None:
         """Places a reduction that has no place yet on the servers where it is used."""
@@ -410,7 +393,7 @@ class Section:
             return None
         self._whole = self._plan()
         traces = {call.trace: bool(call.numbers) for call in self._calls}
-        written, sources, feedback = frozenset(self._written), tuple(self._sources), tuple(self._feedback)
+        written, sources, feedback = frozenset(self._written), tuple(self._operands.sources), tuple(self._feedback)
         return SectionTemplate(self._whole, written, traces, sources, feedback, self.marks)
 
     def repeat(self, kept: SectionTemplate, numbers: list[Number], local: OwnContributions) -> bool:
@@ -425,7 +408,7 @@ class Section:
             Whether it does: False if something was recorded, or an update function would do something else by now. Then
             nothing is done.
         """
-        recorded = self._reductions or self._applies or self._operands or self._snapshot or self._trims
+        recorded = self._reductions or self._applies or self._operands.arrays or self._snapshot or self._trims
         if recorded or (self.marks is None) != (kept.marks is None):
             return False
         operands = kept.operands(numbers)
@@ -448,18 +431,18 @@ class Section:
         found = self._repeated
         if found is None:
             weights, arrays = tuple([one.weight for one in self._local]), tuple([one.array for one in self._local])
-            operands, feedback = tuple([array for array, _, _ in self._operands]), tuple(self._feedback)
+            operands, feedback = tuple(self._operands.arrays), tuple(self._feedback)
             found = Outgoing(self._whole or self._plan(), weights, arrays, operands, feedback, batch=self._batch)
         begin_downloads(found.arrays)
         return found
 
     def _plan(self) -> Plan:
         reductions = tuple([r if r.servers else replace(r, servers=self._place()) for r in self._reductions])
-        if not (self._applies or self._operands or self._snapshot or self._trims):
+        if not (self._applies or self._operands.arrays or self._snapshot or self._trims):
             return _plan_of(reductions, tuple(sorted(self._returned)), len(self._with_copies((0,))) > 1)
         return Plan(
             reductions,
-            tuple(Operand(spec_of(array), servers, label) for array, servers, label in self._operands),
+            self._operands.said(),
             self._programs.all,
             tuple(self._applies),
             tuple(sorted(self._returned)),
@@ -506,29 +489,6 @@ class Section:
 def _plan_of(reductions: tuple[Reduction, ...], returned: tuple[Ref, ...], copied: bool) -> Plan:
     """Returns a plan that only reduces. A loop reduces its loss in each step: the same plan has its id already."""
     return Plan(reductions, returned=returned, copied=copied)
-
-
-class _Programs:
-    """The programs of a section, each once."""
-
-    def __init__(self) -> None:
-        self._places: dict[Program, int] = {}
-        self._numbers: dict[int, int] = {}
-        self._kept: list[Program] = []  # An id is a name as long as what has it is kept.
-
-    @property
-    def all(self) -> tuple[Program, ...]:
-        """The programs, by number."""
-        return tuple(self._places)
-
-    def number(self, program: Program) -> int:
-        """Returns a program's number; finds the same object again without a hash."""
-        found = self._numbers.get(id(program))
-        if found is None:
-            found = self._places.setdefault(program, len(self._places))
-            self._numbers[id(program)] = found
-            self._kept.append(program)
-        return found
 
 
 def _label_of_array(call: TracedCall) -> str:

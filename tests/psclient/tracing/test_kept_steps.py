@@ -343,6 +343,31 @@ def test_contributions_are_made_to_the_same_reductions(strategy):
             assert (weights, array.tolist(), array.flags.c_contiguous) == ([1.0], ones.tolist(), True)
 
 
+def test_calls_with_the_same_numbers_share_operands():
+    """Whatever the shapes, so that a server computes numbers of them once; those of one call stay apart."""
+
+    @ps.update_function
+    def scaled(x, rate, other):
+        return x * (1 - rate) * other
+
+    @ps.update_function
+    def constant(x):
+        return (x + 1.5) * 1.5
+
+    def operands(*shares, fn=scaled):
+        section, totals = reduced(*[np.ones(2 + share, "float32") for share in range(len(shares))])
+        for total, numbers in zip(totals, shares, strict=True):
+            section.apply((0,), fn, (total, *numbers), {})
+        applies = section.outgoing().plan.applies
+        return [array.tolist() for array in section.outgoing().operands], [
+            [ref.index for ref in each.args if ref.kind == "operand"] for each in applies
+        ]
+
+    assert operands((0.25, 2.0), (0.25, 2.0)) == ([0.75, 2.0], [[0, 1], [0, 1]])
+    assert operands((0.25, 2.0), (0.25, 3.0)) == ([0.75, 2.0, 0.75, 3.0], [[0, 1], [2, 3]])
+    assert operands((), (), fn=constant) == ([1.5, 1.5], [[0, 1], [0, 1]])
+
+
 def test_a_section_is_repeated_where_nothing_is_recorded():
     """Behind a reduction, or an update, it is another section; what depends on more than numbers is not kept."""
     section, (total,) = reduced(np.ones(2))
