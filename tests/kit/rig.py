@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -268,7 +269,8 @@ class Job:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
         how = inside.Consistency(mode, backup_workers, k, quorum, grace)
-        opened = self.verbs[0].open(task, replicas, 0, drives, how)
+        # A key of its own, as clients have: an attempt that is made again finds the session of the first one.
+        opened = self.verbs[0].open(task, replicas, secrets.randbits(62) | 1, drives, how)
         for server in self.verbs[1:]:
             server.open(task, replicas, opened.session, drives, how)
         return opened
