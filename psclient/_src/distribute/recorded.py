@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 
 from psclient._src.tracing.update_function import Trace, TracedCall
@@ -23,7 +22,7 @@ class Operands:
         self.arrays: list[Array] = []
         self.sources: list[tuple[Trace, int]] = []
         self._said: list[tuple[tuple[int, ...], str]] = []  # of each its servers, and its label
-        self._shared: dict[Hashable, Ref] = {}
+        self._shared: dict[tuple[Hashable, tuple[int, ...]], Ref] = {}
 
     def add(self, array: Array, servers: tuple[int, ...], label: str = "") -> Ref:
         """Records an operand that no other call shares."""
@@ -31,24 +30,20 @@ class Operands:
         self._said.append((servers, label))
         return Ref("operand", len(self.arrays) - 1)
 
-    def share(self, call: TracedCall, place: int, taken: Counter[Hashable], servers: tuple[int, ...]) -> Ref:
+    def share(self, call: TracedCall, place: int, key: Hashable, servers: tuple[int, ...]) -> Ref:
         """Returns the operand that is an input of a traced call.
 
         Args:
             call: whose input it is.
             place: of the input.
-            taken: how often the call has taken each one so far: an update on rows alone takes each of its inputs once,
-                so two equal operands of one call stay two.
+            key: of `Trace.keys`.
             servers: on which the call runs.
         """
-        what = call.trace.key(place, call.numbers)
-        taken[what] += 1
-        key = what, taken[what], servers
-        found = self._shared.get(key)
+        found = self._shared.get((key, servers))
         if found is None:
             array = call.inputs[place]
             assert not isinstance(array, tuple), "what is given is no number"
-            found = self._shared[key] = self.add(array, servers, call.trace.label(place))
+            found = self._shared[key, servers] = self.add(array, servers, call.trace.label(place))
             self.sources.append((call.trace, place))
         return found
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -321,8 +320,8 @@ class Section:
 
     def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
         """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
-        refs, taken = [], Counter[Hashable]()
-        for place, origin in enumerate(call.inputs):
+        refs = []
+        for place, (origin, key) in enumerate(zip(call.inputs, call.trace.keys(call.numbers), strict=True)):
             if isinstance(origin, InputLeaf):
                 if isinstance(origin.source, Ref):
                     refs.append(origin.source)
@@ -330,7 +329,7 @@ class Section:
                 self._calls = None  # The next call may be given another array.
                 refs.append(self._operands.add(portable(np.array(origin.source)), servers, _label_of_array(call)))
             else:
-                refs.append(self._operands.share(call, place, taken, servers))
+                refs.append(self._operands.share(call, place, key, servers))
         return refs
 
     @staticmethod

@@ -20,7 +20,8 @@ import functools
 import itertools
 import threading
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, cast
 
@@ -138,12 +139,25 @@ class Trace:
         sources = self.tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
         return ", ".join(dict.fromkeys(self.labels[source] for source in sorted(sources)))
 
-    def key(self, place: int, numbers: list[Number]) -> Hashable:
-        """Returns what an operand is, of given numbers; two that are alike have the same value, in any call."""
-        origin: Any = self.traced.origins[place]
-        if isinstance(origin, ScalarOrigin):
-            return self.tape.expression(origin.place), origin.dtype, self.label(place), repr(numbers)
-        return (origin.dtype, origin.tobytes()) if origin.shape == () else id(origin)
+    def keys(self, numbers: list[Number]) -> Iterator[Hashable]:
+        """Yields what each input is, of given numbers: operands of two calls that are alike have the same value.
+
+        Two operands of one trace are never alike: an update on rows alone takes each of its inputs once.
+        """
+        return zip(self._kinds, itertools.repeat(repr(numbers)))
+
+    @functools.cached_property
+    def _kinds(self) -> list[Hashable]:
+        taken, found = Counter[Hashable](), list[Hashable]()
+        for place, origin in enumerate(self.traced.origins):
+            kind: Hashable = id(origin)
+            if isinstance(origin, ScalarOrigin):
+                kind = self.tape.expression(origin.place), origin.dtype, self.label(place)
+            elif isinstance(origin, np.ndarray) and origin.shape == ():
+                kind = origin.dtype, origin.tobytes()
+            taken[kind] += 1
+            found.append((kind, taken[kind]))
+        return found
 
     def same(self, given: Sequence[InputLeaf], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
