@@ -106,6 +106,9 @@ class Fragment:
     def receive(self) -> list[Array]:
         """Waits for what was sent, and returns the outer parameters after it: a place to which all workers come."""
         self.renew()
+        if not self.is_alone:
+            # Elsewhere answers are taken in a few rounds later, which for exchanges may be minutes: who joins waits.
+            self._backend.exchange.settle()
         self._strategy._begin_step()
         self._backend.exchange.begin_run()
         return self.start
