@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +321,10 @@ def main(
         steps or (QUICK_STEPS if quick else STEPS),
     )
     if kind:
-        {"ours": train_ours, "own loss": partial(train_ours, own_loss=True), "numpy": train_numpy}[kind](chosen)
+        if kind == "numpy":
+            train_numpy(chosen)
+        else:
+            train_ours(chosen, own_loss=kind == "own loss")
         return
     console = Console()
     rows: dict[str, Row] = {}
