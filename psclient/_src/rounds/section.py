@@ -437,18 +437,19 @@ class Section:
 
     def _plan(self) -> Plan:
         reductions = tuple([r if r.servers else replace(r, servers=self._place()) for r in self._reductions])
+        returned, copied = tuple(sorted(self._returned)), len(self._with_copies((0,))) > 1
         if not (self._applies or self._operands.arrays or self._snapshot or self._trims):
-            return _plan_of(reductions, tuple(sorted(self._returned)), len(self._with_copies((0,))) > 1)
+            return _plan_of(reductions, returned, copied)
         return Plan(
             reductions,
             self._operands.said(),
             self._programs.all,
             tuple(self._applies),
-            tuple(sorted(self._returned)),
+            returned,
             self._snapshot,
             nonfinite=self._nonfinite if self._applies else "apply",
             trims=tuple(self._trims),
-            copied=len(self._with_copies((0,))) > 1,
+            copied=copied,
         )
 
     def _place(self) -> tuple[int, ...]:
