@@ -260,7 +260,7 @@ def train(text: Text, run: Run, clock: Clock, exchange: Any, moved: Any, outer: 
         losses.append(float(loss.detach()))
         if getattr(outer, "exchanges", step) != before:
             counted = step
-        if step % REPORTS == 0 or step == run.steps or counted == step:
+        if step % REPORTS == 0 or step == run.steps or (counted == step and run.method != "sync"):
             seconds, bytes_moved = time.monotonic() - start, moved() - first
             said = {"step": step, "counted": counted, "seconds": seconds, "moved": bytes_moved, "late": clock.late}
             say(pid=os.getpid(), time=time.time(), loss=math.fsum(losses) / len(losses), **said)
@@ -641,7 +641,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Half of an exchange is hidden behind as many steps as there are before the next fragment's, but one.
         large = Run(width=384, layers=6, context=32, batch=1, steps=150, pad=pad, compression="Int8")
         large = replace(large, fragments=2, sync_delay=20)
-        fast = Run(width=64, layers=2, batch=4, seconds=seconds, pad=0.05)
+        fast = Run(width=64, layers=2, batch=4, seconds=seconds, pad=0.05, grace=0.5)
         if quick:
             small = replace(small, width=32, layers=1, steps=100, context=32, sync_every=20)
             large = replace(large, width=64, layers=2, steps=60, sync_every=20, sync_delay=5, pad=0.2)
