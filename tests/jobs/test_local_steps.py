@@ -33,7 +33,7 @@ def exchange(end, stop):
 @pytest.mark.ci
 def test_a_task_that_comes_back_begins_with_the_outer_parameters(tmp_path):
     """It waits for two exchanges of the others, adds nothing to the second, and then exchanges the same fragments."""
-    end, stop = 10, 5
+    end, stop = 19, 14  # it comes back after more than ten exchanges
     with ProcessCluster(exchange, tmp_path, (end, stop), **KEYS) as job:
         for task in (W0, W1):
             job.hear(task, "count", 3)
