@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -22,7 +21,7 @@ from pstesting.forks import Forked
 from tests.kit.internals import OUTLIVED, Task, Timeouts, address_in, parse_tf_config
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
-from tests.kit.shell import PROGRAMS, printed, shell
+from tests.kit.shell import PROGRAMS, free_port, printed, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "systemd"
@@ -224,28 +223,12 @@ def sbatch(directory: Path, tasks: int, *words: str, **environ: str) -> subproce
     )  # fmt: skip
 
 
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row of which none is in use."""
-    for first in range(20_000 + os.getpid() % 1000 * 10, 31_000, count):  # other processes of these tests look as well
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, each in enumerate(sockets):
-                each.bind(("0.0.0.0", first + offset))
-        except OSError:
-            continue
-        finally:
-            for each in sockets:
-                each.close()
-        return first
-    raise AssertionError("all ports are in use")
-
-
 @pytest.mark.ci
 def test_one_allocation_is_one_job(tmp_path: Path) -> None:
     """A chief, a server and two workers train in one step, over TLS, and all end by themselves."""
     certified(tmp_path, workers=2)
     words = [str(ROOT / "examples" / "digits.py"), "--epochs", "1"]
-    done = sbatch(tmp_path, 4, *words, PS_SERVERS="1", PS_PORT=str(free_ports(4)))
+    done = sbatch(tmp_path, 4, *words, PS_SERVERS="1", PS_PORT=str(free_port(4)))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1
     assert "psserver /job:ps/task:0 ended; it held" in done.stdout
@@ -272,7 +255,7 @@ def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> No
     certified(tmp_path, workers=2)
     (tmp_path / "script.py").write_text(FAILING.format(failing=failing), encoding="utf-8")
     quick = {"PS_NO_WORKERS_TIMEOUT": "12", "PS_SESSION_TIMEOUT": "4", "PS_HEARTBEAT_INTERVAL": "0.5"}
-    done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=str(free_ports(4)), **quick)
+    done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=str(free_port(4)), **quick)
     fails = failing == {0, 1}  # by the chief's code, or by that of a server which is ended because of it
     assert bool(done.returncode) == fails, done.stderr
     told = [f"train.sbatch: task {2 + worker}, a worker, has failed: exit code 1" for worker in (0, 1)]
@@ -303,7 +286,7 @@ raise SystemExit("nobody has told it to leave")
 def test_workers_save_and_leave_before_the_time_limit(tmp_path: Path) -> None:
     """Workers alone heed the signal, and the job ends well; libraries have as many threads as Slurm gives a task."""
     certified(tmp_path, workers=2)
-    port = str(free_ports(4))
+    port = str(free_port(4))
     (tmp_path / "script.py").write_text(LEAVING % port, encoding="utf-8")
     done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=port, SLURM_CPUS_PER_TASK="3")
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +38,7 @@ from tests.kit.internals import (
     connect,
 )
 from tests.kit.rig import SOON, core, eventually
+from tests.kit.shell import free_port
 from tests.kit.storage import write_checkpoint
 
 CHIEF, PS0 = Task("chief", 0), Task("ps", 0)
@@ -431,8 +431,7 @@ def for_closures(site: Site) -> Iterator[Said]:
 
 @ends
 def for_a_server_that_answers(site: Site) -> Iterator[Said]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = RemoteServer(f"127.0.0.1:{port}", PS0, site.timeouts)
     site.start(lambda: server.open(W0, 1, 0, False))
     yield Said(f"no answer from {PS0} at 127.0.0.1:{port}", f"{PS0}: no answer at 127.0.0.1:{port}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import getpass
+import itertools
 import os
 import select
 import shlex
@@ -244,8 +245,7 @@ def sshd(directory: Path) -> Iterator[Sshd]:
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd's own place, which the service would make
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     config = directory / "sshd_config"
     config.write_text(CONFIG.format(port=port, directory=directory))
     key = (directory / "host.pub").read_text()
@@ -431,11 +431,27 @@ def _servers(job: ProcessCluster) -> list[Task]:
     return sorted(task for task in job.cluster.addresses if task.job == "ps")
 
 
-def free_port() -> int:
-    """A port of this host at which nothing listens now."""
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        return int(sock.getsockname()[1])
+_blocks = itertools.count(os.getpid())  # other processes of these tests look as well
+
+
+def free_port(count: int = 1) -> int:
+    """The first of so many ports in a row, at most ten, at which nothing listens.
+
+    The kernel gives none of them to a connection: it takes those above for anybody, until a test's server is there.
+    """
+    for block in itertools.islice(_blocks, 1200):
+        first = 20_000 + block % 1200 * 10
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, each in enumerate(sockets):
+                each.bind(("0.0.0.0", first + offset))
+        except OSError:
+            continue
+        finally:
+            for each in sockets:
+                each.close()
+        return first
+    raise AssertionError("all ports are in use")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pstesting import forks
 from pstesting.processes import PS0
 from pswire.security.identity import Security
 from pswire.telemetry import logging_setup
+from tests.kit.shell import free_port
 
 SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -144,8 +145,7 @@ def test_bad_input_is_one_line(flags, environ, said):
 
 def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
     """It says so once they do not answer; and ends with an error if they never do, with code 0 at a signal."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     flags = "--join", "127.0.0.1:1", "--port", port
     with psserver(*flags, PS_START_TIMEOUT="3", PS_REPORT_INTERVAL="0.2") as process:
         assert first_line(process) == f"psserver 127.0.0.1:{port} is a standby server for 127.0.0.1:1\n"
@@ -167,9 +167,7 @@ def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
 def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
     """While it waits for a place. A file as stdin never ends, so that nobody could tell the server to: it is refused,
     of who joins and of who serves."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    flags = "--join", "127.0.0.1:1", "--port", port, "--lifeline"
+    flags = "--join", "127.0.0.1:1", "--port", str(free_port()), "--lifeline"
     with psserver(*flags) as process:
         first_line(process)
         out, _ = process.communicate(timeout=SECONDS)

@@ -18,6 +18,7 @@ from pstesting import forks
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.server_options import ServerOptions
+from tests.kit.shell import free_port
 from tests.kit.strategies import refused
 
 SECONDS = 180
@@ -85,8 +86,7 @@ def test_tasks_start_beside_the_servers(script):
 def test_all_processes_are_told_what_is_asked_for(script):
     """With chief="script" one process more runs it, and everyone knows of the chief; the level at which all log; and a
     port of its own for each task's metrics, servers first: what the environment says is meant for the cluster."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     text = (
         "import logging; c = json.loads(os.environ['TF_CONFIG'])\n"
         "print(c['task']['type'], len(c['cluster']['chief']), logging.getLogger().level, os.environ['PS_METRICS_HOST'],"
