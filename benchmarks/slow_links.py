@@ -253,14 +253,14 @@ def train(text: Text, run: Run, clock: Clock, exchange: Any, moved: Any, outer: 
         if run.method != "sync":
             text.inner.step()
         clock.computed()
-        before = getattr(outer, "exchanges", step)
+        before = getattr(outer, "exchanges", 0)
         exchange()
         clock.exchanged()
         step += 1
         losses.append(float(loss.detach()))
-        if getattr(outer, "exchanges", step) != before:
+        if getattr(outer, "exchanges", 0) != before:
             counted = step
-        if step % REPORTS == 0 or step == run.steps or (counted == step and run.method != "sync"):
+        if step % REPORTS == 0 or step in (run.steps, counted):
             seconds, bytes_moved = time.monotonic() - start, moved() - first
             said = {"step": step, "counted": counted, "seconds": seconds, "moved": bytes_moved, "late": clock.late}
             say(pid=os.getpid(), time=time.time(), loss=math.fsum(losses) / len(losses), **said)
@@ -669,7 +669,7 @@ def _publish(table: Table, rows: Sequence[Row], json_file: Path | None, plot: Pa
         said = {"format": FORMAT, "machine": machine(), "rows": [asdict(row) for row in rows], "runs": runs}
         json_file.write_text(json.dumps(said) + "\n")
     if plot is not None:
-        draw({run: found for run, found in table.runs.items() if run.width == table.small.width}, plot)
+        draw({run: found for run, found in table.runs.items() if not run.links}, plot)  # those of the row `loss`
 
 
 if __name__ == "__main__":

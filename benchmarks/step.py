@@ -223,8 +223,7 @@ def add_to(row: Row, watch: Watch) -> None:
 def run_ours(system: str, steps: tuple[int, int]) -> Watch:
     """Has a cluster of ours train."""
     watch, (workers, servers) = Watch(steps[1]), OURS[system]
-    kind = "own loss" if "own loss" in system else "ours"
-    args = ("--as-worker", kind, "--steps", str(steps[1]), "--warm", str(steps[0]))
+    args = ("--as-worker", system, "--steps", str(steps[1]), "--warm", str(steps[0]))
     run_cluster(watch, SECONDS, ps=servers, workers=workers, script=__file__, args=args)
     return watch
 
@@ -262,7 +261,7 @@ def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | 
         return run_ours(system, steps)
     numbers = ("--steps", str(steps[1]), "--warm", str(steps[0]))
     if system == NUMPY:
-        return run_peer([sys.executable, __file__, "--as-worker", "numpy", *numbers], PROCESSES, steps)
+        return run_peer([sys.executable, __file__, "--as-worker", NUMPY, *numbers], PROCESSES, steps)
     found = [python for python in pythons if not subprocess.run([python, "-c", HAS_TORCH], check=False).returncode]
     if not found:
         return (
@@ -304,7 +303,7 @@ def table(found: dict[str, Any]) -> Table:
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
 @click.option("--quick", is_flag=True, help="A few steps only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-@click.option("--as-worker", "kind", hidden=True)
+@click.option("--as-worker", "own", hidden=True)
 def main(
     systems: tuple[str, ...],
     pythons: tuple[str, ...],
@@ -313,18 +312,18 @@ def main(
     repeats: int | None,
     quick: bool,
     json_file: Path | None,
-    kind: str | None,
+    own: str | None,
 ) -> None:
     """Measures everything, or is a process that trains; exits with 1 if a system failed."""
     chosen = (
         (QUICK_WARM if quick else WARM) if warm is None else warm,
         steps or (QUICK_STEPS if quick else STEPS),
     )
-    if kind:
-        if kind == "numpy":
-            train_numpy(chosen)
-        else:
-            train_ours(chosen, own_loss=kind == "own loss")
+    if own == NUMPY:
+        train_numpy(chosen)
+        return
+    if own:
+        train_ours(chosen, own_loss="own loss" in own)
         return
     console = Console()
     rows: dict[str, Row] = {}

@@ -58,8 +58,8 @@ class DiLoCo:
 
     Raises:
         ValueError: H is not divisible by P, tau is too long, another worker has others, or `dynamic` does not go with
-            the consistency; the inner optimizer trains
-            other parameters; fragments do not have each parameter once; servers cannot run the outer optimizer.
+            the consistency; the inner optimizer trains other parameters; fragments do not have each parameter once;
+            servers cannot run the outer optimizer.
         TypeError: an argument has another type; or the strategy has no servers, or several replicas in this process.
         VariableMismatch: workers have different parameters.
 
@@ -214,8 +214,7 @@ class LocalSGD(DiLoCo):
     Args:
         net: as in `DiLoCo`.
         inner: as in `DiLoCo`.
-        options: as in `DiLoCo`: sync_every, fragments, sync_delay, alpha, dynamic, compression, strategy,
-            prefix.
+        options: as in `DiLoCo`: sync_every, fragments, sync_delay, alpha, dynamic, compression, strategy, prefix.
 
     Raises:
         ValueError: as in `DiLoCo`.

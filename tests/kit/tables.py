@@ -98,7 +98,7 @@ def joined(states: Sequence[State], buckets: range) -> State:
 
 
 class Opened(OpenedTable):
-    """What a round finds."""
+    """The rows that a round finds, and counts of them."""
 
     @property
     def created(self) -> int:
@@ -147,7 +147,7 @@ class Table(table.Table):
         return state_of(self.freeze())
 
     def delta(self, since: int) -> State:
-        """What has changed after a round."""
+        """The rows that have changed since a round."""
         frozen = self.freeze(since)
         assert frozen.since == since
         return state_of(frozen)

@@ -97,7 +97,7 @@ Found = list[tuple[int, Array]]
 
 
 class Learned:
-    """What is known of the lookups of one table. For `prefetch_ahead` it looks the rows up, by what it finds.
+    """The lookups of one table, as far as they are known. `prefetch_ahead` requests rows by it.
 
     Attributes:
         places: of each array of a lookup the places that had its ids in all batches so far.

@@ -1,4 +1,4 @@
-"""What a section records once, however often it is given: programs, and operands."""
+"""The programs and operands of a section, each recorded once."""
 
 from __future__ import annotations
 

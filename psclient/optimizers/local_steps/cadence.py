@@ -36,7 +36,7 @@ class Cadence:
         self._sent, self._began = step, 0.0
 
     def merged(self, step: int) -> None:
-        """What was sent is merged, after a local step: time counts from now on."""
+        """An exchange is merged, after a local step: time counts from now on."""
         self._step, self._began = step, time.monotonic()
 
     def sent_at(self, step: int) -> int | None:

@@ -107,7 +107,8 @@ class Fragment:
         """Waits for what was sent, and returns the outer parameters after it: a place to which all workers come."""
         self.renew()
         if not self.is_alone:
-            # Elsewhere answers are taken in a few rounds later, which for exchanges may be minutes: who joins waits.
+            # All members come here, so all know of new members at once. Other rounds tell them eight rounds later,
+            # and eight exchanges may be hours.
             self._backend.exchange.settle()
         self._strategy._begin_step()
         self._backend.exchange.begin_run()
