@@ -25,8 +25,8 @@ class Loader(BaseLoader):
     so that their mean is that over the global batch. A worker without a part of a short batch gets its previous batch
     once more, with weight 0.
 
-    The loader reads one batch ahead: the rows for the next batch are fetched together with the round of the current
-    one.
+    The loader reads ahead, one batch, or two where ids are looked up: the rows for the next batch are fetched together
+    with the round of the current one.
 
     Args:
         loader: an iterable of global batches that starts again each time: a `DataLoader`, a `ps.ArrayDataset`, a list.

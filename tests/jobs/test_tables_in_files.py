@@ -141,8 +141,8 @@ def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(dire
 
 
 @pytest.mark.parametrize("tiered", [True, False])
-def test_data_is_read_further_ahead_only_for_files(directory, tiered):
-    """Of a table in memory a push has no hints, and one batch is read ahead of the one in use."""
+def test_data_is_read_two_batches_ahead(directory, tiered):
+    """Of the one in use. Of a table in memory a push has no hints."""
     with opened(directory if tiered else None) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table, read = made(strategy, optimizer), list[int]()
@@ -162,7 +162,7 @@ def test_data_is_read_further_ahead_only_for_files(directory, tiered):
         first = next(iter(data)), read.clear()
         assert len(first)
         train(strategy, table, optimizer, ((keys, ahead.append(len(read) - n))[0] for n, keys in enumerate(data, 1)))
-        assert max(ahead) == 1 + tiered
+        assert max(ahead) == 2
         assert any(pushes.keys("hints")) == tiered
         assert table._takes_hints == tiered
 
@@ -207,14 +207,15 @@ def test_what_lookups_leave_of_a_header_is_for_hints(world, monkeypatch):
 
 
 def test_bad_hints_are_refused_where_they_are_named(world):
-    """As bad ids of lookups; a plain variable takes none, and looks at none."""
+    """As bad ids of lookups; those of a plain variable as well, which takes no hints."""
     _, strategy, _, table, _ = world
     with pytest.raises(TypeError, match="the row ids of table 'users' must be integers"):
         table.prefetch_hint([0.5])
     with strategy.scope():
         plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")
     assert not plain._takes_hints
-    plain.prefetch_hint([7])
+    with pytest.raises(ValueError, match="id 7 at index 0 is not a row of 3"):
+        plain.prefetch_hint([7])
 
 
 def test_a_server_reads_what_it_is_told(directory):

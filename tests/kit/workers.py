@@ -49,9 +49,12 @@ class Worker:
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
         self.leaves_out = self.has_servers = False
-        self.lookups = None
+        self.lookups, self.work = None, None
         self.late = self.behind = self.coordinated = False
         self.dealt: tuple[Examples, ...] = ()
+
+    def meanwhile(self, work: Callable[[], object] | None) -> None:
+        self.work = work
 
     def join(self, dataset: int) -> None:
         self.events.append(f"join {dataset}")

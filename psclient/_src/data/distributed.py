@@ -26,7 +26,7 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, GlobalBatch, source_of
 from psclient._src.data.group import Passes, ReplicaGroup
 from psclient._src.data.iterators import DistributedIterator
-from psclient._src.data.learned import LearnedLookups, prefetch_ahead, takes_hints
+from psclient._src.data.learned import LearnedLookups, prefetch_ahead
 from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
@@ -177,15 +177,17 @@ class _Distributed(Unpicklable):
             raise
         finally:
             self._group.lookups = around
+            self._group.meanwhile(None)
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         for step in self._steps(epoch, index):
             if self._learns:
                 self._group.lookups = self._learned
                 self._learned.begin_batch(step.parts)
-            prefetch_ahead(self._wanted, step.ahead)
+            self._group.meanwhile(prefetch_ahead(self._wanted, iter(step.ahead)))
             self._tell(step)
             yield self._place(step.parts)
+            self._group.meanwhile(None)
         self._tell(DatasetStep(epoch + 1, 0, False))
         self._group.finish(self._number)
 
@@ -283,7 +285,7 @@ class _Distributed(Unpicklable):
             index: the number of the first step.
             items: of this worker, from there on: a batch for each local replica, or for the first of them.
         """
-        group, number, depth = self._group, self._number, self._depth
+        group, number = self._group, self._number
         last: Nest | None = None
         # One step is read ahead, since each tells whether another follows.
         waiting, taken = deque(islice(items, 1)), list[Nest]()
@@ -292,7 +294,7 @@ class _Distributed(Unpicklable):
                 waiting.appendleft(taken)
             if not (waiting or group.any_more(number)):
                 return
-            waiting.extend(islice(items, max(1 + depth - len(waiting), 0)))
+            waiting.extend(islice(items, max(1 + self._depth - len(waiting), 0)))
             group.boundary(number)
             taken = [] if not waiting or group.is_behind(number) else list(waiting.popleft())
             if taken:
@@ -302,7 +304,7 @@ class _Distributed(Unpicklable):
             spare = nest.map_structure(lambda array: array[:0], last)
             parts = [*taken, *[spare] * (len(group.devices) - len(taken))]
             index += 1
-            yield (step := DatasetStep(epoch, index, bool(waiting), parts, islice(waiting, depth)))
+            yield (step := DatasetStep(epoch, index, bool(waiting), parts, iter(waiting)))
             if self._passes.make_round and self._untold():
                 # A pass that was broken off within this step would take the answer for its own.
                 self._tell(step)
@@ -314,8 +316,8 @@ class _Distributed(Unpicklable):
 
     @property
     def _depth(self) -> int:
-        """Batches that are read ahead of the one in use: two where their rows are worth a hint, else one."""
-        return 1 + any(map(takes_hints, self._wanted))
+        """Batches that are read ahead of the one in use: two where ids are looked up that are known ahead, else one."""
+        return 2 if self._wanted and self._group.has_servers else 1
 
     @property
     def _learns(self) -> bool:
@@ -390,11 +392,11 @@ class DistributedDataset(_Distributed):
         return self._even(epoch, index)
 
     def _even(self, epoch: int, index: int) -> Iterator[DatasetStep]:
-        batches, depth = self._source.batches(epoch, index), self._depth
+        batches = self._source.batches(epoch, index)
         # One batch is read ahead, since each tells whether another follows.
         waiting = deque(islice(batches, 1))
         while waiting:
-            waiting.extend(islice(batches, 1 + depth - len(waiting)))
+            waiting.extend(islice(batches, max(1 + self._depth - len(waiting), 0)))
             self._group.boundary(self._number)
             batch = waiting.popleft()
             told, index = GlobalBatch(epoch, index, batch), index + 1
@@ -409,9 +411,9 @@ class DistributedDataset(_Distributed):
         """
         group, number, local = self._group, self._number, len(self._group.devices)
         batches, kept = self._source.batches(epoch, index), dict[int, Batch]()
-        waiting, depth = deque(islice(batches, 1)), self._depth
+        waiting = deque(islice(batches, 1))
         while True:
-            waiting.extend(islice(batches, 1 + depth - len(waiting)))
+            waiting.extend(islice(batches, max(1 + self._depth - len(waiting), 0)))
             returned = group.returned(number)
             group.boundary(number)
             first, replicas = group.share()
@@ -428,7 +430,7 @@ class DistributedDataset(_Distributed):
             mine = () if group.is_behind(number) else dealt[first : first + local]
             parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
             parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
-            ahead, examples = map(self._slices, islice(waiting, depth)), sum(each.stop - each.first for each in dealt)
+            ahead, examples = map(self._slices, waiting), sum(each.stop - each.first for each in dealt)
             out = dealt if group.leaves_out else ()
             yield DatasetStep(epoch, index, True, parts, ahead, examples, returned, dealt=out)
 

@@ -9,6 +9,7 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, Indexable
 from psclient._src.data.assigned import AssignedBatches
 from psclient._src.data.distributed import DatasetStep, DistributedDataset, cut
+from psclient._src.data.learned import takes_hints
 from pswire.model.log import Position
 
 
@@ -52,6 +53,11 @@ class DynamicDataset(DistributedDataset):
         self._assigned = AssignedBatches(group.chunk_calls, number, begins, trains, source, least)
         self._begun: tuple[tuple[Position, ...], int] | None = None
         self._at = Position(number, 0, 0)
+
+    @property
+    def _depth(self) -> int:
+        # A batch that is known here is one that no other worker gets.
+        return 1 + any(map(takes_hints, self._wanted))
 
     def _standing(self) -> Position:
         """Where the workers are: who comes late begins there, and nobody does again what others have done."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -38,10 +40,27 @@ class ReplicaGroup(Progress):
     leaves_out = False
     lookups: LearnedLookups | None = None
     chunk_calls: ChunkCalls | None = None
+    _meanwhile: tuple[int, Callable[[], object] | None] = 0, None
 
     def __init__(self, devices: tuple[Device, ...], has_servers: bool = False) -> None:
         super().__init__(len(devices))
         self.devices, self.has_servers = devices, has_servers
+
+    def meanwhile(self, work: Callable[[], object] | None) -> None:
+        """Sets what this thread may do, once, while it waits for a round; None for nothing.
+
+        Args:
+            work: changes nothing that anybody sees, and what it prepares is made later where it fails.
+        """
+        self._meanwhile = threading.get_ident(), work
+
+    def work_meanwhile(self) -> None:
+        """Does what was set, if it is this thread's: called before a round is waited for."""
+        thread, work = self._meanwhile
+        if work is not None and thread == threading.get_ident():
+            self.meanwhile(None)
+            with suppress(Exception):
+                work()
 
     @property
     def late(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +30,7 @@ class LooksUp(Protocol):
         """Requests the rows of the next lookup, to be fetched with the next round; ids are as `_join` returns them."""
 
     def prefetch_hint(self, *ids: Any) -> None:
-        """Announces the rows of the lookup after the next one."""
+        """Announces the rows of the lookup after the next one, and groups their ids."""
 
     def _join(self, arrays: Iterable[tuple[int, Array]]) -> Array:
         """Returns ids for `prefetch`, of arrays and the number of each among those of a lookup."""
@@ -41,19 +41,32 @@ def takes_hints(looks_up: object) -> bool:
     return getattr(looks_up, "_takes_hints", False)
 
 
-def prefetch_ahead(wanted: Mapping[Any, Callable[[Nest], Any]], ahead: Iterable[Sequence[Nest]]) -> None:
+def prefetch_ahead(
+    wanted: Mapping[Any, Callable[[Nest], Any]], ahead: Iterator[Sequence[Nest]]
+) -> Callable[[], None] | None:
     """Names the rows that the next batch will look up, and hints at those of the one behind it.
 
     Args:
         wanted: maps what looks rows up to a function that takes one replica's batch and returns the ids.
         ahead: the batches ahead, as far as they are known: of each those of the replicas. Read only as far as needed.
+
+    Returns:
+        What is left to do until the next batch, while a round is waited for: it groups the ids of the batch behind. It
+        is of no use, and may fail, once the batches ahead are others. None if there is nothing to do.
     """
-    for number, parts in enumerate(islice(ahead, 2) if wanted else ()):
-        for looks_up, ids in wanted.items() if parts else ():
-            if not number:
-                looks_up.prefetch(*map(ids, parts))
-            elif takes_hints(looks_up):
-                looks_up.prefetch_hint(*map(ids, parts))
+    if not wanted:
+        return None
+    _name(wanted, next(ahead, ()), hint=False)
+    on_disk = {each: ids for each, ids in wanted.items() if takes_hints(each)}
+    others = {each: ids for each, ids in wanted.items() if each not in on_disk}
+    behind = next(ahead, ()) if on_disk else None
+    _name(on_disk, behind or (), hint=True)  # for the next round, so that they are read before they are looked up
+    return (lambda: _name(others, next(ahead, ()) if behind is None else behind, hint=True)) if others else None
+
+
+def _name(wanted: Mapping[Any, Callable[[Nest], Any]], parts: Sequence[Nest], hint: bool) -> None:
+    for looks_up, ids in wanted.items() if parts else ():
+        (looks_up.prefetch_hint if hint else looks_up.prefetch)(*map(ids, parts))
 
 
 @dataclass(frozen=True, order=True)

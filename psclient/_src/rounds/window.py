@@ -278,6 +278,7 @@ class Window:
         deadline = session.deadline(session.round_limit)
         failure: PSError | None = None
         replies: dict[int, RoundReply] = {}
+        self._group.work_meanwhile()
         for server, future in round.futures.items():
             try:
                 replies[server] = self._await(round, server, future, deadline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,20 @@ NAMED = 3
 """Ids that were named and are remembered: of the batch in use, and of the two that may be known ahead."""
 
 
+class _Named(NamedTuple):
+    """Ids that were named.
+
+    Attributes:
+        ids: as they were named, in an array of their own.
+        found: each once, in order.
+        places: the place of each of `ids` in `found`.
+    """
+
+    ids: Int64s
+    found: Int64s
+    places: Int64s
+
+
 class RowReadable(Readable):
     """A variable, or a copy of one, of which rows can be read.
 
@@ -144,8 +158,8 @@ class RowReadable(Readable):
     _kind: ClassVar[str] = "variable"
     name: str
     strategy: Any
-    _named: tuple[tuple[Int64s, Int64s, Int64s], ...] = ()
-    """The ids that were named last, and those before, each in an array of their own, and how they are grouped."""
+    _named: tuple[_Named, ...] = ()
+    """What was named last, and before."""
 
     @property
     def _stored_in(self) -> RowReadable:
@@ -243,7 +257,8 @@ class RowReadable(Readable):
         """Announces the rows of the lookup after the next one, so that a server reads them from its disk meanwhile.
 
         The hint is sent with the next round that assigns the table, and `prefetch` requests the rows one batch later.
-        It does not change any result. In replica and cross-replica context; only tables with rows on disk use it.
+        It does not change any result. In replica and cross-replica context; only tables with rows on disk send it, and
+        `prefetch` finds the ids of all others grouped.
         `InputOptions(prefetch=...)` calls it for each batch.
 
         Args:
@@ -254,8 +269,9 @@ class RowReadable(Readable):
             ValueError: as `lookup`.
             RuntimeError: as `lookup`.
         """
+        named = self._name(ids)
         if self._takes_hints:
-            self._announce(self._name(ids), hint=True)
+            self._announce(named, hint=True)
 
     def _no_rows(self) -> IndexedSlices:
         """Returns a gradient of none of its rows."""
@@ -265,25 +281,31 @@ class RowReadable(Readable):
     def _grouped(self, asked: Int64s) -> tuple[Int64s, Int64s]:
         """Returns each of some ids once, in order, and the place of each that was asked for, in their shape."""
         ids = asked.ravel()
-        order, starts = self._known_groups(ids) or self._group(ids)
-        found = ids[order[starts[:-1]]]
-        places = np.empty(asked.size, np.int64)
-        places[order] = np.repeat(np.arange(len(found)), np.diff(starts))
+        known = self._named_as(ids)
+        # A copy, as the caller's own: the batch may be looked up again.
+        found, places = self._placed(ids) if known is None else (known.found.copy(), known.places.copy())
         return found, places.reshape(asked.shape)
 
-    def _name(self, ids: Sequence[Nest]) -> Int64s:
-        """Returns ids that are named ahead, each once, in order; remembers how they are grouped."""
-        asked = np.concatenate([self._checked_ids(each).ravel() for each in ids] or [np.empty(0, np.int64)])
-        known = self._known_groups(asked)
-        order, starts = known or self._group(asked)
-        if known is None:
-            self._named = (asked, order, starts), *self._named[: NAMED - 1]
-        return asked[order[starts[:-1]]]
+    def _placed(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        order, starts = self._group(ids)
+        found = ids[order[starts[:-1]]]
+        places = np.empty(ids.size, np.int64)
+        places[order] = np.repeat(np.arange(len(found)), np.diff(starts))
+        return found, places
 
-    def _known_groups(self, ids: Int64s) -> tuple[Int64s, Int64s] | None:
-        """Returns how ids are grouped that were named; None for others."""
+    def _name(self, ids: Sequence[Nest]) -> Int64s:
+        """Returns ids that are named ahead, each once, in order; remembers them."""
+        asked = np.concatenate([self._checked_ids(each).ravel() for each in ids] or [np.empty(0, np.int64)])
+        known = self._named_as(asked)
+        if known is None:
+            known = _Named(asked, *self._placed(asked))
+            self._named = known, *self._named[: NAMED - 1]
+        return known.found
+
+    def _named_as(self, ids: Int64s) -> _Named | None:
+        """Returns what is known of ids that were named; None for others."""
         # What was named is most often what is looked up next, or behind the ids of the batches after it.
-        return next(((order, starts) for named, order, starts in self._named if np.array_equal(named, ids)), None)
+        return next((each for each in self._named if np.array_equal(each.ids, ids)), None)
 
     def _announce(self, ids: Int64s, hint: bool = False) -> None:
         """Does as `prefetch` or `prefetch_hint`, with int64[U], increasing."""

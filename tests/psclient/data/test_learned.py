@@ -50,12 +50,15 @@ def learn(
     looked_up: Callable[[dict[str, Array], int], Sequence[Array]],
     ahead: Any = batch,
     takes_hints: bool = False,
+    waits: bool = False,
 ) -> Table:
-    """Looks some arrays of each batch up; two batches ahead are known."""
+    """Looks some arrays of each batch up; two batches ahead are known. A step may wait for its round."""
     table, lookups = Table(takes_hints), LearnedLookups()
     for number in range(count):
         lookups.begin_batch([batch(number)])
-        prefetch_ahead(lookups.wanted, iter([[ahead(number + 1)], [ahead(number + 2)]]))
+        meanwhile = prefetch_ahead(lookups.wanted, iter([[ahead(number + 1)], [ahead(number + 2)]]))
+        if waits and meanwhile:
+            meanwhile()
         for ids in looked_up(batch(number), number):
             lookups.looked_up(table, lambda ids=ids: [ids])
     return table
@@ -80,11 +83,13 @@ def test_ids_are_found_in_a_batch(place):
     assert table.asked[1:] == right[1:], "what had the same ids only in the first batch is forgotten"
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("takes_hints", [False, True])
-def test_a_table_in_files_knows_of_the_batch_behind(takes_hints):
-    table = learn(4, lambda batch, _: [batch["user"]], takes_hints=takes_hints)
+def test_the_batch_behind_is_named(takes_hints, waits):
+    """Before the round for a table in files; of others the ids are grouped while a round is waited for, if one is."""
+    table = learn(4, lambda batch, _: [batch["user"]], takes_hints=takes_hints, waits=waits)
     right = [batch(number)["user"].tolist() for number in range(2, 6)]
-    assert (table.asked[1:], table.hinted[1:]) == (right[1:3], right[2:4] if takes_hints else [])
+    assert (table.asked[1:], table.hinted[1:]) == (right[1:3], right[2:4] if takes_hints or waits else [])
 
 
 def test_what_is_in_no_batch_is_not_prefetched():

@@ -73,6 +73,25 @@ def test_values_are_taken_in_the_order_of_the_rounds(alone):
     assert found == [False]
 
 
+def test_a_thread_works_while_it_waits_for_a_round(alone):
+    """Once, and not for a round that was taken, nor in another thread; work that fails is passed over."""
+    _, one, plan = alone
+    done = []
+
+    def work():
+        done.append(threading.get_ident())
+        raise ValueError("no row")
+
+    one.group.meanwhile(work)
+    first, second = send(one, plan, 1), send(one, plan, 2)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(value_of, one, first).result() == 1
+    assert done == []
+    assert (value_of(one, first), done) == (1, [])
+    assert (value_of(one, second), done) == (2, [threading.get_ident()])
+    assert (value_of(one, send(one, plan, 3)), len(done)) == (3, 1)
+
+
 def test_a_variable_waits_for_the_round_that_assigns_it(alone):
     """And for no other; a thread that makes no rounds sees what came last, and waits for nobody."""
     _, one, plan = alone
