@@ -173,7 +173,7 @@ class RowReadable(Readable):
 
     def _tell_lookup(self, ids: Nest) -> None:
         """Tells the dataset whose batch is in use what is looked up, so that it may learn what to prefetch."""
-        self._tell_lookup_by(self, lambda: [_integers(self, read(ids))])
+        self._tell_lookup_by(self, lambda: [integers(self, read(ids))])
 
     def _tell_lookup_by(self, looks_up: Any, arrays: Callable[[], Sequence[Array]]) -> None:
         """Does as `_tell_lookup`, for one with several arrays of ids for this variable."""
@@ -309,7 +309,7 @@ class RowReadable(Readable):
             )
         if not self.shape:
             raise ValueError(f"{_named(self)} has no dimensions and therefore no rows; read it with read_value()")
-        given = _integers(self, read(ids))
+        given = integers(self, read(ids))
         return self._check(given.ravel(), place_of(self)).reshape(given.shape)
 
     # ---- What a row is named by: its place, but of a table a key ----
@@ -371,7 +371,7 @@ def _named(variable: RowReadable) -> str:
     return f"{variable._kind} {variable.name!r}"
 
 
-def _integers(variable: RowReadable, ids: Nest) -> Array:
+def integers(variable: RowReadable, ids: Nest) -> Array:
     """Returns ids on the host in their shape; raises `TypeError` unless they are integers."""
     try:
         found = to_numpy(as_array(ids))

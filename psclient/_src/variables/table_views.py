@@ -13,7 +13,7 @@ from psclient._src.arrays.rows import concatenate
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
-from psclient._src.variables.lookup import LookedUpRows, RowReadable
+from psclient._src.variables.lookup import LookedUpRows, RowReadable, integers
 from psclient._src.variables.tables import RowsByKeys, TableVariable
 from psclient._src.variables.variable import Variable
 from pswire.model.rows import Int64s, check_ids
@@ -47,6 +47,7 @@ class TableView(RowsByKeys):
         self.spec = table.spec
         self.number = number
         self._base = number << KEY_BITS
+        self._places = range(self._base, self._base + _KEYS + 1)
 
     @property
     def dim(self) -> int | tuple[int, ...]:
@@ -153,6 +154,7 @@ class StackedRows(RowReadable):
         self.strategy = table.strategy
         self.spec = TensorSpec(table.spec.dtype, (count, *table.shape[1:]))
         self._first = first
+        self._places = range(first, first + count)
 
     def __repr__(self) -> str:
         return f"<{self.name!r}, rows {self._first} to {self._first + len(self) - 1} of {self.table!r}>"
@@ -342,6 +344,32 @@ def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
             "that were looked up, or ps.IndexedSlices(rows, keys)"
         )
     return cast(KeyedSlices, view._fit_slices(gradient))
+
+
+def stored_ids(tables: Sequence[RowReadable], counts: Sequence[int], ids: Array) -> Array:
+    """Returns ids of several tables as those of the table that has their rows.
+
+    Args:
+        tables: views of one table, or that table itself; may repeat.
+        counts: number of ids of each.
+        ids: integers (n,), those of the first table first.
+
+    Raises:
+        TypeError: the ids are not integers.
+        ValueError: an id is no row of its table, or no key of a view.
+    """
+    numbers = integers(tables[0], ids)
+    views = [table for table in tables if isinstance(table, TableView | StackedRows)]
+    parts = zip(tables, np.split(numbers, np.cumsum(counts)[:-1]), strict=True)
+    if len(views) < len(tables):  # the table itself checks its ids when it looks them up
+        return np.concatenate([own if table._stored_in is table else table._checked_ids(own) for table, own in parts])
+    found = numbers.astype(np.int64, copy=False)  # what is not there becomes negative, and without a sign very large
+    sizes = np.array([len(view._places) for view in views], np.uint64)
+    if (found.view(np.uint64) >= np.repeat(sizes, counts)).any():
+        for table, own in parts:
+            table._checked_ids(own)  # raises the error of the first that has not all of these ids
+    firsts = np.array([view._places.start for view in views], np.int64)
+    return np.add(found, np.repeat(firsts, counts))
 
 
 def table_of(variable: Any) -> Any:
