@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
@@ -104,7 +104,7 @@ class TableView(RowsByKeys):
     def _shown(self, ids: Int64s) -> Any:
         return np.bitwise_and(ids, _KEYS)
 
-    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> KeyedSlices:
+    def _slices(self, shown: Any, counts: Int64s, values: AnyArray) -> KeyedSlices:
         return self.table._slices(shown | self._base, counts, values)
 
     def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
@@ -180,7 +180,7 @@ class StackedRows(RowReadable):
     def _shown(self, ids: Int64s) -> Any:
         return ids - self._first
 
-    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> IndexedSlices:
+    def _slices(self, shown: Any, counts: Int64s, values: AnyArray) -> IndexedSlices:
         return self.table._slices(shown + self._first, counts, values)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
@@ -231,12 +231,15 @@ class TableGroup(Mapping[str, TableView]):
         views = sorted((self[name] for name in ids), key=lambda view: view.number)
         for view in views:
             view._tell_lookup(ids[view.name])
-        found = [view._grouped(view._checked_ids(ids[view.name])) for view in views]
-        pieces = self.table.sharding.space.pieces([keys for keys, _ in found])
-        rows = self.table._take_rows(np.concatenate([found[n][0][at] for n, at in pieces])) if pieces else None
+        asked = [view._checked_ids(ids[view.name]) for view in views]
+        found = [view._grouped(own.ravel()) for view, own in zip(views, asked, strict=True)]
+        pieces = self.table.sharding.space.pieces([own.ids for own in found])
+        rows = self.table._take_rows(np.concatenate([found[n].ids[at] for n, at in pieces])) if pieces else None
         made = {
-            view.name: LookedUpRows(view, view._shown(keys), values, places)
-            for view, (keys, places), values in zip(views, found, _taken(rows, pieces, len(views)), strict=True)
+            view.name: LookedUpRows(view, view._shown(keys), values, places.reshape(own.shape), counts)
+            for view, own, (keys, places, counts), values in zip(
+                views, asked, found, _taken(rows, pieces, len(views)), strict=True
+            )
         }
         return {name: made[name] for name in ids}
 
