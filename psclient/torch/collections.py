@@ -17,7 +17,7 @@ from psclient._src import context
 from psclient._src.arrays.conversions import on_host
 from psclient._src.variables.lookup import RowReadable
 from psclient._src.variables.partitioners import FixedShardsPartitioner
-from psclient._src.variables.table_views import StackedRows
+from psclient._src.variables.table_views import StackedRows, stored_ids
 from psclient._src.variables.variable import Variable
 from psclient.dynamic_embedding import get_variable, group
 from psclient.torch.embeddings import LookupModule
@@ -93,14 +93,13 @@ class _Stack:
 
     def __init__(self, table: Any, features: Sequence[_Feature]) -> None:
         self.rows, self.features = TableRows.of(table), features
-
-    def bags(self, bags: _Bags) -> list[_Bag]:
-        """Returns the bags of its features."""
-        return [bags.of(each.name) for each in self.features]
+        self.names = [each.name for each in features]
+        self._tables = [each.table for each in features]
 
     def ids(self, bags: _Bags) -> Array:
         """Returns the ids of its features as the one table has them, one feature after another, on the host."""
-        return self._join(enumerate(self._arrays(bags)))
+        own = bags.of(self.names)
+        return stored_ids(self._tables, own.counts, self._on_host(own))
 
     @property
     def _takes_hints(self) -> bool:
@@ -114,27 +113,20 @@ class _Stack:
         """Announces the rows of the lookup after the next one."""
         self.rows.table.prefetch_hint(*ids)
 
-    def look_up(self, bags: _Bags) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of its features' ids, each once, and the places of all these ids among them."""
-        arrays = self._arrays(bags)
-        self.rows.table._tell_lookup_by(self, lambda: arrays)
-        return self.rows.look_up_on(self.bags(bags)[0].ids.device, self._join(enumerate(arrays)))
+    def look_up(self, own: _Bag) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of the ids of its features' bags, each once, and the places of all these ids among them."""
+        ids = self._on_host(own)
+        self.rows.table._tell_lookup_by(self, lambda: np.split(ids, np.cumsum(own.counts)[:-1]))
+        return self.rows.look_up_on(own.ids.device, stored_ids(self._tables, own.counts, ids))
 
-    def _arrays(self, bags: _Bags) -> list[Array]:
-        """Returns the ids of each feature, on the host."""
-        return [
-            on_host(checked_ids(each.table, own.ids).reshape(-1))
-            for each, own in zip(self.features, self.bags(bags), strict=True)
-        ]
+    def _on_host(self, own: _Bag) -> Array:
+        return on_host(checked_ids(self._tables[0], own.ids).reshape(-1))
 
     def _join(self, arrays: Iterable[tuple[int, Array]]) -> Array:
         """Returns ids as the one table has them, of arrays and the number of the feature of each."""
-        return np.concatenate([_stored(self.features[number].table, ids.ravel()) for number, ids in arrays])
-
-
-def _stored(table: RowReadable, ids: Array) -> Array:
-    """Returns ids of a table as those of the table that has its rows."""
-    return ids if table._stored_in is table else table._checked_ids(ids)
+        numbers, ids = zip(*arrays, strict=True)
+        tables, counts = [self._tables[number] for number in numbers], [each.size for each in ids]
+        return stored_ids(tables, counts, np.concatenate([each.ravel() for each in ids]))
 
 
 class _Collection(LookupModule):
@@ -191,11 +183,12 @@ class _Collection(LookupModule):
         for stack in self._stacks:
             stack.prefetch_hint(*[stack.ids(each) for each in batches])
 
-    def _look_up(self, features: Any) -> Iterator[tuple[_Stack, list[_Bag], torch.Tensor, torch.Tensor]]:
+    def _look_up(self, features: Any) -> Iterator[tuple[_Stack, _Bag, torch.Tensor, torch.Tensor]]:
         """Yields each stack with the bags of its features, rows, and the places of all their ids among the rows."""
         bags = _Bags(features)
         for stack in self._stacks:
-            yield stack, stack.bags(bags), *stack.look_up(bags)
+            own = bags.of(stack.names)
+            yield stack, own, *stack.look_up(own)
 
 
 class EmbeddingBagCollection(_Collection):
@@ -241,35 +234,40 @@ class EmbeddingBagCollection(_Collection):
         Args:
             features: the ids.
         """
-        found = self._bags(features)
-        return KeyedTensor(self._shown, [found[name] for name in self._shown])
+        return KeyedTensor(self._shown, *self._bags(features))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-    def _bags(self, features: Any) -> dict[str, torch.Tensor]:
-        found = {}
+    def _bags(self, features: Any) -> tuple[list[int], torch.Tensor]:
+        """Returns the size of each feature's bags, and all bags side by side."""
+        found: dict[str, torch.Tensor] = {}
         for stack, own, rows, places in self._look_up(features):
-            pooled = self._pooled(rows, places, torch.cat([each.lengths for each in own]), own)
-            parts = pooled.split([len(each.lengths) for each in own])
-            for feature, bags, part in zip(stack.features, own, parts, strict=True):
-                means = self._modes[feature.config.name] == "mean"
-                found[feature.shown] = part / bags.lengths.clamp(min=1)[:, None].to(part.dtype) if means else part
-        return found
+            pooled = self._pooled(stack, own, rows, places)
+            if len(self._stacks) == 1:
+                return [rows.shape[1]] * len(stack.features), pooled
+            found |= zip([each.shown for each in stack.features], pooled.split(rows.shape[1], dim=1), strict=True)
+        parts = [found[name] for name in self._shown]
+        return [part.shape[1] for part in parts], torch.cat(parts, dim=1)
 
-    def _pooled(
-        self, rows: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor, own: Sequence[_Bag]
-    ) -> torch.Tensor:
-        """Returns the sums of bags of so many ids, whose rows are at some places."""
-        weights = _weights(own, rows.dtype) if self._weighted else None
-        if weights is None and len(lengths) == len(places) and bool((lengths == 1).all()):
-            return rows.index_select(0, places)  # with one id in each bag, as is common, backward takes a third
-        return functional.embedding_bag(
+    def _pooled(self, stack: _Stack, own: _Bag, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Returns the bags of a stack's features side by side, of ids whose rows are at some places."""
+        (count, size), dim = own.lengths.shape, rows.shape[1]
+        weights = own.weights_of(rows.dtype) if self._weighted else None
+        if weights is None and len(places) == count * size and bool((own.lengths == 1).all()):
+            # With one id in each bag, as is common, backward takes a third, and no bag is copied to its neighbours.
+            return rows.index_select(0, places.view(count, size).t().flatten()).view(size, count * dim)
+        sums = functional.embedding_bag(
             places,
             rows,
-            functional.pad(lengths.cumsum(0), (1, 0)),
+            functional.pad(own.lengths.flatten().cumsum(0), (1, 0)),
             mode="sum",
             per_sample_weights=weights,
             include_last_offset=True,
-        )
+        ).view(count, size, dim)
+        means = [self._modes[each.config.name] == "mean" for each in stack.features]
+        if any(means):
+            divisors = torch.where(torch.tensor(means, device=sums.device)[:, None], own.lengths.clamp(min=1), 1)
+            sums = sums / divisors[:, :, None].to(sums.dtype)
+        return sums.transpose(0, 1).reshape(size, count * dim)
 
 
 class EmbeddingCollection(_Collection):
@@ -322,24 +320,32 @@ class EmbeddingCollection(_Collection):
         """
         found = {}
         for stack, own, rows, places in self._look_up(features):
-            parts = rows.index_select(0, places).split([len(each.ids) for each in own])
-            for feature, bags, part in zip(stack.features, own, parts, strict=True):
-                found[feature.shown] = JaggedTensor(part, bags.lengths, bags.ids if self._need_indices else None)
+            parts = [each.split(own.counts) for each in (rows.index_select(0, places), own.ids)]
+            for feature, lengths, values, ids in zip(stack.features, own.lengths, *parts, strict=True):
+                found[feature.shown] = JaggedTensor(values, lengths, ids if self._need_indices else None)
         return {name: found[name] for name in self._shown}
 
 
 class _Bag(NamedTuple):
-    """The bags of one feature.
+    """The bags of some features.
 
     Attributes:
-        ids: their ids, one bag behind another.
-        lengths: number of ids of each bag.
-        weights: of the ids.
+        ids: their ids, one bag behind another, those of the first feature first.
+        lengths: number of ids of each bag, (features, B).
+        counts: number of ids of each feature.
+        weights: of the ids; None for none.
     """
 
     ids: torch.Tensor
     lengths: torch.Tensor
+    counts: list[int]
     weights: torch.Tensor | None
+
+    def weights_of(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the weights of the ids; raises `ValueError` if they have none."""
+        if self.weights is None:
+            raise InvalidArgument("the collection has is_weighted=True, but the features have no weights; pass weights")
+        return self.weights.to(dtype)
 
 
 class _Bags:
@@ -350,28 +356,29 @@ class _Bags:
             raise InvalidType(
                 f"features are a {type(features).__name__}; pass a KeyedJaggedTensor, of TorchRec or of this package"
             )
-        keys = list(features.keys())
+        self._keys = list(features.keys())
         values, flat = features.values(), features.lengths().reshape(-1)
         weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
-        _check_lengths(keys, values, flat, weights)
-        lengths = flat.reshape(len(keys), -1)
-        sizes = lengths.sum(dim=1).tolist()
-        ids, own = values.split(sizes), [None] * len(keys) if weights is None else weights.split(sizes)
-        self._of = {key: _Bag(*each) for key, *each in zip(keys, ids, lengths, own, strict=True)}
+        _check_lengths(self._keys, values, flat, weights)
+        lengths = flat.reshape(len(self._keys), -1)
+        self._all = _Bag(values, lengths, lengths.sum(dim=1).tolist(), weights)
 
-    def of(self, name: str) -> _Bag:
-        """Returns a feature; raises `KeyError` where the features lack it."""
-        if name not in self._of:
-            raise UnknownName(f"feature {name!r} is not among {', '.join(self._of)}")
-        return self._of[name]
+    def of(self, names: Sequence[str]) -> _Bag:
+        """Returns the bags of some features; raises `KeyError` where one is not there."""
+        if names == self._keys:
+            return self._all
+        for name in names:
+            if name not in self._keys:
+                raise UnknownName(f"feature {name!r} is not among {', '.join(self._keys)}")
+        places = [self._keys.index(name) for name in names]
+        ids, lengths, counts, weights = self._all
 
+        def joined(whole: torch.Tensor) -> torch.Tensor:
+            parts = whole.split(counts)
+            return torch.cat([parts[place] for place in places])
 
-def _weights(bags: Sequence[_Bag], dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weights of the ids of some features, one feature after another."""
-    found = [each.weights for each in bags if each.weights is not None]
-    if len(found) < len(bags):
-        raise InvalidArgument("the collection has is_weighted=True, but the features have no weights; pass weights")
-    return torch.cat(found).to(dtype)
+        own = [counts[place] for place in places]
+        return _Bag(joined(ids), lengths[places], own, None if weights is None else joined(weights))
 
 
 def _check_lengths(

@@ -114,27 +114,31 @@ class KeyedTensor:
 
     Args:
         keys: names of the features.
-        parts: for each feature the bags, (B, dim).
+        length_per_key: the size of each feature's bags.
+        values: all bags, (B, sum of these sizes).
     """
 
-    def __init__(self, keys: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
-        self._parts = dict(zip(keys, parts, strict=True))
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
+        self._sizes, self._values = dict(zip(keys, length_per_key, strict=True)), values
+        self._parts: dict[str, torch.Tensor] | None = None
 
     def keys(self) -> list[str]:
         """Names of the features."""
-        return list(self._parts)
+        return list(self._sizes)
 
     def values(self) -> torch.Tensor:
         """All bags, (B, sum of dims)."""
-        return torch.cat(list(self._parts.values()), dim=1)
+        return self._values
 
     def length_per_key(self) -> list[int]:
         """The size of each feature's bags."""
-        return [part.shape[1] for part in self._parts.values()]
+        return list(self._sizes.values())
 
     def to_dict(self) -> dict[str, torch.Tensor]:
         """The bags by feature."""
+        if self._parts is None:  # once: each split has a backward of its own
+            self._parts = dict(zip(self._sizes, self._values.split(self.length_per_key(), dim=1), strict=True))
         return dict(self._parts)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        return self._parts[key]
+        return self.to_dict()[key]

@@ -83,9 +83,9 @@ class Place:
     columns: tuple[int, int]
     dtype: np.dtype[Any] = field(compare=False)
 
-    def ids(self, batch: Nest) -> Array:
-        """Returns the ids in a batch."""
-        array, (first, stop) = to_numpy(nest.flatten(batch)[self.leaf]), self.columns
+    def ids(self, leaves: Sequence[Any]) -> Array:
+        """Returns the ids in a batch of these arrays."""
+        array, (first, stop) = to_numpy(leaves[self.leaf]), self.columns
         with np.errstate(invalid="ignore"):  # ids in an array of floats, of which one is NaN: its lookup fails
             return (array if first == stop else array[:, first:stop]).astype(self.dtype, copy=False)
 
@@ -141,7 +141,8 @@ class Learned:
 
     def find(self, batch: Nest) -> Found:
         """Returns the ids that one replica's batch will look up."""
-        return [(number, each.ids(batch)) for number, own in enumerate(self.places) for each in sorted(own)]
+        leaves = nest.flatten(batch)
+        return [(number, each.ids(leaves)) for number, own in enumerate(self.places) for each in sorted(own)]
 
     @property
     def _takes_hints(self) -> bool:

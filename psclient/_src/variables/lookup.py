@@ -43,6 +43,7 @@ class LookedUpRows:
             of keys: by part of the table, and within a part in increasing order of their 64 bits as int64.
         values: (U, *row shape), the row at each of them, on the device of the replica that asked.
         places: `inverse` on the host, int64.
+        _counts: int64[U] on the host, how often each of the ids was asked for.
     """
 
     _nest_leaf: ClassVar[bool] = True
@@ -51,6 +52,7 @@ class LookedUpRows:
     ids: Int64s
     values: AnyArray
     places: Int64s = field(repr=False)
+    _counts: Int64s = field(repr=False)
     _backward: Backward | None = field(default=None, repr=False)
 
     @cached_property
@@ -98,10 +100,6 @@ class LookedUpRows:
         through = array if self._backward is None else self._backward(array)
         return self.variable._slices(self.ids, self._counts, through)
 
-    def _counts(self) -> Int64s:
-        """Returns how often each of the ids was asked for."""
-        return np.bincount(self.places.ravel(), minlength=len(self.ids))
-
     def changed(self, values: AnyArray, backward: Backward) -> LookedUpRows:
         """Returns these rows with values that were made of them.
 
@@ -123,29 +121,29 @@ def gradient_of_all(lookups: Sequence[LookedUpRows], gradients: Sequence[AnyArra
         return lookups[0].gradient(gradients[0])
     v = lookups[0].variable._stored_in
     ids = np.concatenate([each.variable._check(each.ids, place_of(each.variable)) for each in lookups])
-    counts = np.concatenate([each._counts() for each in lookups])
+    counts = np.concatenate([each._counts for each in lookups])
     order, starts = v._group(ids)
     values = add_groups(concatenate(list(map(as_array, gradients))), order, starts)
     total = np.add.reduceat(counts[order], starts[:-1]) if len(ids) else counts
-    return v._slices(v._shown(ids[order[starts[:-1]]]), lambda: total, values)
+    return v._slices(v._shown(ids[order[starts[:-1]]]), total, values)
+
+
+class Grouped(NamedTuple):
+    """Ids, each once.
+
+    Attributes:
+        ids: int64[U], in the order in which they travel.
+        places: int64[n], of each id that was asked for the place among these.
+        counts: int64[U], how often each was asked for.
+    """
+
+    ids: Int64s
+    places: Int64s
+    counts: Int64s
 
 
 NAMED = 3
 """Ids that were named and are remembered: of the batch in use, and of the two that may be known ahead."""
-
-
-class _Named(NamedTuple):
-    """Ids that were named.
-
-    Attributes:
-        ids: as they were named, in an array of their own.
-        found: each once, in order.
-        places: the place of each of `ids` in `found`.
-    """
-
-    ids: Int64s
-    found: Int64s
-    places: Int64s
 
 
 class RowReadable(Readable):
@@ -158,8 +156,8 @@ class RowReadable(Readable):
     _kind: ClassVar[str] = "variable"
     name: str
     strategy: Any
-    _named: tuple[_Named, ...] = ()
-    """What was named last, and before."""
+    _named: tuple[tuple[Int64s, Grouped], ...] = ()
+    """The ids that were named last, and those before, each in an array of their own, and how they are grouped."""
 
     @property
     def _stored_in(self) -> RowReadable:
@@ -187,7 +185,7 @@ class RowReadable(Readable):
 
     def _tell_lookup(self, ids: Nest) -> None:
         """Tells the dataset whose batch is in use what is looked up, so that it may learn what to prefetch."""
-        self._tell_lookup_by(self, lambda: [_integers(self, read(ids))])
+        self._tell_lookup_by(self, lambda: [integers(self, read(ids))])
 
     def _tell_lookup_by(self, looks_up: Any, arrays: Callable[[], Sequence[Array]]) -> None:
         """Does as `_tell_lookup`, for one with several arrays of ids for this variable."""
@@ -202,8 +200,8 @@ class RowReadable(Readable):
     def _look_up(self, ids: Nest) -> LookedUpRows:
         """Does as `lookup`, but tells no dataset."""
         asked = self._checked_ids(ids)
-        found, places = self._grouped(asked)
-        return LookedUpRows(self, self._shown(found), self._take_rows(found), places)
+        found, places, counts = self._grouped(asked.ravel())
+        return LookedUpRows(self, self._shown(found), self._take_rows(found), places.reshape(asked.shape), counts)
 
     def sparse_read(self, indices: Nest, name: str | None = None) -> AnyArray:
         """Returns the row of each index, as an array of shape (*indices, *row) on the replica's device.
@@ -276,36 +274,32 @@ class RowReadable(Readable):
     def _no_rows(self) -> IndexedSlices:
         """Returns a gradient of none of its rows."""
         none = np.empty(0, np.int64)
-        return self._slices(self._shown(none), lambda: none, np.empty((0, *self.shape[1:]), self.dtype))
+        return self._slices(self._shown(none), none, np.empty((0, *self.shape[1:]), self.dtype))
 
-    def _grouped(self, asked: Int64s) -> tuple[Int64s, Int64s]:
-        """Returns each of some ids once, in order, and the place of each that was asked for, in their shape."""
-        ids = asked.ravel()
-        known = self._named_as(ids)
-        # A copy, as the caller's own: the batch may be looked up again.
-        found, places = self._placed(ids) if known is None else (known.found.copy(), known.places.copy())
-        return found, places.reshape(asked.shape)
-
-    def _placed(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        order, starts = self._group(ids)
-        found = ids[order[starts[:-1]]]
-        places = np.empty(ids.size, np.int64)
-        places[order] = np.repeat(np.arange(len(found)), np.diff(starts))
-        return found, places
+    def _grouped(self, asked: Int64s) -> Grouped:
+        """Returns how the ids of a lookup are grouped, as arrays that belong to the caller."""
+        known = self._named_before(asked)
+        return self._group_all(asked) if known is None else Grouped(*map(np.copy, known))
 
     def _name(self, ids: Sequence[Nest]) -> Int64s:
-        """Returns ids that are named ahead, each once, in order; remembers them."""
+        """Returns ids that are named ahead, each once, in order; remembers how they are grouped."""
         asked = np.concatenate([self._checked_ids(each).ravel() for each in ids] or [np.empty(0, np.int64)])
-        known = self._named_as(asked)
-        if known is None:
-            known = _Named(asked, *self._placed(asked))
-            self._named = known, *self._named[: NAMED - 1]
-        return known.found
+        found = self._named_before(asked)
+        if found is None:
+            found = self._group_all(asked)
+            self._named = (asked, found), *self._named[: NAMED - 1]
+        return found.ids
 
-    def _named_as(self, ids: Int64s) -> _Named | None:
-        """Returns what is known of ids that were named; None for others."""
+    def _named_before(self, ids: Int64s) -> Grouped | None:
+        """Returns how ids are grouped that were named; None for others."""
         # What was named is most often what is looked up next, or behind the ids of the batches after it.
-        return next((each for each in self._named if np.array_equal(each.ids, ids)), None)
+        return next((found for named, found in self._named if np.array_equal(named, ids)), None)
+
+    def _group_all(self, ids: Int64s) -> Grouped:
+        order, starts = self._group(ids)
+        counts, places = np.diff(starts), np.empty(ids.size, np.int64)
+        places[order] = np.repeat(np.arange(counts.size), counts)
+        return Grouped(ids[order[starts[:-1]]], places, counts)
 
     def _announce(self, ids: Int64s, hint: bool = False) -> None:
         """Does as `prefetch` or `prefetch_hint`, with int64[U], increasing."""
@@ -331,7 +325,7 @@ class RowReadable(Readable):
             )
         if not self.shape:
             raise ValueError(f"{_named(self)} has no dimensions and therefore no rows; read it with read_value()")
-        given = _integers(self, read(ids))
+        given = integers(self, read(ids))
         return self._check(given.ravel(), place_of(self)).reshape(given.shape)
 
     # ---- What a row is named by: its place, but of a table a key ----
@@ -348,12 +342,12 @@ class RowReadable(Readable):
         """Returns ids as users have them."""
         return ids
 
-    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> IndexedSlices:
+    def _slices(self, shown: Any, counts: Int64s, values: AnyArray) -> IndexedSlices:
         """Returns rows of some ids, each once, in order.
 
         Args:
             shown: the ids, as `_shown` returns them.
-            counts: returns how often each came.
+            counts: how often each came.
             values: the rows.
         """
         return IndexedSlices._of_rows(Rows(shown, values), self.shape)
@@ -393,7 +387,7 @@ def _named(variable: RowReadable) -> str:
     return f"{variable._kind} {variable.name!r}"
 
 
-def _integers(variable: RowReadable, ids: Nest) -> Array:
+def integers(variable: RowReadable, ids: Nest) -> Array:
     """Returns ids on the host in their shape; raises `TypeError` unless they are integers."""
     try:
         found = to_numpy(as_array(ids))

@@ -72,7 +72,7 @@ def combine_rows(how: str, variable: RowReadable, slices: IndexedSlices, where: 
         values = add_groups(slices.values, order, starts)
     else:  # On the host: CuPy has no reduceat.
         values = getattr(np, of_equal).reduceat(to_numpy(slices.values)[order], starts[:-1], axis=0)
-    return variable._slices(variable._shown(places), lambda: np.diff(starts), values)
+    return variable._slices(variable._shown(places), np.diff(starts), values)
 
 
 def change(how: str, old: AnyArray, given: AnyArray, xp: ModuleType) -> AnyArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
@@ -13,7 +13,7 @@ from psclient._src.arrays.rows import concatenate
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
-from psclient._src.variables.lookup import LookedUpRows, RowReadable
+from psclient._src.variables.lookup import LookedUpRows, RowReadable, integers
 from psclient._src.variables.tables import RowsByKeys, TableVariable
 from psclient._src.variables.variable import Variable
 from pswire.model.rows import Int64s, check_ids
@@ -47,6 +47,7 @@ class TableView(RowsByKeys):
         self.spec = table.spec
         self.number = number
         self._base = number << KEY_BITS
+        self._places = range(self._base, self._base + _KEYS + 1)
 
     @property
     def dim(self) -> int | tuple[int, ...]:
@@ -103,7 +104,7 @@ class TableView(RowsByKeys):
     def _shown(self, ids: Int64s) -> Any:
         return np.bitwise_and(ids, _KEYS)
 
-    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> KeyedSlices:
+    def _slices(self, shown: Any, counts: Int64s, values: AnyArray) -> KeyedSlices:
         return self.table._slices(shown | self._base, counts, values)
 
     def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
@@ -153,6 +154,7 @@ class StackedRows(RowReadable):
         self.strategy = table.strategy
         self.spec = TensorSpec(table.spec.dtype, (count, *table.shape[1:]))
         self._first = first
+        self._places = range(first, first + count)
 
     def __repr__(self) -> str:
         return f"<{self.name!r}, rows {self._first} to {self._first + len(self) - 1} of {self.table!r}>"
@@ -178,7 +180,7 @@ class StackedRows(RowReadable):
     def _shown(self, ids: Int64s) -> Any:
         return ids - self._first
 
-    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> IndexedSlices:
+    def _slices(self, shown: Any, counts: Int64s, values: AnyArray) -> IndexedSlices:
         return self.table._slices(shown + self._first, counts, values)
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
@@ -229,12 +231,15 @@ class TableGroup(Mapping[str, TableView]):
         views = sorted((self[name] for name in ids), key=lambda view: view.number)
         for view in views:
             view._tell_lookup(ids[view.name])
-        found = [view._grouped(view._checked_ids(ids[view.name])) for view in views]
-        pieces = self.table.sharding.space.pieces([keys for keys, _ in found])
-        rows = self.table._take_rows(np.concatenate([found[n][0][at] for n, at in pieces])) if pieces else None
+        asked = [view._checked_ids(ids[view.name]) for view in views]
+        found = [view._grouped(own.ravel()) for view, own in zip(views, asked, strict=True)]
+        pieces = self.table.sharding.space.pieces([own.ids for own in found])
+        rows = self.table._take_rows(np.concatenate([found[n].ids[at] for n, at in pieces])) if pieces else None
         made = {
-            view.name: LookedUpRows(view, view._shown(keys), values, places)
-            for view, (keys, places), values in zip(views, found, _taken(rows, pieces, len(views)), strict=True)
+            view.name: LookedUpRows(view, view._shown(keys), values, places.reshape(own.shape), counts)
+            for view, own, (keys, places, counts), values in zip(
+                views, asked, found, _taken(rows, pieces, len(views)), strict=True
+            )
         }
         return {name: made[name] for name in ids}
 
@@ -342,6 +347,32 @@ def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
             "that were looked up, or ps.IndexedSlices(rows, keys)"
         )
     return cast(KeyedSlices, view._fit_slices(gradient))
+
+
+def stored_ids(tables: Sequence[RowReadable], counts: Sequence[int], ids: Array) -> Array:
+    """Returns ids of several tables as those of the table that has their rows.
+
+    Args:
+        tables: views of one table, or that table itself; may repeat.
+        counts: number of ids of each.
+        ids: integers (n,), those of the first table first.
+
+    Raises:
+        TypeError: the ids are not integers.
+        ValueError: an id is no row of its table, or no key of a view.
+    """
+    numbers = integers(tables[0], ids)
+    views = [table for table in tables if isinstance(table, TableView | StackedRows)]
+    parts = zip(tables, np.split(numbers, np.cumsum(counts)[:-1]), strict=True)
+    if len(views) < len(tables):  # the table itself checks its ids when it looks them up
+        return np.concatenate([own if table._stored_in is table else table._checked_ids(own) for table, own in parts])
+    found = numbers.astype(np.int64, copy=False)  # what is not there becomes negative, and without a sign very large
+    sizes = np.array([len(view._places) for view in views], np.uint64)
+    if (found.view(np.uint64) >= np.repeat(sizes, counts)).any():
+        for table, own in parts:
+            table._checked_ids(own)  # raises the error of the first that has not all of these ids
+    firsts = np.array([view._places.start for view in views], np.int64)
+    return np.add(found, np.repeat(firsts, counts))
 
 
 def table_of(variable: Any) -> Any:

@@ -7,7 +7,7 @@ variables. What needs an array of the whole does not exist.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
@@ -267,8 +267,8 @@ class TableVariable(RowsByKeys, CutVariable):  # type: ignore[metaclass]  # As o
     def _shown(self, ids: Int64s) -> Any:
         return self.sharding.space.shown(ids)
 
-    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> KeyedSlices:
-        return KeyedSlices(self.sharding.space, CountedKeys(shown.view(np.int64), counts()), values, self.shape)
+    def _slices(self, shown: Any, counts: Int64s, values: AnyArray) -> KeyedSlices:
+        return KeyedSlices(self.sharding.space, CountedKeys(shown.view(np.int64), counts), values, self.shape)
 
     def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
         if not isinstance(slices, KeyedSlices):

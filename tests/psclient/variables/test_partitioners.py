@@ -181,10 +181,12 @@ def test_keys_are_grouped_by_part_and_by_themselves(keys, parts):
 @pytest.mark.parametrize("size", [4096, 100_000])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_many_keys_are_grouped_alike(size, parts):
-    """Of random bits, and of runs of numbers far apart, of which the low bits have no room."""
+    """Of random bits; of runs of numbers far apart, whose bits in between are alike; and where no bits are alike."""
     rng = np.random.default_rng(size)
+    wide = rng.integers(-(1 << 63), (1 << 63) - 100, size)
     far = rng.integers(-4, 4, size) * (1 << 60) + rng.integers(0, 50, size)
-    for keys in (rng.integers(-(1 << 63), (1 << 63) - 1, size), far):
+    close = rng.choice(wide[:100], size) + rng.integers(0, 50, size)
+    for keys in (wide, far, close):
         order, starts = space(parts).group(keys)
         found = keys[order[starts[:-1]]]
         assert np.array_equal(np.unique(keys), np.sort(found))
