@@ -205,7 +205,9 @@ def test_messages_that_never_end_are_not_kept(stack: ExitStack, tmp_path: Path, 
 
     works()
     before, most = process.memory_info().rss, 0
-    strangers = [Stranger(address, METHODS[case], 4 * MIB) for _ in range(CONNECTIONS)]
+    host, _, port = address.rpartition(":")
+    socks = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS)]
+    strangers = [Stranger(sock, METHODS[case], 4 * MIB) for sock in socks]
     for stranger in strangers:
         stranger.begin(STREAMS)
     threads = [threading.Thread(target=stranger.pump, args=(ATTACK_SECONDS,)) for stranger in strangers]

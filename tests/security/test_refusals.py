@@ -18,6 +18,7 @@ import pytest
 from psserver.network import server, tls_handshake, transport_connection
 from psserver.network.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from tests.kit import internals as inside
+from tests.kit.attacks import Stranger
 from tests.kit.certificates import PS0, Certificates, client, guarded, listening
 from tests.kit.internals import pb
 from tests.kit.rig import CHIEF, SOON, WORKERS, eventually
@@ -287,21 +288,6 @@ def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch
                     pass
 
 
-def answer_until_closed(sock: Any) -> None:
-    """Speaks HTTP/2 as who calls nothing: acknowledges settings and pings until the server ends the connection."""
-    sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
-    kept = b""
-    with contextlib.suppress(ConnectionError, ssl.SSLError):
-        while came := sock.recv(1 << 16):
-            kept += came
-            while len(kept) >= 9 and len(kept) >= 9 + (size := int.from_bytes(kept[:3], "big")):
-                kind, acknowledged, body = kept[3], kept[4] & 1, kept[9 : 9 + size]
-                kept = kept[9 + size :]
-                if kind in (4, 6) and not acknowledged:
-                    said = body if kind == 6 else b""
-                    sock.sendall(len(said).to_bytes(3, "big") + bytes([kind, 1, 0, 0, 0, 0]) + said)
-
-
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
 def test_who_calls_nothing_keeps_no_connection(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tls: bool
@@ -318,8 +304,9 @@ def test_who_calls_nothing_keeps_no_connection(
             context.set_alpn_protocols(["h2"])
             socks = [context.wrap_socket(each, server_hostname="ps-0.paramserver") for each in socks]
         with at_once():
-            for sock in socks:
-                answer_until_closed(sock)
+            for each in map(Stranger, socks):  # who acknowledges settings and pings
+                while not each.closed:
+                    each.pump(0.1)
 
 
 def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> None:
